@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 OUT    ?= demo-out
+# TORCH=https://download.pytorch.org/whl/cpu: without the gigabytes of CUDA
+TORCH  ?=
 MINUTES ?= 2
 SECONDS ?= 60
 JOBS   ?= 2
@@ -28,6 +30,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(if $(TORCH),$(BIN)/python -m pip install --quiet --disable-pip-version-check torch torchvision --index-url $(TORCH))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,demo,bench]'
 	@touch $@
 

@@ -31,12 +31,10 @@ NAMES: Final = (
     "request-path",
     "gateway",
     "crowd",
-    "overload",
     "training",
     "devices",
     "shared-input",
     "switchflow",
-    "replay",
     "generation",
     "peers",
 )

@@ -74,12 +74,9 @@ def _body(x: Any) -> bytes:
 
 def json_request(x: Any, path: str) -> bytes:
     """Return a request with ``x`` to what a server has at ``path``."""
-    return post(path, _body(x), "Content-Type: application/json\r\n")
-
-
-def post(path: str, body: bytes, lines: str = "") -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n{lines}\r\n"
-    return head.encode() + body
+    body, kind = _body(x), "Content-Type: application/json"
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{kind}\r\nContent-Length: {len(body)}"
+    return f"{head}\r\n\r\n".encode() + body
 
 
 async def ask(
@@ -92,13 +89,11 @@ async def ask(
     return int(head.split()[1]), head
 
 
-def infer_message(model: str, x: Any, name: str = "x", timeout_us: int = 0) -> bytes:
+def infer_message(model: str, x: Any, name: str) -> bytes:
     """A ``ModelInferRequest`` with one raw tensor, without a protobuf library between."""
     tensor = _field(1, name.encode()) + _field(2, b"FP32")
     tensor += _field(3, b"".join(map(_number, x.shape)))
-    timeout = _field(1, b"timeout") + _field(2, b"\x10" + _number(timeout_us))
-    tensor = _field(4, timeout) + _field(5, tensor) + _field(7, x.tobytes())
-    return _field(1, model.encode()) + tensor
+    return _field(1, model.encode()) + _field(5, tensor) + _field(7, x.tobytes())
 
 
 def _field(number: int, data: bytes) -> bytes:

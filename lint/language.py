@@ -22,7 +22,7 @@ FIRST_WORDS: Final = re.compile(
     re.IGNORECASE,
 )
 MAX_BAD_DOCSTRINGS: Final = 1034
-MAX_FMT_SKIPS: Final = 1052
+MAX_FMT_SKIPS: Final = 1100
 MAX_MEAN_SENTENCE_WORDS: Final = 18.0
 
 Place = tuple[Path, int, str]

@@ -1,5 +1,5 @@
-"""Our own single-threaded fork server, and the only place that names ``workers`` and
-``memory_daemon``.
+"""Our own single-threaded fork server, and the only place that imports ``pipeswitch.workers`` and
+``pipeswitch.memory_daemon``.
 
 It imports torch once (seconds) and then forks children in milliseconds; what only exports and
 optimizers need comes later. It never runs a tensor operation: after one OpenMP region a forked
@@ -40,8 +40,8 @@ KEEP_BELOW: Final = 3  # stdin, stdout, stderr
 FIRST: Final = (
     "torch",
     "torch.fx.experimental.symbolic_shapes",  # as a program's kernels are checked
-    "workers.main",
-    "workers.stage",
+    "pipeswitch.workers.main",
+    "pipeswitch.workers.stage",
     "pipeswitch.programs.build.builder",
     "pipeswitch.programs.build.program",
 )
@@ -68,7 +68,7 @@ def rehearsal_command(
     out: Path, device: str, link_bytes_per_s: float, entry: str, args: Sequence[str]
 ) -> list[str]:
     """The command line that measures a training script's first steps."""
-    module = [sys.executable, "-P", "-m", "workers.training.rehearsal"]
+    module = [sys.executable, "-P", "-m", "pipeswitch.workers.training.rehearsal"]
     return [*module, str(out), device, str(link_bytes_per_s), entry, *args]
 
 
@@ -198,11 +198,11 @@ def close_others(descriptors: Sequence[int]) -> None:
 def _run(settings: Message, descriptors: Sequence[int]) -> int:
     match settings:
         case WorkerSettings():
-            from workers.main import run as run_worker
+            from .workers.main import run as run_worker
 
             return run_worker(settings, descriptors)
         case DaemonSettings():
-            from memory_daemon.main import run as run_daemon
+            from .memory_daemon.main import run as run_daemon
 
             run_daemon(settings, channel_from(descriptors[0]), descriptors[1:])
             return 0
@@ -214,13 +214,13 @@ def _run(settings: Message, descriptors: Sequence[int]) -> int:
                 take_environment(descriptor)
             return run_builder(settings, channel_from(channel))
         case StageSettings():
-            from workers.stage import run as run_stage
+            from .workers.stage import run as run_stage
 
             channel, results, owners = descriptors
             take_environment(owners)
             return run_stage(settings, channel_from(channel), results)
         case CheckStage():
-            from workers.stage import check
+            from .workers.stage import check
 
             channel, owners = descriptors
             take_environment(owners)

@@ -21,6 +21,14 @@ EXIT_OK, EXIT_FAILED = 0, 1
 EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+http_option = click.option(
+    "--http", default="", metavar="URL",
+    help="The server's HTTP address; its owner does not need this.",
+)  # fmt: skip
+token_option = click.option(
+    "--token", default="", envvar="PIPESWITCH_TOKEN", show_envvar=True,
+    help="With --http: the bearer token, if that address asks for one.",
+)  # fmt: skip
 watch_option = click.option("--watch", is_flag=True, help="Refresh until Ctrl-C.")
 
 

@@ -12,7 +12,7 @@ import click
 
 from ..base.errors import PipeSwitchError, to_wire
 from ..wire.addresses import full_address
-from . import infer, jobs, machine, models, server, views
+from . import chat, infer, jobs, machine, models, server, views
 from .common import EXIT_INTERRUPTED, EXIT_OK, part
 from .keys import keys
 
@@ -108,7 +108,7 @@ VERBS = (
     server.ui,
     models.register, models.chain, models.unregister, models.load, models.unload, models.models,
     models.show, models.profile, models.plan,
-    infer.infer, infer.generate, models.sequences,
+    infer.infer, infer.generate, chat.chat, chat.run, models.sequences,
     jobs.train, jobs.jobs,
     keys,
     machine.demo, machine.doctor, machine.config, machine.completion,

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from ..base.errors import PermissionDenied, PipeSwitchError
 
+VERB: Final = {"page": "ui", "chat": "chat NAME --http URL"}
 OPENER: Final = "ui.html"  # in the state directory, beside the token
 LEADS_ON: Final = """<!doctype html>
 <meta charset="utf-8"><meta name="referrer" content="no-referrer">
@@ -20,31 +21,40 @@ LEADS_ON: Final = """<!doctype html>
 
 
 def page_url(about: Mapping[str, Any]) -> str:
-    """The page's address with the token, as a fragment: no request carries it.
+    """Return the page's address with the token, as a fragment: no request carries it.
+
+    Raises: as ``http_of``.
+    """
+    here, token = http_of(about, "page")
+    return f"{here}/ui#token={token}"
+
+
+def http_of(about: Mapping[str, Any], what: str) -> tuple[str, str]:
+    """Return the server's HTTP address and its owner's token.
 
     Args:
         about: what the server says of itself to its owner.
+        what: what the caller wants them for, for errors.
 
     Raises:
-        PermissionDenied: it does not take this client for its owner.
-        PipeSwitchError: it has no page, or the token's file cannot be read here.
+        PermissionDenied: the server does not take this client for its owner.
+        PipeSwitchError: it has no HTTP address, or the token's file cannot be read here.
     """
     if not about["is_owner"]:
         raise PermissionDenied(
-            "the page's token is for the server's owner",
-            hint="on the server's machine, as its user and without --host: pipeswitch ui",
+            f"the {what}'s token is for the server's owner",
+            hint=f"on its machine, as its user and without --host: pipeswitch {VERB[what]}",
         )
     if "http" not in about:
         raise PipeSwitchError(
-            "this server speaks no HTTP, so it has no page",
+            f"this server speaks no HTTP, so it has no {what}",
             hint="pipeswitch serve --http 127.0.0.1:8000",
         )
     try:
         token = Path(about["token_file"]).read_text("ascii").strip()
     except OSError as error:
         raise PipeSwitchError(f"{about['token_file']}: {error.strerror}") from None
-    here = re.sub(r"//(0\.0\.0\.0|\[::\]):", "//localhost:", about["http"])  # it listens on all
-    return f"{here}/ui#token={token}"
+    return re.sub(r"//(0\.0\.0\.0|\[::\]):", "//localhost:", about["http"]), token  # all addresses
 
 
 def open_page(url: str, folder: Path) -> bool:

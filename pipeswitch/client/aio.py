@@ -55,13 +55,13 @@ class AsyncClient(AwaitedVerbs[Client]):
     sequences = awaited(Client.sequences)
     end_sequence = awaited(Client.end_sequence)
 
-    def submit(self, model: str, inputs: Any = None, /, **options: Any) -> asyncio.Future[Result]:
+    def submit(self, model: str, /, *inputs: Any, **options: Any) -> asyncio.Future[Result]:
         """Send a request now; await the future for its Result."""
-        return asyncio.wrap_future(self._awaits.submit(model, inputs, **options))
+        return asyncio.wrap_future(self._awaits.submit(model, *inputs, **options))
 
-    async def infer(self, model: str, inputs: Any = None, /, **options: Any) -> Result:
+    async def infer(self, model: str, /, *inputs: Any, **options: Any) -> Result:
         """Send a request and await its result."""
-        return await self.submit(model, inputs, **options)
+        return await self.submit(model, *inputs, **options)
 
     def sequence(self, model: str, *, id: str = "", version: int = 0) -> AsyncSequenced:
         """As ``Client.sequence``; ``async with``, and await ``infer``."""

@@ -108,9 +108,8 @@ class Client(Verbs):
     def submit(
         self,
         model: str,
-        inputs: Any = None,
         /,
-        *,
+        *inputs: Any,
         deadline_ms: float | None = None,
         priority: str = "",
         version: int = 0,
@@ -123,14 +122,15 @@ class Client(Verbs):
 
         Args:
             model: its registered name.
-            inputs: one array or tensor, a sequence of arguments in call order, or a mapping by
-                name. An argument may nest: dicts, lists, tuples, dataclasses and None around
-                arrays. They are not copied: leave them unchanged until the result is there.
+            *inputs: the arguments, as the module itself takes them; or all of them in one
+                sequence in call order, or in one mapping by name. An argument may nest: dicts,
+                lists, tuples, dataclasses and None around arrays. They are not copied: leave them
+                unchanged until the result is there.
             deadline_ms: from now. A request that still waits then is not computed and ends in
                 ``DeadlineExceeded``; one that computes already is answered, though late.
             priority: high, normal or low; empty: the model's own.
             version: of the model; 0: the current one. ``result.timing.version`` says which it was.
-            **named: inputs by name, instead of ``inputs``.
+            **named: inputs by name, instead of ``inputs`` or after them.
         """
         asked = self._request(model, inputs, deadline_ms, priority, version, named)
         send = self._connection.request
@@ -139,9 +139,8 @@ class Client(Verbs):
     def infer(
         self,
         model: str,
-        inputs: Any = None,
         /,
-        *,
+        *inputs: Any,
         deadline_ms: float | None = None,
         priority: str = "",
         version: int = 0,
@@ -174,19 +173,19 @@ class Client(Verbs):
     @staticmethod
     def _request(
         model: str,
-        inputs: Any,
+        inputs: tuple[Any, ...],
         deadline_ms: float | None,
         priority: str,
         version: int,
         named: Mapping[str, Any],
     ) -> dict[str, Any]:
         """What ``Connection.request`` takes for an inference."""
-        if inputs is not None and named:
-            raise InvalidInput(
-                f"inputs are given by place and by name ({', '.join(named)})",
-                hint='all by name, or in one mapping: {"x": x, …}',
-            )
-        tensors, frames, wants_torch = to_frames(named if inputs is None else inputs)
+        given = inputs[0] if len(inputs) == 1 else inputs or None
+        if given is None:
+            given = named
+        elif named or len(inputs) > 1:
+            given = _arguments(inputs, named)
+        tensors, frames, wants_torch = to_frames(given)
         if not isinstance(priority or "", str):
             raise InvalidInput(f"priority must be a text, got {priority!r:.80}")
         try:
@@ -272,7 +271,7 @@ class Client(Verbs):
 
         Args:
             model: registered with ``generate``.
-            prompt: a text, for the model's own tokenizer (``pip install 'pipeswitch[text]'``), or
+            prompt: a text, for the model's own tokenizer (the extra ``text``), or
                 token ids: then its tokens have no text.
             max_new_tokens: the maximum number of new tokens; the model's context may end it sooner.
             temperature: the randomness of the choice; 0 takes the likeliest token.
@@ -354,7 +353,8 @@ class Client(Verbs):
                 what ``torch.save(module.state_dict(), "weights.pt")`` wrote.
             inputs: shapes and dtypes where the source does not know them, by the arguments' names,
                 nested as they are; ``(1, 512)`` in a shape is a range that requests choose from.
-            example_inputs: for a module: what its ``forward`` takes, nested as it is. For
+            example_inputs: for a module: what its ``forward`` takes, nested as it is; a mapping
+                gives keywords, and with numbers as keys places too, ``{0: x, "scale": s}``. For
                 ``package.module:factory`` the same by name; values are not made up then.
             dynamic: for a module: the dimensions beside the batch that requests choose, and their
                 ranges: ``{"ids": {1: (1, 512)}}``, ``{"cache.0.key": {2: (1, 512)}}``. Equal
@@ -730,3 +730,19 @@ def _records(subscription: Subscription, timeout_s: float | None) -> Iterator[di
             yield record
     finally:
         subscription.close()
+
+
+def _arguments(inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    """Return the arguments of a call by place and by name.
+
+    Raises:
+        InvalidInput: all arguments are in one sequence or mapping, and others beside it.
+    """
+    if not named and all(hasattr(value, "dtype") for value in inputs):
+        return inputs
+    if named and len(inputs) == 1 and isinstance(inputs[0], list | tuple | Mapping):
+        raise InvalidInput(
+            f"inputs are given together and by name ({', '.join(named)})",
+            hint='client.infer(model, a, b, x=x), or all in one mapping: {"x": x, …}',
+        )
+    return {**{str(place): value for place, value in enumerate(inputs)}, **named}

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -28,14 +27,13 @@ from ..base.errors import (
     InvalidInput,
     ModelNotFound,
     PipeSwitchError,
-    SequenceNotFound,
     ServerUnavailable,
     no_server,
 )
 from ..wire.keys import ClientKeys
 from .calls import Reply
 from .connection import Connection
-from .holders import ELSEWHERE, RETURN_S, Balance, NodeAddress, Table, lost, models_of
+from .holders import ELSEWHERE, Balance, Failover, NodeAddress, Step, Table, lost, models_of
 
 SCHEME: Final = "ray://"
 NAMESPACE: Final = "pipeswitch"
@@ -135,10 +133,8 @@ def why_of(error: Exception) -> str:
     return str(error).strip().rpartition("\n")[2]
 
 
-class ClusterConnection:
-    """In place of a ``Connection``; from any thread."""
-
-    keys = None
+class Members:
+    """The cluster's nodes: placement's table and the connections to them; from any thread."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
         self._address = address.removeprefix(SCHEME)
@@ -146,15 +142,8 @@ class ClusterConnection:
             self._address = address
         self._timeout_s = timeout_s
         self._lock = threading.RLock()  # of the table and the connections
-        self._connections: dict[
-            NodeAddress, Connection
-        ] = {}  # another server may have its port later
-        self._home = ""  # where this client's files go, until all are part of a model
-        self._files: dict[str, str] = {}  # by digest: the node that has it
-        self._waiting: set[str] = set()  # of them, for a registration
-        self._choosing = threading.Lock()  # of these three
-        self._began: dict[str, str] = {}  # by sequence: its node
-        self._pool = ThreadPoolExecutor(8, thread_name_prefix="pipeswitch-cluster")
+        # Another server may have a node's port later.
+        self._connections: dict[NodeAddress, Connection] = {}
         self._table = Table()
         self._asked_at_s = self._learnt_at_s = 0.0
         self._balance = Balance()
@@ -165,110 +154,6 @@ class ClusterConnection:
             connections = list(self._connections.values())
         for connection in connections:
             connection.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def another(self) -> Connection:
-        raise _one_nodes("events")
-
-    def notify(self, op: str, *, model: str = "") -> None:
-        node = self._table.models.get(model)
-        with contextlib.suppress(ServerUnavailable):  # it has no answer
-            if node is not None:
-                self._to(node).notify(op, model=model)
-
-    def call(self, op: str, *, model: str = "", **options: Any) -> Any:
-        """As ``Connection.call``."""
-        if op not in SAFE_AGAIN:
-            return self._verb(op)(op, model=model, **options)
-        if op in ("load", "unload"):
-            return self._of_holders(op, model, options)
-        node = self._node_for(model, options)
-        self._balance.count(node, 1)
-        try:
-            return self._to(node).call(op, model=model, **options)
-        except ELSEWHERE as error:
-            return self._elsewhere(error, node, op, model, options)
-        finally:
-            self._balance.count(node, -1)
-
-    def request(self, op: str, *, model: str = "", **options: Any) -> Future[Any]:
-        """As ``Connection.request``."""
-        if op != "infer":
-            return self._pool.submit(self.call, op, model=model, **options)
-        node, outer = self._node_for(model, options), Future[Any]()
-
-        def again(error: PipeSwitchError) -> None:
-            another = self._pool.submit(self._elsewhere, error, node, op, model, options)
-            another.add_done_callback(partial(_settle, outer))
-
-        def answered(inner: Future[Any]) -> None:
-            self._balance.count(node, -1)
-            error = None if inner.cancelled() else inner.exception()
-            if isinstance(error, ELSEWHERE) and not outer.cancelled():
-                with contextlib.suppress(RuntimeError):  # this client is closed
-                    again(error)
-                    return
-            _settle(outer, inner)
-
-        try:
-            inner = self._to(node).request(op, model=model, **options)
-        except ServerUnavailable as error:
-            again(error)
-            return outer
-        self._balance.count(node, 1)
-        outer.add_done_callback(lambda done: done.cancelled() and inner.cancel())
-        inner.add_done_callback(answered)
-        return outer
-
-    # ---- which node ----------------------------------------------------------------------------
-
-    def _node_for(self, model: str, options: dict[str, Any]) -> str:
-        """Of a sequence the one on which it began.
-
-        Raises:
-            SequenceNotFound: it did not begin here, or its node is gone.
-        """
-        body = options.get("body") or {}
-        if time.monotonic() > self._learnt_at_s + FRESH_S:
-            self._learn()
-        if "sequence" not in body:
-            return self._node_of(model)
-        if body.get("start"):
-            self._began[body["sequence"]] = self._node_of(model)
-        if (node := self._began.get(body["sequence"], "")) not in self._table.nodes:
-            raise self._lost(body["sequence"])
-        return node
-
-    def _lost(self, sequence: str) -> SequenceNotFound:
-        self._began.pop(sequence, None)
-        return lost(sequence)
-
-    def _elsewhere(
-        self, error: PipeSwitchError, node: str, op: str, model: str, options: dict[str, Any]
-    ) -> Any:
-        """Return the answer of another node; each address is tried once.
-
-        A sequence's first step may go to another node; a later one may not.
-
-        Raises:
-            PipeSwitchError: the last node's error, or no node is left to try.
-        """
-        body, tried = options.get("body") or {}, {self._table.address(node)}
-        wait_s = min(RETURN_S, (options.get("deadline_ms") or math.inf) / 1000.0)
-        until_s = time.monotonic() + wait_s
-        if not options.get("is_safe") and not body.get("start"):
-            raise self._lost(body.get("sequence", ""))
-        while True:
-            node = self._again(error, node, model, tried, until_s)
-            tried.add(self._table.address(node))
-            if not options.get("is_safe"):
-                self._began[body["sequence"]] = node
-            try:
-                return self._to(node).call(op, model=model, **options)
-            except ELSEWHERE as failed:
-                error = failed
-
-    # ---- the table -----------------------------------------------------------------------------
 
     def _ask(self, verb: str = "", *args: Any) -> Any:
         """Placement's answer to a verb, if there is one, and then its table, which is kept."""
@@ -315,8 +200,9 @@ class ClusterConnection:
         table = self._table
         if serving := table.models.get(model):
             return self._balance.choose(table.untried(model) or [serving], time.monotonic())
-        error = ModelNotFound(f'no model "{model}"', hint="pipeswitch models")
-        return self._again(error, "", model, set(), time.monotonic() + RETURN_S)
+        failover = Failover(model, {}, time.monotonic(), LOOK_S)
+        failover.failed(ModelNotFound(f'no model "{model}"', hint="pipeswitch models"), "")
+        return self._again(failover, "", model)
 
     def _to(self, node: str) -> Connection:
         """Return the connection to a node.
@@ -342,45 +228,38 @@ class ClusterConnection:
                 self._connections[facts] = found
             return found
 
-    def _again(
-        self, error: PipeSwitchError, node: str, model: str, tried: Collection[str], until_s: float
-    ) -> str:
-        """Return another node that serves a model: a holder that the table knows if the last node
-        died, else the one that placement names now.
-
-        Args:
-            error: why the last one, ``node``, did not answer.
-            tried: the addresses that did not.
-            until_s: how long to wait for a node that may come back, on the monotonic clock.
+    def _again(self, failover: Failover, node: str, model: str) -> str:
+        """Return another node that serves a model, and have it serve the next requests too.
 
         Raises:
-            PipeSwitchError: ``error``: there is no other node.
+            PipeSwitchError: the last node's error: there is no other.
         """
-        is_dead, address = isinstance(error, ServerUnavailable), self._table.address(node)
-        if is_dead and (found := self._untried(model, tried)):
-            return found
-        while True:
+        address = self._table.address(node)
+        while isinstance(found := failover.next(self._table, time.monotonic()), Step):
+            if found is Step.WAIT:
+                time.sleep(LOOK_S)
+                continue
             with contextlib.suppress(ServerUnavailable):  # placement is down too
-                self._ask(*(("accuse", node, address) if is_dead else ()))
-            if found := self._untried(model, tried):
-                return found
-            may_come = is_dead or self._table.may_come
-            if not may_come or time.monotonic() + LOOK_S > until_s:
-                raise error
-            time.sleep(LOOK_S)
-
-    def _untried(self, model: str, tried: Collection[str]) -> str:
-        """Return the holder that serves the model's next requests; empty if all were tried."""
+                self._ask(*(("accuse", node, address) if failover.is_dead else ()))
         with self._lock:
             table = self._table
-            others = table.untried(model, tried)
-            if others and others[0] != table.models.get(model):
-                models = {**table.models, model: others[0]}
-                holders = {**table.holders, model: others}
+            if found[0] != table.models.get(model):
+                models = {**table.models, model: found[0]}
+                holders = {**table.holders, model: found}
                 self._table = msgspec.structs.replace(table, models=models, holders=holders)
-            return others[0] if others else ""
+        return found[0]
 
-    # ---- verbs of more than one node -----------------------------------------------------------
+
+class ClusterVerbs(Members):
+    """Verbs that concern more than one node, or a node that is not yet known."""
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self._home = ""  # where this client's files go, until all are part of a model
+        self._files: dict[str, str] = {}  # by digest: the node that has it
+        self._waiting: set[str] = set()  # of them, for a registration
+        self._choosing = threading.Lock()  # of these three
+        self._began: dict[str, str] = {}  # by sequence: its node
+        super().__init__(address, timeout_s)
 
     def _verb(self, op: str) -> Callable[..., Any]:
         found = getattr(self, f"_do_{op}", None)
@@ -485,7 +364,7 @@ class ClusterConnection:
             return _reply({"sequences": rows})
         node = next((row["node"] for row in rows if row["id"] == body["end"]), "")
         if not node:
-            raise self._lost(body["end"])
+            raise lost(body["end"])
         return self._to(node).call(op, body=body, **options)
 
     def _do_train(self, op: str, *, body: dict[str, Any], **options: Any) -> Any:
@@ -524,6 +403,114 @@ class ClusterConnection:
         """Where a job is; empty: nowhere."""
         rows = self._do_jobs("jobs").body["jobs"]
         return next((row["node"] for row in rows if row["name"] == name), "")
+
+
+class ClusterConnection(ClusterVerbs):
+    """In place of a ``Connection``; from any thread."""
+
+    keys = None
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self._pool = ThreadPoolExecutor(8, thread_name_prefix="pipeswitch-cluster")
+        super().__init__(address, timeout_s)
+
+    def close(self) -> None:
+        super().close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def another(self) -> Connection:
+        raise _one_nodes("events")
+
+    def notify(self, op: str, *, model: str = "") -> None:
+        node = self._table.models.get(model)
+        with contextlib.suppress(ServerUnavailable):  # it has no answer
+            if node is not None:
+                self._to(node).notify(op, model=model)
+
+    def call(self, op: str, *, model: str = "", **options: Any) -> Any:
+        """As ``Connection.call``."""
+        if op not in SAFE_AGAIN:
+            return self._verb(op)(op, model=model, **options)
+        if op in ("load", "unload"):
+            return self._of_holders(op, model, options)
+        node = self._node_for(model, options)
+        self._balance.count(node, 1)
+        try:
+            return self._to(node).call(op, model=model, **options)
+        except ELSEWHERE as error:
+            return self._elsewhere(error, node, op, model, options)
+        finally:
+            self._balance.count(node, -1)
+
+    def request(self, op: str, *, model: str = "", **options: Any) -> Future[Any]:
+        """As ``Connection.request``."""
+        if op != "infer":
+            return self._pool.submit(self.call, op, model=model, **options)
+        node, outer = self._node_for(model, options), Future[Any]()
+
+        def again(error: PipeSwitchError) -> None:
+            another = self._pool.submit(self._elsewhere, error, node, op, model, options)
+            another.add_done_callback(partial(_settle, outer))
+
+        def answered(inner: Future[Any]) -> None:
+            self._balance.count(node, -1)
+            error = None if inner.cancelled() else inner.exception()
+            if isinstance(error, ELSEWHERE) and not outer.cancelled():
+                with contextlib.suppress(RuntimeError):  # this client is closed
+                    again(error)
+                    return
+            _settle(outer, inner)
+
+        try:
+            inner = self._to(node).request(op, model=model, **options)
+        except ServerUnavailable as error:
+            again(error)
+            return outer
+        self._balance.count(node, 1)
+        outer.add_done_callback(lambda done: done.cancelled() and inner.cancel())
+        inner.add_done_callback(answered)
+        return outer
+
+    def _node_for(self, model: str, options: dict[str, Any]) -> str:
+        """Of a sequence the one on which it began.
+
+        Raises:
+            SequenceNotFound: it did not begin here, or its node is gone.
+        """
+        body = options.get("body") or {}
+        if time.monotonic() > self._learnt_at_s + FRESH_S:
+            self._learn()
+        if "sequence" not in body:
+            return self._node_of(model)
+        if body.get("start"):
+            self._began[body["sequence"]] = self._node_of(model)
+        if (node := self._began.get(body["sequence"], "")) not in self._table.nodes:
+            self._began.pop(body["sequence"], None)
+            raise lost(body["sequence"])
+        return node
+
+    def _elsewhere(
+        self, error: PipeSwitchError, node: str, op: str, model: str, options: dict[str, Any]
+    ) -> Any:
+        """Return the answer of another node.
+
+        Raises:
+            PipeSwitchError: the last node's error, or no node is left to try.
+        """
+        body = options.get("body") or {}
+        failover = Failover(model, options, time.monotonic(), LOOK_S)
+        while True:
+            if "sequence" in body:
+                self._began.pop(body["sequence"], None)
+            failover.failed(error, self._table.address(node))
+            node = self._again(failover, node, model)
+            if "sequence" in body:
+                self._began[body["sequence"]] = node
+            try:
+                left = failover.options(options, time.monotonic())
+                return self._to(node).call(op, model=model, **left)
+            except ELSEWHERE as failed:
+                error = failed
 
 
 def _no_job(name: str) -> ModelNotFound:

@@ -9,14 +9,22 @@ its device first.
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from enum import Enum
 from typing import Any, Final
 
 import msgspec
 
-from ..base.errors import ModelNotFound, PermissionDenied, SequenceNotFound, ServerUnavailable
+from ..base.errors import (
+    ModelNotFound,
+    PermissionDenied,
+    PipeSwitchError,
+    SequenceNotFound,
+    ServerUnavailable,
+)
 
 ELSEWHERE: Final = (ServerUnavailable, ModelNotFound, PermissionDenied)
 """Errors after which another node may succeed. All nodes admit the cluster's key, so a server that
@@ -69,6 +77,74 @@ def lost(sequence: str) -> SequenceNotFound:
     """Return the error of a sequence whose node is gone."""
     text = f'no node still has sequence "{sequence}"'
     return SequenceNotFound(text, hint="open a new sequence")
+
+
+class Step(Enum):
+    """What a request does before it knows its next node."""
+
+    RENEW = 1  # fetch the newest table
+    WAIT = 2  # for the interval between two looks at the table
+
+
+class Failover:
+    """Rules for one request whose node did not answer. Pure.
+
+    The caller reports each failure, and then performs the steps that ``next`` returns until it
+    returns nodes. Each address is tried once. Holders that the table has are tried first if the
+    last node died; if the node lives but does not have the model, the table is renewed first.
+    """
+
+    def __init__(self, model: str, options: Mapping[str, Any], now_s: float, look_s: float) -> None:
+        """``look_s``: interval between two looks at the table."""
+        body = options.get("body") or {}
+        self._model, self._look_s, self._began_s = model, look_s, now_s
+        # A later step of a sequence needs the state that its node has.
+        self._bound_to = "" if body.get("start") else body.get("sequence", "")
+        self._deadline_ms: float | None = options.get("deadline_ms")
+        wait_s = math.inf if self._deadline_ms is None else self._deadline_ms / 1000.0
+        self._until_s = now_s + min(RETURN_S, wait_s)
+        self._tried: set[str] = set()
+        self._is_renewed = False
+
+    def failed(self, error: PipeSwitchError, address: str) -> None:
+        """Record that the node at an address did not answer.
+
+        Raises:
+            SequenceNotFound: no other node has the request's sequence.
+        """
+        self._error, self._is_renewed = error, False
+        self._tried.add(address)
+        if self._bound_to:
+            raise lost(self._bound_to) from error
+
+    @property
+    def is_dead(self) -> bool:
+        """The last node does not answer at all."""
+        return isinstance(self._error, ServerUnavailable)
+
+    def next(self, table: Table, now_s: float) -> list[str] | Step:
+        """Return the nodes that are left to try, the preferred one first, or a step to perform.
+
+        Raises:
+            PipeSwitchError: the last node's error: no node is left, and none will come.
+        """
+        is_trusted = self.is_dead or self._is_renewed
+        if is_trusted and (nodes := table.untried(self._model, self._tried)):
+            return nodes
+        if not self._is_renewed:
+            self._is_renewed = True
+            return Step.RENEW
+        if not (self.is_dead or table.may_come) or now_s + self._look_s > self._until_s:
+            raise self._error
+        self._is_renewed = False
+        return Step.WAIT
+
+    def options(self, options: dict[str, Any], now_s: float) -> dict[str, Any]:
+        """Return a request's options with what is left of its deadline."""
+        if self._deadline_ms is None:
+            return options
+        left_ms = self._deadline_ms - (now_s - self._began_s) * 1000.0
+        return {**options, "deadline_ms": max(left_ms, 0.001)}
 
 
 def choose(nodes: Sequence[str], finish_ms: Callable[[str], float]) -> str:

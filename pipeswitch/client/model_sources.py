@@ -15,6 +15,7 @@ import msgspec
 
 from ..base.errors import InvalidInput, RegistrationRefused
 from ..programs.interface.nesting import Tree, flatten
+from ..programs.interface.odd_files import check_file
 from ..wire.register_request import RegisterRequest
 from .verbs import Progress
 
@@ -70,6 +71,8 @@ class LocalSource:
                 weights = str(self._folder / "weights.safetensors")
                 convert_weights(request.weights, weights)
             if weights.endswith(".safetensors"):
+                if os.path.isfile(weights):
+                    check_file(weights, f"weights {weights!r}")
                 weights = upload(weights, "safetensors", progress)
             return msgspec.structs.replace(request, weights=weights)
 
@@ -92,6 +95,8 @@ class LocalSource:
         if suffix in _NO_PROGRAMS:
             hint = _NO_PROGRAMS[suffix].replace("FILE", repr(text))
             raise InvalidInput(f"{text!r} is no program", hint=hint)
+        if suffix in (".bundle", *FILES) and os.path.isfile(text):
+            check_file(text, text)
         if suffix in FILES:
             if not os.path.isfile(text):
                 raise InvalidInput(f"no file {text!r}")
@@ -136,7 +141,8 @@ class LocalSource:
                 "example_inputs of a named model are by its arguments' names",
                 hint='example_inputs={"x": x}',
             )
-        tree, found = flatten(dict(given), "input", lambda value: hasattr(value, "__array__"))
+        given = {str(name): value for name, value in given.items()}  # 0: the first argument
+        tree, found = flatten(given, "input", lambda value: hasattr(value, "__array__"))
         arrays = {name: np.ascontiguousarray(value) for name, value in found.items()}
         save_file(arrays, self._folder / "example.safetensors")
         example = self.upload(self._folder / "example.safetensors", "safetensors", None)

@@ -23,9 +23,8 @@ class Sequenced:
 
     def infer(
         self,
-        inputs: Any = None,
         /,
-        *,
+        *inputs: Any,
         deadline_ms: float | None = None,
         priority: str = "",
         **named: Any,
@@ -42,7 +41,7 @@ class Sequenced:
 
     def choose(self, inputs: Any, how: Mapping[str, int | float], priority: str) -> Result:
         """The next step of a language model: its worker chooses the tokens, ``Client.generate``."""
-        return self._ask({"choose": how}, inputs, None, priority, self._version, {})
+        return self._ask({"choose": how}, (inputs,), None, priority, self._version, {})
 
     def _ask(self, how: Mapping[str, Any], *asked: Any) -> Result:
         if self._is_over:

@@ -31,36 +31,22 @@ COPY_S: Final = 600.0  # limit of copying a model to another node
 STOP_S: Final = 30.0  # to finish what was accepted
 
 
-class Placement:
-    """The versioned table that clients keep. Started again it asks the nodes, and knows as much."""
+class Overview:
+    """State of the nodes, as they last reported it, and the versioned table that clients keep."""
 
-    def __init__(self, folder: str, flags: tuple[str, ...], scale: tuple[int, int] | None) -> None:
-        self._started_with = folder, flags  # nodes
+    def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._deciding = threading.Lock()
         self._nodes = placement.Nodes()
         self._facts: dict[str, dict[str, Any]] = {}  # of the living, by node
         self._serving: dict[str, str] = {}  # by model: the node that requests go to
-        self._short_since: dict[str, float] = {}  # models with too few copies
         self._leaving: set[str] = set()
         self._silent_since: dict[str, float] = {}  # nodes that Ray has, or starts
         self._claims: dict[str, tuple[float, dict[str, int]]] = {}  # of nodes that start
-        self._homeless_since: dict[str, float] = {}  # jobs of which there are replicas alone
-        self._moving: set[str] = set()  # jobs that are being started or moved, as was asked
-        self._ordered: dict[tuple[str, str], Any] = {}  # by node and job: what it will answer
         self._troubles: dict[str, str] = {}  # what was logged, by what it is of
         self._version = int(time.time() * 1000)  # above those of the one before
         self._shown: Any = None
         self._shared: dict[str, Any] = {}  # the newest table that gateways were sent
         self._shared_number = self._version
-        self._requested = -1  # of Ray's autoscaler
-        self._copier = ThreadPoolExecutor(1, "pipeswitch-copies")
-        self._copying: Future[None] = Future()  # models that have too few copies
-        self._copying.set_result(None)
-        with starts_again():
-            self._look()
-            self._scale = Scale(*scale, len(node_names(connect_ray()))) if scale else None
-            threading.Thread(target=self._rounds, daemon=True).start()
 
     def table(self) -> dict[str, Any]:
         """Where each model is served."""
@@ -108,6 +94,232 @@ class Placement:
         """Return whether one of these nodes has been silent so briefly that it may come back."""
         now_s = time.monotonic()
         return any(now_s - self._silent_since.get(one, now_s) < MISSED_S for one in nodes)
+
+    def _copies(self) -> dict[str, dict[str, lives.Copy]]:
+        return {name: facts["copies"] for name, facts in self._facts.items()}
+
+    def _look(self) -> None:
+        """Ask every node how it is; who does not say so is gone."""
+        ray, names = connect_ray(), node_names(connect_ray())
+        with self._lock:
+            heard = {name: facts["number"] for name, facts in self._facts.items()}
+        asked = {}
+        for name in names:
+            with contextlib.suppress(ValueError):  # Ray has given it up meanwhile
+                asked[name] = node_of(ray, name).summary.remote(heard.get(name, 0))
+        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S) \
+            if asked else ([], [])  # fmt: skip
+        found = {}
+        for name, answer in asked.items():
+            if answer in ready:
+                with contextlib.suppress(Exception):  # it died, or its server did
+                    found[name] = ray.get(answer)
+        with self._lock:
+            now_s = time.monotonic()
+            self._silent_since = {name: self._silent_since.get(name, now_s)
+                                  for name in names if name not in found}  # fmt: skip
+            self._leaving &= set(asked)  # one of its name may be started later
+            for name in set(self._facts) - set(found):
+                self._forget(name)
+            for name, facts in found.items():
+                self._heard(name, facts)
+            self._place()
+
+    def _heard(self, name: str, facts: dict[str, Any]) -> None:
+        if facts["number"] < self._facts.get(name, facts)["number"]:
+            return  # another thread has looked later
+        self._facts[name] = facts
+        self._claims.pop(name, None)
+        if name in self._leaving:
+            return
+        for held in self._nodes.holders.values():
+            held.discard(name)
+        for model, (digest, _) in facts["models"].items():
+            others = self._nodes.holders[model]
+            if all(self._facts[one]["models"][model][0] == digest for one in others):
+                others.add(name)  # else it is about to be told that its name is taken
+        self._nodes.put(placement.Node(
+            name, facts["free_bytes"], facts["queue_ms"], facts["waiting"],
+            served_bytes=sum(size_bytes for model, (_, size_bytes) in facts["models"].items()
+                             if self._serving.get(model) == name),
+        ))  # fmt: skip
+
+    def _forget(self, name: str) -> None:
+        self._facts.pop(name, None)
+        self._nodes.remove(name)
+
+    def _place(self) -> None:
+        """Of each model's holders the one that requests go to; the table is new if one changed."""
+        serving = {}
+        for model, held in self._nodes.holders.items():
+            if held:
+                size_bytes = self._facts[next(iter(held))]["models"][model][1]
+                at = self._serving.get(model, "")
+                serving[model] = self._nodes.serving(model, size_bytes, at)
+        self._serving = serving
+        shown = (serving, {name: one["address"] for name, one in self._facts.items()})
+        if shown != self._shown:
+            self._shown, self._version = shown, self._version + 1
+
+    def _trouble(self, what: str, work: Callable[[], Any]) -> None:
+        """Do it; why it cannot be done is logged once, until that changes."""
+        try:
+            found = work()
+            now = "; ".join(found) if isinstance(found, list) else ""
+        except Exception as error:  # Ray's are of no one class; there is another round
+            now = why_of(error)
+        if now and now != self._troubles.get(what):
+            log.warning("%s: %s", what, now)
+        self._troubles[what] = now
+
+
+class JobPlacement(Overview):
+    """Which node a job runs on, from one life to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._homeless_since: dict[str, float] = {}  # jobs of which there are replicas alone
+        self._moving: set[str] = set()  # jobs that are being started or moved, as was asked
+        self._ordered: dict[tuple[str, str], Any] = {}  # by node and job: what it will answer
+
+    def train(self, body: dict[str, Any], script: bytes) -> dict[str, Any]:
+        """Start a job where the fewest are, or where one of its name has ended.
+
+        Raises:
+            AlreadyExists: one of its name is not over.
+        """
+        job = body["name"]
+        with self._lock:
+            if self.is_alive(job):
+                raise AlreadyExists(f'there is a job "{job}"', hint="choose another --name")
+            over = [node for node, kept in self._copies().items() if job in kept]
+            node, life = over[0] if over else self._idle(), self._next_life(job)
+            self._moving.add(job)
+        try:
+            return dict(self._order(node, "train", body, script, life))
+        finally:
+            with self._lock:
+                self._moving.discard(job)
+
+    def move(self, job: str, to: str) -> None:
+        """It commits its last step, and goes on over there."""
+        with self._lock:
+            homes = lives.homes_of(job, self._copies())
+            if not homes:
+                raise ModelNotFound(f'no job "{job}" is under way', hint="pipeswitch jobs")
+            if to not in self._nodes or job in self._moving:
+                why = "it is being moved already" if job in self._moving else f'no node "{to}"'
+                raise ModelNotFound(f'job "{job}": {why}', hint="pipeswitch cluster status")
+            if to == homes[0]:
+                return
+            life = self._next_life(job)
+            self._moving.add(job)
+        try:
+            self._order(homes[0], "hand_over", job, to, life)
+            self._order(to, "take_over", job, life)
+        finally:
+            with self._lock:
+                self._moving.discard(job)
+
+    def is_alive(self, job: str) -> bool:
+        """It is not over, though it may be between two lives."""
+        with self._lock:
+            states = {one[job].state for one in self._copies().values() if job in one}
+            return job in self._moving or "home" in states or states == {"replica"}
+
+    def claim(self, node: str, claimed: dict[str, int]) -> set[str] | None:
+        """A node starts, and would go on with these lives: those that are elsewhere by now. None:
+        others have not said yet what they have; ask again."""
+        now_s, names = time.monotonic(), node_names(connect_ray())
+        with self._lock:
+            self._forget(node)
+            self._claims[node] = (now_s, claimed)
+            silent = (one for one in names if one not in self._facts and one not in self._claims)
+            if self._may_come(silent) or claimed.keys() & self._busy():
+                return None
+            gone = lives.lost(node, self._copies(), self._claimed())
+            kept = {job: life for job, life in claimed.items() if job not in gone}
+            self._claims[node] = (now_s, kept)
+            return gone
+
+    def _idle(self) -> str:
+        """Where a job goes: the fewest jobs."""
+        with self._lock:
+            found = min(self._targets(), key=lambda name: self._facts[name]["jobs"], default="")
+            if not found:
+                raise ServerUnavailable(
+                    "the cluster has no node left", hint="pipeswitch cluster up"
+                )
+            self._facts[found]["jobs"] += 1  # until the next look at it
+            return found
+
+    def _targets(self) -> list[str]:
+        """Where something new may go, the node that keeps the least first."""
+        ready = [name for name in self._facts if name in self._nodes]
+        return sorted(ready, key=lambda name: (len(self._facts[name]["copies"]), name))
+
+    def _claimed(self) -> dict[str, dict[str, int]]:
+        """Of nodes that may still come."""
+        now_s = time.monotonic()
+        return {node: claimed for node, (at_s, claimed) in self._claims.items()
+                if now_s - at_s < START_S}  # fmt: skip
+
+    def _next_life(self, job: str) -> int:
+        """Above those of older jobs of its name, too: a node that is away may have a replica."""
+        return max(lives.last_life(job, self._copies(), self._claimed()) + 1, int(time.time()))
+
+    def _busy(self) -> set[str]:
+        """Jobs that are started or moved, or of which a node that answers was told something; under
+        the lock, as all that reads or changes what placement keeps."""
+        return self._moving | {job for node, job in self._ordered if node in self._facts}
+
+    def _order(self, node: str, verb: str, *args: Any) -> Any:
+        """What a node answers; what it has become is known when this returns."""
+        ray = connect_ray()
+        answer = told(ray, getattr(node_of(ray, node), verb).remote(*args), ORDER_S)
+        self._look()
+        return answer
+
+    def _tend(self) -> None:
+        """Replicate, start again elsewhere, clear away: one order for a job at a time."""
+        ray, now_s = connect_ray(), time.monotonic()
+        for (node, job), answer in list(self._ordered.items()):
+            if ray.wait([answer], timeout=0)[0]:
+                with self._lock:
+                    del self._ordered[node, job]
+                self._trouble(f"job {job}", partial(ray.get, answer))
+        with self._lock:
+            copies, claims, busy = self._copies(), self._claimed(), self._busy()
+            alone = lives.homeless(copies, claims) - busy
+            self._homeless_since = {job: self._homeless_since.get(job, now_s) for job in alone}
+            given_up = {job for job in alone if now_s - self._homeless_since[job] > MISSED_S}
+            for node, verb, job, life, to in lives.orders(
+                copies, claims, self._targets(), given_up
+            ):
+                if job in busy or (node, job) in self._ordered:
+                    continue
+                life = self._next_life(job) if verb == "take_over" else life
+                args = [to] if to else [life] if life else []
+                answer = getattr(node_of(ray, node), verb).remote(job, *args)
+                self._ordered[node, job] = answer
+
+
+class Placement(JobPlacement):
+    """Where models and jobs go. Started again it asks the nodes, and knows as much."""
+
+    def __init__(self, folder: str, flags: tuple[str, ...], scale: tuple[int, int] | None) -> None:
+        super().__init__()
+        self._started_with = folder, flags  # nodes
+        self._deciding = threading.Lock()
+        self._short_since: dict[str, float] = {}  # models with too few copies
+        self._requested = -1  # of Ray's autoscaler
+        self._copier = ThreadPoolExecutor(1, "pipeswitch-copies")
+        self._copying: Future[None] = Future()  # models that have too few copies
+        self._copying.set_result(None)
+        with starts_again():
+            self._look()
+            self._scale = Scale(*scale, len(node_names(connect_ray()))) if scale else None
+            threading.Thread(target=self._rounds, daemon=True).start()
 
     def home(self, size_bytes: int) -> str:
         """Where a model that is new is to be registered."""
@@ -198,145 +410,6 @@ class Placement:
                 "jobs": kept,
             }  # fmt: skip
 
-    # ---- jobs ----------------------------------------------------------------------------------
-
-    def train(self, body: dict[str, Any], script: bytes) -> dict[str, Any]:
-        """Start a job where the fewest are, or where one of its name has ended.
-
-        Raises:
-            AlreadyExists: one of its name is not over.
-        """
-        job = body["name"]
-        with self._lock:
-            if self.is_alive(job):
-                raise AlreadyExists(f'there is a job "{job}"', hint="choose another --name")
-            over = [node for node, kept in self._copies().items() if job in kept]
-            node, life = over[0] if over else self._idle(), self._next_life(job)
-            self._moving.add(job)
-        try:
-            return dict(self._order(node, "train", body, script, life))
-        finally:
-            with self._lock:
-                self._moving.discard(job)
-
-    def move(self, job: str, to: str) -> None:
-        """It commits its last step, and goes on over there."""
-        with self._lock:
-            homes = lives.homes_of(job, self._copies())
-            if not homes:
-                raise ModelNotFound(f'no job "{job}" is under way', hint="pipeswitch jobs")
-            if to not in self._nodes or job in self._moving:
-                why = "it is being moved already" if job in self._moving else f'no node "{to}"'
-                raise ModelNotFound(f'job "{job}": {why}', hint="pipeswitch cluster status")
-            if to == homes[0]:
-                return
-            life = self._next_life(job)
-            self._moving.add(job)
-        try:
-            self._order(homes[0], "hand_over", job, to, life)
-            self._order(to, "take_over", job, life)
-        finally:
-            with self._lock:
-                self._moving.discard(job)
-
-    def is_alive(self, job: str) -> bool:
-        """It is not over, though it may be between two lives."""
-        with self._lock:
-            states = {one[job].state for one in self._copies().values() if job in one}
-            return job in self._moving or "home" in states or states == {"replica"}
-
-    def claim(self, node: str, claimed: dict[str, int]) -> set[str] | None:
-        """A node starts, and would go on with these lives: those that are elsewhere by now. None:
-        others have not said yet what they have; ask again."""
-        now_s, names = time.monotonic(), node_names(connect_ray())
-        with self._lock:
-            self._forget(node)
-            self._claims[node] = (now_s, claimed)
-            silent = (one for one in names if one not in self._facts and one not in self._claims)
-            if self._may_come(silent) or claimed.keys() & self._busy():
-                return None
-            gone = lives.lost(node, self._copies(), self._claimed())
-            kept = {job: life for job, life in claimed.items() if job not in gone}
-            self._claims[node] = (now_s, kept)
-            return gone
-
-    def _idle(self) -> str:
-        """Where a job goes: the fewest jobs."""
-        with self._lock:
-            found = min(self._targets(), key=lambda name: self._facts[name]["jobs"], default="")
-            if not found:
-                raise ServerUnavailable(
-                    "the cluster has no node left", hint="pipeswitch cluster up"
-                )
-            self._facts[found]["jobs"] += 1  # until the next look at it
-            return found
-
-    def _targets(self) -> list[str]:
-        """Where something new may go, the node that keeps the least first."""
-        ready = [name for name in self._facts if name in self._nodes]
-        return sorted(ready, key=lambda name: (len(self._facts[name]["copies"]), name))
-
-    def _copies(self) -> dict[str, dict[str, lives.Copy]]:
-        return {name: facts["copies"] for name, facts in self._facts.items()}
-
-    def _claimed(self) -> dict[str, dict[str, int]]:
-        """Of nodes that may still come."""
-        now_s = time.monotonic()
-        return {node: claimed for node, (at_s, claimed) in self._claims.items()
-                if now_s - at_s < START_S}  # fmt: skip
-
-    def _next_life(self, job: str) -> int:
-        """Above those of older jobs of its name, too: a node that is away may have a replica."""
-        return max(lives.last_life(job, self._copies(), self._claimed()) + 1, int(time.time()))
-
-    def _busy(self) -> set[str]:
-        """Jobs that are started or moved, or of which a node that answers was told something; under
-        the lock, as all that reads or changes what placement keeps."""
-        return self._moving | {job for node, job in self._ordered if node in self._facts}
-
-    def _order(self, node: str, verb: str, *args: Any) -> Any:
-        """What a node answers; what it has become is known when this returns."""
-        ray = connect_ray()
-        answer = told(ray, getattr(node_of(ray, node), verb).remote(*args), ORDER_S)
-        self._look()
-        return answer
-
-    def _tend(self) -> None:
-        """Replicate, start again elsewhere, clear away: one order for a job at a time."""
-        ray, now_s = connect_ray(), time.monotonic()
-        for (node, job), answer in list(self._ordered.items()):
-            if ray.wait([answer], timeout=0)[0]:
-                with self._lock:
-                    del self._ordered[node, job]
-                self._trouble(f"job {job}", partial(ray.get, answer))
-        with self._lock:
-            copies, claims, busy = self._copies(), self._claimed(), self._busy()
-            alone = lives.homeless(copies, claims) - busy
-            self._homeless_since = {job: self._homeless_since.get(job, now_s) for job in alone}
-            given_up = {job for job in alone if now_s - self._homeless_since[job] > MISSED_S}
-            for node, verb, job, life, to in lives.orders(
-                copies, claims, self._targets(), given_up
-            ):
-                if job in busy or (node, job) in self._ordered:
-                    continue
-                life = self._next_life(job) if verb == "take_over" else life
-                args = [to] if to else [life] if life else []
-                answer = getattr(node_of(ray, node), verb).remote(job, *args)
-                self._ordered[node, job] = answer
-
-    def _trouble(self, what: str, work: Callable[[], Any]) -> None:
-        """Do it; why it cannot be done is logged once, until that changes."""
-        try:
-            found = work()
-            now = "; ".join(found) if isinstance(found, list) else ""
-        except Exception as error:  # Ray's are of no one class; there is another round
-            now = why_of(error)
-        if now and now != self._troubles.get(what):
-            log.warning("%s: %s", what, now)
-        self._troubles[what] = now
-
-    # ---- looking -------------------------------------------------------------------------------
-
     def _rounds(self) -> None:
         while True:
             time.sleep(ROUND_S)  # a load is looked at, not told
@@ -346,71 +419,6 @@ class Placement:
             if self._scale:
                 self._trouble("scale", partial(self._follow, self._scale))
             self._trouble("copies", self._copy_short)
-
-    def _look(self) -> None:
-        """Ask every node how it is; who does not say so is gone."""
-        ray, names = connect_ray(), node_names(connect_ray())
-        with self._lock:
-            heard = {name: facts["number"] for name, facts in self._facts.items()}
-        asked = {}
-        for name in names:
-            with contextlib.suppress(ValueError):  # Ray has given it up meanwhile
-                asked[name] = node_of(ray, name).summary.remote(heard.get(name, 0))
-        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S) \
-            if asked else ([], [])  # fmt: skip
-        found = {}
-        for name, answer in asked.items():
-            if answer in ready:
-                with contextlib.suppress(Exception):  # it died, or its server did
-                    found[name] = ray.get(answer)
-        with self._lock:
-            now_s = time.monotonic()
-            self._silent_since = {name: self._silent_since.get(name, now_s)
-                                  for name in names if name not in found}  # fmt: skip
-            self._leaving &= set(asked)  # one of its name may be started later
-            for name in set(self._facts) - set(found):
-                self._forget(name)
-            for name, facts in found.items():
-                self._heard(name, facts)
-            self._place()
-
-    def _heard(self, name: str, facts: dict[str, Any]) -> None:
-        if facts["number"] < self._facts.get(name, facts)["number"]:
-            return  # another thread has looked later
-        self._facts[name] = facts
-        self._claims.pop(name, None)
-        if name in self._leaving:
-            return
-        for held in self._nodes.holders.values():
-            held.discard(name)
-        for model, (digest, _) in facts["models"].items():
-            others = self._nodes.holders[model]
-            if all(self._facts[one]["models"][model][0] == digest for one in others):
-                others.add(name)  # else it is about to be told that its name is taken
-        self._nodes.put(placement.Node(
-            name, facts["free_bytes"], facts["queue_ms"], facts["waiting"],
-            served_bytes=sum(size_bytes for model, (_, size_bytes) in facts["models"].items()
-                             if self._serving.get(model) == name),
-        ))  # fmt: skip
-
-    def _forget(self, name: str) -> None:
-        self._facts.pop(name, None)
-        self._nodes.remove(name)
-
-    def _place(self) -> None:
-        """Of each model's holders the one that requests go to; the table is new if one changed."""
-        serving = {}
-        for model, held in self._nodes.holders.items():
-            if held:
-                size_bytes = self._facts[next(iter(held))]["models"][model][1]
-                at = self._serving.get(model, "")
-                serving[model] = self._nodes.serving(model, size_bytes, at)
-        self._serving = serving
-        shown = (serving, {name: one["address"] for name, one in self._facts.items()})
-        if shown != self._shown:
-            self._shown, self._version = shown, self._version + 1
-
-    # ---- machines that come and go -------------------------------------------------------------
 
     def _follow(self, scale: Scale) -> None:
         """Start a server on a machine that has come, or leave one that is too many; tell Ray."""
@@ -454,8 +462,6 @@ class Placement:
                     scale.wanted += 1
                     self._leaving.discard(node)
         return missed
-
-    # ---- copies --------------------------------------------------------------------------------
 
     def _short(self) -> list[str]:
         """Models that have had too few copies for so long that their node does not come back; where

@@ -137,7 +137,7 @@ class Builds:
             timeout_s=self._sizes.stage_timeout_s,
         )
         self._children.fork(
-            _builder(command), "pipeswitch-chk", settings, 1, [self._memory.environment],
+            _builder(command), "pipeswitch-chk", settings, [self._memory.environment],
             lambda message, _: said.append(message), on_exit, "stage",
         )  # fmt: skip
 
@@ -180,9 +180,7 @@ class Builds:
             is_owners=not command.tenant,
         )
         environment = [self._memory.environment] if needs_more(spec) else []
-        self._children.fork(
-            builder, "pipeswitch-bld", settings, 1, environment, on_message, on_exit
-        )
+        self._children.fork(builder, "pipeswitch-bld", settings, environment, on_message, on_exit)
 
     def manifest_of(self, digest: str) -> Manifest | None:
         """Of a program on the disk; None where it cannot be read: its next build says why."""

@@ -27,13 +27,12 @@ class Children:
         address: Address,
         name: str,
         settings: Message,
-        channel_count: int,
         descriptors: Sequence[int],
         on_message: Callable[[Message, list[int]], None] | None = None,
         on_exit: Callable[[int], None] | None = None,
         kind: Kind | None = None,
     ) -> None:
-        """Fork a process; its messages and its exit become events.
+        """Fork a process; its messages and its exit become events. A worker has two channels.
 
         Args:
             on_message: Called with each message and its descriptors, in place of that event.
@@ -52,8 +51,8 @@ class Children:
                 on_exit(status)
 
         child = self.processes.fork(
-            kind or address.kind, name, settings, channel_count, descriptors,
-            on_message or heard, exited,
+            kind or address.kind, name, settings, 2 if address.kind == "worker" else 1,
+            descriptors, on_message or heard, exited,
         )  # fmt: skip
         if child.exit_status is None:  # otherwise the fork failed, which was reported
             self.by_address[address] = child

@@ -227,7 +227,7 @@ class DeviceEffects:
         descriptors = [self._memory.store, self._share.board_descriptor, *self._share.bells]
         self._share.drop_arenas()
         self._daemon_has.clear()
-        self._children.fork(target, "pipeswitch-mem", settings, 1, descriptors, on_message)
+        self._children.fork(target, "pipeswitch-mem", settings, descriptors, on_message)
 
     def _spawn_worker(self, target: ev.Address) -> None:
         slot = target.slot
@@ -262,4 +262,4 @@ class DeviceEffects:
         if not self._sizes.separates_tenants:  # else with BindTenant
             descriptors += [self._memory.pool, *self._share.arena]
         name = f"pipeswitch-w{slot}{self._suffix}"
-        self._children.fork(target, name, settings, 2, descriptors, on_exit=on_exit)
+        self._children.fork(target, name, settings, descriptors, on_exit=on_exit)

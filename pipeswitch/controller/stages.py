@@ -46,7 +46,7 @@ class StageEffects:
             return
         settings = StageSettings(result_bytes=self._result_bytes)
         descriptors = [self._results[slot][0], self._ground.memory.environment]
-        self._children.fork(target, f"pipeswitch-stg-{slot}", settings, 1, descriptors)
+        self._children.fork(target, f"pipeswitch-stg-{slot}", settings, descriptors)
 
     def _send(self, command: Send) -> None:
         memory, child = self._ground.memory, self._children.by_address.get(command.target)

@@ -8,10 +8,12 @@ evicted and killed, and end with the same weights.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 from typing import Final
 
 from .. import job
+from ..base.errors import PipeSwitchError
 
 SEED: Final = 0
 BATCH: Final = 64
@@ -20,9 +22,19 @@ CHANNELS: Final = 48
 LEARNING_RATE: Final = 1e-3
 
 
+def check_digits() -> None:
+    """Raise unless scikit-learn is installed."""
+    if importlib.util.find_spec("sklearn") is None:
+        raise PipeSwitchError(
+            "the demo trains on scikit-learn's digits, which is not installed",
+            hint="pip install 'pipeswitch[demo]'",
+        )
+
+
 def main() -> None:
     """Train until ``--epochs`` are over or ``--stop-file`` exists, then report the accuracy."""
     arguments = _arguments()
+    check_digits()
     import torch
     from sklearn.datasets import load_digits
     from torch import nn

@@ -36,6 +36,7 @@ from ..cli.page import open_page, page_url
 from ..client.client import Client, Task
 from ..testing import RunningServer, server
 from . import report as demo_report
+from .digits import check_digits
 
 JOB: Final = "digits"
 ENTRY: Final = "pipeswitch.demo.digits:main"
@@ -101,7 +102,7 @@ def run(out: Path, *, as_json: bool = False, plan: Plan | None = None) -> int:
         130 after Ctrl-C.
     """
     plan = plan or Plan()
-    _check_digits()
+    check_digits()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -129,7 +130,7 @@ def show(plan: Plan | None = None) -> int:
     Returns:
         130: it ends with Ctrl-C.
     """
-    _check_digits()
+    check_digits()
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="pipeswitch-demo-") as folder:
         try:
@@ -137,14 +138,6 @@ def show(plan: Plan | None = None) -> int:
         except KeyboardInterrupt:
             console.print("interrupted: the server and its files are gone")
         return INTERRUPTED
-
-
-def _check_digits() -> None:
-    if importlib.util.find_spec("sklearn") is None:
-        raise PipeSwitchError(
-            "the demo trains on scikit-learn's digits, which is not installed",
-            hint="pip install 'pipeswitch[demo]'",
-        )
 
 
 class Demo:

@@ -46,15 +46,8 @@ class HostCopies(Protocol):
     ) -> Iterator[int]: ...
 
 
-class PoolView:
-    """The device's memory, mapped by one worker. Used by its main thread, but for ``settle``.
-
-    A device overrides what it has need of: the rest does nothing, as on a device that computes in
-    this very thread.
-    """
-
-    can_step_aside = True  # between two groups: what it has computed is its own
-    device: str  # where tensors live, in torch's words: ``cpu`` or ``cuda:0``
+class Signals:
+    """A worker's words and bells: how its main thread waits, and wakes others."""
 
     def __init__(
         self, words_descriptor: int, words: int, *, board: int, bell: int, bells: Sequence[int]
@@ -71,6 +64,54 @@ class PoolView:
         self._words_bytes = words * WORD_BYTES
         self._words_map = mmap.mmap(words_descriptor, self._words_bytes, prot=mmap.PROT_READ)
         self._words = memoryview(self._words_map).cast("I")
+
+    def wait_group(self, word: int, epoch: Epoch) -> float:
+        """Return when the word carries ``epoch``, or the device waits for it by itself.
+
+        Milliseconds this thread was blocked.
+        """
+        words, wanted = self._words, epoch & WORD_MASK
+        return self._wait(lambda: words[word] == wanted)
+
+    def wait_turn(self, turn: int) -> float:
+        """Return when the board's turn word is exactly ``turn``; milliseconds blocked."""
+        board = self.board
+        return self._wait(lambda: board.turn == turn)
+
+    def _wait(self, is_true: Callable[[], bool]) -> float:
+        """Milliseconds blocked. No wake-up is lost: the word is written before the bell, and read
+        after it. Who waits for what will not come is killed by the controller."""
+        if is_true():
+            return 0.0
+        began_at_ms = now_ms()
+        while not is_true():
+            os.eventfd_read(self._bell)
+        return now_ms() - began_at_ms
+
+    def tell_computed(self, epoch: Epoch, count: int) -> None:
+        """So many groups of that copy need not lie there any more: others land in their places."""
+        self.quiesce()
+        self.board.write_computed(epoch, count)
+        ring(self._bells[-1])
+
+    def raise_turn(self, turn: int, slot: int) -> None:
+        """Hand the device to the worker in ``slot`` (called by the one who parks)."""
+        self.board.write_turn(turn)
+        ring(self._bells[slot])
+
+    def quiesce(self) -> None:
+        """Return when everything this worker's main thread enqueued has run."""
+
+
+class PoolView(Signals):
+    """The device's memory, mapped by one worker. Used by its main thread, but for ``settle``.
+
+    A device overrides what it has need of: the rest does nothing, as on a device that computes in
+    this very thread.
+    """
+
+    can_step_aside = True  # between two groups: what it has computed is its own
+    device: str  # where tensors live, in torch's words: ``cpu`` or ``cuda:0``
 
     # -- reach: on cpu a kernel can touch what its task was shown, and nothing else (ADR 19) -----
 
@@ -169,44 +210,7 @@ class PoolView:
         """After torch was out of memory: whether it can be run again, in other memory."""
         return False
 
-    # -- waiting -------------------------------------------------------------------------------
-
-    def wait_group(self, word: int, epoch: Epoch) -> float:
-        """Return when the word carries ``epoch``, or the device waits for it by itself.
-
-        Milliseconds this thread was blocked.
-        """
-        words, wanted = self._words, epoch & WORD_MASK
-        return self._wait(lambda: words[word] == wanted)
-
-    def wait_turn(self, turn: int) -> float:
-        """Return when the board's turn word is exactly ``turn``; milliseconds blocked."""
-        board = self.board
-        return self._wait(lambda: board.turn == turn)
-
-    def _wait(self, is_true: Callable[[], bool]) -> float:
-        """Milliseconds blocked. No wake-up is lost: the word is written before the bell, and read
-        after it. Who waits for what will not come is killed by the controller."""
-        if is_true():
-            return 0.0
-        began_at_ms = now_ms()
-        while not is_true():
-            os.eventfd_read(self._bell)
-        return now_ms() - began_at_ms
-
-    def tell_computed(self, epoch: Epoch, count: int) -> None:
-        """So many groups of that copy need not lie there any more: others land in their places."""
-        self.quiesce()
-        self.board.write_computed(epoch, count)
-        ring(self._bells[-1])
-
-    def raise_turn(self, turn: int, slot: int) -> None:
-        """Hand the device to the worker in ``slot`` (called by the one who parks)."""
-        self.board.write_turn(turn)
-        ring(self._bells[slot])
-
-    def quiesce(self) -> None:
-        """Return when everything this worker's main thread enqueued has run."""
+    # -- the whole process ---------------------------------------------------------------------
 
     def settle(self) -> None:
         """Return when nothing that this process enqueued anywhere runs any more. Any thread."""

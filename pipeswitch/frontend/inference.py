@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -36,16 +36,15 @@ from ..wire.bill import Bill
 from ..wire.frames import VERSION, RequestHeader, WireTensor
 from . import admission, chains
 from .admission import Admitted, Body
-from .request_pool import RequestPool
+from .models import Models
+from .request_pool import Room
 from .requests import Pending, Requests, Run
-from .sequences.held import Held, Key, asked_of
-from .sequences.manager import Sequences
+from .sequences.held import Asked, Held, Key, asked_of
 from .transport.clients import Client
 
 INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread and back costs
 _NO_RUN: Final = Epoch(0)
 AGAIN: Final = "wait for answers, or raise [server] pool"
-MAX_FITTING: Final = 256  # shapes of all models that are not checked again
 MAX_WAITING_BYTES: Final = 64 << 20  # limit for all steps that wait for room
 WAITING_BYTES: Final = 64 << 10  # minimum charge of a step, so at most 1,024 wait
 
@@ -63,14 +62,36 @@ class Waiting(msgspec.Struct, kw_only=True, eq=False):
     counted_bytes: int  # to its caller's share of all that wait
 
 
+class Arrival(msgspec.Struct, kw_only=True, eq=False):
+    """A request between its message and its event: who sent it when, and what it asks for."""
+
+    client: Client
+    at_ms: float
+    caller: str  # the client's tenant, or the one that the gateway names
+    connection: str
+    version: int = 0  # 0: the current one
+    trace_id: str = ""
+    asked: Asked | None = None  # of its sequence
+    held: Held | None = None  # that sequence
+    priority: int = 0
+    deadline_at_ms: float | None = None
+
+    def read(self, body: Body) -> None:
+        """Raises InvalidInput, PermissionDenied."""
+        self.version = body.count("version", 0)
+        self.connection = admission.address_of(body, self.caller) or self.connection
+        self.caller = admission.tenant_of(body, self.caller)
+        self.trace_id = admission.trace_id_of(body)
+        self.asked = asked_of(body)
+        body.done()
+
+
 class Inference:
     """Used by the loop's thread."""
 
     def __init__(
         self,
-        pool: RequestPool,
         requests: Requests,
-        sequences: Sequences,
         *,
         take: Callable[[Event], None],
         answer: Callable[[Answer], None],
@@ -87,43 +108,15 @@ class Inference:
             max_bytes: of all inputs of a request.
             deadline_ms: of requests that name none.
         """
-        self._pool = pool
-        self._requests, self._sequences = requests, sequences
+        self.requests, self._pool, self._sequences = requests, requests.pool, requests.sequences
         self._take, self._answer, self._call_soon = take, answer, call_soon
         self._now_ms = now_ms
-        self._max_bytes = max_bytes
         self._deadline_ms = deadline_ms
         self.copier = Lane("pipeswitch-copy")
-        self.models: dict[str, Announce] = {}  # the current versions
-        self._versions: dict[tuple[str, int], Announce] = {}  # all of them
-        self._fitting: dict[Hashable, Admitted] = {}  # shapes that were checked, by model and sizes
+        self.models = Models(max_bytes)
         self._waiting: list[Waiting] = []
         self._waiting_bytes = Shares(MAX_WAITING_BYTES, "steps that wait for room")
         self._is_looking = False  # or will soon
-
-    def announce(self, announced: Announce) -> None:
-        """A model is there, or another one is current."""
-        self._fitting.clear()
-        base = announced.base or announced.model
-        self._versions[base, announced.version] = announced
-        if announced.is_current:
-            self.models[base] = announced
-
-    def retract(self, model: ModelName) -> None:
-        """It is gone."""
-        self._versions = {k: one for k, one in self._versions.items() if one.model != model}
-        self.models = {k: one for k, one in self.models.items() if one.model != model}
-
-    def find(self, name: str, version: int) -> Announce:
-        """A model's current version, or that one.
-
-        Raises:
-            ModelNotFound, InvalidInput.
-        """
-        announced = self.models.get(name)
-        if announced is None:
-            raise admission.model_not_found(name, self.models)
-        return admission.find_version(name, version, self._versions) if version else announced
 
     def infer(
         self,
@@ -133,65 +126,91 @@ class Inference:
         waiting: Waiting | None = None,
     ) -> None:
         """Accept a request, new or after a wait for room."""
-        arrived_at_ms = self._now_ms() if waiting is None else waiting.arrived_at_ms
-        version, caller = 0, client.standing.tenant
-        trace_id, asked, held, is_begun = "", None, None, False
-        connection = client.session
-        as_it_came = header, tensors
+        arrival = Arrival(
+            client=client,
+            at_ms=self._now_ms() if waiting is None else waiting.arrived_at_ms,
+            caller=client.standing.tenant,
+            connection=client.session,
+        )
         if header.body:
-            body = Body("infer", header.body)
-            version = body.count("version", 0)
-            connection = admission.address_of(body, caller) or connection
-            caller = admission.tenant_of(body, caller)
-            trace_id = admission.trace_id_of(body)
-            asked = asked_of(body)
-            body.done()
-        announced = self.models.get(header.model)
-        if announced is None or version:
-            announced = self.find(header.model, version)
+            arrival.read(Body("infer", header.body))
+        announced = self.models.current.get(header.model)
+        if announced is None or arrival.version:
+            announced = self.models.find(header.model, arrival.version)
         if announced.chain is not None:
-            announced = chains.begins(announced, self.models)
+            announced = chains.begins(announced, self.models.current)
+        as_it_came = header, tensors
         try:
-            if asked is not None:
-                is_begun = asked.choosing is not None and asked.choosing.waits
-                if self._waiting and asked.starts and not is_begun:
-                    self._check_turn(caller)
-                held = self._sequences.of(asked, client, caller, announced)
-                announced = self._of_sequence(held, version)
-                header, tensors = self._sequences.given(held, asked, header, tensors)
-            admitted = self._admit(header, [*map(len, tensors)], announced)
-            if held is not None:
-                admitted = held.apart(admitted)
-            priority, deadline_ms = announced.priority, header.deadline_ms
+            if arrival.asked is not None:
+                announced, header, tensors = self._with_state(
+                    arrival, arrival.asked, announced, header, tensors
+                )
+            admitted = self.models.admit(header, [*map(len, tensors)], announced)
+            if arrival.held is not None:
+                admitted = arrival.held.apart(admitted)
+            arrival.priority = announced.priority
             if header.priority:
                 if header.priority == URGENT_PRIORITY:
                     client.standing.require(Role.URGENT, "priority high")
-                priority = admission.priority_number(header.priority, priority)
-            if deadline_ms is None:
-                deadline_ms = self._deadline_ms
+                arrival.priority = admission.priority_number(header.priority, announced.priority)
+            deadline_ms = self._deadline_ms if header.deadline_ms is None else header.deadline_ms
             if deadline_ms is not None:
-                deadline_ms = admission.deadline_at_ms(deadline_ms, arrived_at_ms)
+                arrival.deadline_at_ms = admission.deadline_at_ms(deadline_ms, arrival.at_ms)
             room = self._pool.reserve(
-                caller, admitted.input_bytes, admitted.reply_bytes, announced.tenant
+                arrival.caller, admitted.input_bytes, admitted.reply_bytes, announced.tenant
             )
         except PipeSwitchError as error:
-            if held is not None:
-                self._sequences.refused(held)
-            if asked is None or not is_begun or waiting or not isinstance(error, QueueFull):
+            if arrival.held is not None:
+                self._sequences.refused(arrival.held)
+            asked = arrival.asked if waiting is None and isinstance(error, QueueFull) else None
+            if asked is None or not asked.continues_answer:
                 raise
-            self._wait(client, *as_it_came, (caller, asked.id), asked.starts)
+            self._wait(client, *as_it_came, (arrival.caller, asked.id), asked.starts)
             return
-        payload = [tensors[item.frame] for item in admitted.inputs]
         if waiting is None:
-            pending = self._requests.accept(client, header, room)
+            pending = self.requests.accept(client, header, room)
         else:
             pending = waiting.pending
             pending.room, pending.is_copying = room, False
-        pending.caller, pending.trace_id = caller, trace_id
+        self._begin(arrival, announced, header, pending, admitted, room, tensors)
+
+    def _with_state(
+        self,
+        arrival: Arrival,
+        asked: Asked,
+        announced: Announce,
+        header: RequestHeader,
+        tensors: Sequence[Any],
+    ) -> tuple[Announce, RequestHeader, Sequence[Any]]:
+        """Return the version with which the request's sequence began, and its inputs with the
+        state.
+
+        Raises:
+            PipeSwitchError: it has no such sequence, or does not fit it.
+        """
+        if self._waiting and asked.starts and not asked.continues_answer:
+            self._check_turn(arrival.caller)
+        held = arrival.held = self._sequences.of(asked, arrival.client, arrival.caller, announced)
+        announced = self._of_sequence(held, arrival.version)
+        return announced, *self._sequences.given(held, asked, header, tensors)
+
+    def _begin(
+        self,
+        arrival: Arrival,
+        announced: Announce,
+        header: RequestHeader,
+        pending: Pending,
+        admitted: Admitted,
+        room: Room,
+        tensors: Sequence[Any],
+    ) -> None:
+        """Give an accepted request to the scheduler when its inputs lie in the pool."""
+        held, payload = arrival.held, [tensors[item.frame] for item in admitted.inputs]
+        pending.caller, pending.trace_id = arrival.caller, arrival.trace_id
         pending.bytes_in = sum(map(len, payload))
-        if asked is not None and held is not None:
+        if arrival.asked is not None and held is not None:
             pending.sequence = held
-            self._sequences.begin(held, asked)
+            self._sequences.begin(held, arrival.asked)
         if failpoints.is_on:
             reach("frontend.accepted")
         placed = room.place(admitted.inputs)
@@ -200,41 +219,41 @@ class Inference:
             request_id=header.id,
             model=announced.model,
             digest=announced.manifest.digest,
-            priority=priority,
-            deadline_at_ms=deadline_ms,
+            priority=arrival.priority,
+            deadline_at_ms=arrival.deadline_at_ms,
             inputs=placed if held is None else held.among(placed),
             reply_offset_bytes=room.reply_offset_bytes,
             reply_bytes=room.reply_bytes,
-            caller=caller,
-            connection=connection,
+            caller=arrival.caller,
+            connection=arrival.connection,
             tenant=room.tenant,
-            lineage=0 if version or held is not None else announced.lineage,
+            lineage=0 if arrival.version or held is not None else announced.lineage,
             sequence=0 if held is None else held.number,
             choosing=None if held is None else held.choosing,
             after=_NO_RUN if held is None else held.epoch,
-            arrived_at_ms=arrived_at_ms,
+            arrived_at_ms=arrival.at_ms,
         )
         if announced.stage is not None and announced.stage.after:
             pending.after = event
         elif announced.chain is not None:
-            own = priority if header.priority else None
+            own = arrival.priority if header.priority else None
             pending.run = chains.run_of(announced.chain, event, own, pending)
         state_bytes = 0 if held is None else held.copy_bytes
-        if admitted.input_bytes + state_bytes <= INLINE_COPY_BYTES:
-            if held is not None and state_bytes:
-                held.copy(self._pool)
-                self._sequences.copied(held)
-            self._pool.fill(placed, payload, event.tenant)
-            if pending.run is None:
-                self._take(event)
-            else:
-                self._next(pending, pending.run)
-        else:
+        if admitted.input_bytes + state_bytes > INLINE_COPY_BYTES:
             pending.is_copying = True
             first = event.model if pending.run is None else pending.run.chain.steps[0].model
             self._take(PrefetchHint(model=ModelName(first)))  # it need not wait for the copy
             copied = functools.partial(self._copied, pending, event)
             self._copy(placed, payload, event.tenant, copied, held)
+            return
+        if held is not None and state_bytes:
+            held.copy(self._pool)
+            self._sequences.copied(held)
+        self._pool.fill(placed, payload, event.tenant)
+        if pending.run is None:
+            self._take(event)
+        else:
+            self._next(pending, pending.run)
 
     # ---- steps that wait for room --------------------------------------------------------------
 
@@ -257,7 +276,7 @@ class Inference:
         """
         counted_bytes = max(WAITING_BYTES, sum(map(len, tensors)))
         self._waiting_bytes.take(key[0], counted_bytes)
-        pending = self._requests.accept(client, header)
+        pending = self.requests.accept(client, header)
         pending.caller, pending.is_copying = key[0], True
         step = Waiting(
             pending=pending,
@@ -339,26 +358,15 @@ class Inference:
         base = began.base or began.model
         if version not in (0, began.version):
             raise InvalidInput(f'sequence "{held.key[1]}" began with version {began.version}')
-        return admission.find_version(base, began.version, self._versions)
+        return self.models.version(base, began.version)
 
     def prefetch(self, _: Client, header: RequestHeader, __: Sequence[Any]) -> None:
         """A hint; it has no answer."""
-        announced = self.models.get(header.model)
+        announced = self.models.current.get(header.model)
         if announced is not None:
             chain = announced.chain
             first = header.model if chain is None else chain.steps[0].model
             self._take(PrefetchHint(model=ModelName(first)))
-
-    def _admit(self, header: RequestHeader, sizes: Sequence[int], announced: Announce) -> Admitted:
-        """As ``check_infer``, which answers the same to the same."""
-        key = (announced.model, announced.stage is None, header.inputs, *sizes)
-        admitted = self._fitting.get(key)
-        if admitted is None:
-            admitted = admission.check_infer(header, sizes, announced, self._max_bytes)
-            if len(self._fitting) >= MAX_FITTING:
-                self._fitting.clear()
-            self._fitting[key] = admitted
-        return admitted
 
     def _copy(
         self, placed: Sequence[SlabTensor], payload: Sequence[Any], tenant: str,
@@ -401,7 +409,7 @@ class Inference:
 
         ``memory``: of the slot, whose process waits meanwhile.
         """
-        pending = self._requests.find(command.token)
+        pending = self.requests.find(command.token)
         prepared = Prepared(token=command.token, slot=command.slot)
         if pending is None:
             self._take(prepared)
@@ -411,7 +419,7 @@ class Inference:
             admit = self._admit_answer if command.is_after else self._admit_result
             admitted, announced = admit(command, [len(one) for one in tensors])
             holder = pending.room.holder if pending.room is not None else ""
-            self._requests.clear(pending)  # it holds its share no longer
+            self.requests.clear(pending)  # it holds its share no longer
             room = pending.room = self._pool.reserve(
                 holder, admitted.input_bytes, admitted.reply_bytes, announced.tenant
             )
@@ -443,10 +451,10 @@ class Inference:
             TaskFailed: it does not; with both signatures, and the function.
             InvalidInput: it left meanwhile.
         """
-        announced = admission.find_version(*split_name(command.model), self._versions)
+        announced = self.models.version(*split_name(command.model))
         announced = msgspec.structs.replace(announced, stage=None)
         try:
-            return self._admit(_as_request(command), sizes, announced), announced
+            return self.models.admit(_as_request(command), sizes, announced), announced
         except InvalidInput as error:
             raise TaskFailed(
                 f"preprocess {command.function} returned what its model does not take: "
@@ -461,13 +469,13 @@ class Inference:
             TaskFailed, InvalidInput: as of ``_admit_result``.
         """
         name, version = split_name(command.model)
-        announced = self._versions.get((name, version)) or self.models.get(name)
+        announced = self.models.versions.get((name, version)) or self.models.current.get(name)
         if announced is None or announced.stage is None or not announced.stage.after:
             raise TaskFailed(f'"{name}" was registered anew meanwhile', hint="ask again")
         declared = announced.stage.answer(announced.manifest)
         as_model = msgspec.structs.replace(announced, stage=None, manifest=declared)
         try:
-            found = admission.check_infer(_as_request(command), sizes, as_model, self._max_bytes)
+            found = self.models.check(_as_request(command), sizes, as_model)
         except InvalidInput as error:
             raise TaskFailed(
                 f"postprocess {command.function} returned other than what --returns declares: "
@@ -487,7 +495,7 @@ class Inference:
     def _step_done(self, pending: Pending, run: Run, answer: Answer) -> Answer | None:
         """A step is over: its outputs stay in the pool until their last use."""
         step, number = run.chain.steps[len(run.bills)], len(run.bills) + 1
-        answer = self._requests.checked(pending, answer)
+        answer = self.requests.checked(pending, answer)
         error, is_last = answer.error, number == len(run.chain.steps)
         if error is None and not is_last and (pending.is_cancelled or pending.client.is_gone):
             error = Cancelled("cancelled by the caller")
@@ -500,7 +508,7 @@ class Inference:
         if pending.room is not None:
             run.rooms.append((pending.room, made.keys()))
             pending.room = None
-        self._requests.read(run, run.chain.needed(number))
+        self.requests.read(run, run.chain.needed(number))
         if is_last:
             return chains.answer_of(pending.token, run)
         self._next(pending, run)
@@ -514,10 +522,10 @@ class Inference:
         number = len(run.bills)
         step = run.chain.steps[number]
         try:
-            announced = chains.model_of(step, self.models, run.event.tenant)
+            announced = chains.model_of(step, self.models.current, run.event.tenant)
             values = [run.values[source] for source in step.inputs.values()]
             header = chains.as_request(step, values)
-            admitted = self._admit(header, [one.size_bytes for one in values], announced)
+            admitted = self.models.admit(header, [one.size_bytes for one in values], announced)
             kept = run.chain.needed(number + 1).intersection(step.inputs.values())
             is_copied = bool(kept) and announced.manifest.mode == "module"
             room = pending.room = self._pool.reserve(
@@ -569,7 +577,7 @@ class Inference:
                 pending.bill, postprocess_ms=made_ms, total_ms=pending.bill.total_ms + made_ms
             )
             return msgspec.structs.replace(answer, timing=bill)
-        answer = self._requests.checked(pending, answer)
+        answer = self.requests.checked(pending, answer)
         event, pending.after, pending.bill = pending.after, None, answer.timing
         if answer.error is not None:
             self._take(CancelAsked(token=pending.token))  # if it is waited for there

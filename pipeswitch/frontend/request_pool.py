@@ -302,4 +302,4 @@ class RequestPool:
 
 def _paged(size_bytes: int) -> int:
     """Return the slab size for a number of bytes: whole pages, at least one."""
-    return aligned(max(size_bytes, 1), SLAB_ALIGN_BYTES)
+    return -(-(size_bytes or 1) // SLAB_ALIGN_BYTES) * SLAB_ALIGN_BYTES

@@ -73,7 +73,7 @@ class Requests:
     """All and only the requests that wait for their final answer; the counts of all there were."""
 
     def __init__(self, pool: RequestPool, log: RequestLog, sequences: Sequences) -> None:
-        self._pool, self._log, self._sequences = pool, log, sequences
+        self.pool, self._log, self.sequences = pool, log, sequences
         self._pending: dict[Token, Pending] = {}
         self._last_token = 0
         self.counts = Counters()  # every accepted request, whatever its verb
@@ -135,22 +135,22 @@ class Requests:
     def clear(self, pending: Pending) -> None:
         """What it brought was read; it may have another room."""
         if pending.room is not None:
-            self._pool.release_inputs(pending.room)
-            self._pool.release_reply(pending.room)
+            self.pool.release_inputs(pending.room)
+            self.pool.release_reply(pending.room)
             pending.room = None
 
     def read(self, run: Run, needed: Set[str] = frozenset()) -> None:
         """A chain's rooms that have none of these values are free."""
         for room, names in run.rooms:
             if needed.isdisjoint(names):
-                self._pool.release_inputs(room)
-                self._pool.release_reply(room)
+                self.pool.release_inputs(room)
+                self.pool.release_reply(room)
         run.rooms = [(room, names) for room, names in run.rooms if not needed.isdisjoint(names)]
 
     def progress(self, pending: Pending, answer: Answer) -> Outgoing:
         """The message of an answer that more will follow."""
         frames = answer_frames(
-            pending.request_id, pending.client.session, answer, self._pool.memory_of(pending.room)
+            pending.request_id, pending.client.session, answer, self.pool.memory_of(pending.room)
         )
         return Outgoing(frames=frames)
 
@@ -165,7 +165,7 @@ class Requests:
         del self._pending[pending.token]
         client.requests.pop(pending.request_id, None)
         if room is not None:
-            self._pool.release_inputs(room)
+            self.pool.release_inputs(room)
         if client.is_gone:
             self._ended(pending, answer, is_sent=False)
             return None
@@ -176,7 +176,7 @@ class Requests:
         self.queue_full_count += isinstance(answer.error, QueueFull)
         if pending.run is not None and pending.run.rooms:  # all of one file
             room = pending.run.rooms[0][0]
-        memory = self._pool.memory_of(room)
+        memory = self.pool.memory_of(room)
         return Outgoing(
             frames=answer_frames(pending.request_id, client.session, answer, memory),
             on_end=functools.partial(self._ended, pending, answer),
@@ -200,9 +200,9 @@ class Requests:
             setattr(counts, name, getattr(counts, name) + 1)
         if pending.sequence is not None:
             is_ok = answer.error is None
-            self._sequences.ended(pending.sequence, pending.room, is_ok=is_ok, is_sent=is_sent)
+            self.sequences.ended(pending.sequence, pending.room, is_ok=is_ok, is_sent=is_sent)
         elif pending.room is not None:
-            self._pool.release_reply(pending.room)
+            self.pool.release_reply(pending.room)
         if pending.run is not None:
             self.read(pending.run)
         if pending.op == "infer" and (self._log.is_on or answer.error is not None):

@@ -79,7 +79,11 @@ class Callers:
                     found = standing
         if found is None:
             raise Unauthenticated(
-                "this token is not known here", hint="the file of [gateway] tokens lists them"
+                "this token is not known here",
+                hint="the file of [gateway] tokens lists them"
+                if self._needs_token
+                else "this address needs none: give EMPTY as the key; the file of [gateway] tokens "
+                "lists those that are known",
             )
         return Standing(tenant=found.tenant, roles=found.roles | self._roles)
 

@@ -39,7 +39,7 @@ from .callers import Callers
 from .http.feed import Feed
 from .http.server import HttpServer, Limits
 from .keyed import KeyedDoor
-from .rest import Rest
+from .rest import Rest, refuse
 from .serving.regions import Regions
 from .serving.service import Service
 from .serving.upstream import Upstream
@@ -121,7 +121,7 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
     )
     api = Api(upstream, Feed(), version=service.version, allow_code=settings.allow_code)
     shared = Shared(limits.waiting_bytes, limits.answer_bytes)
-    http = HttpServer(Rest(service, callers, api, Page(), shared.aside), limits, shared)
+    http = HttpServer(Rest(service, callers, api, Page(), shared.aside), limits, shared, refuse)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(upstream.close)
         if door is not None:

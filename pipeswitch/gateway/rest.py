@@ -29,18 +29,13 @@ from .sharing import Aside
 
 JSON_LENGTH: Final = "Inference-Header-Content-Length"
 OF_MODEL: Final = re.compile("/v2/models/([^/]*)(?:/versions/([^/]*))?(?:/([^/]*))?")
-HEALTH: Final = "/v2/health/"  # a probe has no token
+HEALTH: Final = re.compile("/v2/health/.*|/health/?")  # a probe has no token
 # What a page of another site may do where the owner has named that site (CORS).
 ASKED: Final = "access-control-request-method"  # before it does
 MAX_OBJECT_BYTES: Final = 64 << 10  # of JSON that has no tensors
-MAY: Final = Answer(
-    headers=(
-        ("Access-Control-Allow-Methods", "GET, POST, DELETE"),
-        ("Access-Control-Allow-Headers", "Authorization, Content-Type, Content-Encoding, "
-         f"Last-Event-ID, {JSON_LENGTH}"),
-        ("Access-Control-Max-Age", "600"),
-    )
-)  # fmt: skip
+HEADERS: Final = f"Authorization, Content-Type, Content-Encoding, Last-Event-ID, {JSON_LENGTH}"
+WISHED: Final = "access-control-request-headers"
+NAMES: Final = re.compile("[A-Za-z0-9_, -]{1,2048}")  # of headers that a page wishes to send
 TOLD: Final = f"Retry-After, Server-Timing, {JSON_LENGTH}"
 HINT: Final = "GET /v2 tells what is served, /api/openapi.json what else; /ui shows it to people"
 
@@ -58,6 +53,7 @@ class Rest:
         self._api = api
         self._page = page
         self._fixed: Mapping[str, tuple[str, Callable[..., Awaitable[Answer]]]] = {
+            "/health": ("GET", self._ready),  # where clients of vLLM look
             "/metrics": ("GET", self._metrics),
             "/v2": ("GET", self._about),
             "/v2/health/live": ("GET", self._live),
@@ -85,7 +81,7 @@ class Rest:
             return _shown_to(origin, asked)
 
         async def work(body: Any) -> Answer:
-            return _shown_to(origin, await answered(asked, body))
+            return _shown_to(origin, await answered(asked, body, head.path, refuse))
 
         return work
 
@@ -93,16 +89,15 @@ class Rest:
         try:
             self._check_site(head)
             if head.method == "OPTIONS" and ASKED in head.headers and self._callers.origins:
-                return MAY
+                return _preflight(head.headers.get(WISHED, ""))
             if (shown := self._page.answers.get(head.path.rstrip("/"))) is not None:
                 _check_method(head, "GET")
                 return shown
-            is_probe = head.path.startswith(HEALTH)
+            is_probe = HEALTH.fullmatch(head.path)
             token = head.headers.get("authorization", "")
             return self._work(head, Callers.PROBE if is_probe else self._callers.standing(token))
         except PipeSwitchError as error:
-            is_text = head.path.startswith(TEXT_PREFIX)
-            return refused(error) if is_text else refusal(error)
+            return refuse(head.path, error)
 
     def _check_site(self, head: Head) -> None:
         """A browser says whose page asks: no other site's may."""
@@ -252,6 +247,25 @@ class Rest:
             return Answer(parts=parts, headers=headers)
         headers.append((JSON_LENGTH, str(json_bytes)))
         return Answer(parts=parts, content_type=oip.BINARY_TYPE, headers=headers)
+
+
+def refuse(path: str, error: PipeSwitchError) -> Answer:
+    """Return an error in OpenAI's form below ``/v1``, else in our own."""
+    is_text = f"{path}/".startswith(f"{TEXT_PREFIX}/")
+    return refused(error) if is_text else refusal(error)
+
+
+def _preflight(wished: str) -> Answer:
+    """Return what a page of an allowed origin may do: it may send any headers, since clients of
+    OpenAI's kind each have their own."""
+    headers = f"{HEADERS}, {wished}" if NAMES.fullmatch(wished) else HEADERS
+    return Answer(
+        headers=(
+            ("Access-Control-Allow-Methods", "GET, POST, DELETE"),
+            ("Access-Control-Allow-Headers", headers),
+            ("Access-Control-Max-Age", "600"),
+        )
+    )
 
 
 def _told(verb: Callable[[Standing, str, str], Awaitable[Any]]) -> Callable[..., Awaitable[Answer]]:

@@ -20,7 +20,7 @@ from .mutate import Mutator
 from .target import CORPUS, REGRESSIONS, Target
 from .targets import load
 
-INSTRUMENTED = ["pipeswitch", "memory_daemon", "workers"]
+INSTRUMENTED = ["pipeswitch"]
 
 
 def main() -> None:

@@ -13,8 +13,6 @@ from typing import Any
 
 import msgspec
 
-from memory_daemon import daemon as daemon_module
-from memory_daemon.daemon import Daemon
 from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.base.lane import Failed, Work
 from pipeswitch.commits.area import HEADER_BYTES, create_area
@@ -32,6 +30,8 @@ from pipeswitch.ipc.messages.daemon import (
     TransmitEnded,
     TransmitModel,
 )
+from pipeswitch.memory_daemon import daemon as daemon_module
+from pipeswitch.memory_daemon.daemon import Daemon
 
 from .target import MSGPACK_FRAMES, Target, join_frames, split_frames
 

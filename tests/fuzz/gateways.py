@@ -23,7 +23,7 @@ from pipeswitch.gateway.admin.ui import Page
 from pipeswitch.gateway.callers import Callers
 from pipeswitch.gateway.http import server as http
 from pipeswitch.gateway.http.feed import Feed
-from pipeswitch.gateway.rest import Rest
+from pipeswitch.gateway.rest import Rest, refuse
 from pipeswitch.gateway.serving.oip import InferRequest, Output
 from pipeswitch.gateway.serving.service import Service
 from pipeswitch.gateway.sharing import Aside
@@ -149,7 +149,7 @@ class _Gate:
         self.service = Service(upstream)
         api = Api(upstream, self.feed, version=self.service.version, allow_code=())
         self._rest = Rest(self.service, callers, api, Page(), Aside())
-        self.server = http.HttpServer(self._admit, LIMITS)
+        self.server = http.HttpServer(self._admit, LIMITS, refuse=refuse)
         self.statuses: list[int] = []
         self.escaped: list[str] = []
 
@@ -159,7 +159,7 @@ class _Gate:
             return self._checked(head, work)
 
         async def run(body: Any) -> http.Answer:
-            return self._checked(head, await http.answered(work, body))
+            return self._checked(head, await http.answered(work, body, head.path, refuse))
 
         return run
 
@@ -212,7 +212,7 @@ class _Gate:
             buffer[:size] = rest[:size]
             connection.buffer_updated(size)
             rest = rest[size:]
-            held = connection.received_bytes, self.server.shared.waiting.held
+            held = connection.reading.received_bytes, self.server.shared.waiting.held
             if held[0] > LIMITS.body_bytes or held[1] > LIMITS.waiting_bytes:
                 self.escaped.append(f"it holds {held} bytes")
             await _turns(TURNS)

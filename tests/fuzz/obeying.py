@@ -37,8 +37,8 @@ from pipeswitch.ipc.messages.worker import (
     RunJob,
     StopTask,
 )
-from workers.inference.pool import RequestPool
-from workers.training.host import JobHost
+from pipeswitch.workers.inference.pool import RequestPool
+from pipeswitch.workers.training.host import JobHost
 
 from .target import MSGPACK_FRAMES, Target, join_frames, split_frames
 

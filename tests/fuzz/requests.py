@@ -63,14 +63,12 @@ class _Connection:
         self._gate = gate
         self.theirs = socket.create_connection(listener.sock.getsockname())
         ours, _ = listener.sock.accept()
-        limit = gate._max_message_bytes
-        self._peer = StreamPeer(ours, listener.standing, limit, gate.peers.shares)
-        gate.peers.all.add(self._peer)
+        limit = ServerConfig().max_message_bytes
+        self._peer = StreamPeer(ours, listener.standing, limit, gate.sessions.peers.shares)
+        gate.sessions.peers.all.add(self._peer)
         if not self._peer.is_owners:
-            gate.connections.add(self._peer, CLOCK_MS / 1000)
-        gate._hello(self._peer, RequestHeader(v=1, op="hello", id="h"))
-        assert self._peer.client is not None
-        self.client = self._peer.client
+            gate.sessions.connections.add(self._peer, CLOCK_MS / 1000)
+        self.client = gate.sessions.greet(self._peer)
 
     def __enter__(self) -> _Connection:
         return self
@@ -79,7 +77,7 @@ class _Connection:
         """All that has come."""
         is_heard = False
         while not is_heard:
-            self._gate.peers.read(self._peer)
+            self._gate.sessions.peers.read(self._peer)
             is_heard = self._peer.is_closed or not (
                 self._peer.wants_turn or select.select([self._peer], [], [], 0)[0]
             )
@@ -94,8 +92,8 @@ class _Connection:
                         decode_reply(message.parts[:2])
 
     def __exit__(self, *_: object) -> None:
-        self._gate._drop(self.client, "the next one begins anew")
-        self._gate.peers.part(self._peer)
+        self._gate.sessions.drop(self.client, "the next one begins anew")
+        self._gate.sessions.peers.part(self._peer)
         self.theirs.close()
 
 
@@ -127,7 +125,7 @@ class _Gate(Frontend):
         self.uploads._writer = self._lane = _IdleLane()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.owner, self.stranger = _listener(is_owner=True), _listener(is_owner=False)
-        self.peers.shares = Shares(0)
+        self.sessions.peers.shares = Shares(0)
         for name in ("m", "resnet-50"):
             model = ModelName(name)
             announced = Announce(model=model, manifest=manifest_of(), priority=1)

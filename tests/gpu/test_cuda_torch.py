@@ -16,8 +16,8 @@ from pipeswitch.devices.cuda.graphs import DeviceProgram, GraphBudget
 from pipeswitch.devices.cuda.torch import CudaTorch
 from pipeswitch.programs.interface.layout import TensorSpec
 from pipeswitch.programs.running.executor import BoundProgram
-from workers.training.slice import rebind
-from workers.training.torch_private import bytes_of_their_own
+from pipeswitch.workers.training.slice import rebind
+from pipeswitch.workers.training.torch_private import bytes_of_their_own
 
 pytestmark = pytest.mark.gpu
 
@@ -91,10 +91,10 @@ def test_a_jobs_tensor_has_a_storage_of_its_own(cuda: Cuda, side: CudaTorch) -> 
 
 def bound_resnet(side: CudaTorch, folder: Path) -> BoundProgram:
     """ResNet-18 as a worker would have it: built, packed, its region on the device."""
-    from memory_daemon.store import load_model
+    from pipeswitch.memory_daemon.store import load_model
     from pipeswitch.programs.build.program import build
     from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec
-    from workers.inference.task import make_program, read_graph
+    from pipeswitch.workers.inference.task import make_program, read_graph
 
     inputs = {"x": ((2, 3, 64, 64), "float32")}
     wanted = BuildSpec(name="r", source="torchvision:resnet18", weights="random:0", inputs=inputs)

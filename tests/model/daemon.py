@@ -6,8 +6,6 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
-from memory_daemon.commits import Commits
-from memory_daemon.transmit import TransmitGuard
 from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.devices.orders import check_range
 from pipeswitch.ipc.messages.base import Message
@@ -18,6 +16,8 @@ from pipeswitch.ipc.messages.daemon import (
     Scrub,
     TransmitModel,
 )
+from pipeswitch.memory_daemon.commits import Commits
+from pipeswitch.memory_daemon.transmit import TransmitGuard
 from pipeswitch.simulator.daemon import SimulatedDaemon, Transmission
 from pipeswitch.simulator.device import Violation
 

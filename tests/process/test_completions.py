@@ -160,14 +160,21 @@ def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> 
     good: Any = {"model": "chat", "prompt": PROMPT}
     for path, body, status, param, words in (
         (text, {**good, "logprobs": 1}, 400, "logprobs", "not done here"),
-        (text, {**good, "n": 2}, 400, "n", "leave it out, or 1"),
-        (text, {**good, "ignore_eos": True}, 400, "ignore_eos", "leave it out, or false"),
+        (text, {**good, "n": 65}, 400, "n", "1 to 64 answers"),
+        (text, {**good, "best_of": 2}, 400, "best_of", "not done here"),
+        (text, {**good, "ignore_eos": 1}, 400, "ignore_eos", "Expected `bool"),
+        (text, {**good, "min_p": 2}, 400, "min_p", "not from"),
+        (text, {**good, "min_tokens": 20}, 400, "min_tokens", "max_tokens"),
+        (text, {**good, "logit_bias": {"700": 1}}, 400, "logit_bias", "not a token"),
+        (text, {**good, "stop_token_ids": [-1], "min_tokens": 1}, 400, "stop_token_ids", "token"),
+        (text, {**good, "prompt": [5], "echo": True}, 400, "echo", "texts"),
+        (chat, {"model": "chat", "messages": SAID, "echo": True}, 400, "echo", "texts"),
         (text, {**good, "temprature": 1}, 400, "temprature", "temperature"),
         (text, {**good, "max_tokens": "4"}, 400, "max_tokens", "Expected `int"),
         (text, {**good, "max_tokens": 0}, 400, "max_tokens", "below 1"),
         (text, {**good, "top_p": 2}, 400, None, "top_p"),
         (text, {**good, "prompt": "a" * 140_000}, 400, None, "have at most 2048 tokens"),
-        (text, {**good, "prompt": ["a", "b"]}, 400, "prompt", "one text"),
+        (text, {**good, "prompt": ["a", {}]}, 400, "prompt", "one text"),
         (text, {"model": "chat", "messages": SAID}, 400, "prompt", "no messages"),
         (text, {**good, "model": "chart"}, 404, None, "chart"),
         (text, b"[" * 5000, 400, None, "no such request"),
@@ -192,6 +199,109 @@ def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> 
         running, "/v2/models/chat/generate", {"text_input": "a", "bad_words": "b"}
     )
     assert (status, told["code"]) == (400, "InvalidInput")
+
+
+def test_answers_to_several_prompts_come_in_their_order(running: Checked, ai: Any) -> None:
+    asked: Any = {"model": "chat", "max_tokens": 9, "temperature": 0}
+    prompts = [PROMPT, "Once", PROMPT[:7]]
+    ids = [made()[1](prompt)["input_ids"] for prompt in prompts]
+    alone = [ai.completions.create(**asked, prompt=prompt) for prompt in prompts]
+    texts = [one.choices[0].text for one in alone]
+    for given in (prompts, ids):
+        whole = ai.completions.create(**asked, prompt=given)
+        assert [(one.index, one.text) for one in whole.choices] == [*enumerate(texts)]
+        assert whole.usage.prompt_tokens == sum(map(len, ids))
+        assert whole.usage.completion_tokens == 27
+        came, ends, usages = ["", "", ""], [], []
+        for chunk in ai.completions.create(
+            **asked, prompt=given, stream=True, stream_options={"include_usage": True}
+        ):
+            usages.append(chunk.usage)
+            for choice in chunk.choices:
+                came[choice.index] += choice.text
+                ends += [choice.index] if choice.finish_reason else []
+        assert (came, sorted(ends)) == (texts, [0, 1, 2])
+        assert usages[-1] == whole.usage
+    with pytest.raises(openai.BadRequestError, match="does not fit"):
+        ai.completions.create(**asked, prompt=[PROMPT, [5] * 3000])
+
+
+def test_several_answers_to_one_chat_differ_as_their_seeds_do(running: Checked, ai: Any) -> None:
+    asked: Any = {"model": "chat", "messages": SAID, "max_tokens": 9, "temperature": 1.0}
+    alone = [
+        ai.chat.completions.create(**asked, seed=seed).choices[0].message.content
+        for seed in (5, 6, 7)
+    ]
+    whole = ai.chat.completions.create(**asked, seed=5, n=3)
+    assert [one.message.content for one in whole.choices] == alone
+    assert whole.usage.completion_tokens == 27
+    came = ["", "", ""]
+    for chunk in ai.chat.completions.create(**asked, seed=5, n=3, stream=True):
+        for choice in chunk.choices:
+            came[choice.index] += choice.delta.content or ""
+    assert came == alone
+    free = ai.chat.completions.create(**asked, n=2)
+    assert free.choices[0].message.content != free.choices[1].message.content
+
+
+def test_options_of_sampling_do_what_they_say(running: Checked, ai: Any) -> None:
+    asked: Any = {"model": "chat", "prompt": [4, 5], "temperature": 0, "max_tokens": 30}
+
+    def ids(**more: Any) -> Any:
+        return ai.completions.create(**{**asked, **more}).choices[0].token_ids
+
+    plain = ids()
+    banned = ids(logit_bias={plain[0]: -100})
+    assert plain[0] not in banned
+    assert ids(logit_bias={"9": 100}) == [9] * 30
+    once = ids(frequency_penalty=2, presence_penalty=2, logit_bias={"9": 20, "8": 19})
+    assert set(once[:2]) == {8, 9}  # they change turns, as each counts more
+    assert len(set(ids(extra_body={"repetition_penalty": 50}))) == 30
+    assert ids(temperature=1.0, extra_body={"top_k": 1}) == plain
+    assert ids(temperature=1.0, extra_body={"min_p": 1.0}) == plain
+    stop = {"stop_token_ids": [plain[3]]}
+    assert ids(extra_body=stop) == plain[: plain.index(plain[3]) + 1]
+    longer = ids(extra_body={**stop, "min_tokens": 12})
+    assert len(longer) > 12
+    assert plain[3] not in longer[:12]
+    echoed = ai.completions.create(**{**asked, "prompt": PROMPT}, echo=True)
+    alone = ai.completions.create(**{**asked, "prompt": PROMPT}).choices[0].text
+    assert echoed.choices[0].text == PROMPT + alone
+    chunks = ai.completions.create(**{**asked, "prompt": PROMPT}, echo=True, stream=True)
+    assert "".join(one.choices[0].text for one in chunks) == PROMPT + alone
+
+
+def test_a_prompt_that_is_too_long_has_openais_code(running: Checked, ai: Any) -> None:
+    long = "x1y2" * 600
+    for ask in (
+        lambda: ai.completions.create(model="chat", prompt=long),
+        lambda: ai.completions.create(model="chat", prompt=[5] * CONTEXT),
+        lambda: ai.completions.create(model="chat", prompt="x" * 200_000),
+        lambda: ai.chat.completions.create(
+            model="chat", messages=[{"role": "user", "content": long}]
+        ),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask()
+        assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_stop_string_of_a_special_token_ends_the_answer(running: Checked, ai: Any) -> None:
+    model, tokenizer = made()
+    tokenizer.chat_template = {"default": TEMPLATE, "tool_use": "{{ tools }}"}
+    over, weight = tokenizer.convert_tokens_to_ids("<end>"), model.get_output_embeddings().weight
+    asked: Any = {"model": "over", "prompt": [9, 8], "max_tokens": 30, "temperature": 0}
+    plain = ai.completions.create(**{**asked, "model": "chat"}).choices[0].token_ids
+    with torch.no_grad():
+        weight[over] = weight[plain[12]] * 1.01  # it comes in this one's place
+    running.client.register("over", model, generate=True, tokenizer=tokenizer)
+    ids = ai.completions.create(**asked).choices[0].token_ids
+    assert over in ids
+    stopped = ai.completions.create(**asked, stop="<end>").choices[0]
+    assert (stopped.finish_reason, stopped.token_ids) == ("stop", ids[: ids.index(over) + 1])
+    chat = ai.chat.completions.create(model="over", messages=SAID, max_tokens=1)
+    assert chat.choices[0].finish_reason == "length"  # the template named default was used
+    running.client.unregister("over")
 
 
 def test_who_hangs_up_ends_the_sequence(running: Checked, ai: Any) -> None:
@@ -436,6 +546,7 @@ def test_an_authors_settings_are_followed_or_noted(running: Checked, ai: Any) ->
     settings = model.generation_config
     settings.do_sample, settings.temperature, settings.top_p = True, 0.7, 0.5
     settings.max_new_tokens, settings.no_repeat_ngram_size = 6, 3
+    settings.top_k = 700  # all of them
     settings.eos_token_id = [end, 9999]
     row = running.client.register("own", model, generate=True, tokenizer=tokenizer)
     found = ai.chat.completions.create(model="own", **asked)
@@ -444,6 +555,9 @@ def test_an_authors_settings_are_followed_or_noted(running: Checked, ai: Any) ->
     assert found.usage.completion_tokens <= 6
     ended = ai.completions.create(model="own", prompt=[4, 5], temperature=0, max_tokens=9)
     assert (ended.choices[0].finish_reason, ended.usage.completion_tokens) == ("stop", 4)
+    ignored: Any = {"model": "own", "prompt": [4, 5], "temperature": 0, "max_tokens": 9}
+    beyond = ai.completions.create(**ignored, extra_body={"ignore_eos": True})
+    assert beyond.usage.completion_tokens == 9
     notes = " ".join(next(one["notes"] for one in running.client.models() if one["name"] == "own"))
     assert "no_repeat_ngram_size = 3" in notes
     assert "9999" in notes

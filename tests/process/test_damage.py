@@ -31,7 +31,6 @@ from process_tools import (
     write_script,
 )  # fmt: skip
 
-from memory_daemon.store import UnusableModel, load_model
 from pipeswitch.base.config import load
 from pipeswitch.base.errors import ConfigError, PipeSwitchError, RegistrationRefused
 from pipeswitch.commits.area import CommitArea
@@ -41,6 +40,7 @@ from pipeswitch.controller.journal import FILE_NAME, JournalFile
 from pipeswitch.controller.restore import restore
 from pipeswitch.controller.server import Server
 from pipeswitch.devices.kinds import choose_devices
+from pipeswitch.memory_daemon.store import UnusableModel, load_model
 from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, load_manifest
 from pipeswitch.scheduler import events as ev

@@ -32,7 +32,7 @@ from pipeswitch.devices.cpu.view import CpuPoolView
 from pipeswitch.devices.cuda import memory as cuda_memory
 from pipeswitch.devices.cuda.bindings import Cuda, NoCudaDevice
 from pipeswitch.devices.cuda.examine import has_driver_library
-from pipeswitch.devices.cuda.ladder import Waits
+from pipeswitch.devices.cuda.ladder import CudaOptions, Waits
 from pipeswitch.devices.cuda.memory import CudaDeviceMemory
 from pipeswitch.devices.cuda.torch import CudaTorch
 from pipeswitch.devices.cuda.view import CudaPoolView
@@ -162,18 +162,15 @@ class FakeCudaRig(CpuRig):
         return self._view_over(cuda, HostTorch(world), slot)
 
     def _view_over(self, cuda: Cuda, side: CudaTorch, slot: int) -> PoolView:
+        settings = WorkerSettings(
+            slot=slot, device="cuda:0", arena_bytes=ARENA_BYTES, words=WORDS, pool_bytes=0,
+            threads=1, bell_count=BELL_COUNT, handle=self._cuda_memory.export_handle(),
+        )  # fmt: skip
+        options = CudaOptions(package=self.package, waits=self.waits)
         return CudaPoolView(
-            cuda,
-            side,
-            handle=self._cuda_memory.export_handle(),
-            words_descriptor=self.words_fd,
-            board=self.board_fd,
-            bell=self.bells[slot],
-            bells=self.bells,
-            arena_bytes=ARENA_BYTES,
-            words=WORDS,
-            waits=self.waits,
-        )
+            cuda, side, settings, options,
+            words_descriptor=self.words_fd, board=self.board_fd, bells=self.bells,
+        )  # fmt: skip
 
     def arena(self, start: int, size: int) -> bytes:
         return self.world.bytes_at(self._cuda_memory._base + start, size)
@@ -260,14 +257,17 @@ CUDA_CHILD: Final = f"""
 import os, random, signal, sys
 from pipeswitch.devices.cuda.bindings import Cuda
 from pipeswitch.devices.cuda.torch import torch_side
+from pipeswitch.devices.cuda.ladder import CudaOptions
 from pipeswitch.devices.cuda.view import CudaPoolView
+from pipeswitch.ipc.messages.worker import WorkerSettings
 handle, waits, package = bytes.fromhex(sys.argv[1]), sys.argv[2], sys.argv[3]
 words, board, *bells = map(int, sys.argv[4:{6 + BELL_COUNT}])
 arguments = sys.argv[{6 + BELL_COUNT}:]
 side = torch_side(package, 0)
-view = CudaPoolView(Cuda.load(package), side, handle=handle,
-                    words_descriptor=words, board=board, bell=bells[0], bells=bells,
-                    arena_bytes={ARENA_BYTES}, words={WORDS}, waits=waits)
+settings = WorkerSettings(slot=0, device="cuda:0", arena_bytes={ARENA_BYTES}, words={WORDS},
+                          pool_bytes=0, threads=1, bell_count=len(bells), handle=handle)
+view = CudaPoolView(Cuda.load(package), side, settings, CudaOptions(package=package, waits=waits),
+                    words_descriptor=words, board=board, bells=bells)
 class Arena:
     def __getitem__(self, place):
         with side.computing(in_slice=False):  # behind the waits

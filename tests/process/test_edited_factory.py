@@ -17,7 +17,7 @@ from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.running import factories
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.testing import server
-from workers.inference.task import make_program
+from pipeswitch.workers.inference.task import make_program
 
 NET = """
     import torch

@@ -90,7 +90,7 @@ def test_a_server_without_descriptors_rests_and_then_takes_who_waited(
     rested.set()
     with Client(server.listeners.ipc.address, timeout_s=20) as client:
         assert client.infer("m", LARGE[:1])["y"].shape == (1, 1024)
-    until(lambda: not server.tcp.peers.resting)
+    until(lambda: not server.tcp.sessions.peers.resting)
     assert turns < 100
 
 
@@ -98,7 +98,7 @@ def test_a_connection_that_ends_leaves_no_circle_that_keeps_what_it_held(
     server: FakeScheduler,
 ) -> None:
     """Half a message, and answers that were not read, may be large, and collections are rare."""
-    peers, refs = server.tcp.peers, []
+    peers, refs = server.tcp.sessions.peers, []
     gc.collect()
     gc.disable()
     try:

@@ -125,7 +125,9 @@ def test_windows_that_overlap_are_copied() -> None:
 
 def test_a_worker_does_not_import_the_exporter() -> None:
     loaded = run_python(
-        "import sys, workers.main, pipeswitch.programs.running.executor; print(*sys.modules)"
+        "import sys, pipeswitch.workers.main\n"
+        "import pipeswitch.programs.running.executor\n"
+        "print(*sys.modules)"
     )
     assert "pipeswitch.programs.running.executor" in loaded
     assert not {"pipeswitch.programs.build.export", "pipeswitch.programs.build.encoder"} & {*loaded}

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -45,9 +46,9 @@ class Installed:
         moved = {name: f"{self.root}{place}" for name, place in image.items()}
         return {"PATH": os.environ["PATH"], **moved}
 
-    def run(self, *words: str) -> str:
+    def run(self, *words: str, folder: Path | None = None) -> str:
         done = subprocess.run(
-            self.command(*words), cwd=self.root, env=self.environment, text=True,
+            self.command(*words), cwd=folder or self.root, env=self.environment, text=True,
             capture_output=True, timeout=120, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
@@ -63,27 +64,53 @@ def installed() -> Iterator[Installed]:
             if target.startswith("/src"):
                 for source in sources:
                     copy(ROOT / source, Path(f"{root}{target}"))
-        environment = root / "opt/pipeswitch"
-        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
-        python = environment / "bin/python"
-        packages = next(environment.glob("lib/*/site-packages"))
-        (packages / "there.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
         wheels = root / "wheels"
         made = ["wheel", "--no-build-isolation", "--wheel-dir", wheels, root / "src"]  # make wheel
-        taken = ["install", "--no-index", "--find-links", wheels, "--force-reinstall", "pipeswitch"]
-        for who, words in ((sys.executable, made), (python, taken)):
-            pip = [who, "-m", "pip", words[0], "--quiet", "--no-deps", *words[1:]]
-            subprocess.run(pip, check=True, cwd=root, timeout=200)
+        pip(sys.executable, *made)
         shutil.rmtree(root / "src")
+        python = environment_at(root / "opt/pipeswitch")
+        pip(
+            python,
+            "install",
+            "--no-index",
+            "--find-links",
+            wheels,
+            "--force-reinstall",
+            "pipeswitch",
+        )
         for place in ("var/lib/pipeswitch", "run/user/pipeswitch"):
             (root / place).mkdir(mode=0o700, parents=True)
         yield Installed(root, python)
 
 
+def environment_at(folder: Path) -> Path:
+    """Make an environment that has our dependencies, and return its Python."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    packages = next(folder.glob("lib/*/site-packages"))
+    (packages / "there.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    return folder / "bin/python"
+
+
+def pip(python: str | Path, verb: str, *words: str | Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        verb,
+        "--quiet",
+        "--no-deps",
+        *words,
+    ]
+    subprocess.run(command, check=True, cwd="/", timeout=200)
+
+
 def copy(source: Path, target: Path) -> None:
-    """As a step of the image's does it: a file into a folder, a folder as the target."""
+    """Copy as a step of the image does: a file into a folder, a folder as the target."""
     if source.is_dir():
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        skipped = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(source, target, symlinks=True, ignore=skipped)
     else:
         target.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, target)
@@ -130,8 +157,14 @@ def address_of(line: str, scheme: str) -> str:
 @pytest.mark.slow
 def test_the_wheel_serves_as_the_compose_file_says(installed: Installed) -> None:
     packages = next((installed.root / "opt").glob("pipeswitch/lib/*/site-packages"))
-    for name in ("pipeswitch", "workers", "memory_daemon"):
-        assert files(packages / name) == files(ROOT / name) != set()  # each package, each data file
+    ours = files(ROOT / "pipeswitch")  # each module, each data file
+    for name in ("workers", "memory_daemon"):
+        assert files(ROOT / name) != set()
+        ours |= {f"{name}/{file}" for file in files(ROOT / name)}
+    assert files(packages / "pipeswitch") == ours
+    (record,) = packages.glob("pipeswitch-*.dist-info/RECORD")
+    tops = {line.partition("/")[0] for line in record.read_text().splitlines()}
+    assert tops == {"..", "pipeswitch", record.parent.name}, "it owns no other name"
     tokens = installed.root / "tokens"
     tokens.write_text(f"web {TOKEN} infer")
     tokens.chmod(0o600)
@@ -161,3 +194,76 @@ def test_a_second_server_of_one_machine_takes_free_addresses(installed: Installe
         for scheme in ("tcp", "http", "grpc"):
             assert address_of(first, scheme) != address_of(second, scheme)
         assert status(address_of(second, "http"), "/v2/health/ready") == 200
+
+
+PROJECT = {
+    "workers.py": """
+        from torch import nn
+
+        POOL = 4
+
+        def net():
+            return nn.Sequential(nn.Linear(4, POOL))
+        """,
+    "memory_daemon.py": "SIZE = 2",
+    "benchmarks/__init__.py": "RUNS = 3",
+    "train.py": """
+        import torch
+        import benchmarks, memory_daemon, workers
+        from pipeswitch import job
+
+        print("theirs", workers.POOL, memory_daemon.SIZE, benchmarks.RUNS)
+        model = workers.net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x in job.steps([torch.ones(2, 4)] * benchmarks.RUNS, model=model, optimizer=optimizer):
+            model(x).sum().backward()
+            optimizer.step()
+        """,
+}
+
+
+@pytest.mark.slow
+def test_a_projects_own_modules_keep_their_names(installed: Installed) -> None:
+    """Modules of a user named as folders of this repository, imported by the server's processes."""
+    project = installed.root / "project"
+    for name, text in PROJECT.items():
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text(textwrap.dedent(text))
+    with served(installed, "--state-dir", "state", PYTHONPATH=str(project)):
+        installed.run("register", "net", "workers:net", "--input", "input=1x4:float32")
+        assert installed.run("infer", "net", "-n", "1", folder=project)
+        installed.run("train", "train.py", folder=project)
+        installed.run("jobs", "wait", "train", folder=project)
+        assert "theirs 4 2 3" in installed.run("jobs", "logs", "train", folder=project)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["editable", "editable, links lost", "checkout"])
+def test_a_checkout_imports_what_the_wheel_does(tmp_path: Path, way: str) -> None:
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        copy(ROOT / name, tmp_path / "src")
+    for name in ("pipeswitch", "workers", "memory_daemon"):
+        copy(ROOT / name, tmp_path / "src" / name)
+    python = environment_at(tmp_path / "environment")
+    if way == "editable, links lost":
+        for name in ("workers", "memory_daemon"):
+            (tmp_path / "src/pipeswitch" / name).unlink()
+    if way != "checkout":
+        pip(python, "install", "--no-index", "--no-build-isolation", "--editable", tmp_path / "src")
+    code = """if True:
+        import importlib.util
+        import pipeswitch.launch, pipeswitch.memory_daemon.main, pipeswitch.workers.main
+        from pipeswitch.workers.training import rehearsal
+        print(pipeswitch.__file__, rehearsal.__file__)
+        print(importlib.util.find_spec("workers"), importlib.util.find_spec("memory_daemon"))
+    """
+    environment = {"PYTHONPATH": str(tmp_path / "src")} if way == "checkout" else {}
+    done = subprocess.run(
+        [python, "-P", "-c", code], cwd=tmp_path, env=environment, text=True, check=False,
+        capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    files, specs = done.stdout.splitlines()
+    assert all(file.startswith(str(tmp_path / "src")) for file in files.split())
+    if way != "checkout":
+        assert specs == "None None"

@@ -31,7 +31,7 @@ from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.running.executor import BoundProgram
 from pipeswitch.programs.running.views import tensor_over
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec, weights_file
-from workers.inference.task import make_program, read_graph
+from pipeswitch.workers.inference.task import make_program, read_graph
 
 T = torch.Tensor
 PACKAGE = "operators_memories"

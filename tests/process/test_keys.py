@@ -196,7 +196,7 @@ def test_a_revoked_key_is_refused_and_its_connection_ends(guarded: Guarded) -> N
         assert client.infer("m", X)["y"][0, 0] == 2.0  # both are in, so one is left at the end
         assert revoked.infer("m", X)["y"][0, 0] == 2.0
         guarded.folder.revoke("b")
-        until(lambda: len(guarded.fake.tcp._clients) == 1)
+        until(lambda: len(guarded.fake.tcp.sessions.clients) == 1)
         with pytest.raises(ps.PermissionDenied, match="does not admit"):
             revoked.infer("m", X)
         assert client.infer("m", X)["y"][0, 0] == 2.0
@@ -240,7 +240,7 @@ def test_a_revoked_readers_events_end(guarded: Guarded) -> None:
         guarded.folder.revoke("b")
         with pytest.raises(ps.PermissionDenied, match="does not admit"):
             next(records)
-        until(lambda: not fake.tcp._readers.clients)
+        until(lambda: not fake.tcp.sessions.readers.clients)
 
 
 def raw_ask(sock: zmq.Socket[bytes], **fields: Any) -> Any:
@@ -311,7 +311,7 @@ def test_nobody_comes_in_when_the_authenticator_is_gone(guarded: Guarded) -> Non
     guarded.fake.door._authenticator.stop()
     with guarded.client(timeout_s=1.0) as client, pytest.raises(ps.PipeSwitchError):
         client.models()
-    assert not guarded.fake.tcp._clients
+    assert not guarded.fake.tcp.sessions.clients
 
 
 def test_a_client_that_does_not_read_holds_up_its_own_answers_alone(
@@ -408,7 +408,7 @@ def test_a_thousand_refusals_leave_nothing(guarded: Guarded) -> None:
             sock.close()
     with guarded.client() as client:
         assert client.infer("m", X)["y"][0, 0] == 2.0
-    until(lambda: len(guarded.fake.tcp.connections) == 0)
+    until(lambda: len(guarded.fake.tcp.sessions.connections) == 0)
     try:
         until(lambda: len(set(descriptors()) - before) <= 4)
     except AssertionError:

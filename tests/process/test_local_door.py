@@ -53,7 +53,7 @@ def rows(count: int, seed: int = 0) -> Any:
 
 
 def shares(server: FakeScheduler) -> int:
-    return server.tcp.peers.shares.count
+    return server.tcp.sessions.peers.shares.count
 
 
 class Raw(RawPeer):
@@ -184,7 +184,7 @@ def test_a_killed_client_frees_its_share_and_its_request(server: FakeScheduler) 
         until(lambda: server.held)
         assert shares(server) == 1
         os.kill(child.pid, signal.SIGKILL)
-        until(lambda: not shares(server) and not server.tcp.peers.all and not server.held)
+        until(lambda: not shares(server) and not server.tcp.sessions.peers.all and not server.held)
     assert server.tcp.requests.counts.undeliverable == 1
     assert_balanced(server.tcp)
 
@@ -277,9 +277,9 @@ def test_a_forked_child_does_not_hold_its_parents_connection_open(server: FakeSc
         os.read(read, 1)
         os._exit(0)
     try:
-        until(lambda: len(server.tcp.peers.all) == 1)
+        until(lambda: len(server.tcp.sessions.peers.all) == 1)
         client.close()
-        until(lambda: not server.tcp.peers.all)
+        until(lambda: not server.tcp.sessions.peers.all)
     finally:
         os.write(write, b"x")
         os.waitpid(child, 0)
@@ -364,7 +364,7 @@ def _with_an_answer_that_waits(server: FakeScheduler, peer: Raw) -> Any:
     header, data = peer.header(op="infer", model="double", inputs=inputs), x.tobytes()
     peer.stream.put(pack_table([(len(header), INLINE), (len(data), INLINE)]), [header, data])
     until(peer.stream.flush)
-    until(lambda: any(one.wants_write for one in list(server.tcp.peers.all)))
+    until(lambda: any(one.wants_write for one in list(server.tcp.sessions.peers.all)))
     return 2 * x
 
 
@@ -466,4 +466,4 @@ def test_another_user_is_hung_up_though_the_folder_lets_it_in(server: FakeSchedu
         folder.chmod(folder.stat().st_mode | 0o055)
     command = [sys.executable, "-c", STRANGER, str(path)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0\n"
-    assert not server.tcp.peers.all
+    assert not server.tcp.sessions.peers.all

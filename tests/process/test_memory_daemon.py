@@ -70,7 +70,7 @@ JOB: Final = JobName("j")
 DAEMON: Final = """
 import sys
 import msgspec
-from memory_daemon.main import run
+from pipeswitch.memory_daemon.main import run
 from pipeswitch.ipc.messages.daemon import DaemonSettings
 from pipeswitch.ipc.channel import channel_from
 settings, control, *descriptors = sys.argv[1:]

@@ -31,7 +31,7 @@ from pipeswitch.programs.running.values import flatten_outputs
 from pipeswitch.programs.running.views import tensor_over
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec, weights_file
 from pipeswitch.wire.register_request import RegisterRequest
-from workers.inference.task import make_program, read_graph
+from pipeswitch.workers.inference.task import make_program, read_graph
 
 SEED = 5
 

@@ -126,12 +126,12 @@ def test_messages_that_never_end_are_cut_when_they_hold_much(tmp_path: Path) -> 
             asked(peer, op="hello")
             peer.sock.sendall(pack_table([(10, INLINE), (64 << 20, INLINE)]))
             peer.sock.sendall(bytes(900 << 10))  # each may have that much, and two together
-        until(lambda: server.tcp.connections.hung_up)
+        until(lambda: server.tcp.sessions.connections.hung_up)
         for peer in peers:
             with contextlib.suppress(OSError):  # reset, broken pipe, or no end takes any more
                 for _ in range(1_000):  # 60 MB
                     peer.sock.sendall(bytes(60 << 10))
-        until(lambda: server.tcp.connections.hung_up["unfinished messages"] == 3)
+        until(lambda: server.tcp.sessions.connections.hung_up["unfinished messages"] == 3)
     finally:
         for peer in peers:
             peer.close()

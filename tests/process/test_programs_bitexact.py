@@ -36,7 +36,7 @@ from pipeswitch.programs.interface.requests import random_inputs
 from pipeswitch.programs.running.values import flatten_outputs
 from pipeswitch.programs.running.views import bytes_over, tensor_over
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec, load_manifest, weights_file
-from workers.inference.task import BoundProgram, make_program, read_graph
+from pipeswitch.workers.inference.task import BoundProgram, make_program, read_graph
 
 REGION_OFFSET_BYTES = 2 << 20
 

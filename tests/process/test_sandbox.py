@@ -183,7 +183,7 @@ def run(settings, channel):
             file.write(text)
     return 0
 
-HOSTILE = {{"workers.main": infer, "pipeswitch.programs.build.builder": run}}
+HOSTILE = {{"pipeswitch.workers.main": infer, "pipeswitch.programs.build.builder": run}}
 
 class Finder:
     def find_spec(self, name, path, target=None):
@@ -219,7 +219,7 @@ SOURCE: dict[str, Any] = {"source": "torchvision:squeezenet1_1", "weights": "ran
 def test_a_workers_hostile_python_opens_no_file_no_socket_and_reaches_no_process(
     tmp_path: Path,
 ) -> None:
-    environment = enemys_path(tmp_path, "workers.main")
+    environment = enemys_path(tmp_path, "pipeswitch.workers.main")
     environment["PIPESWITCH_WORKERS__TASK_MEMORY"] = "2GiB"
     with server(environment=environment) as running, running.client() as client:
         client.register("m", **SOURCE)

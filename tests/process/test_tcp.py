@@ -76,7 +76,7 @@ def test_a_call_before_the_clients_thread_runs_shares_its_connection(
         first, second = (client._connection.request("ping") for _ in range(2))  # by the thread
         assert first.result(DEADLINE_S)
         assert second.result(DEADLINE_S)
-        assert len(server.tcp._clients) == 1
+        assert len(server.tcp.sessions.clients) == 1
 
 
 def test_an_answer_comes_back_with_its_bill(server: FakeScheduler, client: ps.Client) -> None:
@@ -233,7 +233,7 @@ def test_a_client_that_leaves_while_its_payload_is_copied_frees_its_room(
     with ps.Client(server.listeners.tcp.address) as client:
         client.submit("wide", LARGE)
         until(lambda: held.held)
-    until(lambda: len(server.tcp._clients) == 0)
+    until(lambda: len(server.tcp.sessions.clients) == 0)
     held.held[0]()
     until(lambda: server.tcp.requests.counts.undeliverable == 1)
     until(lambda: server.tcp.pool.is_empty)
@@ -302,7 +302,7 @@ def test_a_reader_that_never_reads_is_dropped(
         with contextlib.suppress(OSError):
             if sock.stream.flush():
                 sock.send(frames.encode_header(header), bytes(1 << 20))
-        return len(server.tcp._clients) == 0
+        return len(server.tcp.sessions.clients) == 0
 
     with raw_peer(server.listeners.tcp.address, receive_bytes=4096) as sock:
         session = ask(sock, op="hello", id="h").session
@@ -340,7 +340,7 @@ def test_nonsense_without_an_id_is_counted_and_the_server_goes_on(server: FakeSc
         for parts in ([b""], [b"\xc1"], [b"\x80", b""], [b""] * 20):
             sock.send(*parts)
         assert ask(sock, op="ping").body["device"] == "cpu"
-    assert server.tcp.complaints.count == 4
+    assert server.tcp.sessions.complaints.count == 4
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_what_is_no_message_ends_its_connection_and_no_other(
             sock.hear()
     x = np.ones((1, 4), np.float32)
     assert np.array_equal(client.infer("m", x)["y"], x * 2)
-    assert server.tcp.complaints.count == 1
+    assert server.tcp.sessions.complaints.count == 1
 
 
 SHAPES = [
@@ -477,12 +477,12 @@ def test_events_go_on_with_the_next_server_and_end_with_the_client(tmp_path: Pat
     first.close()
     second = FakeScheduler(tmp_path)
     try:
-        until(lambda: second.tcp._readers.clients)
+        until(lambda: second.tcp.sessions.readers.clients)
         second.post(ev.Publish(topic="switch.m", body={"n": 2}))
         assert next(events) == {"topic": "switch.m", "n": 2}
         client.close()
         assert next(events, None) is None
-        until(lambda: not second.tcp._readers.clients)
+        until(lambda: not second.tcp.sessions.readers.clients)
     finally:
         second.close()
 
@@ -493,7 +493,7 @@ def test_who_does_not_read_events_misses_some_and_holds_up_nothing(server: FakeS
         assert ask(deaf, op="events", id="e", session=session).more
         for number in range(40):
             server.post(ev.Publish(topic="job.t", body={"text": "x" * 200_000, "n": number}))
-        (client,) = server.tcp._readers.clients
+        (client,) = server.tcp.sessions.readers.clients
         assert client.unsent_bytes < 2 << 20
         server.post(ev.Publish(topic="job.t", body={"n": "missed"}))
         found = [frames.decode_reply(deaf.hear()).body["n"]]

@@ -91,7 +91,7 @@ REAL = []
 
 class Finder:
     def find_spec(self, name, path, target=None):
-        if name != "workers.main" or REAL:
+        if name != "pipeswitch.workers.main" or REAL:
             return None
         REAL.append(None)
         spec = importlib.util.find_spec(name)

@@ -30,8 +30,8 @@ from pipeswitch.commits.files import load_commit, read_record, write_commit
 from pipeswitch.commits.image import parse_image
 from pipeswitch.devices.cpu.copies import CpuCopies
 from pipeswitch.ipc.gate import Gate
-from workers.training.session import TrainingSession
-from workers.training.snapshot import Captured, captured
+from pipeswitch.workers.training.session import TrainingSession
+from pipeswitch.workers.training.snapshot import Captured, captured
 
 Body = Callable[[], None]
 SAMPLES, BATCH = 40, 8
@@ -614,7 +614,7 @@ def test_options_that_stay_are_captured_once_and_tensors_each_time() -> None:
 
 FAULTS = """
 import resource
-from workers.training.script import keep_freed_memory
+from pipeswitch.workers.training.script import keep_freed_memory
 keep_freed_memory()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(20):
@@ -626,7 +626,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 FREED = """
 import os
-from workers.training import script
+from pipeswitch.workers.training import script
 script.keep_freed_memory()
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -654,7 +654,7 @@ def test_a_job_takes_the_page_faults_of_a_block_once() -> None:
 
 EARLY = """
 import os, signal
-from workers.training import script
+from pipeswitch.workers.training import script
 os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
 script._let_children_be_ended()
 child = os.fork()

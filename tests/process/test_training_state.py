@@ -669,7 +669,7 @@ def test_a_phase_whose_end_is_no_longer_kept_is_warned_of(
 ) -> None:
     host = SmallHost()
     if why == "too much to keep":
-        monkeypatch.setattr("workers.training.place.MOST_PAST_BYTES", 1000)
+        monkeypatch.setattr("pipeswitch.workers.training.place.MOST_PAST_BYTES", 1000)
     else:
         host.limit_bytes = 460 << 10
     with pytest.warns(job.InexactResumeWarning, match="no longer kept") as warned:

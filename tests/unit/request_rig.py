@@ -33,7 +33,7 @@ from pipeswitch.programs.graphs.bundle import Graph, Node
 from pipeswitch.programs.interface.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
 from pipeswitch.wire import frames
 from pipeswitch.wire.stream import Stream
-from workers.main import Worker
+from pipeswitch.workers.main import Worker
 
 COLUMNS = 64
 BILL: dict[str, Any] = {

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from pipeswitch.base.errors import OutOfDeviceMemory, TaskPreempted
 from pipeswitch.devices.cpu.copies import CpuCopies
 from pipeswitch.ipc.gate import Gate, GateState
-from workers.training.activations import Activations
-from workers.training.copy_lane import CopyLanes
-from workers.training.saved import Place
+from pipeswitch.workers.training.activations import Activations
+from pipeswitch.workers.training.copy_lane import CopyLanes
+from pipeswitch.workers.training.saved import Place
 
 Model = Callable[[torch.Tensor], torch.Tensor]
 Grads = list[torch.Tensor]

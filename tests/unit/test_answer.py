@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.programs.decoding.answer import Answer, Ending
-from pipeswitch.programs.decoding.generating import Facts, Generating
-from pipeswitch.programs.decoding.sampling import Sampling, next_token
+from pipeswitch.programs.decoding.generating import Facts, Generating, fitted, seen_of
+from pipeswitch.programs.decoding.sampling import Options, Sampling, next_token
 from tests.models.words import trained
 
 WORDS = st.text(st.sampled_from("the data of an é 你好 🎉👩‍👩‍👧 END.\n"), max_size=40)
@@ -61,6 +62,95 @@ def test_no_part_of_a_stop_string_is_ever_shown(
     assert shown == wanted
     assert answer.reason == "stop"
     assert (answer.tokens[-1] == 0) == (not places)
+
+
+@pytest.mark.parametrize(
+    ("stops", "shown", "count"),
+    [
+        (["<end>"], "ab", 3),
+        (["<end>c"], "ab", 4),
+        (["b<end>c"], "a", 4),
+        (["<end><end>"], "abcd", 6),
+        (["<end>d", "d"], "abc", 5),
+        (["<endc"], "abcd", 6),
+    ],
+)
+def test_a_stop_string_may_name_a_special_token(stops: list[str], shown: str, count: int) -> None:
+    class Decode:
+        specials: ClassVar = {"<end>": 300, "<en": 301, "<other>": 302}
+
+        def __call__(self, tokens: Sequence[int]) -> str:
+            return bytes(one for one in tokens if one < 256).decode(errors="replace")
+
+    answer, text = Answer(Ending(max_new_tokens=6, stop=tuple(stops)), Decode()), ""
+    for token in (*b"ab", 300, *b"cd", 302):
+        if answer.reason is None:
+            text += answer.push(token)
+    assert (text, len(answer.tokens)) == (shown, count)
+    assert answer.reason == ("stop" if shown != "abcd" else "length")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    logits=st.lists(st.floats(-9, 9, width=32), min_size=4, max_size=30),
+    top_k=st.integers(0, 40), min_p=st.floats(0, 1), position=st.integers(0, 99),
+)  # fmt: skip
+def test_only_the_candidates_of_top_k_and_min_p_are_drawn(
+    logits: list[float], top_k: int, min_p: float, position: int
+) -> None:
+    values = np.array(logits, np.float32)
+    options = Options(top_k=top_k, min_p=min_p)
+    token = next_token(values, Sampling(temperature=1.0, seed=3, options=options), position)
+    assert math.exp(values[token] - values.max()) >= min_p * 0.999
+    assert not top_k or (values > values[token]).sum() < top_k
+
+
+def test_penalties_follow_their_formulas() -> None:
+    logits = np.array([2.0, -2.0, 1.0, 0.5, 0.0], np.float32)
+    seen = seen_of([0, 1, 2, 2, 2, 99], 2)  # 0 and 1 are the prompt's; 99 is no token
+    assert seen == {0: 0, 1: 0, 2: 3, 99: 1}
+    for options, adjusted in (
+        (Options(repetition_penalty=2.0), [1.0, -4.0, 0.5, 0.5, 0.0]),
+        (Options(presence_penalty=0.5), [2.0, -2.0, 0.5, 0.5, 0.0]),
+        (Options(frequency_penalty=0.5), [2.0, -2.0, -0.5, 0.5, 0.0]),
+        (Options(logit_bias={4: 100.0}), [2.0, -2.0, 1.0, 0.5, 100.0]),
+        (Options(held=(0,), until=8), [-math.inf, -2.0, 1.0, 0.5, 0.0]),
+        (Options(held=(0,), until=7), [2.0, -2.0, 1.0, 0.5, 0.0]),
+    ):
+        assert options.adjusted(logits, 7, seen).tolist() == adjusted
+        best = next_token(logits, Sampling(options=options), 7, seen)
+        assert best == int(np.argmax(adjusted))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(top_k=-1), Options(min_p=1.5), Options(repetition_penalty=0.0),
+        Options(presence_penalty=3.0), Options(frequency_penalty=math.nan),
+        Options(logit_bias={5: math.inf}), Options(logit_bias={-1: 0.0}),
+        Options(logit_bias=dict.fromkeys(range(301), 1.0)), Options(held=(-1,)),
+    ],
+)  # fmt: skip
+def test_an_option_out_of_its_range_is_refused_by_name(options: Options) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        Sampling(options=options).check()
+    assert caught.value.data["param"] in (*Options.__struct_fields__, "stop_token_ids")
+
+
+def test_a_minimum_length_holds_end_tokens_and_stop_strings_back() -> None:
+    facts = Facts(version=1, digest="", vocabulary=300, context=50, piece=8, eos_ids=(7,))
+    ending = Ending(max_new_tokens=9, eos_ids=(5,), min_new_tokens=3, stop=("b",))
+    sampling = fitted(Sampling(), facts, 4, Ending(max_new_tokens=9, eos_ids=(7, 5),
+                                                   min_new_tokens=3))  # fmt: skip
+    assert sampling.options == Options(held=(7, 5), until=7)
+    answer = Answer(ending, lambda tokens: bytes(tokens).decode())
+    assert [answer.push(token) for token in b"abcb"] == ["a", "b", "c", ""]
+    assert answer.reason == "stop"
+    for count in (3, -1):
+        with pytest.raises(InvalidInput):
+            Ending(max_new_tokens=2, min_new_tokens=count).check()
+    with pytest.raises(InvalidInput):
+        fitted(Sampling(options=Options(logit_bias={300: 1.0})), facts, 4, ending)
 
 
 def test_bytes_that_are_no_character_are_shown_in_the_end() -> None:

@@ -85,7 +85,7 @@ def test_a_benchmarks_child_ends_in_silence_at_ctrl_c(monkeypatch: pytest.Monkey
 
 def test_the_gateways_benchmark_asks_what_protobuf_reads() -> None:
     x = np.arange(300, dtype=np.float32).reshape(1, 300)
-    found = INFERENCE["ModelInferRequest"].FromString(infer_message("some-model", x))
+    found = INFERENCE["ModelInferRequest"].FromString(infer_message("some-model", x, "x"))
     (tensor,) = found.inputs
     assert (found.model_name, tensor.name, tensor.datatype) == ("some-model", "x", "FP32")
     assert list(tensor.shape) == [1, 300]

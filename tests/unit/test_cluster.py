@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import random
@@ -19,9 +20,9 @@ import pytest
 
 from pipeswitch.base import errors
 from pipeswitch.cli.cluster import _check_token
-from pipeswitch.client import cluster
+from pipeswitch.client import cluster, holders
 from pipeswitch.client.client import Client
-from pipeswitch.client.holders import KEEP_MS, KEEP_SHARE, NodeAddress, Table
+from pipeswitch.client.holders import KEEP_MS, KEEP_SHARE, Failover, NodeAddress, Step, Table
 from pipeswitch.cluster.node_actor import Node
 from pipeswitch.cluster.placement import RANK, Nodes
 from pipeswitch.cluster.placement import Node as Summary
@@ -272,7 +273,7 @@ def test_a_model_that_has_moved_is_followed_once(asking: Callable[[Rig], str]) -
 def test_when_no_node_is_left_the_error_is_the_nodes_own(
     asking: Callable[[Rig], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "RETURN_S", 0.0)
+    monkeypatch.setattr(holders, "RETURN_S", 0.0)
     rig = Rig()
     for door in rig.doors.values():
         door.error = errors.ServerUnavailable("gone")
@@ -340,16 +341,46 @@ def test_a_model_that_placement_does_not_know_yet_is_waited_for(
         asking(rig)
 
 
-def test_a_request_with_a_deadline_waits_no_longer_than_that(
-    at_once: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now_s = iter(range(100))
-    monkeypatch.setattr(cluster.time, "monotonic", lambda: float(next(now_s)))
-    rig = lost_twice()
-    rig.later = rig.table(2, "", "")
+def test_a_request_with_a_deadline_waits_no_longer_than_that() -> None:
+    """It renews the table at once and after each wait; the next node has what is left."""
+    failover = Failover("m", {"deadline_ms": 3000.0}, now_s=10.0, look_s=1.0)
+    table = msgspec.convert(Rig.table(2, "a", "ab"), Table)
+    failover.failed(GONE, "a")
+    assert failover.next(table, 10.5) == ["b"]
+    assert failover.options({"deadline_ms": 3000.0}, 10.5) == {"deadline_ms": 2500.0}
+    failover.failed(GONE, "b")
+    steps = [failover.next(table, now_s) for now_s in (10.5, 10.5, 11.5, 11.5)]
+    assert steps == [Step.RENEW, Step.WAIT] * 2
+    assert failover.next(table, 12.5) is Step.RENEW
     with pytest.raises(errors.ServerUnavailable):
-        rig.call("infer", model="m", is_safe=True, deadline_ms=3000.0)
-    assert len(rig.asked) == 4
+        failover.next(table, 12.5)
+
+
+def test_a_node_that_lives_without_the_model_sends_a_request_to_the_newest_table_first() -> None:
+    failover = Failover("m", {}, now_s=0.0, look_s=1.0)
+    failover.failed(errors.ModelNotFound("moved"), "a")
+    table = msgspec.convert(Rig.table(1, "a", "ab"), Table)
+    assert failover.next(table, 0.0) is Step.RENEW
+    assert failover.next(table, 0.0) == ["b"]
+
+
+@pytest.mark.parametrize("start", [True, False])
+def test_a_later_step_of_a_sequence_goes_to_no_other_node(start: bool) -> None:
+    failover = Failover("m", {"body": {"sequence": "s", "start": start}}, now_s=0.0, look_s=1.0)
+    with contextlib.nullcontext() if start else pytest.raises(errors.SequenceNotFound):
+        failover.failed(GONE, "a")
+
+
+def test_the_next_node_has_what_is_left_of_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, given = Rig(), list[float]()
+    rig.doors["a"].error = GONE
+    for door in rig.doors.values():
+        ask = door.request
+        monkeypatch.setattr(
+            door, "request", lambda op, ask=ask, **o: (given.append(o["deadline_ms"]), ask(op))[1]
+        )
+    rig.call("infer", model="m", is_safe=True, deadline_ms=5000.0)
+    assert 0 < given[1] < given[0] == 5000.0
 
 
 def test_another_server_that_has_the_port_of_a_node_is_not_the_node(

@@ -14,9 +14,9 @@ from pipeswitch.devices.cuda.torch import tensor_at
 from pipeswitch.devices.cuda.view import GROUPS_AHEAD, LOOKS_PER_GROUP, RunAhead
 from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.programs.interface.layout import TensorSpec
-from workers.training.layout import Area, padded_bytes
-from workers.training.reports import Reports
-from workers.training.slice import TrainingSlice
+from pipeswitch.workers.training.layout import Area, padded_bytes
+from pipeswitch.workers.training.reports import Reports
+from pipeswitch.workers.training.slice import TrainingSlice
 
 
 def test_two_groups_are_queued_and_no_more() -> None:

@@ -20,17 +20,18 @@ from pipeswitch.devices.cuda import view as cuda_view
 from pipeswitch.devices.cuda.bindings import Cuda, CudaError
 from pipeswitch.devices.cuda.capture import CaptureBroke
 from pipeswitch.devices.cuda.graphs import DeviceProgram, GraphBudget, _shapes
-from pipeswitch.devices.cuda.ladder import Waits
+from pipeswitch.devices.cuda.ladder import CudaOptions, Waits
 from pipeswitch.devices.cuda.slice import SEGMENT_BYTES, Segments
 from pipeswitch.devices.cuda.torch import tensor_at
 from pipeswitch.devices.cuda.view import CudaPoolView
 from pipeswitch.ipc.board import BOARD_BYTES, new_bell, sealed_memfd
+from pipeswitch.ipc.messages.worker import WorkerSettings
 from pipeswitch.programs.graphs.bundle import Graph, Node
 from pipeswitch.programs.graphs.contracts import CONTRACTS, BrokenContract
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
 from pipeswitch.programs.running.executor import BoundGraph, GraphProgram
-from workers.training.torch_private import bytes_of_their_own
+from pipeswitch.workers.training.torch_private import bytes_of_their_own
 
 MIB = 1 << 20
 WORDS = 64
@@ -113,7 +114,7 @@ def test_a_torch_without_the_private_constructor_is_served_by_the_public_way(
 class Rig:
     """A worker's view of a block that a fake daemon owns."""
 
-    def __init__(self, waits: Waits = "gpu", **options: object) -> None:
+    def __init__(self, waits: Waits = "gpu", **options: Any) -> None:
         self.owner, self.world = World(), World()
         self.block = Cuda(self.owner.runtime, self.owner.driver).malloc(4 * MIB)
         self.handle = Cuda(self.owner.runtime, self.owner.driver).export_handle(self.block)
@@ -122,10 +123,11 @@ class Rig:
         self.bell = new_bell()
         self.side = HostTorch(self.world)
         self.view = CudaPoolView(
-            Cuda(self.world.runtime, self.world.driver), self.side, handle=self.handle,
-            words_descriptor=self.words, board=self.board, bell=self.bell, bells=[self.bell],
-            arena_bytes=3 * MIB, words=WORDS, waits=waits,
-            **options,  # type: ignore[arg-type]
+            Cuda(self.world.runtime, self.world.driver), self.side,
+            WorkerSettings(slot=0, device="cuda:0", arena_bytes=3 * MIB, words=WORDS, pool_bytes=0,
+                           threads=1, bell_count=1, handle=self.handle),
+            CudaOptions(package="", waits=waits, **{"graph_bytes": 1 << 30, **options}),
+            words_descriptor=self.words, board=self.board, bells=[self.bell],
         )  # fmt: skip
 
     @property

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pipeswitch.ipc.messages.worker import InferenceDone, InferenceFailed, RunInference
-from workers import main as worker_main
-from workers.inference.steps import Stepping
-from workers.inference.task import _Groups, infer
+from pipeswitch.workers import main as worker_main
+from pipeswitch.workers.inference.steps import Stepping
+from pipeswitch.workers.inference.task import _Groups, infer
 
 
 def test_a_worker_whose_termination_thread_fails_leaves_at_once(

@@ -57,7 +57,7 @@ BROKEN = {
     "commit": "pipeswitch.commits.image.json.loads",
     "profile": "pipeswitch.planning.profile._check",
     "packet": "tests.fuzz.packets.decode_message",
-    "daemon": "memory_daemon.transmit.check_order",
+    "daemon": "pipeswitch.memory_daemon.transmit.check_order",
     "worker": "pipeswitch.scheduler.state.device_state.DeviceState.job_of",
     "order": "pipeswitch.ipc.gate.Gate.grant",
     "gateway": "pipeswitch.gateway.http.server.Connection.look",

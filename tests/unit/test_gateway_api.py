@@ -340,6 +340,7 @@ def test_streams_of_one_address_are_limited(rig: Rig) -> None:
 def test_another_method_is_told_which_there_are(rig: Rig) -> None:
     for path, allow in (
         ("/v2/health/live", "GET, HEAD"), ("/v2/models/m/infer", "POST"),
+        ("/health", "GET, HEAD"), ("/v1/models/m", "GET, HEAD"), ("/v1/completions", "POST"),
         ("/api/models/m", "GET, POST, DELETE"),
     ):  # fmt: skip
         answer = rig.ask("OPTIONS", path)
@@ -368,6 +369,12 @@ def test_a_page_of_a_site_that_the_owner_named_may_ask_and_reads_refusals_too() 
     assert (answer.status, headers["Access-Control-Allow-Origin"]) == (200, site)
     assert "POST" in headers["Access-Control-Allow-Methods"]
     assert "Authorization" in headers["Access-Control-Allow-Headers"]
+    wished = "authorization,content-type,x-stainless-os,x-stainless-retry-count"
+    for asked, is_allowed in ((wished, True), ("x: y", False), ("a" * 9999, False)):
+        answer = rig.ask("OPTIONS", "/v1/models", token="", **preflight,
+                         access_control_request_headers=asked)  # fmt: skip
+        allowed = dict(answer.headers)["Access-Control-Allow-Headers"]
+        assert allowed.endswith(f", {asked}") is is_allowed
     for path, status in (("/api/models", 200), ("/api/ps", 403), ("/v2/modles", 404)):
         answer = rig.ask("GET", path, token="", origin=site)
         headers = dict(answer.headers)

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from pipeswitch.base.errors import InvalidInput
+from pipeswitch.gateway.openai.choices import check_count
 from pipeswitch.gateway.openai.completions import MAX_FIELDS, Asked, Said, _said
 from pipeswitch.gateway.openai.text_process import parsed
 
@@ -50,7 +51,9 @@ def test_a_decoded_request_is_no_larger_than_a_few_bodies(data: bytes) -> None:
         b"[]," * 300_000 + b"[]",
         b"1," * 1000 + NESTED,
         b'"a",' * 200_000 + b'"a"',
-        b"[1],[2]",
+        b"[1]," * 64 + b"[2]",
+        b'"a",{}',
+        b"null",
     ],
 )
 def test_a_prompt_of_many_parts_is_refused_by_its_first_parts(prompt: bytes) -> None:
@@ -67,10 +70,28 @@ def test_a_prompt_of_many_parts_is_refused_by_its_first_parts(prompt: bytes) -> 
 
 
 @pytest.mark.parametrize(
-    ("given", "read"), [("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])]
+    ("given", "read"),
+    [
+        ("a", ["a"]),
+        (["a"], ["a"]),
+        ([""], [""]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2]], [[1, 2]]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        (["a"] * 64, ["a"] * 64),
+    ],
 )
-def test_a_prompt_is_a_text_or_ids_or_a_list_of_one_of_these(given: Any, read: Any) -> None:
+def test_a_prompt_is_a_text_or_ids_or_a_list_of_these(given: Any, read: Any) -> None:
     assert _said(msgspec.json.encode({"model": "m", "prompt": given}), Said).prompt == read
+
+
+@pytest.mark.parametrize(("prompts", "n"), [(1, 0), (1, -1), (1, 65), (33, 2)])
+def test_a_request_asks_for_a_bounded_number_of_answers(prompts: int, n: int) -> None:
+    check_count(64 // max(n, 1), 1)
+    with pytest.raises(InvalidInput) as caught:
+        check_count(prompts, n)
+    assert caught.value.data["param"] == "n"
 
 
 def test_a_chat_of_many_fields_is_refused_before_they_are_decoded() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pipeswitch.base import errors
+from pipeswitch.client import holders
 from pipeswitch.client.calls import Reply
 from pipeswitch.gateway.serving import nodes as module
 from pipeswitch.gateway.serving.nodes import Nodes
@@ -56,7 +57,7 @@ class Rig:
         self.servers = {name: Server(name) for name in "abc"}
         self.path, self._count = folder / "table.json", 0
         monkeypatch.setattr(module, "Connection", lambda address, *_: self.servers[address])
-        monkeypatch.setattr(module, "RETURN_S", 0.0)
+        monkeypatch.setattr(holders, "RETURN_S", 0.0)
 
     def table(self, holders: str, serving: str = "", nodes: str = "abc", **facts: Any) -> None:
         """Write one; holders of the model ``m``."""

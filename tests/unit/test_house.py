@@ -61,8 +61,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "cli": "__init__ base client cluster devices ipc job launch planning policies programs "
     "sandbox scheduler simulator watchdog wire",
     "demo": "__init__ base cli client job planning programs programs/build testing",
-    "benchmarks/": "base cli client devices ipc job planning programs programs/build scheduler "
-    "simulator testing wire",
+    "benchmarks/": "base cli client devices ipc job planning programs programs/build testing wire",
 }
 
 # The same inside the scheduler: what it remembers lies below what decides. Files beside the folders
@@ -135,8 +134,10 @@ IMPURE_BUILTINS = {"open", "__import__", "exec", "eval", "input", "print", "brea
 
 
 def module_of(path: Path) -> str:
-    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    return name.removesuffix(".__init__")
+    """The name under which a file is imported: the product's folders are all in ``pipeswitch``."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    inside = ("pipeswitch",) if parts[0] in CODE[1:] else ()
+    return ".".join([*inside, *parts]).removesuffix(".__init__")
 
 
 FILES = {module_of(path): path for top in TOPS for path in (ROOT / top).rglob("*.py")}

@@ -11,7 +11,7 @@ from pipeswitch.base.errors import PipeSwitchError
 from pipeswitch.commits.progress import Life, read_life
 from pipeswitch.ipc.messages.base import Epoch, JobName, Message, StepCommitted, Turn
 from pipeswitch.ipc.messages.worker import CommitStep, JobReport, RunJob
-from workers.training.host import JobHost
+from pipeswitch.workers.training.host import JobHost
 
 EPOCH = Epoch(7)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ import pytest
 import yaml
 
 from pipeswitch.base.config import PROFILES_VARIABLE, Config, ServerConfig, load
+from pipeswitch.base.errors import PipeSwitchError
 from pipeswitch.cli.cluster import up
 from pipeswitch.cli.main import main
 from pipeswitch.cluster.ray_nodes import RESOURCE
 from pipeswitch.controller.gateway import DEFAULTS
+from pipeswitch.demo import digits
 
 ROOT = Path(__file__).parents[2]
 PACKAGING = ROOT / "packaging"
@@ -183,6 +186,37 @@ def test_rays_launcher_takes_its_file() -> None:
     )  # fmt: skip
     assert all(word in profile for word in ("RAY_AUTH_MODE=token", "chmod 600 ~/.ray/auth_token"))
     assert words_of_up(starts[-1]) == (1, server["max_workers"])
+
+
+def test_nothing_installs_by_a_name_that_no_index_knows() -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("docs/guide/*.md"), *PACKAGING.iterdir()]
+    lines = [(page.name, line) for page in pages for line in page.read_text().splitlines()]
+    by_name = re.compile(r"pip install ['\"]?pipeswitch\b(?!.*@ git)")
+    (found,) = [(name, line) for name, line in lines if by_name.search(line)]
+    assert found[0] == "start.md"
+    assert "adds an extra" in found[1], "pip fetches its packages alone, where PipeSwitch is"
+    (setup,) = [text for text in LAUNCHER["setup_commands"] if "pip install" in text]
+    (folder,) = [place for place, here in LAUNCHER["file_mounts"].items() if here == "dist"]
+    assert f"{folder}/pipeswitch-*.whl" in setup
+
+
+def test_every_extra_that_something_names_exists() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    code = [path.read_text() for path in ROOT.glob("pipeswitch/**/*.py")]
+    named = re.findall(r"pipeswitch\[([a-z,]+)\]", "".join(code))
+    start = (ROOT / "docs/guide/start.md").read_text()
+    named += re.findall(r"\.whl\)\[([a-z,]+)\]", start)
+    assert {one for names in named for one in names.split(",")} <= set(extras)
+    install = re.search(r"^Extras: .*?\n\n", start, re.MULTILINE | re.DOTALL)
+    assert install is not None
+    assert {name for name in extras if f"`{name}`" not in install[0]} == {"docs", "fuzz", "test"}
+
+
+def test_the_demos_job_names_the_extra_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.setattr(sys, "argv", ["digits"])
+    with pytest.raises(PipeSwitchError, match=r"pip install 'pipeswitch\[demo\]'"):
+        digits.main()
 
 
 def test_the_operators_pods_have_a_token_and_no_dashboard_that_others_reach() -> None:

@@ -17,7 +17,6 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import pipeswitch as ps
-from memory_daemon.main import log_to as log_daemon_to
 from pipeswitch.base.errors import to_wire
 from pipeswitch.base.units import printable
 from pipeswitch.cli import main as cli_main
@@ -26,9 +25,10 @@ from pipeswitch.controller.main import _log_to
 from pipeswitch.frontend.admission import Body
 from pipeswitch.frontend.registration import check
 from pipeswitch.frontend.transport.replies import reply_frames
+from pipeswitch.memory_daemon.main import log_to as log_daemon_to
 from pipeswitch.programs.graphs.bundle import is_name
 from pipeswitch.wire.register_request import RegisterRequest
-from workers.main import _log_to_stderr as log_worker_to
+from pipeswitch.workers.main import _log_to_stderr as log_worker_to
 
 OBEYED = [
     "\x1b[2J", "\x9b31m", "\x9d0;title\x07", "\u202eevil", "\u2066", "\u200b", "\x7f", "\u2028",

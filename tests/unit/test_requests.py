@@ -58,7 +58,7 @@ def client() -> Client:
 
 
 def infer(requests: Requests, client: Client, request_id: str = "1", size: int = 4) -> Pending:
-    room = requests._pool.reserve(client.session, size, size)
+    room = requests.pool.reserve(client.session, size, size)
     header = RequestHeader(v=1, op="infer", id=request_id, model="m")
     return requests.accept(client, header, room)
 

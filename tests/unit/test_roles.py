@@ -45,7 +45,7 @@ def frontend(tmp_path: Path) -> Iterator[Frontend]:
 
 def test_every_verb_has_one_role_and_every_role_a_verb(frontend: Frontend) -> None:
     served = {name for name, verb in VERBS.items() if verb.parse is None}
-    assert served == {*frontend._ops, "hello"}
+    assert served == {*frontend._own.handlers, "hello"}
     assert {verb.role for verb in VERBS.values()} == set(Role) - {Role.URGENT}  # a priority's
 
 

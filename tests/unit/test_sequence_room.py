@@ -146,9 +146,7 @@ class Rig:
         self.calls: deque[Callable[[], None]] = deque()
         self.computing: list[ev.InferArrived] = []
         self.inference = Inference(
-            self.pool,
             self.requests,
-            self.sequences,
             take=self.take,
             answer=self.answer,
             call_soon=self.calls.append,
@@ -156,7 +154,9 @@ class Rig:
             max_bytes=1 << 30,
             deadline_ms=None,
         )
-        self.inference.announce(ev.Announce(model=ModelName("m"), manifest=MANIFEST, priority=1))
+        self.inference.models.announce(
+            ev.Announce(model=ModelName("m"), manifest=MANIFEST, priority=1)
+        )
         self.longest = longest(MANIFEST, self.pool.share_bytes)
         self.talks: list[Talk] = []
         self.count = self.lost = self.waits = 0

@@ -17,29 +17,24 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 LIMITS = {"lines": 60, "parameters": 7, "methods": 25, "fields": 20}
 
-# The users' interface: each parameter is a keyword that programs write.
+# The users' interface: each parameter is a keyword that programs write, or an option of a command.
 # So are the fields of the settings (read only, each is one option) and of a registration, whose
 # digest follows from its fields.
 USERS = {
     "fields": "core.SchedulerSettings 43, spec.BuildSpec 21",
-    "lines": "client.Client.register 109, session.TrainingSession.steps 62",
-    "parameters": "client.Client.register 22, client.Client.generate 9, client.Client.train 8, "
-    "job.steps 8, session.TrainingSession.steps 8, testing.server 8",
+    "lines": "client.Client.register 114, session.TrainingSession.steps 62",
+    "parameters": "client.Client.register 22, infer.infer 12, client.Client.generate 9, "
+    "client.Client.train 8, job.steps 8, session.TrainingSession.steps 8, testing.server 8",
 }
-LARGE = {
-    "lines": "inference.Inference.infer 110, frontend.Frontend.__init__ 87",
-    "parameters": "infer.infer 12, "
-    "view.CudaPoolView.__init__ 12, packed._convolution_add 11, "
-    "recurrent._stft 10, inference.Inference.__init__ 9, "
-    "recurrent._shapes 9, children.Children.fork 8",
-    "methods": "bindings.Cuda 37, server.Connection 37, placement_actor.Placement 34, "
-    "cluster.ClusterConnection 33, view.PoolView 32, frontend.Frontend 30",
-    "fields": "records.Request 29, held.Held 26",
-}
+# Kernels of torch's operators and a function in place of torch's own: the signatures are torch's.
+TORCH = {"parameters": "packed._convolution_add 11, recurrent._stft 10"}
+# Records of requests and sequences, whose generations are being reworked.
+LARGE = {"fields": "records.Request 29, held.Held 26"}
 
 
 def listed(measure: str) -> dict[str, int]:
-    rows = [one.split() for one in f"{LARGE[measure]}, {USERS.get(measure, '')}".split(", ") if one]
+    tables = [table.get(measure, "") for table in (USERS, TORCH, LARGE)]
+    rows = [one.split() for one in ", ".join(tables).split(", ") if one]
     return {name: int(size) for name, size in rows}
 
 

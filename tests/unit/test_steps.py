@@ -13,8 +13,8 @@ from pipeswitch.base.errors import InvalidInput
 from pipeswitch.ipc.messages.worker import Choosing
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import Batching
-from workers.inference import steps
-from workers.inference.steps import CHOSEN, Stepping
+from pipeswitch.workers.inference import steps
+from pipeswitch.workers.inference.steps import CHOSEN, Stepping
 
 VOCABULARY, WIDTH, CONTEXT = 11, 3, 200
 NAMES = ("ids", "count", "used", "cache")

@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from memory_daemon.store import UnusableModel, load_model
-from memory_daemon.transmit import TransmitGuard
 from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.ipc.messages.base import Epoch, ModelName
 from pipeswitch.ipc.messages.daemon import GroupCopy, TransmitModel
+from pipeswitch.memory_daemon.store import UnusableModel, load_model
+from pipeswitch.memory_daemon.transmit import TransmitGuard
 from pipeswitch.programs.interface.layout import Manifest, TensorSpec
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, WEIGHTS_FILE
 

@@ -171,7 +171,6 @@ def test_options_are_read_of_the_whole_request() -> None:
     asked = {
         "model": "m",
         "prompt": "a",
-        "n": 1,
         "top_k": -1,
         "cache_salt": None,
         "user": "u" * 999,
@@ -179,8 +178,10 @@ def test_options_are_read_of_the_whole_request() -> None:
     options = {"include_usage": True, "include_obfuscation": True, "continuous_usage_stats": False}
     assert _said(json.dumps({**asked, "stream_options": options}).encode(), Said).model == "m"
     for more, param in (
-        ({"top_k": 5}, "top_k"),
-        ({"echo": "x" * 999}, "echo"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"suffix": "x" * 999}, "suffix"),
+        ({"logit_bias": {str(token): 1 for token in range(9000)}}, "logit_bias"),
+        ({"stop_token_ids": [3] * 65}, "stop_token_ids"),
         (
             {"stream_options": {"continuous_usage_stats": True}},
             "stream_options.continuous_usage_stats",
@@ -205,11 +206,10 @@ def refused(name: str, value: Any, *, is_chat: bool = False) -> bool:
 def test_a_neutral_value_is_accepted_and_any_other_is_refused_by_name() -> None:
     """The defaults of OpenAI's and vLLM's request fields, of chats and completions."""
     both = json.loads("""{
-        "n": 1, "best_of": 1, "echo": false, "frequency_penalty": 0.0, "presence_penalty": 0,
-        "logit_bias": {}, "logprobs": false, "top_logprobs": 0, "suffix": "", "user": "me",
-        "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "length_penalty": 1.0,
-        "use_beam_search": false, "stop_token_ids": [], "include_stop_str_in_output": false,
-        "ignore_eos": false, "min_tokens": 0, "skip_special_tokens": true, "priority": 0,
+        "logprobs": false, "top_logprobs": 0, "suffix": "", "user": "me",
+        "length_penalty": 1.0,
+        "use_beam_search": false, "include_stop_str_in_output": false,
+        "skip_special_tokens": true, "priority": 0,
         "spaces_between_special_tokens": true, "response_format": {"type": "text"},
         "tools": [], "functions": [], "tool_choice": "auto", "parallel_tool_calls": true,
         "modalities": ["text"], "store": false, "service_tier": "auto", "metadata": {"a": "b"},
@@ -251,8 +251,8 @@ def test_a_neutral_value_is_accepted_and_any_other_is_refused_by_name() -> None:
         ({"repetition_penalty": 1.0, "top_k": 0, "num_beams": 1, "bad_words_ids": []}, {}, []),
         (
             {"repetition_penalty": 1.1, "top_k": 20, "num_beams": 4, "bad_words_ids": [[3]]},
-            {},
-            ["bad_words_ids", "num_beams", "repetition_penalty", "top_k"],
+            {"repetition_penalty": 1.1, "top_k": 20},
+            ["bad_words_ids", "num_beams", "repetition_penalty"],
         ),
         (
             {"stop_strings": ["a"], "forced_eos_token_id": 3, "early_stopping": True},
@@ -260,9 +260,9 @@ def test_a_neutral_value_is_accepted_and_any_other_is_refused_by_name() -> None:
             ["early_stopping", "forced_eos_token_id", "stop_strings"],
         ),
         (
-            {"temperature": -1.0, "top_p": 0.0, "max_new_tokens": 0},
+            {"temperature": -1.0, "top_p": 0.0, "max_new_tokens": 0, "min_p": 2, "top_k": -5},
             {},
-            ["max_new_tokens", "temperature", "top_p"],
+            ["max_new_tokens", "min_p", "temperature", "top_k", "top_p"],
         ),
         ({"a_new_option": {"x": 1}, "temperature": True}, {}, ["a_new_option", "temperature"]),
         (

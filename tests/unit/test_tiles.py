@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeswitch.ipc.board import BOARD_BYTES, Board, sealed_memfd
-from workers.training.tiles import TILE_BYTES, Tiles
+from pipeswitch.workers.training.tiles import TILE_BYTES, Tiles
 
 
 class Script:

@@ -18,6 +18,7 @@ from pipeswitch.frontend.verbs import VERBS
 from pipeswitch.ipc.channel import decode_message, encode_message
 from pipeswitch.ipc.messages.any_message import AnyMessage
 from pipeswitch.ipc.messages.base import Epoch, Message
+from pipeswitch.ipc.messages.fork_server import Fork
 from pipeswitch.ipc.messages.worker import InferenceFailed, JobReport
 from pipeswitch.wire.bill import Bill
 from pipeswitch.wire.frames import (
@@ -57,6 +58,8 @@ def value_of(kind: Any) -> st.SearchStrategy[Any]:
         return st.tuples(*map(value_of, args))
     if origin is tuple:
         return st.lists(value_of(args[0]), max_size=3).map(tuple)
+    if origin is dict and args[0] is not str:
+        return st.dictionaries(*map(value_of, args), max_size=4)
     if origin is dict:
         return bodies
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
@@ -150,7 +153,7 @@ real = st.sampled_from(
     [
         encode_header(RequestHeader(v=1, op="infer", id="1", body={"a": [1, "ü", None]})),
         encode_header(ReplyHeader(v=1, id="1", status="ok", timing=Bill(queue_ms=1.0))),
-        encode_message(MESSAGE_TYPES[0](ticket=1, kind="worker", name="w", settings=b"x")),  # type: ignore[call-arg]
+        encode_message(Fork(ticket=1, kind="worker", name="w", settings=b"x")),
         pack_dict({"topic": "switch.", "n": [1, 2.5]}),
     ]
 )

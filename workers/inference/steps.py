@@ -8,6 +8,7 @@ is copied once is not copied for the next run.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -25,7 +26,7 @@ from pipeswitch.programs.decoding.generation import (
     TOKENS,
     USED,
 )
-from pipeswitch.programs.decoding.sampling import Sampling, next_token
+from pipeswitch.programs.decoding.sampling import Sampling, next_token, sampling_of
 from pipeswitch.programs.interface.layout import MOST_JOINED_BYTES, Manifest, ValueSpec, aligned
 from pipeswitch.programs.running.executor import BoundProgram
 
@@ -234,9 +235,15 @@ class Steps:
         """The next token of each row."""
         values, found = logits.float().cpu().numpy(), [0] * len(upto)
         for one, row in zip(self._requests, self._order, strict=True):
-            if (how := one.choosing) is not None:
+            if (how := one.choosing) is None:
+                continue
+            if how.options is None:
                 sampling = Sampling(temperature=how.temperature, top_p=how.top_p, seed=how.seed)
                 found[row] = next_token(values[row], sampling, upto[row])
+            else:
+                seen = Counter(how.seen)  # zeros too: tokens of the prompt
+                seen.update(step[row] for step in self._tokens)
+                found[row] = next_token(values[row], sampling_of(how), upto[row], seen)
         return found
 
 

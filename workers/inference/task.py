@@ -38,7 +38,7 @@ from pipeswitch.programs.running.executor import (
     Program,
 )
 from pipeswitch.programs.running.padding import cut
-from pipeswitch.programs.running.torch_settings import construct_on_meta
+from pipeswitch.programs.running.torch_settings import construct_without_data
 from pipeswitch.programs.spec import (
     MANIFEST_FILE,
     fingerprint,
@@ -164,13 +164,14 @@ def make_program(
     device: torch.device | str,
     kernels: PackedKernels | None = None,
 ) -> Program:
-    """Compile the graph, or import the operator's factory and construct it on meta (module mode).
+    """Compile the graph; or, in module mode, call the operator's factory and keep no data.
 
     Tensor bytes are the memory daemon's business.
     """
     if graph is not None:
         return GraphProgram(manifest, graph, device, kernels)
-    module, settings = construct_on_meta(manifest.source, manifest.extra.get("code", {}))
+    code, seed = manifest.extra.get("code", {}), manifest.extra.get("seed", 0)
+    module, settings = construct_without_data(manifest.source, code, seed)
     return ModuleProgram(manifest, module, device, settings)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from msgspec.structs import replace
 
 from ...base.errors import RegistrationRefused
 from ...programs.interface.packing import (
@@ -46,12 +47,18 @@ class CpuKernels:
         stride: Sequence[int],
         dilation: Sequence[int],
         groups: int,
+        input_shape: Sequence[int],
     ) -> tuple[PackedLayout, torch.Tensor]:
-        """Implement ``PackedKernels``."""
+        """Implement ``PackedKernels``.
+
+        Without the input's shape, oneDNN guesses one and often chooses a layout that a call must
+        reorder.
+        """
         packed = torch.ops.mkldnn._reorder_convolution_weight(
-            weight.contiguous(), padding, stride, dilation, groups
+            weight.contiguous(), padding, stride, dilation, groups, input_shape
         )
-        return _taken_apart(packed)
+        layout, data = _taken_apart(packed)
+        return replace(layout, input_shape=tuple(input_shape)), data
 
     def wrap(self, data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
         """Implement ``PackedKernels``; ``data`` is uint8, contiguous, and begins on 64 bytes."""
@@ -167,7 +174,7 @@ def _self_test() -> float:
         error = max(error, float((ours - theirs).abs().max() / theirs.abs().max()))
         weight, x = values.reshape(16, 8, 3, 3), values[:512].reshape(1, 8, 8, 8)
         how = [1, 1], [1, 1], [1, 1], 1
-        layout, data = KERNELS.pack_convolution(weight, *how)
+        layout, data = KERNELS.pack_convolution(weight, *how, x.shape)
         wrapped = KERNELS.wrap(data, layout)
         ours = operators[CONVOLUTION](x, wrapped, None, *how, "none", [], "")
         theirs = torch.nn.functional.conv2d(x, weight, None, 1, 1)

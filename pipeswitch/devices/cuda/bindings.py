@@ -95,8 +95,8 @@ class CudaError(PipeSwitchError):
         return str(self.data["code"]) not in HARMLESS_ERRORS | NO_GPU_ERRORS
 
 
-class Cuda:
-    """The calls PipeSwitch makes. Pointers, streams and events are plain integers.
+class Calls:
+    """The two interfaces of the bindings, called and checked.
 
     Args:
         runtime: ``cuda.bindings.runtime`` or a fake of it.
@@ -106,6 +106,86 @@ class Cuda:
     def __init__(self, runtime: Any, driver: Any) -> None:
         self._runtime = runtime
         self._driver = driver
+
+    def _do(self, name: str, *arguments: Any) -> None:
+        self._checked(name, getattr(self._runtime, name), arguments)
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        values = self._checked(name, getattr(self._runtime, name), arguments)
+        return values[0] if len(values) == 1 else values
+
+    def _drive(self, name: str, *arguments: Any) -> None:
+        self._checked(name, getattr(self._driver, name), arguments)
+
+    def _checked(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """All bindings return ``(error, values…)``; without a driver those of ``driver`` raise."""
+        try:
+            error, *values = call(*arguments)
+        except RuntimeError as problem:  # DynamicLibNotFoundError is one
+            raise CudaError(name, "cudaErrorInsufficientDriver", str(problem)) from None
+        except ValueError as problem:  # a code of a newer driver, which the bindings cannot name
+            raise CudaError(name, "unnamed", str(problem)) from None
+        if int(error) != 0:
+            raise CudaError(name, str(getattr(error, "name", error)), self._text_of(name, error))
+        return values
+
+    def _text_of(self, name: str, error: Any) -> str:
+        """The runtime's own words; the driver interface gives a code only."""
+        explain = getattr(self._runtime, "cudaGetErrorString", None)
+        if explain is None or not name.startswith("cuda"):
+            return f"code {int(error)}"
+        return bytes(explain(error)[1]).decode(errors="replace")
+
+
+class Queues(Calls):
+    """Streams and events, as plain integers."""
+
+    def stream(self) -> int:
+        return int(self._ask("cudaStreamCreateWithFlags", STREAM_NON_BLOCKING))
+
+    def synchronize(self, stream: int) -> None:
+        self._do("cudaStreamSynchronize", stream)
+
+    def destroy_stream(self, stream: int) -> None:
+        self._do("cudaStreamDestroy", stream)
+
+    def event(self) -> int:
+        """An event to wait for without spinning; it keeps no time."""
+        return int(
+            self._ask("cudaEventCreateWithFlags", EVENT_BLOCKING_SYNC | EVENT_DISABLE_TIMING)
+        )
+
+    def record(self, event: int, stream: int) -> None:
+        self._do("cudaEventRecord", event, stream)
+
+    def wait(self, event: int) -> None:
+        """Block this thread until the event's last record has run."""
+        self._do("cudaEventSynchronize", event)
+
+    def is_done(self, event: int) -> bool:
+        """Whether the event's last record has run."""
+        try:
+            self._do("cudaEventQuery", event)
+        except CudaError as error:
+            if error.data["code"] != NOT_READY:
+                raise
+            return False
+        return True
+
+    def destroy_event(self, event: int) -> None:
+        self._do("cudaEventDestroy", event)
+
+    def wait_value(self, stream: int, pointer: int, value: int) -> None:
+        """The stream goes on when the word at ``pointer`` is exactly ``value``."""
+        self._drive("cuStreamWaitValue32", stream, pointer, value, WAIT_VALUE_EQ)
+
+    def write_value(self, stream: int, pointer: int, value: int) -> None:
+        """The stream writes a word, behind what it was given before."""
+        self._drive("cuStreamWriteValue32", stream, pointer, value, 0)
+
+
+class Cuda(Queues):
+    """The calls PipeSwitch makes: of queues, devices and memory. Pointers are plain integers."""
 
     @classmethod
     def load(cls, package: str = PACKAGE) -> Cuda:
@@ -264,79 +344,3 @@ class Cuda:
 
     def close_handle(self, pointer: int) -> None:
         self._do("cudaIpcCloseMemHandle", pointer)
-
-    # -- streams and events --------------------------------------------------------------------
-
-    def stream(self) -> int:
-        return int(self._ask("cudaStreamCreateWithFlags", STREAM_NON_BLOCKING))
-
-    def synchronize(self, stream: int) -> None:
-        self._do("cudaStreamSynchronize", stream)
-
-    def destroy_stream(self, stream: int) -> None:
-        self._do("cudaStreamDestroy", stream)
-
-    def event(self) -> int:
-        """An event to wait for without spinning; it keeps no time."""
-        return int(
-            self._ask("cudaEventCreateWithFlags", EVENT_BLOCKING_SYNC | EVENT_DISABLE_TIMING)
-        )
-
-    def record(self, event: int, stream: int) -> None:
-        self._do("cudaEventRecord", event, stream)
-
-    def wait(self, event: int) -> None:
-        """Block this thread until the event's last record has run."""
-        self._do("cudaEventSynchronize", event)
-
-    def is_done(self, event: int) -> bool:
-        """Whether the event's last record has run."""
-        try:
-            self._do("cudaEventQuery", event)
-        except CudaError as error:
-            if error.data["code"] != NOT_READY:
-                raise
-            return False
-        return True
-
-    def destroy_event(self, event: int) -> None:
-        self._do("cudaEventDestroy", event)
-
-    def wait_value(self, stream: int, pointer: int, value: int) -> None:
-        """The stream goes on when the word at ``pointer`` is exactly ``value``."""
-        self._drive("cuStreamWaitValue32", stream, pointer, value, WAIT_VALUE_EQ)
-
-    def write_value(self, stream: int, pointer: int, value: int) -> None:
-        """The stream writes a word, behind what it was given before."""
-        self._drive("cuStreamWriteValue32", stream, pointer, value, 0)
-
-    # -- calling -------------------------------------------------------------------------------
-
-    def _do(self, name: str, *arguments: Any) -> None:
-        self._checked(name, getattr(self._runtime, name), arguments)
-
-    def _ask(self, name: str, *arguments: Any) -> Any:
-        values = self._checked(name, getattr(self._runtime, name), arguments)
-        return values[0] if len(values) == 1 else values
-
-    def _drive(self, name: str, *arguments: Any) -> None:
-        self._checked(name, getattr(self._driver, name), arguments)
-
-    def _checked(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """All bindings return ``(error, values…)``; without a driver those of ``driver`` raise."""
-        try:
-            error, *values = call(*arguments)
-        except RuntimeError as problem:  # DynamicLibNotFoundError is one
-            raise CudaError(name, "cudaErrorInsufficientDriver", str(problem)) from None
-        except ValueError as problem:  # a code of a newer driver, which the bindings cannot name
-            raise CudaError(name, "unnamed", str(problem)) from None
-        if int(error) != 0:
-            raise CudaError(name, str(getattr(error, "name", error)), self._text_of(name, error))
-        return values
-
-    def _text_of(self, name: str, error: Any) -> str:
-        """The runtime's own words; the driver interface gives a code only."""
-        explain = getattr(self._runtime, "cudaGetErrorString", None)
-        if explain is None or not name.startswith("cuda"):
-            return f"code {int(error)}"
-        return bytes(explain(error)[1]).decode(errors="replace")

@@ -23,7 +23,7 @@ from .. import ChosenDevice
 from ..memory import DeviceMemory
 from ..view import PoolView
 from .examine import examine
-from .ladder import TESTS, Ladder, Outcome, Waits, Wishes, Words, choose
+from .ladder import TESTS, CudaOptions, Ladder, Outcome, Wishes, choose
 
 GIB: Final = 1 << 30
 CONTEXT_BYTES: Final = 768 << 20  # of one process: context, libraries, workspaces
@@ -34,28 +34,6 @@ SLICE_SHARE: Final = 8  # of the arena: one part in so many
 UNIT_BYTES: Final = 2 << 20
 STATUS_LOST: Final = 71
 """A daemon leaves with it when its CUDA context is broken; it is started again, with workers."""
-
-
-class CudaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How daemon and workers use a device: the rungs that were chosen when the server began."""
-
-    package: str
-    visible: str = ""  # UUID: what CUDA_VISIBLE_DEVICES becomes in children; empty: as it is
-    waits: Waits = "cpu"
-    words: Words = "write"
-    slice_bytes: int = 0  # of the activation slice behind the arena; 0: ordinary memory
-    use_graphs: bool = False
-    graph_bytes: int = 0  # driver memory that one worker's graphs may take
-    private_bytes: int = 0  # what one worker may allocate outside of the slice; 0: no cap
-
-    @classmethod
-    def shown(cls, data: bytes) -> CudaOptions:
-        """Those of a child, which sees one device, as number 0, from now on: a script's ``cuda:0``
-        is the right one."""
-        options = msgspec.msgpack.decode(data, type=cls)
-        if options.visible:
-            os.environ["CUDA_VISIBLE_DEVICES"] = options.visible
-        return options
 
 
 class CudaKind:
@@ -153,19 +131,9 @@ class CudaKind:
         (words,) = arena
         options = CudaOptions.shown(settings.options)
         side = torch_side(options.package, 0)
+        cuda = Cuda.load(options.package)
         view = CudaPoolView(
-            Cuda.load(options.package),
-            side,
-            handle=settings.handle,
-            words_descriptor=words,
-            board=board,
-            bell=bells[settings.slot],
-            bells=bells,
-            arena_bytes=settings.arena_bytes,
-            words=settings.words,
-            waits=options.waits,
-            use_graphs=options.use_graphs,
-            graph_bytes=options.graph_bytes,
+            cuda, side, settings, options, words_descriptor=words, board=board, bells=bells
         )
         side.warm_up()  # before the slice: cached workspaces must not lie in it
         if options.slice_bytes:

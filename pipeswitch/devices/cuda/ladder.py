@@ -8,9 +8,12 @@ overrules a failed test: the lower rung serves, and says why.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
+
+import msgspec
 
 from ...base.errors import ConfigError
 
@@ -137,3 +140,25 @@ def _rung(
     if not outcome.is_ok:
         reasons.append(f"not {upper}: {test}: {outcome.text}")
     return outcome.is_ok
+
+
+class CudaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How daemon and workers use a device: the rungs that were chosen when the server began."""
+
+    package: str
+    visible: str = ""  # UUID: what CUDA_VISIBLE_DEVICES becomes in children; empty: as it is
+    waits: Waits = "cpu"
+    words: Words = "write"
+    slice_bytes: int = 0  # of the activation slice behind the arena; 0: ordinary memory
+    use_graphs: bool = False
+    graph_bytes: int = 0  # driver memory that one worker's graphs may take
+    private_bytes: int = 0  # what one worker may allocate outside of the slice; 0: no cap
+
+    @classmethod
+    def shown(cls, data: bytes) -> CudaOptions:
+        """Those of a child, which sees one device, as number 0, from now on: a script's ``cuda:0``
+        is the right one."""
+        options = msgspec.msgpack.decode(data, type=cls)
+        if options.visible:
+            os.environ["CUDA_VISIBLE_DEVICES"] = options.visible
+        return options

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Final
 
 from ...base.errors import TaskFailed
 from ...ipc.messages.base import Epoch
+from ...ipc.messages.worker import WorkerSettings
 from ...programs.interface.layout import TensorSpec
 from ..orders import WORD_BYTES, WORD_MASK
 from ..view import PoolView
 from .bindings import DEVICE_ASSERT, INDEX, Cuda, CudaError
-from .ladder import Waits
+from .ladder import CudaOptions
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DEFAULT_GRAPH_BYTES: Final = 1 << 30
 LOOKS_PER_GROUP: Final = 8  # gate points: a few layers, some thirty groups in a step of ResNet-50
 GROUPS_AHEAD: Final = 2
 ENDING_S: Final = 5.0  # for a queue to run dry; a wait for what will not come never does
@@ -45,37 +45,27 @@ class CudaPoolView(PoolView):
         self,
         cuda: Cuda,
         side: CudaTorch,
+        settings: WorkerSettings,
+        options: CudaOptions,
         *,
-        handle: bytes,
         words_descriptor: int,
         board: int,
-        bell: int,
         bells: Sequence[int],
-        arena_bytes: int,
-        words: int,
-        waits: Waits = "cpu",
-        use_graphs: bool = False,
-        graph_bytes: int = DEFAULT_GRAPH_BYTES,
     ) -> None:
         """Open the handle, map the host's copy of the words; descriptors stay the caller's.
-
-        Args:
-            waits: who waits for a group: this thread, or the device itself.
 
         Raises:
             CudaError: the allocation cannot be opened here.
         """
         self._cuda, self._side = cuda, side
-        self._waits = waits
-        self._arena_bytes = arena_bytes
-        super().__init__(words_descriptor, words, board=board, bell=bell, bells=bells)
+        self._options, self._arena_bytes = options, settings.arena_bytes
+        bell = bells[settings.slot]
+        super().__init__(words_descriptor, settings.words, board=board, bell=bell, bells=bells)
         self.device = side.device
         cuda.set_device(INDEX)
-        self._base = cuda.open_handle(handle)
+        self._base = cuda.open_handle(settings.handle)
         self._pinned_pools: list[int] = []
         self._running: BoundProgram | None = None
-        self._use_graphs = use_graphs
-        self._graph_bytes = graph_bytes
 
     @cached_property
     def _arena(self) -> torch.UntypedStorage:
@@ -100,8 +90,8 @@ class CudaPoolView(PoolView):
     def _program_maker(self) -> Callable[[BoundProgram], DeviceProgram]:
         from .graphs import DeviceProgram, GraphBudget
 
-        budget = GraphBudget(self._graph_bytes)
-        recorder = self._side.recorder() if self._use_graphs else None
+        budget = GraphBudget(self._options.graph_bytes)
+        recorder = self._side.recorder() if self._options.use_graphs else None
         return lambda bound: DeviceProgram(bound, self.device, recorder, budget)
 
     def program(self, bound: BoundProgram) -> DeviceProgram:
@@ -165,7 +155,7 @@ class CudaPoolView(PoolView):
         """
         wanted = epoch & WORD_MASK
         is_replay = getattr(self._running, "is_replaying", False)
-        if self._waits == "cpu" or not is_replay or self._words[word] == wanted:
+        if self._options.waits == "cpu" or not is_replay or self._words[word] == wanted:
             return super().wait_group(word, epoch)  # the host's copy rises last
         self._cuda.wait_value(self._side.stream, self._base + word * WORD_BYTES, wanted)
         return 0.0

@@ -15,7 +15,7 @@ from ...base.units import printable
 from ...ipc.messages.base import Epoch, SlabTensor
 from ...ipc.messages.worker import Choosing
 from ...programs.decoding.generation import MOST_STEPS, TOKENS
-from ...programs.decoding.sampling import Sampling
+from ...programs.decoding.sampling import sampling_of
 from ...programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
 from ...scheduler.events import Announce, Answer
 from ..admission import Admitted, Body
@@ -205,6 +205,11 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     ends: bool
     choosing: Choosing | None = None
 
+    @property
+    def continues_answer(self) -> bool:
+        """A step of an answer that has begun, which waits where there is no room."""
+        return self.choosing is not None and self.choosing.waits
+
 
 def asked_of(body: Body) -> Asked | None:
     """None: it stands alone. Raises InvalidInput."""
@@ -216,8 +221,7 @@ def asked_of(body: Body) -> Asked | None:
         return None
     choosing: Choosing | None = body.of_type("choose", Choosing | None)
     if choosing is not None:
-        sampling = {key: getattr(choosing, key) for key in ("temperature", "top_p", "seed")}
-        Sampling(**sampling).check()
+        sampling_of(choosing).check()
         if not 1 <= choosing.steps <= MOST_STEPS:
             raise InvalidInput(f"infer: choose: {choosing.steps} steps, it is 1 to {MOST_STEPS}")
         if choosing.rows < 0:

@@ -139,15 +139,19 @@ Admit = Callable[[Head], Work | Answer]
 """What to do for a request, or a refusal before a byte of its body is taken."""
 
 
-async def answered(work: Work, body: Any) -> Answer:
-    """Errors are answers."""
+Refuse = Callable[[str, PipeSwitchError], Answer]
+"""Return an error in the form that a path's clients read."""
+
+
+async def answered(work: Work, body: Any, path: str = "", refuse: Refuse | None = None) -> Answer:
+    """Return the answer to a request; an error becomes a refusal."""
     try:
         return await work(body)
     except PipeSwitchError as error:
-        return refusal(error)
+        return refuse(path, error) if refuse else refusal(error)
     except Exception as error:
         log.exception("http=failed")  # no head: it may have a token
-        return refusal(as_ours(error))
+        return refuse(path, as_ours(error)) if refuse else refusal(as_ours(error))
 
 
 def json_answer(value: Any, status: int = 200, headers: Sequence[tuple[str, str]] = ()) -> Answer:
@@ -155,7 +159,7 @@ def json_answer(value: Any, status: int = 200, headers: Sequence[tuple[str, str]
 
 
 def refusal(error: PipeSwitchError) -> Answer:
-    """An error as it is told: always ``{"error", "code", "hint"}``."""
+    """Return an error's answer in our own form: ``{"error", "code", "hint"}``."""
     status = status_of(error)
     headers = []
     # Of a deadline that could not be met, as was known when it came: later it may be.
@@ -173,8 +177,14 @@ def refusal(error: PipeSwitchError) -> Answer:
 class HttpServer:
     """All connections of one process, and what they hold together."""
 
-    def __init__(self, admit: Admit, limits: Limits, shared: Shared | None = None) -> None:
-        self.admit = admit
+    def __init__(
+        self,
+        admit: Admit,
+        limits: Limits,
+        shared: Shared | None = None,
+        refuse: Refuse = lambda path, error: refusal(error),
+    ) -> None:
+        self.admit, self.refuse = admit, refuse
         self.shared = shared or Shared(limits.waiting_bytes, limits.answer_bytes)
         self.limits = limits
         self.connections: set[Connection] = set()
@@ -190,7 +200,7 @@ class HttpServer:
     def admit_anew(self) -> None:
         """What callers may do has changed: no head is known any more."""
         for connection in self.connections:
-            connection.known = None
+            connection.reading.known = None
 
     async def watch(self) -> None:
         """Look at all connections for ever: what takes too long is cut off."""
@@ -261,8 +271,8 @@ class HttpServer:
     def make_room(self) -> None:
         """While what is not whole does not fit together, the largest is given up."""
         while self.unfinished_bytes > self.limits.unfinished_bytes:
-            largest = max(self.connections, key=lambda one: one.held_bytes)
-            if largest.held_bytes == self.unfinished_bytes:
+            largest = max(self.connections, key=lambda one: one.reading.held_bytes)
+            if largest.reading.held_bytes == self.unfinished_bytes:
                 return  # alone it may
             largest.refuse(QueueFull("too many bytes of unfinished requests", hint=AGAIN))
 
@@ -276,40 +286,250 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
     is_kept: bool  # the connection, afterwards
     has_body: bool  # its answer
     is_chunked: bool = True  # its answer, if that is a stream: HTTP/1.0 has no chunks
+    path: str
 
 
-Known = tuple[bytes, bytes, Work]
-"""A head that was admitted, before and behind the digits of its body's length: one that differs in
-these alone is not parsed again."""
+Known = tuple[bytes, bytes, Work, str]
+"""A head that was admitted, before and after the digits of its body's length, and its path. A
+request whose head differs only in these digits is not parsed again."""
+
+
+class _Reading:
+    """The request that is received behind those being answered: its head, then its body."""
+
+    def __init__(self, connection: Connection, server: HttpServer) -> None:
+        self._connection, self._server, self._limits = connection, server, server.limits
+        self._parser: Any = httptools.HttpRequestParser(self)
+        self._is_between = True  # two requests: the parser has none that is not whole
+        self.known: Known | None = None  # the last head
+        self._url = b""
+        self.path = ""  # as far as it is known
+        self._headers: dict[str, str] = {}
+        self.head_bytes = 0  # of a head that is not whole yet
+        self.head: Head | None = None  # of the body that is being received
+        self._work: Work | Answer | None = None  # what that head asks for
+        self._body: Any = bytearray()
+        self.received_bytes = 0  # of a body that is not whole yet; in chunks, what it holds
+        self.marked_bytes = 0  # of it, when the connection's since_s was set
+        self._raw_bytes = 0  # of a body in chunks: with all that is around them
+        self.rest: memoryview | None = None  # of a body of known length, still to be received
+        self.is_kept = False
+        self.is_current = True  # it speaks HTTP/1.1
+        self.error: PipeSwitchError | None = None  # what is wrong with what was parsed
+
+    def close(self) -> None:
+        """Drop the parser, which points back here."""
+        self._parser = None
+
+    def take(self, nbytes: int, *, is_next: bool) -> None:
+        """So many bytes have come; ``is_next``: no request before them waits for its answer."""
+        if self.rest is None:
+            is_next = is_next and self._is_between
+            self._parse(_scratch[:nbytes])
+            queue = self._connection.queue
+            if is_next and self._is_between and len(queue) == 1:
+                self._learn(nbytes, queue[0])
+        else:
+            self.rest = self.rest[nbytes:]
+            self._receive(nbytes)
+            if not len(self.rest):
+                self.rest = None
+                self._parser = httptools.HttpRequestParser(self)  # the old one waits for the body
+                self.on_message_complete()
+
+    def forget(self) -> None:
+        self.rest = self.head = None
+        self._forget_head()
+        self._forget_body()
+
+    def _parse(self, data: memoryview) -> None:
+        if self.head is None:
+            if not self.head_bytes:
+                self._connection.since_s = time.monotonic()
+            self.head_bytes += len(data)
+            self._server.unfinished_bytes += len(data)
+        else:
+            self._raw_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:  # to what is not spoken here: answered as it is
+            self._connection.is_ending = True
+        except httptools.HttpParserCallbackError:
+            if self.error is None:  # else it was to stop
+                log.exception("http=%s", self._connection.peer)
+                self.error = PipeSwitchError("the gateway failed to read this request")
+        except httptools.HttpParserError as error:
+            self.error = self.error or InvalidInput(
+                f"this is no HTTP request: {error}",
+                hint="HTTP/1.1 is spoken here; gRPC has an address of its own",
+            )
+        if self.error is not None:
+            return
+        head = self.head
+        if head is None:
+            if self.head_bytes > self._limits.head_bytes:
+                self.error = _head_too_large(self._limits)
+        elif head.length is None:
+            around = self._raw_bytes - len(self._body)
+            if around > self._limits.head_bytes + len(self._body) * CHUNK_OVERHEAD:
+                self.error = InvalidInput("the chunks of this body are mostly not its bytes")
+        else:
+            self.rest = self._body[self.received_bytes :]
+
+    def repeats(self, nbytes: int, before: bytes, behind: bytes, work: Work, path: str) -> bool:
+        """One whole request with the last one's head, and no more: then it is queued."""
+        if not self._is_between:
+            return False
+        data, at = bytes(_scratch[:nbytes]), len(before)
+        end = data.find(b"\r", at, at + MAX_DIGITS + 1)
+        digits, start = data[at:end], end + len(behind)
+        is_known = data.startswith(before) and data.startswith(behind, end) and digits.isdigit()
+        if not is_known or int(digits) != nbytes - start or int(digits) > self._limits.body_bytes:
+            return False
+        self.path = path
+        self._connection.queue_up(work, data[start:])
+        return True
+
+    def _learn(self, nbytes: int, asked: _Asked) -> None:
+        """The head of a request that came whole, and alone."""
+        self.known, size = None, nbytes - len(asked.body)
+        if isinstance(asked.work, Answer) or asked.is_compressed or not asked.is_kept:
+            return
+        if not asked.is_chunked:
+            return  # HTTP/1.0
+        is_plain = asked.has_body and "expect" not in self._headers and size <= KEPT_HEAD_BYTES
+        head = bytes(_scratch[:size]) if is_plain else b""
+        found = _LENGTH.search(head) if head.find(b"\r\n\r\n") == size - 4 else None
+        if found is not None and int(found[1]) == len(asked.body):
+            self.known = head[: found.start(1)], head[found.end(1) :], asked.work, asked.path
+
+    def on_message_begin(self) -> None:
+        self._is_between = False
+        self._url, self.path, self._headers = b"", "", {}
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+        self.path = self._url.decode("latin-1")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.head is not None:
+            return  # behind the body: it came too late to count
+        if len(self._headers) >= MAX_HEADERS:
+            self.error = _head_too_large(self._limits)
+            return
+        key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip()
+        if key in self._headers:
+            if key in ("host", "authorization"):
+                self.error = InvalidInput(f"{key} is there twice")
+            text = f"{self._headers[key]}, {text}"
+        self._headers[key] = text
+
+    def on_headers_complete(self) -> None:
+        if self.error is not None:
+            return
+        headers = self._headers
+        path, _, query = self._url.decode("latin-1").partition("?")
+        if path.startswith(("http://", "https://")):  # as a proxy is asked: its host is what counts
+            site = path.split("/", 3)
+            headers["host"], path = site[2], "/" + "".join(site[3:])
+        self.path = path
+        is_current = self.is_current = self._parser.get_http_version() == "1.1"
+        wish = headers.get("connection", "").lower()
+        self.is_kept = "close" not in wish if is_current else "keep-alive" in wish
+        length = None if "transfer-encoding" in headers else int(headers.get("content-length", 0))
+        head = Head(
+            method=self._parser.get_method().decode("latin-1"),
+            path=path,
+            query=query,
+            headers=headers,
+            peer=self._connection.peer,
+            length=length,
+        )
+        if is_current and "host" not in headers:
+            self.error = InvalidInput("Host is missing")
+            return
+        self._work = self._server.admit(head)
+        if head.coding not in ("identity", *CODINGS):
+            self._work = self._server.refuse(path, UnknownCoding(head.coding))
+        if (length or 0) > self._limits.body_bytes:
+            self._work = self._server.refuse(path, _body_too_large(self._limits))
+        if isinstance(self._work, Answer) and length != 0:
+            self.is_kept = False
+            self._connection.queue_up(self._work, bytearray(), head)
+            self._connection.stop_reading()  # its body would be a waste
+            return
+        try:
+            self._body = bytearray() if length is None else _untouched(length)
+        except (MemoryError, OSError):
+            self.error = QueueFull(
+                "the gateway is short of memory for a body of this length",
+                hint="send again in a moment",
+            )
+            return
+        self.head = head
+        self._forget_head()
+        self.marked_bytes = self._raw_bytes = 0
+        self._connection.since_s = time.monotonic()
+        if headers.get("expect", "").lower() == "100-continue":
+            self._connection.ask_for_body()
+
+    def on_body(self, data: bytes) -> None:
+        if self.error is not None or self.head is None:
+            return
+        if self.head.length is not None:
+            self._body[self.received_bytes : self.received_bytes + len(data)] = data
+            self._receive(len(data))
+        elif len(self._body) + len(data) > self._limits.body_bytes:
+            self.error = _body_too_large(self._limits)
+            return
+        else:
+            self._body += data
+            self._receive(GROWTH * len(data))
+
+    def on_message_complete(self) -> None:
+        head, self.head = self.head, None
+        self._is_between = True
+        if self.error is not None or head is None:
+            return
+        body = self._body
+        self._forget_body()
+        if len(self._connection.queue) >= MAX_AHEAD:
+            self.error = QueueFull(f"more than {MAX_AHEAD} requests before their answers")
+            raise self.error  # parse no more of what has come: others wait for their turn
+        if self._work is not None:
+            self._connection.queue_up(self._work, body, head)
+
+    def _receive(self, size: int) -> None:
+        self.received_bytes += size
+        self._server.unfinished_bytes += size
+
+    @property
+    def held_bytes(self) -> int:
+        """Of a request that is not whole yet."""
+        return self.head_bytes + self.received_bytes
+
+    def _forget_head(self) -> None:
+        self._server.unfinished_bytes -= self.head_bytes
+        self.head_bytes = 0
+
+    def _forget_body(self) -> None:
+        self._server.unfinished_bytes -= self.received_bytes
+        self.received_bytes = 0
+        self._body = bytearray()
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One peer. What is read is the head or body of the request behind those being answered."""
+    """One peer: what it is answered, and for how long it is waited for."""
 
     def __init__(self, server: HttpServer) -> None:
         self._server = server
         self._limits = server.limits
         self.peer = ""
         self.since_s = time.monotonic()  # of what it does now: idle, a head, a body, its end
-        self.received_bytes = 0  # of a body that is not whole yet; in chunks, what it holds
-        self._marked_bytes = 0  # of it, when since_s was set
+        self.reading = _Reading(self, server)
         self._transport: Any = None
-        self._parser: Any = httptools.HttpRequestParser(self)
-        self._is_between = True  # two requests: the parser has none that is not whole
-        self.known: Known | None = None  # the last head
-        self._url = b""
-        self._headers: dict[str, str] = {}
-        self._head_bytes = 0  # of a head that is not whole yet
-        self._head: Head | None = None  # of the body that is being received
-        self._work: Work | Answer | None = None  # what that head asks for
-        self._body: Any = bytearray()
-        self._raw_bytes = 0  # of a body in chunks: with all that is around them
-        self._rest: memoryview | None = None  # of a body of known length, still to be received
-        self._is_kept = False
-        self._is_current = True  # it speaks HTTP/1.1
-        self._error: PipeSwitchError | None = None  # what is wrong with what was parsed
-        self._is_ending = False  # nothing that is read counts any more
-        self._queue: deque[_Asked] = deque()
+        self.is_ending = False  # nothing that is read counts any more
+        self.queue: deque[_Asked] = deque()
         self._task: Prompt | None = None
         self._streaming: Callable[[bytes], bytes] | None = None  # what frames a piece of it
         self._cut: Callable[[PipeSwitchError], bytes] | None = None
@@ -334,41 +554,32 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits(high=UNREAD_BYTES)
         if not is_in:
             self._transport.write(_bytes_of(_crowded(), is_kept=False))
-            self._is_ending = True
+            self.is_ending = True
             self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.leave(self)
-        self._stop_reading()
-        self._parser = None  # it points back here
+        self.stop_reading()
+        self.reading.close()
         if self._task is not None:
             self._task.cancel()
         self._forget_queue()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return _scratch if self._rest is None else self._rest
+        rest = self.reading.rest
+        return _scratch if rest is None else rest
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._is_ending:
+        if self.is_ending:
             return
-        if self._rest is None:
-            is_next = self._is_between and self._task is None
-            if not (is_next and self.known is not None and self._is_known(nbytes, *self.known)):
-                self._parse(_scratch[:nbytes])
-                if is_next and self._is_between and len(self._queue) == 1:
-                    self._learn(nbytes, self._queue[0])
-        else:
-            self._rest = self._rest[nbytes:]
-            self._receive(nbytes)
-            if not len(self._rest):
-                self._rest = None
-                self._parser = httptools.HttpRequestParser(self)  # the old one waits for the body
-                self.on_message_complete()
-        if self._error is not None:
-            self.refuse(self._error)
+        reading, is_next = self.reading, self._task is None
+        if not (is_next and reading.known is not None and reading.repeats(nbytes, *reading.known)):
+            reading.take(nbytes, is_next=is_next)
+        if reading.error is not None:
+            self.refuse(reading.error)
         elif self._server.unfinished_bytes:
             self._server.make_room()
-        if self._queue and self._task is None:
+        if self.queue and self._task is None:
             self._task = Prompt(self._answer_all())
             self._task.step()
 
@@ -381,213 +592,46 @@ class Connection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._can_write.set()
 
-    # ---- what is read --------------------------------------------------------------------------
-
-    def _is_known(self, nbytes: int, before: bytes, behind: bytes, work: Work) -> bool:
-        """One whole request with the last one's head, and no more: then it is queued."""
-        data, at = bytes(_scratch[:nbytes]), len(before)
-        end = data.find(b"\r", at, at + MAX_DIGITS + 1)
-        digits, start = data[at:end], end + len(behind)
-        is_known = data.startswith(before) and data.startswith(behind, end) and digits.isdigit()
-        if not is_known or int(digits) != nbytes - start or int(digits) > self._limits.body_bytes:
-            return False
-        self._queue_up(work, data[start:])
-        return True
-
-    def _learn(self, nbytes: int, asked: _Asked) -> None:
-        """The head of a request that came whole, and alone."""
-        self.known, size = None, nbytes - len(asked.body)
-        if isinstance(asked.work, Answer) or asked.is_compressed or not asked.is_kept:
-            return
-        if not asked.is_chunked:
-            return  # HTTP/1.0
-        is_plain = asked.has_body and "expect" not in self._headers and size <= KEPT_HEAD_BYTES
-        head = bytes(_scratch[:size]) if is_plain else b""
-        found = _LENGTH.search(head) if head.find(b"\r\n\r\n") == size - 4 else None
-        if found is not None and int(found[1]) == len(asked.body):
-            self.known = head[: found.start(1)], head[found.end(1) :], asked.work
-
-    def _parse(self, data: memoryview) -> None:
-        if self._head is None:
-            if not self._head_bytes:
-                self.since_s = time.monotonic()
-            self._head_bytes += len(data)
-            self._server.unfinished_bytes += len(data)
-        else:
-            self._raw_bytes += len(data)
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # to what is not spoken here: answered as it is
-            self._is_ending = True
-        except httptools.HttpParserCallbackError:
-            if self._error is None:  # else it was to stop
-                log.exception("http=%s", self.peer)
-                self._error = PipeSwitchError("the gateway failed to read this request")
-        except httptools.HttpParserError as error:
-            self._error = self._error or InvalidInput(
-                f"this is no HTTP request: {error}",
-                hint="HTTP/1.1 is spoken here; gRPC has an address of its own",
-            )
-        if self._error is not None:
-            return
-        head = self._head
-        if head is None:
-            if self._head_bytes > self._limits.head_bytes:
-                self._error = _head_too_large(self._limits)
-        elif head.length is None:
-            around = self._raw_bytes - len(self._body)
-            if around > self._limits.head_bytes + len(self._body) * CHUNK_OVERHEAD:
-                self._error = InvalidInput("the chunks of this body are mostly not its bytes")
-        else:
-            self._rest = self._body[self.received_bytes :]
-
-    def on_message_begin(self) -> None:
-        self._is_between = False
-        self._url, self._headers = b"", {}
-
-    def on_url(self, url: bytes) -> None:
-        self._url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._head is not None:
-            return  # behind the body: it came too late to count
-        if len(self._headers) >= MAX_HEADERS:
-            self._error = _head_too_large(self._limits)
-            return
-        key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip()
-        if key in self._headers:
-            if key in ("host", "authorization"):
-                self._error = InvalidInput(f"{key} is there twice")
-            text = f"{self._headers[key]}, {text}"
-        self._headers[key] = text
-
-    def on_headers_complete(self) -> None:
-        if self._error is not None:
-            return
-        headers = self._headers
-        path, _, query = self._url.decode("latin-1").partition("?")
-        if path.startswith(("http://", "https://")):  # as a proxy is asked: its host is what counts
-            site = path.split("/", 3)
-            headers["host"], path = site[2], "/" + "".join(site[3:])
-        is_current = self._is_current = self._parser.get_http_version() == "1.1"
-        wish = headers.get("connection", "").lower()
-        self._is_kept = "close" not in wish if is_current else "keep-alive" in wish
-        length = None if "transfer-encoding" in headers else int(headers.get("content-length", 0))
-        head = Head(
-            method=self._parser.get_method().decode("latin-1"),
-            path=path,
-            query=query,
-            headers=headers,
-            peer=self.peer,
-            length=length,
-        )
-        if is_current and "host" not in headers:
-            self._error = InvalidInput("Host is missing")
-            return
-        self._work = self._server.admit(head)
-        if head.coding not in ("identity", *CODINGS):
-            self._work = refusal(UnknownCoding(head.coding))
-        if (length or 0) > self._limits.body_bytes:
-            self._work = refusal(_body_too_large(self._limits))
-        if isinstance(self._work, Answer) and length != 0:
-            self._is_kept = False
-            self._queue_up(self._work, bytearray(), head)
-            self._stop_reading()  # its body would be a waste
-            return
-        try:
-            self._body = bytearray() if length is None else _untouched(length)
-        except (MemoryError, OSError):
-            self._error = QueueFull(
-                "the gateway is short of memory for a body of this length",
-                hint="send again in a moment",
-            )
-            return
-        self._head = head
-        self._forget_head()
-        self._marked_bytes = self._raw_bytes = 0
-        self.since_s = time.monotonic()
-        is_due = self._task is not None or self._queue  # another answer
-        if headers.get("expect", "").lower() == "100-continue" and not is_due:
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-
-    def on_body(self, data: bytes) -> None:
-        if self._error is not None or self._head is None:
-            return
-        if self._head.length is not None:
-            self._body[self.received_bytes : self.received_bytes + len(data)] = data
-            self._receive(len(data))
-        elif len(self._body) + len(data) > self._limits.body_bytes:
-            self._error = _body_too_large(self._limits)
-            return
-        else:
-            self._body += data
-            self._receive(GROWTH * len(data))
-
-    def on_message_complete(self) -> None:
-        head, self._head = self._head, None
-        self._is_between = True
-        if self._error is not None or head is None:
-            return
-        body = self._body
-        self._forget_body()
-        if len(self._queue) >= MAX_AHEAD:
-            self._error = QueueFull(f"more than {MAX_AHEAD} requests before their answers")
-            raise self._error  # parse no more of what has come: others wait for their turn
-        if self._work is not None:
-            self._queue_up(self._work, body, head)
-
-    def _stop_reading(self) -> None:
-        self._is_ending = True
-        self._rest = self._head = None
-        self._forget_head()
-        self._forget_body()
-
-    def _receive(self, size: int) -> None:
-        self.received_bytes += size
-        self._server.unfinished_bytes += size
-
-    @property
-    def held_bytes(self) -> int:
-        """Of a request that is not whole yet."""
-        return self._head_bytes + self.received_bytes
-
-    def _forget_head(self) -> None:
-        self._server.unfinished_bytes -= self._head_bytes
-        self._head_bytes = 0
-
-    def _forget_body(self) -> None:
-        self._server.unfinished_bytes -= self.received_bytes
-        self.received_bytes = 0
-        self._body = bytearray()
-
     # ---- what is answered ----------------------------------------------------------------------
+
+    def stop_reading(self) -> None:
+        """Drop what has come of a request that is not whole."""
+        self.is_ending = True
+        self.reading.forget()
+
+    def ask_for_body(self) -> None:
+        """Tell the peer to send its body, unless another answer is due."""
+        if self._task is None and not self.queue:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def refuse(self, error: PipeSwitchError) -> None:
         """Say what is wrong with what comes, unless another answer is due: that is the last."""
-        if not self._is_ending:
-            self._stop_reading()
-            if self._task is None and not self._queue:
-                self._task = Prompt(self._end_with(refusal(error)))
+        if not self.is_ending:
+            self.stop_reading()
+            if self._task is None and not self.queue:
+                refused = self._server.refuse(self.reading.path, error)
+                self._task = Prompt(self._end_with(refused))
                 self._task.step()
 
-    def _queue_up(self, work: Work | Answer, body: Any, head: Head | None = None) -> None:
+    def queue_up(self, work: Work | Answer, body: Any, head: Head | None = None) -> None:
         """What is asked when what has come is parsed; ``head``: None: it is known."""
         try:
             self._server.shared.waiting.take(self.peer, len(body))
         except QueueFull as error:
-            self._error = error
+            self.reading.error = error
             return
         asked = _Asked(
             work=work,
             body=body,
             is_compressed=head is not None and head.coding != "identity",
-            is_kept=head is None or self._is_kept,
+            is_kept=head is None or self.reading.is_kept,
             has_body=head is None or head.method != "HEAD",
-            is_chunked=head is None or self._is_current,
+            is_chunked=head is None or self.reading.is_current,
+            path=self.reading.path,
         )
-        if self._task is not None or self._queue:
+        if self._task is not None or self.queue:
             self._transport.pause_reading()  # the next is read when this one is answered
-        self._queue.append(asked)
+        self.queue.append(asked)
 
     async def _end_with(self, answer: Answer) -> None:
         try:
@@ -598,20 +642,21 @@ class Connection(asyncio.BufferedProtocol):
     async def _answer_all(self) -> None:
         """Every request that is whole, in order; then this task is over."""
         try:
-            while self._queue:
+            while self.queue:
                 if self._server.by_peer[self.peer] > CROWD:
                     await self._server.shared.passes.turn(self.peer)
-                asked = self._queue.popleft()
+                asked = self.queue.popleft()
+                refuse, path = self._server.refuse, asked.path
                 try:
                     if isinstance(asked.work, Answer):
                         answer = asked.work
                     elif asked.is_compressed:
-                        answer = await self._inflated(asked.work, asked.body)
+                        answer = await self._inflated(asked.work, asked.body, path)
                     else:
-                        answer = await answered(asked.work, asked.body)
+                        answer = await answered(asked.work, asked.body, path, refuse)
                 finally:
                     self._server.shared.waiting.give(self.peer, len(asked.body))
-                is_kept, has_body = asked.is_kept and not self._is_ending, asked.has_body
+                is_kept, has_body = asked.is_kept and not self.is_ending, asked.has_body
                 frame = _chunk if asked.is_chunked else bytes
                 del asked  # its body, before the answer is on its way
                 if answer.stream is not None:
@@ -623,11 +668,11 @@ class Connection(asyncio.BufferedProtocol):
                     finally:
                         answer.stream.close()
                     return
-                await self._write(answer, is_kept=is_kept, has_body=has_body)
+                await self._write(answer, path, is_kept=is_kept, has_body=has_body)
                 self._has_answered = True
                 if not is_kept:
                     return
-                if self._queue:
+                if self.queue:
                     await asyncio.sleep(0)  # the other connections' turn
                 else:
                     self._transport.resume_reading()
@@ -636,7 +681,7 @@ class Connection(asyncio.BufferedProtocol):
             self._forget_queue()
             self.since_s = time.monotonic()
 
-    async def _inflated(self, work: Work, data: Any) -> Answer:
+    async def _inflated(self, work: Work, data: Any, path: str) -> Answer:
         shared = self._server.shared
         most = min(self._limits.body_bytes, shared.waiting.left(self.peer))
         try:
@@ -647,34 +692,37 @@ class Connection(asyncio.BufferedProtocol):
                 body = await shared.aside.run(self.peer, _inflated, data, most)
             shared.waiting.take(self.peer, len(body))
         except PipeSwitchError as error:
-            return refusal(error)
+            return self._server.refuse(path, error)
         except (MemoryError, OSError):
-            return refusal(QueueFull("no memory for what this body becomes", hint=AGAIN))
+            short = QueueFull("no memory for what this body becomes", hint=AGAIN)
+            return self._server.refuse(path, short)
         try:
-            return await answered(work, body)
+            return await answered(work, body, path, self._server.refuse)
         finally:
             shared.waiting.give(self.peer, len(body))
 
     def _forget_queue(self) -> None:
-        self._server.shared.waiting.give(self.peer, sum(len(asked.body) for asked in self._queue))
-        self._queue.clear()
+        self._server.shared.waiting.give(self.peer, sum(len(asked.body) for asked in self.queue))
+        self.queue.clear()
 
-    async def _write(self, answer: Answer, *, is_kept: bool, has_body: bool = True) -> None:
+    async def _write(
+        self, answer: Answer, path: str = "", *, is_kept: bool, has_body: bool = True
+    ) -> None:
         size = sum(map(len, answer.parts)) if has_body else 0
         if size <= JOIN_BYTES:
             self._transport.write(_bytes_of(answer, is_kept=is_kept, has_body=has_body))
             await self._can_write.wait()
         else:
-            await self._write_long(answer, size, is_kept=is_kept)
+            await self._write_long(answer, size, path, is_kept=is_kept)
         if not is_kept:
             self._end()
 
-    async def _write_long(self, answer: Answer, size: int, *, is_kept: bool) -> None:
+    async def _write_long(self, answer: Answer, size: int, path: str, *, is_kept: bool) -> None:
         """Piece by piece, each when the peer has taken those before it."""
         try:
             self._server.shared.answers.take(self.peer, size)
         except QueueFull as error:
-            await self._write(refusal(error), is_kept=is_kept)
+            await self._write(self._server.refuse(path, error), is_kept=is_kept)
             return
         try:
             self._transport.write(_head_of(answer, size, is_kept=is_kept))
@@ -695,7 +743,7 @@ class Connection(asyncio.BufferedProtocol):
         """
         try:
             self._streaming, self._cut = frame if has_body else None, answer.cut
-            self._stop_reading()
+            self.stop_reading()
             self._transport.resume_reading()  # else a peer that hangs up would not be noticed
             self._transport.write(_head_of(answer, None, is_kept=False, is_chunked=frame is _chunk))
             while has_body and (piece := await stream.next()):
@@ -714,7 +762,7 @@ class Connection(asyncio.BufferedProtocol):
     def _end(self) -> None:
         """No more answers. What the peer still sends is read for a while: hung up on at once, it
         might not see the last one."""
-        self._stop_reading()
+        self.stop_reading()
         self.since_s = time.monotonic()
         self._transport.resume_reading()
         if not self._transport.can_write_eof():
@@ -751,16 +799,16 @@ class Connection(asyncio.BufferedProtocol):
         if unread or self._task is not None:
             return
         took_s = now_s - self.since_s
-        if self._is_ending:
+        if self.is_ending:
             if took_s > LINGER_S:
                 self.abort()
-        elif self._head is not None:
+        elif self.reading.head is not None:
             if took_s > self._limits.body_look_s:
-                came = self.received_bytes - self._marked_bytes
+                came = self.reading.received_bytes - self.reading.marked_bytes
                 if came < took_s * self._limits.body_bytes_per_s:
                     self.refuse(RequestTimeout("the body came too slowly"))
-                self.since_s, self._marked_bytes = now_s, self.received_bytes
-        elif self._head_bytes:
+                self.since_s, self.reading.marked_bytes = now_s, self.reading.received_bytes
+        elif self.reading.head_bytes:
             if took_s > self._limits.head_s:
                 self.refuse(RequestTimeout("the head came too slowly"))
         elif took_s > self._limits.idle_s:
@@ -768,7 +816,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def leave(self) -> None:
         """Close after the pending answers; a stream is cut, since it may never end."""
-        self._is_ending = True
+        self.is_ending = True
         if self._streaming is not None and self._cut is not None:
             error = ServerUnavailable("the server's gateway is stopping", hint="ask again soon")
             self._transport.write(self._streaming(self._cut(error)))

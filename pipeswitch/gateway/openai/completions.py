@@ -25,8 +25,8 @@ from ...base.roles import Standing
 from ...base.units import nearest
 from ...programs.decoding.answer import MAX_STOPS, Ending
 from ...programs.decoding.generating import Token
-from ...programs.decoding.generation import CACHE, CACHE_NEW, LOGITS
-from ...programs.decoding.sampling import MAX_SEED, Sampling
+from ...programs.decoding.generation import CACHE, CACHE_NEW, LOGITS, MAX_EOS
+from ...programs.decoding.sampling import MAX_BIASES, MAX_SEED, Options, Sampling
 from ..decoding import check_memory
 from ..http.feed import CONTENT_TYPE
 from ..http.server import Answer, Head, Work, json_answer, refusal
@@ -35,12 +35,14 @@ from ..serving.oip import LONG_BYTES
 from ..serving.service import Service
 from ..sharing import Aside
 from .answers import Answering, Answers
+from .choices import MAX_CHOICES, Choices, check_count
 from .text_process import Begin
 
 PREFIX: Final = "/v1"
 MODELS, TEXT, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_FIELDS: Final = 256
+MAX_LIST_BYTES: Final = 16 << 10  # of ``logit_bias``
 NEUTRAL_BYTES: Final = 256  # limit of a value without effect
 NULL: Final = msgspec.Raw(b"null")
 ABSENT: Final = msgspec.Raw()
@@ -50,15 +52,15 @@ SIGNATURE: Final = ({"ids", "count", "used", CACHE}, {LOGITS, CACHE_NEW})  # ADR
 _NEUTRAL: Final = """
 user metadata safety_identifier request_id prompt_cache_key prompt_cache_retention = "*"
 stream_options.include_obfuscation parallel_tool_calls = true false
-n best_of repetition_penalty length_penalty = 1
-frequency_penalty presence_penalty min_p min_tokens priority top_logprobs = 0
-store echo use_beam_search ignore_eos include_stop_str_in_output logprobs = false
+length_penalty = 1
+priority top_logprobs = 0
+store use_beam_search include_stop_str_in_output logprobs = false
 continue_final_message return_token_ids return_tokens_as_token_ids = false
 stream_options.continuous_usage_stats chat.add_special_tokens enable_response_messages = false
 skip_special_tokens spaces_between_special_tokens add_special_tokens include_reasoning = true
 add_generation_prompt exclude_input_in_output = true
-tools functions documents bad_words stop_token_ids logits_processors previous_input_messages = []
-logit_bias chat_template_kwargs mm_processor_kwargs media_io_kwargs vllm_xargs = {}
+tools functions documents bad_words logits_processors previous_input_messages = []
+chat_template_kwargs mm_processor_kwargs media_io_kwargs vllm_xargs = {}
 kv_transfer_params = {}
 tool_choice function_call = "none" "auto"
 reasoning_effort verbosity = "medium"
@@ -66,7 +68,6 @@ service_tier = "auto" "default"
 modalities = ["text"]
 response_format = {"type":"text"}
 suffix = ""
-top_k = 0 -1
 truncate_prompt_tokens = -1
 """
 NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
@@ -94,6 +95,15 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float | None = None
     seed: int | None = None
     stop: str | Annotated[list[str], msgspec.Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[int], msgspec.Meta(max_length=MAX_EOS)] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], msgspec.Meta(max_length=MAX_BIASES)] | None = None
     stream: bool | None = None
 
 
@@ -101,10 +111,22 @@ class Said(Asked, frozen=True, kw_only=True):
     """Either of OpenAI's; null is as if it were left out."""
 
     model: str
-    prompt: str | list[int] | None = None
+    prompt: list[str | list[int]] | None = None  # one prompt is a list of one: ``_prompts``
+    echo: bool | None = None
+    n: int | None = None
+    best_of: int | None = None
     messages: msgspec.Raw = ABSENT  # read where the template is: it may be made of much
     max_completion_tokens: int | None = None
     stream_options: StreamOptions | None = None
+
+
+Prompts = msgspec.defstruct(
+    "Prompts",
+    [(f"prompt_{number}", str | list[int], "") for number in range(MAX_CHOICES)],
+    array_like=True,
+    forbid_unknown_fields=True,
+)
+"""A list with a limit, at which decoding stops."""
 
 
 class Completions:
@@ -127,19 +149,14 @@ class Completions:
         if path not in (MODELS, TEXT, CHAT):
             near = nearest(path, (MODELS, TEXT, CHAT))
             raise NotFound(f"no path {path[:200]!r}{near}", hint=f"{MODELS}, {TEXT}, {CHAT}")
-        if head.method != (method := "GET" if path == MODELS else "POST"):
-            raise MethodNotAllowed(head.method, path, method)
+        methods = ("GET", "HEAD") if path == MODELS else ("POST",)
+        if head.method not in methods:
+            raise MethodNotAllowed(head.method, path, ", ".join(methods))
         _check_size(head.length or 0)
 
-        async def work(body: Any) -> Answer:
-            try:
-                if path == MODELS:
-                    return await self._models(caller, model)
-                return await self._complete(caller, head, body, is_chat=path == CHAT)
-            except PipeSwitchError as error:
-                return refused(error)
-
-        return work
+        if path == MODELS:
+            return lambda _: self._models(caller, model)
+        return lambda body: self._complete(caller, head, body, is_chat=path == CHAT)
 
     async def _models(self, caller: Standing, name: str) -> Answer:
         told = {"object": "model", "owned_by": "pipeswitch", "created": self._began_s}
@@ -162,13 +179,21 @@ class Completions:
             raise InvalidInput(f"this path takes {wanted}, and no {other}", param=wanted)
         if said.max_completion_tokens is not None:
             said = replace(said, max_tokens=said.max_completion_tokens)
-        prompt = said.prompt or ""
-        messages = bytes(said.messages) if is_chat else None
-        tokens = None if is_chat else SHORT_TOKENS
-        begin = partial(_begin, said, prompt, messages, tokens=tokens)
-        answering = await self._answers.begin(caller, head, said.model, begin, "")
-        form = _OpenAi(answering, said, has_ids=isinstance(prompt, list))
-        return await self._answer(answering, form, is_stream=bool(said.stream))
+        prompts = said.prompt or [""]
+        check_count(len(prompts), n := _first(said.n, 1))
+        if said.echo and (is_chat or not all(isinstance(one, str) for one in prompts)):
+            raise InvalidInput("echo is for prompts that are texts", param="echo")
+        if said.best_of not in (None, n):
+            raise InvalidInput("best_of is not done here", hint="leave it out", param="best_of")
+        seeds = _seeds(said.seed, n)
+        begins = [
+            partial(self._answers.begin, caller, head, said.model, partial(begun, seed=seed))
+            for begun in _beginnings(said, prompts, is_chat=is_chat)
+            for seed in seeds
+        ]
+        choices = await Choices.begin(begins, n)
+        form = _OpenAi(choices, said, prompts, n)
+        return await self._answer(choices, form, is_stream=bool(said.stream))
 
     async def _read(self, head: Head, body: Any, kind: type[S]) -> S:
         """Decode a request; a long one beside the loop, in its address's turn."""
@@ -183,31 +208,33 @@ class Completions:
     ) -> Answer:  # fmt: skip
         """Triton's, of one model."""
         asked = await self._read(head, body, Asked)
-        begin = partial(_begin, asked, asked.text_input, temperature=0.0)
-        answering = await self._answers.begin(caller, head, model, begin, version)
-        return await self._answer(answering, _Triton(answering), is_stream=is_stream)
+        begin = partial(_begin, asked, asked.text_input, temperature=0.0, seed=asked.seed)
+        choices = Choices([await self._answers.begin(caller, head, model, begin, version)])
+        return await self._answer(choices, _Triton(choices.first), is_stream=is_stream)
 
     async def _answer(
-        self, answering: Answering, form: _OpenAi | _Triton, *, is_stream: bool
+        self, choices: Choices, form: _OpenAi | _Triton, *, is_stream: bool
     ) -> Answer:
-        """All of it, or what comes; its first token decides whether that is a refusal."""
+        """Return all of it, or a stream; the first tokens decide whether it is refused."""
         try:
-            token, texts = await answering.next(), [""]
+            await choices.start()
             if is_stream:
-                events = _Events(_pieces(answering, form, token), partial(self._close, answering))
+                events = _Events(_pieces(choices, form), partial(self._close, choices))
                 cut = lambda error: _event(form.failed(error))  # noqa: E731
                 return Answer(content_type=CONTENT_TYPE, stream=events, cut=cut)
-            while token is not None:
-                texts.append(token.text)
-                token = await answering.next()
+            texts: list[list[str]] = [[] for _ in choices.answerings]
+            while came := await choices.next():
+                index, token = came
+                if token is not None:
+                    texts[index].append(token.text)
         except BaseException:
-            self._close(answering)
+            self._close(choices)
             raise
-        await answering.close()
-        return json_answer(form.whole("".join(texts)))
+        await choices.close()
+        return json_answer(form.whole(["".join(one) for one in texts]))
 
-    def _close(self, answering: Answering) -> None:
-        task = asyncio.get_running_loop().create_task(answering.close())
+    def _close(self, choices: Choices) -> None:
+        task = asyncio.get_running_loop().create_task(choices.close())
         self._closing.add(task)  # else nothing would hold it
         task.add_done_callback(self._closing.discard)
 
@@ -217,50 +244,66 @@ class _OpenAi:
 
     end = b"data: [DONE]\n\n"
 
-    def __init__(self, answering: Answering, said: Said, *, has_ids: bool) -> None:
-        """``has_ids``: who asks in token ids is told them, beside the text."""
-        self._answering, self._has_ids = answering, has_ids
+    def __init__(
+        self, choices: Choices, said: Said, prompts: Sequence[str | list[int]], n: int
+    ) -> None:
+        """A client that asks in token ids gets them, beside the text."""
+        self._choices, self._has_ids = choices, isinstance(prompts[0], list)
+        self._echo = [str(one) if said.echo else "" for one in prompts for _ in range(n)]
         self._is_chat, self._created_s = said.messages != ABSENT, int(time.time())
-        self._role = {"role": "assistant"}
+        self._began = [False] * len(choices.answerings)
         self._tells_usage = bool(said.stream_options and said.stream_options.include_usage)
 
-    def whole(self, text: str) -> dict[str, Any]:
-        ids = {"token_ids": self._answering.tokens} if self._has_ids else {}
-        message = {**self._role, "content": text, "refusal": None}
-        choice = {"message": message} if self._is_chat else {"text": text, **ids}
-        return self._told("", choice, self._usage())
+    def whole(self, texts: Sequence[str]) -> dict[str, Any]:
+        rows = []
+        for index, text in enumerate(texts):
+            answering = self._choices.answerings[index]
+            ids = {"token_ids": answering.tokens} if self._has_ids else {}
+            text = self._echo[index] + text
+            message = {"role": "assistant", "content": text, "refusal": None}
+            choice = {"message": message} if self._is_chat else {"text": text, **ids}
+            rows.append(self._choice(index, choice))
+        return self._told("", rows, self._usage())
 
-    def events(self, token: Token | None) -> Iterable[dict[str, Any]]:
-        """Of a token, or None: of the end."""
-        text = token.text if token else ""
+    def events(self, index: int, token: Token | None) -> Iterable[dict[str, Any]]:
+        """Yield the chunk of a choice's token; None is its end."""
+        text = self._echo[index] + (token.text if token else "")
+        self._echo[index] = ""
         if text or self._has_ids or not token:
             ids = {"token_ids": [token.id] if token else []} if self._has_ids else {}
-            delta = {**self._role, **({"content": text} if token else {})}
-            self._role = {}  # the first says it
-            yield self._told(".chunk", {"delta": delta} if self._is_chat else {"text": text, **ids},
-                             is_last=not token)  # fmt: skip
-        if not token and self._tells_usage:
-            yield self._told(".chunk", None, self._usage())
+            role = {} if self._began[index] else {"role": "assistant"}
+            self._began[index] = True
+            delta = {**role, **({"content": text} if token else {})}
+            choice = {"delta": delta} if self._is_chat else {"text": text, **ids}
+            yield self._told(".chunk", [self._choice(index, choice, is_last=not token)])
+
+    def last(self) -> Iterable[dict[str, Any]]:
+        """Yield what follows the last choice's end."""
+        if self._tells_usage:
+            yield self._told(".chunk", [], self._usage())
 
     def failed(self, error: PipeSwitchError) -> dict[str, Any]:
         return openai_body(error)
 
-    def _told(
-        self, kind: str, choice: dict[str, Any] | None, usage: Any = None, *, is_last: bool = True
+    def _choice(
+        self, index: int, choice: dict[str, Any], *, is_last: bool = True
     ) -> dict[str, Any]:
-        is_chat, answering = self._is_chat, self._answering
-        rest = {"logprobs": None, "finish_reason": answering.step.reason if is_last else None}
+        reason = self._choices.answerings[index].step.reason if is_last else None
+        return {"index": index, **choice, "logprobs": None, "finish_reason": reason}
+
+    def _told(self, kind: str, rows: list[dict[str, Any]], usage: Any = None) -> dict[str, Any]:
+        first = self._choices.first
         return {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{answering.id}",
-            "object": f"chat.completion{kind}" if is_chat else "text_completion",
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{first.id}",
+            "object": f"chat.completion{kind}" if self._is_chat else "text_completion",
             "created": self._created_s,
-            "model": answering.model,
-            "choices": [] if choice is None else [{"index": 0, **choice, **rest}],
+            "model": first.model,
+            "choices": rows,
             **({"usage": usage} if usage or self._tells_usage else {}),
         }
 
     def _usage(self) -> dict[str, int]:
-        asked, made = self._answering.step.prompt_count, len(self._answering.tokens)
+        asked, made = self._choices.prompt_count, self._choices.token_count
         return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
 
 
@@ -272,12 +315,15 @@ class _Triton:
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
 
-    def whole(self, text: str) -> dict[str, Any]:
+    def whole(self, texts: Sequence[str]) -> dict[str, Any]:
         model, version = self._answering.model, self._answering.version
-        return {"model_name": model, "model_version": str(version), "text_output": text}
+        return {"model_name": model, "model_version": str(version), "text_output": texts[0]}
 
-    def events(self, token: Token | None) -> Iterable[dict[str, Any]]:
-        return [self.whole(token.text)] if token and token.text else []
+    def events(self, index: int, token: Token | None) -> Iterable[dict[str, Any]]:
+        return [self.whole([token.text])] if token and token.text else []
+
+    def last(self) -> Iterable[dict[str, Any]]:
+        return []
 
     def failed(self, error: PipeSwitchError) -> dict[str, Any]:
         return body_of(error)
@@ -293,19 +339,16 @@ class _Events:
         return await anext(self._pieces, b"")
 
 
-async def _pieces(
-    answering: Answering, form: _OpenAi | _Triton, token: Token | None
-) -> AsyncIterator[bytes]:
+async def _pieces(choices: Choices, form: _OpenAi | _Triton) -> AsyncIterator[bytes]:
     try:
-        while token is not None:
-            for one in form.events(token):
+        while came := await choices.next():
+            for one in form.events(*came):
                 yield _event(one)
-            token = await answering.next()
-        yield b"".join([*map(_event, form.events(None)), form.end]) or b"\n"
+        yield b"".join([*map(_event, form.last()), form.end]) or b"\n"
     except PipeSwitchError as error:
         yield _event(form.failed(error))
     except Exception as error:
-        log.exception("answer=%s failed", answering.id)
+        log.exception("answer=%s failed", choices.first.id)
         yield _event(form.failed(as_ours(error)))
 
 
@@ -321,7 +364,7 @@ def openai_body(error: PipeSwitchError) -> dict[str, Any]:
         "message": str(error),
         "type": "server_error" if status >= 500 else kind,
         "param": error.data.get("param"),
-        "code": CODES.get(name, name),
+        "code": error.data.get("code") or CODES.get(name, name),
     }
     return {"error": told}
 
@@ -355,8 +398,11 @@ def _said(body: Any, kind: type[S]) -> S:
         for name, value in _fields(options).items() if options[:1] == b"{" else ():
             if name not in StreamOptions.__struct_fields__:
                 _check_neutral(f"stream_options.{name}", value, known)
+        for name in ("logit_bias", "stop_token_ids"):
+            if len(given.get(name, b"")) > MAX_LIST_BYTES:
+                raise InvalidInput(f"{name} has too many tokens", param=name)
         if "prompt" in given:
-            given["prompt"] = _prompt(given["prompt"])
+            given["prompt"] = _prompts(given["prompt"])
         wanted = {name: given[name] for name in known if name in given}
         return msgspec.json.decode(encode_json(wanted), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -395,6 +441,7 @@ def _begin(
     own: Mapping[str, Any],
     tokens: int | None = None,
     temperature: float | None = None,
+    seed: int | None = None,
 ) -> Begin:
     """Return the requested answer.
 
@@ -411,15 +458,28 @@ def _begin(
         sampling=Sampling(
             temperature=_first(asked.temperature, temperature, own.get("temperature"), 1.0),
             top_p=_first(asked.top_p, own.get("top_p"), 1.0),
-            seed=secrets.randbelow(MAX_SEED) if asked.seed is None else asked.seed,
+            seed=secrets.randbelow(MAX_SEED) if seed is None else seed,
+            options=_options(asked, own),
         ),
         ending=Ending(
             max_new_tokens=_first(
                 asked.max_tokens, tokens, own.get("max_new_tokens"), WHOLE_CONTEXT
             ),
             stop=(stop,) if isinstance(stop, str) else (*stop,),
+            eos_ids=tuple(asked.stop_token_ids or ()),
+            min_new_tokens=asked.min_tokens or 0,
+            ignore_eos=bool(asked.ignore_eos),
         ),
     )
+
+
+def _options(asked: Asked, own: Mapping[str, Any]) -> Options | None:
+    """Return the rarer options of a request, or of the model's author; None: there are none."""
+    named = {name: getattr(asked, name, None) for name in Options.__struct_fields__}
+    given = {**own, **{name: value for name, value in named.items() if value is not None}}
+    given["top_k"] = max(given.get("top_k", 0), 0)  # -1 is another word for all
+    options = Options(**{name: given[name] for name in named if name in given})
+    return None if options == Options() else options
 
 
 def _first(*values: Any) -> Any:
@@ -427,14 +487,33 @@ def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def _prompt(given: msgspec.Raw) -> msgspec.Raw:
-    """Return a text or ids; unwrap a list of one, which some clients send.
+def _seeds(seed: int | None, n: int) -> list[int | None]:
+    """Return a seed for each of the answers to one prompt, so that they differ."""
+    return [None if seed is None else (seed + number) % (MAX_SEED + 1) for number in range(n)]
+
+
+def _beginnings(
+    said: Said, prompts: Sequence[str | list[int]], *, is_chat: bool
+) -> list[Callable[..., Begin]]:
+    """Return what begins an answer to each prompt."""
+    messages = bytes(said.messages) if is_chat else None
+    tokens = None if is_chat else SHORT_TOKENS
+    return [partial(_begin, said, prompt, messages, tokens=tokens) for prompt in prompts]
+
+
+def _prompts(given: msgspec.Raw) -> msgspec.Raw:
+    """Return a request's prompts as a list.
 
     Raises:
         InvalidInput: it is something else; decoding stops as soon as that is clear.
     """
-    for kind in (str | list[int], tuple[str], tuple[list[int]]):
-        with contextlib.suppress(msgspec.ValidationError):
-            found = msgspec.json.decode(given, type=kind)
-            return msgspec.Raw(encode_json(found[0])) if isinstance(found, tuple) else given
-    raise InvalidInput("prompt must be one text, or a list of token ids", param="prompt")
+    with contextlib.suppress(msgspec.ValidationError):
+        msgspec.json.decode(given, type=str | list[int])
+        return msgspec.Raw(b"[%b]" % bytes(given))
+    with contextlib.suppress(msgspec.ValidationError):
+        msgspec.json.decode(given, type=Prompts)
+        return given
+    raise InvalidInput(
+        f"prompt must be one text, a list of token ids, or a list of 1 to {MAX_CHOICES} of these",
+        param="prompt",
+    )

@@ -23,7 +23,14 @@ from ...base.codec import encode_msgpack
 from ...base.errors import InvalidInput
 from ...programs.decoding import generating
 from ...programs.decoding.answer import Ending
-from ...programs.decoding.generating import Facts, Generating, Token, Tokenizer, tokenizer_of
+from ...programs.decoding.generating import (
+    TOO_LONG,
+    Facts,
+    Generating,
+    Token,
+    Tokenizer,
+    tokenizer_of,
+)
 from ...programs.decoding.sampling import Sampling
 from ...sandbox.confine import confine_worker, missing
 from ..decoding import check_memory
@@ -95,6 +102,7 @@ class Wrong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: str
     hint: str = ""
     param: str = ""
+    code: str = ""
 
 
 Asked = Begin | Came | Lost | Drop
@@ -114,9 +122,8 @@ class Texts:
         try:
             return self._step(asked)
         except InvalidInput as error:
-            return Wrong(
-                message=error.message, hint=error.hint, param=error.data.get("param") or ""
-            )
+            named = {key: error.data.get(key) or "" for key in ("param", "code")}
+            return Wrong(message=error.message, hint=error.hint, **named)
         except Exception as error:  # a template's own refusal of a role too, and MemoryError
             is_new = isinstance(asked, Begin) and not asked.so_far
             if isinstance(error, MemoryError) and not is_new:
@@ -187,7 +194,8 @@ def check_length(prompt: str | list[int], context: int) -> None:
 
 def _too_long(what: str, context: int) -> InvalidInput:
     return InvalidInput(
-        f"a prompt of {what} does not fit: prompt and answer have at most {context} tokens"
+        f"a prompt of {what} does not fit: prompt and answer have at most {context} tokens",
+        code=TOO_LONG,
     )
 
 

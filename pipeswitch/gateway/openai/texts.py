@@ -344,7 +344,9 @@ def _lost() -> ProcessLost:
 def _step(found: Hello | Step | Wrong | None) -> Step:
     """Raise the error that the process reported."""
     if isinstance(found, Wrong):
-        raise InvalidInput(found.message, hint=found.hint, param=found.param or None)
+        named: dict[str, Any] = {"param": found.param or None}
+        named |= {"code": found.code} if found.code else {}
+        raise InvalidInput(found.message, hint=found.hint, **named)
     if not isinstance(found, Step):
         raise _lost()
     return found

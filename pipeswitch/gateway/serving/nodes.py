@@ -20,14 +20,15 @@ from typing import Any, Final
 
 import msgspec
 
-from ...base.errors import InvalidInput, SequenceNotFound, ServerUnavailable
+from ...base.errors import InvalidInput, ServerUnavailable
 from ...client.calls import Reply
 from ...client.connection import Connection
 from ...client.holders import (
     ELSEWHERE,
-    RETURN_S,
     Balance,
+    Failover,
     NodeAddress,
+    Step,
     Table,
     home_of,
     lost,
@@ -96,32 +97,27 @@ class Nodes:
             PipeSwitchError: the last node's error.
         """
         model, body = options["model"], options.get("body") or {}
-        deadline_ms = options.get("deadline_ms")
-        began_s, tried = time.monotonic(), set[str]()
-        until_s = began_s + min(RETURN_S, (deadline_ms or math.inf) / 1000.0)
+        failover = Failover(model, options, time.monotonic(), LOOK_S)
+        held = self._table.untried(model)
+        if not held and self._read():
+            held = self._table.untried(model)
         while True:
-            node = self._node_for(model, body, tried)
+            node = self._node_for(held, body)
             try:
                 return await self._send(node, op, options)
             except ELSEWHERE as error:
-                failed = error
-            is_dead = isinstance(failed, ServerUnavailable)
-            address = self._table.address(node)
-            tried.add(address)
-            if is_dead:
-                self._failed_s[address] = time.monotonic()
-            if "sequence" in body and not body.get("start"):
-                raise self._lost(body) from failed
-            while not self._table.untried(model, tried):
-                if self._read():
-                    continue
-                may_come = is_dead or self._table.may_come
-                if not may_come or time.monotonic() + LOOK_S > until_s:
-                    raise failed
-                await asyncio.sleep(LOOK_S)
-            if deadline_ms is not None:
-                left_ms = deadline_ms - (time.monotonic() - began_s) * 1000.0
-                options = {**options, "deadline_ms": max(left_ms, 0.001)}
+                address = self._table.address(node)
+                if isinstance(error, ServerUnavailable):
+                    self._failed_s[address] = time.monotonic()
+                if "sequence" in body:
+                    self._began.pop(_key(body), None)
+                failover.failed(error, address)
+            while isinstance(found := failover.next(self._table, time.monotonic()), Step):
+                if found is Step.RENEW:
+                    self._read()
+                else:
+                    await asyncio.sleep(LOOK_S)
+            held, options = found, failover.options(options, time.monotonic())
 
     def _fresh(self, nodes: list[str]) -> list[str]:
         """Return the nodes that have not failed recently; all nodes if there are none."""
@@ -130,14 +126,12 @@ class Nodes:
             node for node in nodes if self._failed_s.get(table.address(node), -math.inf) < since_s
         ] or nodes
 
-    def _node_for(self, model: str, body: Mapping[str, Any], tried: set[str]) -> str:
+    def _node_for(self, held: list[str], body: Mapping[str, Any]) -> str:
         """Return the node for a request; this node if no node is known to have the model.
 
         Raises:
             SequenceNotFound: its node is gone.
         """
-        if not (held := self._table.untried(model, tried)) and self._read():
-            held = self._table.untried(model, tried)
         if not held:
             return self._table.here
         first = self._balance.choose(self._fresh(held), time.monotonic())
@@ -145,9 +139,9 @@ class Nodes:
             return first
         key = _key(body)
         node = "" if body.get("start") else self._began.get(key, "")
-        if node and node not in held:
-            raise self._lost(body)
         self._began.pop(key, None)
+        if node and node not in held:
+            raise lost(body["sequence"])
         if not node:  # a text is this gateway's; others' steps may come in at another one
             node = first if "choose" in body else home_of("\0".join(key), self._fresh(held))
         if not body.get("end"):
@@ -155,10 +149,6 @@ class Nodes:
         if len(self._began) > MAX_SEQUENCES:
             del self._began[next(iter(self._began))]
         return node
-
-    def _lost(self, body: Mapping[str, Any]) -> SequenceNotFound:
-        self._began.pop(_key(body), None)
-        return lost(body["sequence"])
 
     async def _of_holders(self, op: str, options: dict[str, Any]) -> Any:
         """Ask every holder: requests may go to any of them."""

@@ -2,71 +2,16 @@
 
 from __future__ import annotations
 
-from .base import ByteRange, Exit, Ping, Pong, SlabTensor, StepCommitted
-from .builder import BuildDone, BuildFailed, BuildProgress, BuildSettings
-from .daemon import (
-    CancelTransmit,
-    CloseCommits,
-    CommitCopy,
-    CommitPersisted,
-    DaemonFault,
-    DaemonReady,
-    DaemonSettings,
-    GroupCopy,
-    ModelStored,
-    OpenCommits,
-    PersistCommit,
-    Scrub,
-    Scrubbed,
-    StoreFailed,
-    StoreModel,
-    TransmitEnded,
-    TransmitModel,
-)
-from .fork_server import ChildExited, Fork, Forked, ForkServerReady
-from .gateway import GatewaySettings, KeyedSettings
-from .stage import CheckStage, RunStage, StageDone, StageFailed, StageReady, StageSettings
-from .worker import (
-    Back,
-    BindTenant,
-    Cleaned,
-    CommitStep,
-    EvictTask,
-    ForgetModel,
-    GrantTurn,
-    HostGranted,
-    HostRequest,
-    InferenceDone,
-    InferenceFailed,
-    JobEnded,
-    JobReport,
-    LeaseGranted,
-    LeaseRefused,
-    LeaseRequest,
-    ModelPrepared,
-    Parked,
-    PrepareModel,
-    PublishAnswered,
-    PublishCopied,
-    PublishStep,
-    RunInference,
-    RunJob,
-    SteppedAside,
-    StopTask,
-    WorkerReady,
-    WorkerSettings,
-)
+import functools
+import operator
+from typing import Any, Final
 
-AnyMessage = (
-    Fork | ForkServerReady | Forked | ChildExited | DaemonSettings | DaemonReady | StoreModel
-    | ModelStored | StoreFailed | GroupCopy | TransmitModel | CancelTransmit | TransmitEnded | Scrub
-    | Scrubbed | OpenCommits | CloseCommits | ByteRange | CommitCopy | PersistCommit
-    | CommitPersisted | DaemonFault | WorkerSettings | WorkerReady | BindTenant | PrepareModel
-    | ModelPrepared | ForgetModel | SlabTensor | RunInference | InferenceDone | InferenceFailed
-    | SteppedAside | Cleaned | RunJob | LeaseRequest | LeaseGranted | LeaseRefused | StopTask
-    | HostRequest | HostGranted | Parked | Back | GrantTurn
-    | EvictTask | CommitStep | StepCommitted | PublishStep | PublishAnswered
-    | PublishCopied | JobReport | JobEnded | Ping | Pong | Exit
-    | BuildSettings | BuildProgress | BuildDone | BuildFailed | StageSettings | CheckStage
-    | StageReady | RunStage | StageDone | StageFailed | GatewaySettings | KeyedSettings
-)  # fmt: skip
+from . import base, builder, daemon, fork_server, gateway, stage, worker
+
+TYPES: Final = [
+    one
+    for module in (base, builder, daemon, fork_server, gateway, stage, worker)
+    for one in vars(module).values()
+    if isinstance(one, type) and issubclass(one, base.Message) and one is not base.Message
+]
+AnyMessage: Final[Any] = functools.reduce(operator.or_, TYPES)

@@ -88,6 +88,8 @@ class Choosing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    options: dict[str, Any] | None = None
+    seen: dict[int, int] = {}  # earlier tokens, and how often each came in the answer
     rows: int = 0  # that the cache is to have room for, with this step
     waits: bool = False  # for room: the answer has begun
 

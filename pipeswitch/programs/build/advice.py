@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...base.errors import RegistrationRefused
 
@@ -31,6 +32,19 @@ QUANTIZED: Final = (
     "pip install torchao; from torchao.quantization import quantize_, Int8WeightOnlyConfig; "
     "quantize_(module, Int8WeightOnlyConfig())"
 )
+WRITES: Final = (
+    "compute into a new tensor (h = torch.zeros_like(self.h), not self.h.zero_()); of an "
+    "nn.Embedding set max_norm to None once its rows are scaled"
+)
+SPARSE: Final = (
+    'keep it dense, register_buffer("a", a.to_dense()), and use torch.mm in place of '
+    "torch.sparse.mm; or, in module mode, keep a.indices() and a.values() of a = a.coalesce() as "
+    "two buffers, and call torch.sparse_coo_tensor(self.i, self.v, SHAPE) in forward"
+)
+NO_DATA: Final = (
+    'give its tensors memory and values first: module.to_empty(device="cpu"), then '
+    "module.load_state_dict(state)"
+)
 UNLISTED: Final = (
     f"its kernel is not known to keep to its arguments, so it runs in module mode: {FACTORY}"
 )
@@ -51,6 +65,17 @@ def advice(reason: str) -> str:
     """What helps where torch, or the closed list, gave this reason."""
     rest = UNLISTED if reason.startswith("aten.") else OTHERS
     return next((said for said, words in _KINDS if any(w in reason for w in words)), rest)
+
+
+def refuse_wrapped(name: str, weight: Any) -> None:
+    """Refuse a weight of a library's own class, whose bytes nothing can stream as a whole."""
+    if is_traceable_wrapper_subclass(weight):
+        kind = type(weight)
+        raise RegistrationRefused(
+            f"weight {name!r}",
+            f"it is a {kind.__name__} of {kind.__module__.partition('.')[0]}, not a plain tensor",
+            hint=QUANTIZED,
+        )
 
 
 def refuse_engines(module: nn.Module) -> None:

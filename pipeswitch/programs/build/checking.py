@@ -247,16 +247,23 @@ def refuse_state(
 def on_what_it_takes(
     plain: Compute, inputs: list[torch.Tensor], values: Values
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Inputs that the module takes, and its answer: an example's integers may be places in what
-    has fewer of them here (edges name nodes)."""
+    """Return inputs that the module takes, and its answer.
+
+    An example's integers may be places in what has fewer of them here (edges name nodes), or count
+    what is shorter here (lengths): then they are cut.
+    """
     try:
         return inputs, on_clones(plain, inputs)
     except Exception:
         most = min((n for name, n in values.items() if name != BATCH), default=0)
-        smaller = [v if v.is_floating_point() or not most else v % most for v in inputs]
-        if all(map(torch.equal, inputs, smaller)):
-            raise
-        return smaller, on_clones(plain, smaller)
+        for is_place in (True, False) if most else ():
+            smaller = [
+                v if not _is_integer(v) else v % most if is_place else v.clamp(max=most)
+                for v in inputs
+            ]
+            with contextlib.suppress(Exception):
+                return smaller, on_clones(plain, smaller)
+        raise
 
 
 def program_on_cpu(graph: Graph, weights: Sequence[torch.Tensor]) -> Compute:

@@ -159,7 +159,7 @@ class Decoder(nn.Module):
         if beyond := [one for one in ends if one not in known]:
             notes.append(f"eos_token_id {beyond} of its author: the model has no such token")
         text = tokenizer.backend_tokenizer.to_str() if tokenizer is not None else ""
-        template = getattr(tokenizer, "chat_template", None)
+        template, unread = _chat_template(getattr(tokenizer, "chat_template", None))
         special = getattr(tokenizer, "special_tokens_map", {})
         return Generation(
             version=VERSION,
@@ -167,11 +167,11 @@ class Decoder(nn.Module):
             context=self.context,
             eos_ids=tuple(one for one in ends if one in known),
             bos_id=bos if bos in known else None,
-            chat_template=template if isinstance(template, str) else "",
+            chat_template=template,
             special={key: one for key, one in special.items() if isinstance(one, str)},
             tokenizer=packed_tokenizer(text) if text else b"",
             sampling=sampling,
-            notes=tuple(notes),
+            notes=(*notes, *unread),
         )
 
     def check(self) -> None:
@@ -198,6 +198,19 @@ class Decoder(nn.Module):
                         f"by {difference:.2g} at token {seen}): it keeps something else, or its "
                         "attention is not the usual one"
                     )
+
+
+def _chat_template(given: Any) -> tuple[str, list[str]]:
+    """Return the template that transformers uses for a chat: the default one, or the only one.
+
+    If there is none among several, a note says so.
+    """
+    named = given if isinstance(given, dict) else {"default": given or ""}
+    if "default" in named or len(named) == 1:
+        return str(named.get("default") or next(iter(named.values()))), []
+    names = ", ".join(sorted(map(str, named)))
+    note = f"its chat templates are named {names}, and none of them default: no chat is served"
+    return "", [note] if named else []
 
 
 def _text_config(model: Any) -> Any:

@@ -6,6 +6,7 @@ source, gives a range; ``choices`` lists what is tried, the most open first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -158,19 +159,30 @@ def _named(
 
 
 def batch_axes(shapes: Sequence[Sequence[int]], max_batch: int, asked: Axes) -> tuple[Axes, str]:
-    """Dimension 0 of all inputs, which they share; or none, and why."""
-    extents = {shape[0] if shape else 0 for shape in shapes}
-    if not shapes:
-        return {}, "there are no inputs"
+    """Dimension 0 of all inputs, which they share; or none, and why.
+
+    An input of one number (a time step, a temperature) has no say where the others have several
+    rows, or where it has no dimension.
+    """
+    rows = {n: shape[0] for n, shape in enumerate(shapes) if shape}
+    several = {n: extent for n, extent in rows.items() if math.prod(shapes[n]) > 1}
+    if len({*rows.values()}) > 1:
+        rows = several
+    extents = {*rows.values()}
+    if not rows:
+        return {}, "no input has a dimension" if shapes else "there are no inputs"
     given = [dim for (_, axis), dim in asked.items() if axis == 0]
     if given and given[0].name != BATCH:
         return {}, f"dimension 0 is {given[0].name}"
     if len(extents) != 1 or 0 in extents:
-        return {}, "the inputs do not share dimension 0 (dynamic opens it for one of them)"
+        return {}, (
+            "the inputs do not share dimension 0 (dynamic opens it: give equal ranges for all of "
+            'the inputs that change together, {"a": {0: (1, 64)}, "b": {0: (1, 64)}})'
+        )
     dim = given[0] if given else Dim(BATCH, 1, max(max_batch, *extents))
     if dim.high < 2:
         return {}, "max_batch is 1"
-    return {(number, 0): dim for number in range(len(shapes))}, ""
+    return dict.fromkeys(((number, 0) for number in rows), dim), ""
 
 
 def choices(batch: Axes, asked: Axes, *, is_wish: bool) -> list[Axes]:

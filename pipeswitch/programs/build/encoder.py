@@ -18,7 +18,7 @@ from ..graphs.operators import DROPPED_AT_EXPORT, split_target
 from ..interface.dims import Extent
 from ..interface.layout import ValueSpec
 from ..running.values import dtype_name
-from .advice import DATA, OTHERS, advice
+from .advice import DATA, NO_DATA, OTHERS, SPARSE, WRITES, advice, refuse_wrapped
 from .dynamic import Axes, NotDynamic
 from .recurrent import own_name
 from .symbols import extent_of, suspects
@@ -33,6 +33,11 @@ _INSTEAD: Final = {
     "aten.unfold.default": "aten.unfold_copy.default",  # windows that share no memory
 }
 """Without gradients, and where nothing is written, they compute the same."""
+_OF_GRADIENTS: Final[dict[str, tuple[int, tuple[str, ...]]]] = {
+    "aten.embedding.default": (3, ("scale_grad_by_freq", "sparse")),
+    "aten.gather.default": (3, ("sparse_grad",)),
+}
+"""Arguments that only a backward pass reads: the first one's position, and their names."""
 
 
 @dataclass
@@ -64,6 +69,7 @@ class Encoder:
         output_names: list[str],
         axes: Axes,
     ) -> None:
+        inline_regions(exported.graph_module)
         self._exported = exported
         self._names = names
         self._output_names = output_names
@@ -96,6 +102,7 @@ class Encoder:
             raise RegistrationRefused(
                 f"buffers {', '.join(lost)}",
                 "the module changes them in eval mode; an eviction would lose the change",
+                hint=WRITES,
             )
         specs = {spec.arg.name: spec for spec in signature.input_specs if hasattr(spec.arg, "name")}
         inputs: list[ValueSpec] = []
@@ -108,10 +115,7 @@ class Encoder:
                 self._call(node)
             elif node.op == "output":
                 results, outputs = self._outputs(node)
-            else:
-                raise RegistrationRefused(
-                    f"graph node {node.op} {node.target}", "it is no operator", hint=OTHERS
-                )
+            # What is left, ``get_attr``, is the body of a higher-order operator: ``_call`` refuses.
         return self._numbered(inputs, results, outputs)
 
     def _placeholder(self, node: Any, spec: Any, inputs: list[ValueSpec]) -> None:
@@ -159,8 +163,12 @@ class Encoder:
         key = _identity(tensor)
         name = self._first_names.get(key, target).removeprefix(_PREFIX)
         dtype_name(tensor.dtype, f"weight {name!r}")
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            raise RegistrationRefused(f"weight {name!r}", "it is sparse, or has no data")
+        if tensor.layout is not torch.strided:
+            raise RegistrationRefused(f"weight {name!r}", "it is sparse", hint=SPARSE)
+        if tensor.is_meta:
+            raise RegistrationRefused(
+                f"weight {name!r}", "it has no data: it is on the meta device", hint=NO_DATA
+            )
         if key not in self._tensors:
             # Convolutions choose their kernel by the weight's strides (channels_last), so bits
             # depend on them: keep the order of the bytes, and permute the view back.
@@ -179,8 +187,7 @@ class Encoder:
         """A node's value; a permuted weight's permutation is emitted right at its first use."""
         if name in self._wrapped:
             target, tensor = self._wrapped[name]
-            kind = type(tensor).__name__
-            raise RegistrationRefused(f"weight {target!r}", f"{kind} cannot travel as a whole")
+            refuse_wrapped(target, tensor)
         value = self._values[name]
         kind, index = value["v"]
         if kind != "w" or index not in self._permuted:
@@ -205,8 +212,12 @@ class Encoder:
             name = f"_operator.{target.__name__}"
         elif target in _SYMBOLIC:
             name = _SYMBOLIC[target]
+        elif target is torch.ops.higher_order.wrap_with_autocast:
+            raise RegistrationRefused("forward", "it computes under torch.autocast", hint=OTHERS)
         else:
-            raise RegistrationRefused(f"operator {target}", "it is none of torch's", hint=OTHERS)
+            raise RegistrationRefused(
+                f"operator {target}", "a graph has plain operators of torch's only", hint=OTHERS
+            )
         name = _INSTEAD.get(name, name)
         try:
             split_target(name)
@@ -215,6 +226,9 @@ class Encoder:
         args = [self._argument(argument, name) for argument in node.args]
         kwargs = {key: self._argument(value, name) for key, value in node.kwargs.items()}
         kwargs.pop("pin_memory", None)  # a wish about host memory; ours lies where it lies
+        if (of_gradients := _OF_GRADIENTS.get(name)) is not None:
+            args = args[: of_gradients[0]]
+            kwargs = {key: value for key, value in kwargs.items() if key not in of_gradients[1]}
         if _takes_default_dtype(node):
             kwargs["dtype"] = {"dtype": dtype_name(node.meta["val"].dtype, f"operator {name}")}
         self._values[node.name] = {"v": ("n", len(self._nodes))}
@@ -307,8 +321,34 @@ class Encoder:
         )
 
 
+def inline_regions(module: torch.fx.GraphModule) -> None:
+    """Put the bodies of blocks that change nothing here (autocast that is off, the gradient mode)
+    into the graph around them, in place."""
+    higher: Any = torch.ops.higher_order
+    for node in list(module.graph.nodes):
+        match node.args if node.op == "call_function" else ():
+            case [_, _, False, _, body, *operands] if node.target is higher.wrap_with_autocast:
+                pass
+            case [_, body, *operands] if node.target is higher.wrap_with_set_grad_enabled:
+                pass
+            case _:
+                continue
+        inner: Any = getattr(module, body.target)
+        inline_regions(inner)
+        placeholders = (one for one in inner.graph.nodes if one.op == "placeholder")
+        with module.graph.inserting_before(node):
+            values = dict(zip(placeholders, operands, strict=True))
+            results: Any = module.graph.graph_copy(inner.graph, values)
+        for user in list(node.users):  # each takes one result
+            user.replace_all_uses_with(results[user.args[1]])
+            module.graph.erase_node(user)
+        module.graph.erase_node(node)
+
+
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for two names of one tensor. Export keeps either name of a tied weight."""
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
     return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 

@@ -19,6 +19,7 @@ from ...base.errors import PipeSwitchError, RegistrationRefused
 from ..graphs.bundle import write_bundle
 from ..interface.dims import BATCH, Dim
 from ..interface.nesting import Tree
+from ..running.factories import split_arguments
 from ..running.values import dtype_name, nested_outputs, tensor_bytes
 from ..spec import DEFAULT_SEQUENCES
 from .advice import OTHERS, advice, refuse_engines
@@ -52,8 +53,8 @@ def export_module(
 
     Args:
         module: on the host, with data.
-        example_inputs: a tensor, a sequence of arguments, or a mapping of them by keyword. Tensors
-            in dicts, lists, tuples and dataclasses are named by position (``cache.0.key``).
+        example_inputs: a tensor, a sequence of arguments, or a mapping by keyword (by place, where
+            a key is a number). Nested tensors are named by position (``cache.0.key``).
         input_names: default: the keywords, ``x`` for a single one, else ``forward``'s own names.
         max_batch: dimension 0 may be 1 … this, when all inputs share it and the model allows.
         dynamic: the other dimensions that requests choose, with their ranges.
@@ -140,7 +141,7 @@ def _check_kind(module: Any) -> None:
 @contextlib.contextmanager
 def _evaluated(module: nn.Module) -> Iterator[None]:
     """Set the module to eval mode; restore the mode of each part afterwards."""
-    modes = [(child, child.training) for child in module.modules()]
+    modes = _modes(module)
     _set_mode(module)
     try:
         yield
@@ -149,8 +150,13 @@ def _evaluated(module: nn.Module) -> Iterator[None]:
             child.training = training
 
 
+def _modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Return the mode of each part; frozen TorchScript has none."""
+    return [(one, one.training) for one in module.modules() if hasattr(one, "training")]
+
+
 def _set_mode(module: nn.Module) -> None:
-    for child in module.modules():  # not .eval(): a module made by export refuses it
+    for child, _ in _modes(module):  # not .eval(): a module made by export refuses it
         child.training = False
 
 
@@ -299,10 +305,10 @@ def _traceable(module: Any, example: Example) -> Any:
     given = example.arguments
     if {value.shape[:1] for value in example.tensors} == {(1,)}:  # it would be a constant
         given = tree_map_only(torch.Tensor, lambda value: torch.cat([value] * 2), given)
-    positional, named = ((), given) if example.is_by_name else (tuple(given.values()), {})
+    places, named = split_arguments(given, example.keywords)
     try:
         with torch.no_grad(), quiet(SYMBOLIC_SHAPES_LOG):
-            return TS2EPConverter(module, positional, named).convert().module()
+            return TS2EPConverter(module, tuple(places), named).convert().module()
     except Exception as error:  # it knows most of TorchScript, not all
         raise RegistrationRefused(
             "source", f"its TorchScript does not export: {first_line(error)}",
@@ -318,7 +324,7 @@ def _served(module: nn.Module) -> Iterator[list[str]]:
     The module keeps the aligned memory, so that it still computes what is served, unless others
     share the former memory. The notes say so.
     """
-    modes = [(child, child.training) for child in module.modules()]
+    modes = _modes(module)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     _set_mode(module)
     moved = align(module)

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from ...base.errors import RegistrationRefused
 from ..interface.dims import MAX_EXTENT, values_of
+from ..interface.odd_files import check_file, holds_program
 from ..running.values import flatten_outputs, is_tensor
 from .alone import one_export_at_a_time
 from .checking import resized
@@ -51,11 +52,17 @@ def convert(
             load: Any = torch.jit.load
             module = load(path, map_location="cpu")
     except Exception as error:  # torch's RuntimeError, for whatever else it holds
+        is_program = holds_program(path)
         raise RegistrationRefused(
-            path, f"it is no TorchScript file ({first_line(error)[:80]})",
-            hint="weights alone: pipeswitch register NAME package.module:function "
+            path,
+            f"its TorchScript cannot be loaded ({first_line(error)[:80]})"
+            if is_program
+            else "it holds weights or a pickled module, not a program of torch.jit.save",
+            hint="give the module it was made from"
+            if is_program
+            else "pipeswitch register NAME package.module:function "
             f"--weights {os.path.basename(path)}",
-        ) from None  # fmt: skip
+        ) from None
     if example_inputs is None:
         if not inputs:
             raise RegistrationRefused(
@@ -82,8 +89,17 @@ def convert_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) -
     """
     part = f"weights {os.fspath(path)!r}"
     hint = "where the module is: torch.save(module.state_dict(), 'weights.pt')"
+    check_file(path, part)
+    if holds_program(path):
+        raise RegistrationRefused(
+            part,
+            "it is a TorchScript program, not weights",
+            hint=f"pipeswitch register NAME {os.path.basename(path)} --input 8x3x224x224:float32",
+        )
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # advice about sparse tensors
+            found = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
     except Exception as error:  # an UnpicklingError, or what a damaged file leads to
@@ -95,6 +111,13 @@ def convert_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) -
     if not isinstance(found, dict) or not all(map(is_tensor, found.values())) or not found:
         reason = "it is no state dict, nor a dict with one as 'state_dict'"
         raise RegistrationRefused(part, reason, hint=hint)
+    sparse = [name for name, value in found.items() if value.layout is not torch.strided]
+    if sparse:
+        raise RegistrationRefused(
+            part,
+            f"{', '.join(sparse[:8])} is sparse; weights are dense",
+            hint=f"state[{sparse[0]!r}] = state[{sparse[0]!r}].to_dense(), before torch.save",
+        )
     save_file({name: value.clone().contiguous() for name, value in found.items()}, out)
 
 
@@ -114,9 +137,7 @@ def convert_pt2(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> di
     if loaded.example_inputs is None:
         raise RegistrationRefused(f"{path}", "it was saved without its example inputs")
     positional, keywords = loaded.example_inputs
-    example: Any = dict(keywords) if keywords and not positional else tuple(positional)
-    if keywords and positional:
-        raise RegistrationRefused(f"{path}", "it mixes positional and keyword inputs")
+    example: Any = {**dict(enumerate(positional)), **keywords}
     module: Any = loaded.module()
     named = named_inputs(module, example, None)
     names = named.names

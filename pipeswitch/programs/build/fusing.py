@@ -241,7 +241,7 @@ class _Fusing:
         how = (padding, stride, dilation, given[6] or 1)
         if chain.norm is not None:
             weight, bias = self._folded(self._graph.nodes[chain.norm], weight, bias)
-        layout, data = self._kernels.pack_convolution(weight, *how)
+        layout, data = self._kernels.pack_convolution(weight, *how, x.shape)
         name = self._name_of(given[1])
         new: dict[str, tuple[torch.Tensor, PackedLayout | None]] = {
             f"{name}:packed": (data, layout)
@@ -289,16 +289,35 @@ class _Fusing:
     ) -> _Form:
         """``arguments`` and ``values``: of input, weight and bias; of the last two."""
         operators, (given, w, b) = self._kernels.operators(), arguments
+        keeps = torch.contiguous_format
+        if x.dim() == 4 and self._is_channels_last(given):
+            keeps = torch.channels_last
+            x = x.contiguous(memory_format=keeps)
         key = (tuple(x.shape), x.stride(), tuple(values[0].shape), str(rest), b is None)
         if chain.addition is None:
             node = Node(targets[0], (given, w, b, *rest))
             call = operators[targets[0]]
             return _Form(node, new, lambda: call(x, *values, *rest), (*key, chain.norm is None))
         other = torch.zeros(self._traces[0].shapes[self._value(chain.product)])
+        other = other.contiguous(memory_format=keeps)
         node = Node(targets[1], (given, chain.other, w, b, *rest))
         add = operators[targets[1]]
         run = lambda: add(x, other, *values, *rest)  # noqa: E731
         return _Form(node, new, run, (*key, "add", chain.norm is None))
+
+    def _is_channels_last(self, argument: Any) -> bool:
+        """Whether a packed convolution before it gives a value that layout: the calls in between
+        keep it."""
+        value = argument["v"]
+        while value >= self._graph.first_node_value:
+            node = self._graph.nodes[value - self._graph.first_node_value]
+            if node.target == "aten.conv2d.default":
+                return True
+            sources = list(node_references(node))
+            if not sources or any(len(self._traces[0].shapes.get(v, ())) != 4 for v in sources[:1]):
+                return False
+            value = sources[0]
+        return False
 
     def _after(self, chain: _Chain) -> Activation:
         if chain.activation is None:

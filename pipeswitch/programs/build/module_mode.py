@@ -1,16 +1,18 @@
 """Module mode: for the operator's own code that does not export.
 
-No graph: the worker constructs the module on meta, puts in parameters over the region, and
+No graph: the worker constructs the module without data, puts in parameters over the region, and
 pre-hooks on submodules wait for the group that holds what the submodule needs. The order is
 measured by running the module once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
 import mmap
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...base.errors import RegistrationRefused
-from ..graphs.bundle import read_safetensors_header, write_safetensors
+from ..graphs.bundle import (
+    FileTensor,
+    check_signature,
+    read_safetensors_header,
+    write_safetensors,
+)
 from ..graphs.partition import Layer, Weight, default_plan, place
 from ..interface.dims import Dim, Extent, Values, values_of, values_text
 from ..interface.groups import needs
@@ -29,12 +36,13 @@ from ..interface.layout import Manifest, ValueSpec
 from ..interface.nesting import Tree
 from ..running.executor import ModuleProgram
 from ..running.factories import code_of
-from ..running.loose import loose_tensors
-from ..running.torch_settings import TorchSettings
+from ..running.loose import leave_behind, loose_tensors, without_data
+from ..running.torch_settings import TorchSettings, seeded
 from ..running.values import dtype_name, nested_outputs, tensor_bytes
 from ..running.views import bytes_over, tensor_over
 from ..spec import WEIGHTS_FILE, BuildSpec
-from .checking import keeps_state, moved, on_clones, on_other_values, same_bits
+from .advice import SPARSE, WRITES, refuse_wrapped
+from .checking import all_same, keeps_state, moved, on_clones, on_other_values, same_bits
 from .dynamic import asked_axes
 from .sources import Loaded
 from .verify import compare, load_image
@@ -55,6 +63,7 @@ def build_module(
             not tensors.
     """
     progress("partition", 0.0)
+    loaded, left = _without_sparse(loaded, examples)
     tensors, aliases = _tensors(loaded.module)
     tensors |= loaded.loose
     before = _hash_tensors(tensors)
@@ -64,15 +73,12 @@ def build_module(
     _refuse_writes([name for name, digest in before.items() if digest != after[name]])
     loaded.output_names = [spec.name for spec in outputs]
     inputs, dims, outputs, tried = _opened(loaded, examples, outputs)
+    check_signature(inputs, outputs, dims)
     names, layers, triggers = _layers(tensors, aliases, order, why, set(loaded.loose))
+    notes = [f"{name} is sparse and not read: it stays behind" for name in left]
+    facts = {"seed": loaded.seed, "left_behind": left, "notes": notes}
     path = out_dir / WEIGHTS_FILE
-    write_safetensors(
-        path,
-        [(n, dtype_name(tensors[n].dtype, n), tuple(tensors[n].shape)) for n in names],
-        (tensor_bytes(tensors[n].contiguous()) for n in names),
-        {},
-    )
-    file_tensors, *_ = read_safetensors_header(path)
+    file_tensors = _write_weights(path, {name: tensors[name] for name in names})
     weights = [Weight(t.name, t.dtype, t.shape, t.size_bytes) for t in file_tensors]
     plan = default_plan(layers, weights, spec.bucket_bytes)
     specs, layer_specs, groups, total_bytes = place(
@@ -93,7 +99,7 @@ def build_module(
         returns=returns,
         triggers=tuple(triggers[group.first_node] for group in groups),
         layers=layer_specs,
-        extra={"aliases": aliases, "needs": needs(triggers, groups)},
+        extra={"aliases": aliases, "needs": needs(triggers, groups), **facts},
     )
     progress("verify", 0.0)
     manifest = _verify(manifest, loaded, [*tried, examples], path)
@@ -101,21 +107,54 @@ def build_module(
     return _with_digest(manifest, code_of(spec.source, loaded.imported_before))
 
 
+def _write_weights(path: Path, tensors: Mapping[str, torch.Tensor]) -> Sequence[FileTensor]:
+    named = [(n, dtype_name(t.dtype, f"weight {n!r}"), tuple(t.shape)) for n, t in tensors.items()]
+    write_safetensors(path, named, (tensor_bytes(t.contiguous()) for t in tensors.values()), {})
+    return read_safetensors_header(path)[0]
+
+
 def _with_digest(manifest: Manifest, code: dict[str, Any]) -> Manifest:
     """The manifest with its factory's code, and the digest of all that makes up the program."""
     sha256 = manifest.weights_sha256
-    facts = [manifest.source, manifest.inputs, manifest.takes, manifest.dims, sha256, code]
+    seed = manifest.extra["seed"]
+    facts = [manifest.source, manifest.inputs, manifest.takes, manifest.dims, sha256, code, seed]
     digest = hashlib.sha256(msgspec.json.encode(facts)).hexdigest()
     return msgspec.structs.replace(manifest, digest=digest, extra={**manifest.extra, "code": code})
+
+
+def _without_sparse(loaded: Loaded, examples: Sequence[torch.Tensor]) -> tuple[Loaded, list[str]]:
+    """Return the module without the sparse tensors that forward does not read, and their names.
+
+    Raises:
+        RegistrationRefused: forward reads one.
+    """
+    module = loaded.module
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers()), **loaded.loose}
+    sparse = [name for name, tensor in named.items() if tensor.layout is not torch.strided]
+    if not sparse:
+        return loaded, []
+    expected = on_clones(loaded.outputs, examples)
+    with contextlib.suppress(Exception):  # forward raises what it likes for None in their place
+        leave_behind(module, sparse)
+        loaded = dataclasses.replace(
+            loaded, loose={n: t for n, t in loaded.loose.items() if n not in sparse}
+        )
+        if all_same(expected, on_clones(loaded.outputs, examples)):
+            return loaded, sparse
+    raise RegistrationRefused(
+        f"weight {', '.join(sparse[:8])}",
+        "it is sparse, and forward reads it; weights are dense in the device's memory",
+        hint=SPARSE,
+    )
 
 
 def _refuse_writes(names: Sequence[str]) -> None:
     if names:
         raise RegistrationRefused(
-            f"buffers {', '.join(names[:8])}",
+            f"weights {', '.join(names[:8])}",
             "the module writes to them in eval mode; weights are read-only, and an eviction would "
             "lose what was written",
-            hint="compute into a new tensor, or give the module that does not write",
+            hint=WRITES,
         )
 
 
@@ -129,6 +168,7 @@ def _tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]
         *module.named_buffers(remove_duplicate=False),
     ]:
         dtype_name(tensor.dtype, f"weight {name!r}")
+        refuse_wrapped(name, tensor)
         if id(tensor) in first_name:
             aliases[name] = first_name[id(tensor)]
         else:
@@ -293,11 +333,13 @@ class _OneCopy:
         self._requests: dict[Any, list[torch.Tensor]] = {}  # requests lie in the same memory
         self.writes_inputs = False
         try:
-            with torch.device("meta"):
-                module = loaded.construct()
+            with seeded(loaded.seed):
+                module = without_data(loaded.construct)
         except Exception as error:
             raise RegistrationRefused(
-                "factory", f"it cannot be constructed on the meta device: {str(error)[:300]}"
+                "factory",
+                f"a second call raises {type(error).__name__}: {str(error)[:300]}",
+                hint="a worker calls it again: let each call make a new module",
             ) from error
         self._program = ModuleProgram(manifest, module)
         arena = torch.full_like(image, 0xFF)
@@ -346,7 +388,7 @@ class _OneCopy:
 def _verify(
     manifest: Manifest, loaded: Loaded, tried: Sequence[Sequence[torch.Tensor]], path: Path
 ) -> Manifest:
-    """Run as a worker will: one copy on meta, with weights that appear group by group.
+    """Run as a worker will: one copy without data, with weights that appear group by group.
 
     What has not arrived is poison (0xFF: NaN, or an index that does not exist), so a weight that
     is read before its group opens shows. All later runs find the weights in read-only memory. Each

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...base.errors import RegistrationRefused
 from ..interface.nesting import Tree, flatten, items_of
-from ..running.factories import parameters_of, without_cache
+from ..running.factories import parameters_of, split_arguments, without_cache
 from ..running.values import dtype_name, flatten_outputs, is_tensor
 
 
@@ -22,7 +22,7 @@ class Example:
     """What a module is run with once: its arguments, and the tensors in them."""
 
     arguments: dict[str, Any]  # as given: tensors, and what nests around them
-    is_by_name: bool  # they are keywords of ``forward``
+    keywords: frozenset[str]  # of the arguments: given by keyword, the others by place
     takes: Tree  # the same under the names that requests use; None where each is a tensor
     names: list[str]  # of the tensors, in call order
     tensors: list[torch.Tensor]
@@ -41,9 +41,8 @@ class Flat(nn.Module):
         """What the module itself answers."""
         left = iter(inputs)
         given = _replaced(self._example.arguments, is_tensor, lambda _: next(left))
-        if self._example.is_by_name:
-            return self.module(**given, **self.fixed)
-        return self.module(*given.values(), **self.fixed)
+        places, named = split_arguments(given, self._example.keywords)
+        return self.module(*places, **named, **self.fixed)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(flatten_outputs(self.nested(inputs)).values())
@@ -99,25 +98,26 @@ def _as_tensors(value: Any) -> Any:
 def named_inputs(
     module: nn.Module, example_inputs: Any, input_names: Sequence[str] | None
 ) -> Example:
-    """The arguments that an example stands for, and their tensors' names.
+    """Return the arguments that an example stands for, and their tensors' names.
+
+    A mapping's texts are keywords, and its numbers places: ``{0: a, "scale": b}``.
 
     Raises:
         RegistrationRefused: it is none: two names are one, or something in it cannot travel.
     """
     given = example_inputs
-    is_by_name = isinstance(given, Mapping)
     if is_tensor(given) or _is_array(given):
-        values = [given]
-    elif is_by_name:
-        values = list(given.values())
+        given = {0: given}
     elif isinstance(given, Sequence) and not isinstance(given, str | bytes):
-        values = list(given)
-    else:
+        given = dict(enumerate(given))
+    elif not isinstance(given, Mapping):
         raise RegistrationRefused(
             "example inputs",
             f"a {type(given).__name__} is neither a tensor, nor a sequence nor a mapping of them",
         )
-    roots = list(input_names or (given if is_by_name else _parameter_names(module, len(values))))
+    values, places = list(given.values()), [key for key in given if not isinstance(key, str)]
+    names = dict(zip(places, _parameter_names(module, len(places)), strict=True))
+    roots = list(input_names or (names.get(key, key) for key in given))
     if len(roots) != len(values) or len(set(roots)) != len(roots):
         raise RegistrationRefused("inputs", f"names {', '.join(roots)} for {len(values)} of them")
     values = [_as_tensors(value) for value in values]
@@ -125,8 +125,11 @@ def named_inputs(
     for name, value in found.items():
         dtype_name(value.dtype, f"input {name!r}")
     return Example(
-        arguments=dict(zip(given if is_by_name else roots, values, strict=True)),
-        is_by_name=is_by_name,
+        arguments={
+            key if isinstance(key, str) else root: value
+            for key, root, value in zip(given, roots, values, strict=True)
+        },
+        keywords=frozenset(key for key in given if isinstance(key, str)),
         takes=takes if list(found) != roots else None,
         names=list(found),
         tensors=list(found.values()),

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -194,7 +195,8 @@ def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes
 
 def _check_disk(module: nn.Module, limit_bytes: int) -> None:
     """Its tensors are what a program takes, but for a few constants."""
-    storages = [tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers())]
+    tensors = (*module.parameters(), *module.buffers())
+    storages = [one.untyped_storage() for one in tensors if one.layout is torch.strided]
     size_bytes = sum({one.data_ptr(): one.nbytes() for one in storages}.values())
     if limit_bytes and size_bytes > limit_bytes:
         raise HostStoreFull(
@@ -234,10 +236,15 @@ def _export(
             )
         ]
 
+    keywords = loaded.keywords()
+    given: dict[int | str, Any] = {
+        name if name in keywords else place: value
+        for place, (name, value) in enumerate(loaded.arguments(examples).items())
+    }
     with loaded.fresh.inside():  # what an export leaves in the module goes with it
         program = export_module(
             loaded.module,
-            loaded.arguments(examples),
+            given,
             input_names=argument_names(loaded.takes, loaded.inputs),
             max_batch=spec.max_batch,
             dynamic=loaded.dynamic,

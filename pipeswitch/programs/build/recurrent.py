@@ -114,10 +114,8 @@ def _operators() -> dict[str, Callable[..., Any]]:
 _KEPT: Final[list[Any]] = []  # a library that is dropped takes its operators along
 
 
-def _shapes(
-    value: torch.Tensor, hx: Any, params: Any, biases: bool, layers: int, dropout: float,
-    train: bool, is_bidirectional: bool, is_batch_first: bool,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+def _shapes(value: torch.Tensor, hx: Any, *rest: Any) -> tuple[torch.Tensor, ...]:
+    *_, is_bidirectional, is_batch_first = rest
     return recurrent_results(value, hx, is_bidirectional, is_batch_first)
 
 

@@ -17,15 +17,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...base.errors import RegistrationRefused
+from ...base.errors import PipeSwitchError, RegistrationRefused
 from ...commits.weights import load_weights
 from ..decoding.generation import Generation
 from ..interface.dims import Dim, typical
 from ..interface.layout import ITEM_BYTES, ValueSpec
 from ..interface.matching import match
 from ..interface.nesting import Tree, argument_names, arguments
-from ..running.factories import factory, without_cache
+from ..interface.odd_files import check_file
+from ..running.factories import factory, keywords_of, split_arguments, without_cache
 from ..running.loose import loose_tensors
+from ..running.torch_settings import seeded
 from ..running.values import dtype_name, flatten_outputs
 from ..spec import BuildSpec
 from .advice import refuse_engines
@@ -38,6 +40,7 @@ InputShapes = dict[str, tuple[tuple[int, ...], str]]
 OpenShapes = Mapping[str, tuple[tuple[Any, ...], str]]
 """As declared: an extent is a number, or the range of one that requests choose."""
 
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}\.safetensors")
 _FACTORY: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 # What these names mean without asking the hub: their published configurations are the defaults
@@ -62,7 +65,7 @@ _WELL_KNOWN: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
 
 
 MAX_SHOWN: Final = 8  # names of weights in an error
-WRAPPERS: Final = ("module.", "_orig_mod.", "model.")  # DataParallel, torch.compile, Lightning
+WRAPPERS: Final = ("module.", "model.")  # DataParallel, Lightning
 LONGEST_TEXT: Final = 512  # unless the inputs are given
 LEAST_SIDE: Final = 32  # of a picture
 
@@ -85,6 +88,7 @@ class Loaded:
     output_names: list[str] = field(default_factory=list)  # in order; none: as they come
     generation: Generation | None = None  # of a language model that is built to answer in tokens
     notes: list[str] = field(default_factory=list)  # what was decided on the way
+    seed: int = 0  # of the generators when the module was constructed
 
     def __post_init__(self) -> None:
         """Save the module's state; it has not been called yet."""
@@ -98,13 +102,18 @@ class Loaded:
 
         self.fresh = Fresh(self.module, call)
 
-    def arguments(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        """What the module is called with, of its inputs in order."""
-        return list(arguments(self.takes, dict(zip(self.inputs, inputs, strict=True))).values())
+    def arguments(self, inputs: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """Return the call's arguments by name, made of the inputs in their order."""
+        return arguments(self.takes, dict(zip(self.inputs, inputs, strict=True)))
+
+    def keywords(self) -> frozenset[str]:
+        """Return the names of the arguments that are given by keyword."""
+        return keywords_of(self.module, argument_names(self.takes, self.inputs))
 
     def nested(self, inputs: Sequence[torch.Tensor]) -> Any:
         """What the plain module answers."""
-        return self.module(*self.arguments(inputs), **without_cache(self.module))
+        places, named = split_arguments(self.arguments(inputs), self.keywords())
+        return self.module(*places, **named, **without_cache(self.module))
 
     def outputs(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the answers of a module that was never called before, in order."""
@@ -119,7 +128,9 @@ def load_source(spec: BuildSpec) -> Loaded:
     """
     imported_before = frozenset(sys.modules)
     construct, usual = _constructor(spec)
-    module = _with_weights(spec, construct)
+    seed = _seed(spec.weights)
+    with seeded(seed):
+        module = _with_weights(spec, construct)
     refuse_engines(module)
     for child in module.modules():
         child.training = False
@@ -143,6 +154,7 @@ def load_source(spec: BuildSpec) -> Loaded:
         [*examples.values()],
         loose,
         imported_before,
+        seed=seed,
     )
 
 
@@ -409,14 +421,8 @@ def _with_weights(spec: BuildSpec, construct: Callable[[], nn.Module]) -> nn.Mod
             "weights",
             f"{spec.source} needs --weights: a .safetensors file, pretrained or random:SEED",
         )
-    if weights.startswith("random:"):
-        seed = weights.removeprefix("random:")
-        if not re.fullmatch(r"\d{1,18}", seed):
-            raise RegistrationRefused(f"weights {weights!r}", "expected random:SEED, a number")
-        torch.manual_seed(int(seed))
-    elif weights not in ("", "pretrained") and not (
-        weights.endswith(".safetensors") or os.path.isdir(weights)
-    ):
+    is_path = weights.endswith(".safetensors") or os.path.isdir(weights)
+    if not (is_path or weights in ("", "pretrained") or weights.startswith("random:")):
         raise RegistrationRefused(
             f"weights {weights!r}", "expected random:SEED, pretrained or a .safetensors file"
         )
@@ -443,6 +449,16 @@ def _with_weights(spec: BuildSpec, construct: Callable[[], nn.Module]) -> nn.Mod
     return module
 
 
+def _seed(weights: str) -> int:
+    """Return SEED of ``random:SEED``; 0 for other weights."""
+    if not weights.startswith("random:"):
+        return 0
+    seed = weights.removeprefix("random:")
+    if not re.fullmatch(r"\d{1,18}", seed):
+        raise RegistrationRefused(f"weights {weights!r}", "expected random:SEED, a number")
+    return int(seed)
+
+
 def _load_commit(module: nn.Module, folder: str, part: str) -> None:
     """What a job has committed; a tied weight has its first name there."""
     given = load_weights(Path(folder))[1]
@@ -464,12 +480,17 @@ def _load_commit(module: nn.Module, folder: str, part: str) -> None:
 def _load_file(module: nn.Module, path: str) -> None:
     from safetensors.torch import load_file
 
+    is_upload = _DIGEST.fullmatch(os.path.basename(path)) is not None
+    part = "weights" if is_upload else f"weights {path!r}"  # an upload's name says nothing
     try:
+        check_file(path, part)
         state = load_file(path)
+    except PipeSwitchError:
+        raise
     except Exception as error:  # OSError, or the safetensors crate's own error
-        raise RegistrationRefused(f"weights {path!r}", f"cannot be read: {error}") from error
+        raise RegistrationRefused(part, f"cannot be read: {error}") from error
     target = module.model if isinstance(module, _ByPosition) else module
-    part, own = f"weights {path!r}", target.state_dict()
+    own = target.state_dict()
     state = _unwrapped(state, own)
     for name in state.keys() & own.keys():
         if state[name].is_floating_point() != own[name].is_floating_point():
@@ -493,7 +514,8 @@ def _load_file(module: nn.Module, path: str) -> None:
 
 
 def _unwrapped(state: dict[str, torch.Tensor], own: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Strip the prefixes that torch's and Lightning's wrappers add, if no name fits."""
+    """Strip what torch.compile adds to names, and, if no name fits, the wrappers' prefixes."""
+    state = {n if n in own else n.replace("_orig_mod.", ""): value for n, value in state.items()}
     while state and not state.keys() & own.keys():
         wrapper = next((w for w in WRAPPERS if all(name.startswith(w) for name in state)), "")
         if not wrapper:

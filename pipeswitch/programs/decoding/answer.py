@@ -23,6 +23,7 @@ MAX_STOP_CHARS: Final = 256
 _MISSING: Final = "\ufffd"
 _LONGEST_WAIT: Final = 16  # tokens: no character has more than 4 bytes, so these are none
 _CONTEXT: Final = 6  # tokens of a prompt: enough for a whole character
+_MARKS: Final = range(0xD800, 0xE000)  # surrogates stand for special tokens: no text has them
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,6 +32,8 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_new_tokens: int
     eos_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()  # is not shown itself
+    min_new_tokens: int = 0  # before which neither an end token nor a stop string ends it
+    ignore_eos: bool = False  # the model's own end tokens
 
     def check(self) -> None:
         """Raises:
@@ -38,6 +41,10 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """
         if self.max_new_tokens < 1:
             raise InvalidInput(f"max_new_tokens {self.max_new_tokens} is below 1")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise InvalidInput(
+                f"min_tokens {self.min_new_tokens} is not from 0 to max_tokens", param="min_tokens"
+            )
         lengths = [len(one) for one in self.stop]
         if len(lengths) > MAX_STOPS or not all(0 < n <= MAX_STOP_CHARS for n in lengths):
             raise InvalidInput(
@@ -85,6 +92,16 @@ class Answer:
         if decode is None and ending.stop:
             raise InvalidInput("stop strings need a tokenizer, which this model has not")
         self._ending = ending
+        named = [
+            (text, id)
+            for text, id in getattr(decode, "specials", {}).items()
+            if any(text in stop for stop in ending.stop)
+        ]
+        self._marks = {id: chr(mark) for (_, id), mark in zip(named, _MARKS, strict=False)}
+        self._hidden = str.maketrans("", "", "".join(self._marks.values()))
+        self._stops = [*ending.stop]
+        for text, id in sorted(named, key=lambda one: -len(one[0])):  # one may begin with another
+            self._stops = [stop.replace(text, self._marks.get(id, text)) for stop in self._stops]
         self._detokenizer = Detokenizer(decode, prompt) if decode else None
         self._held = ""  # it may be a stop string's beginning
         self.tokens: list[int] = []
@@ -98,7 +115,8 @@ class Answer:
         text = ""
         if self._detokenizer is not None:
             text = "" if is_end else self._detokenizer.push(token)
-            text += self._detokenizer.flush() if is_end or is_full else ""
+            if is_end or is_full or token in self._marks:
+                text += self._detokenizer.flush() + self._marks.get(token, "")
         shown, is_stopped = self._upto_stop(self._held + text)
         if is_end or is_stopped:
             self.reason = "stop"
@@ -106,15 +124,20 @@ class Answer:
             self.reason = "length"
         if self.reason is not None and not is_stopped:
             shown, self._held = shown + self._held, ""
-        return shown
+        return shown.translate(self._hidden) if self._marks else shown
 
     def _upto_stop(self, text: str) -> tuple[str, bool]:
-        """What comes before the first stop string, or before what may become one."""
-        places = [place for stop in self._ending.stop if (place := text.find(stop)) >= 0]
+        """Return the text before the first stop string, or before what may become one.
+
+        A special token has no text, so in a stop string and here a mark stands for it.
+        """
+        if len(self.tokens) < self._ending.min_new_tokens:
+            return text, False
+        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
         if places:
             self._held = ""
             return text[: min(places)], True
-        held = max((_overlap(text, stop) for stop in self._ending.stop), default=0)
+        held = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held], False
 

@@ -7,8 +7,9 @@ was said until then, and the tokens go on.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,7 +18,9 @@ from numpy.typing import NDArray
 from ...base.errors import InvalidInput
 from .answer import Answer, Decode, Ending, Reason
 from .generation import COUNT, IDS, MOST_STEPS, USED, tokenizer_json
-from .sampling import Sampling
+from .sampling import Options, Sampling
+
+TOO_LONG: Final = "context_length_exceeded"  # OpenAI's word, by which clients shorten a chat
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +52,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     ids: list[int]
     used: int  # tokens before these
-    choose: dict[str, int | float | bool]  # as the body of ``infer`` has it
+    choose: dict[str, Any]  # as the body of ``infer`` has it
 
     def inputs(self) -> dict[str, NDArray[np.int64]]:
         """Of the request, less the cache."""
@@ -77,18 +80,22 @@ class Generating:
         ending.check()
         if not 0 < len(prompt) < facts.context:
             raise InvalidInput(
-                f"a prompt of {len(prompt)} tokens: the model takes 1 to {facts.context - 1}"
+                f"a prompt of {len(prompt)} tokens: the model takes 1 to {facts.context - 1}",
+                **({"code": TOO_LONG} if prompt else {}),
             )
         if odd := [
             one for one in prompt if type(one) is not int or not 0 <= one < facts.vocabulary
         ]:
             raise InvalidInput(f"{odd[0]!r:.40} is no token from 0 to {facts.vocabulary - 1}")
         most = min(ending.max_new_tokens, facts.context - len(prompt))
-        ending = msgspec.structs.replace(
-            ending, max_new_tokens=most, eos_ids=(*facts.eos_ids, *ending.eos_ids)
-        )
+        ends = ending.eos_ids if ending.ignore_eos else (*facts.eos_ids, *ending.eos_ids)
+        ending = msgspec.structs.replace(ending, max_new_tokens=most, eos_ids=ends)
+        sampling = fitted(sampling, facts, len(prompt), ending)
         self._facts, self._most = facts, most
-        self._choose: dict[str, int | float | bool] = msgspec.to_builtins(sampling)
+        self._choose: dict[str, Any] = msgspec.to_builtins(sampling)
+        if sampling.options is None:
+            del self._choose["options"]
+        self._needs_seen = sampling.options is not None and sampling.options.needs_seen
         self._ids, self._prompt_count = list(prompt), len(prompt)
         self._answer = Answer(ending, decode, prompt)
         self._used = self._asked = 0
@@ -123,6 +130,8 @@ class Generating:
             choose["rows"] = min(len(self._ids) + ahead, self._prompt_count + self._most)
         if self.tokens:
             choose["waits"] = True
+        if self._needs_seen:
+            choose["seen"] = seen_of(self._ids, self._prompt_count)
         return Step(ids=piece, used=self._used, choose=choose)
 
     def answered(self, tokens: Sequence[int]) -> list[Token]:
@@ -154,6 +163,27 @@ class Generating:
         self._used = 0
 
 
+def fitted(sampling: Sampling, facts: Facts, prompt_count: int, ending: Ending) -> Sampling:
+    """Return the sampling of an answer, whose end tokens cannot come too early.
+
+    Raises:
+        InvalidInput: it names tokens that the model does not have.
+    """
+    options = sampling.options
+    if ending.min_new_tokens:
+        until = prompt_count + ending.min_new_tokens
+        options = msgspec.structs.replace(options or Options(), held=ending.eos_ids, until=until)
+    if options is None:
+        return sampling
+    options.check(facts.vocabulary)
+    return msgspec.structs.replace(sampling, options=options)
+
+
+def seen_of(ids: Sequence[int], prompt_count: int) -> dict[int, int]:
+    """Return how often each token of prompt and answer came in the answer."""
+    return {**dict.fromkeys(ids[:prompt_count], 0), **Counter(ids[prompt_count:])}
+
+
 Tokenizer = tuple[Callable[..., list[int]], Decode]
 """What makes ids of a text, and a text of ids."""
 
@@ -177,7 +207,16 @@ def tokenizer_of(facts: Facts) -> Tokenizer:
     def encode(prompt: str, *, with_special: bool = True) -> list[int]:
         return [int(one) for one in made.encode(prompt, add_special_tokens=with_special).ids]
 
-    def decode(ids: Sequence[int]) -> str:
-        return str(made.decode(list(ids), skip_special_tokens=True))
+    return encode, Decoding(made)
 
-    return encode, decode
+
+class Decoding:
+    """A tokenizer's ``decode``, and the ids of its special tokens, which have no text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._decode = tokenizer.decode
+        known = tokenizer.get_added_tokens_decoder().items()
+        self.specials = {one.content: id for id, one in known if one.special}
+
+    def __call__(self, ids: Sequence[int]) -> str:
+        return str(self._decode(list(ids), skip_special_tokens=True))

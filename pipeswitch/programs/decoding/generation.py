@@ -19,7 +19,7 @@ import msgspec
 from ...base.errors import InvalidInput, RegistrationRefused
 from ..interface.dims import Dim
 from ..interface.layout import ValueSpec
-from .sampling import Sampling
+from .sampling import Options, Sampling
 
 VERSION: Final = 1
 METADATA_KEY: Final = "pipeswitch.generation"
@@ -40,7 +40,8 @@ MAX_TEMPLATE_CHARS: Final = 1 << 16  # the longest known has 9,000
 MAX_SPECIALS: Final = 64  # tokens that a template names
 MAX_NOTES: Final = 32
 MAX_NOTE_CHARS: Final = 1000
-DEFAULTS: Final = ("temperature", "top_p", "max_new_tokens")  # of its author, that are followed
+RARE: Final = ("top_k", "min_p", "repetition_penalty")
+DEFAULTS: Final = ("temperature", "top_p", "max_new_tokens", *RARE)  # of its author, followed
 # Of a generation_config: what says nothing of the tokens, or is followed elsewhere.
 SILENT: Final = re.compile(
     "(_|output_|use_|cache_|return_|assistant_|num_assistant|is_assistant|speculation|prompt_lookup"
@@ -140,8 +141,12 @@ def author_defaults(asked: Mapping[str, Any], context: int) -> tuple[dict[str, f
     sampling: dict[str, float] = {}
     notes = []
     for name, value in sorted(asked.items()):
+        if name in RARE and _is_neutral(name, value, context):
+            continue
         if name in DEFAULTS and _is_default(name, value):
             sampling[name] = value
+            if name == "repetition_penalty":  # it changes greedy answers too
+                notes.append(f"generation_config: {name} = {value!r} is followed over HTTP alone")
         elif not SILENT.match(name) and not _is_neutral(name, value, context):
             notes.append(f"generation_config: {name} = {value!r:.200} is not followed")
     if asked.get("do_sample") is False:
@@ -161,7 +166,8 @@ def _is_default(name: str, value: Any) -> bool:
     if name == "max_new_tokens":
         return type(value) is int and value >= 1
     try:
-        msgspec.convert({name: value}, Sampling).check()
+        kind: type[Options] | type[Sampling] = Options if name in RARE else Sampling
+        msgspec.convert({name: value}, kind).check()
     except (InvalidInput, msgspec.ValidationError):
         return False
     return True

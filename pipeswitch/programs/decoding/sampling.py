@@ -7,7 +7,8 @@ often it is run again, and after which restart, change nothing.
 from __future__ import annotations
 
 import math
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -17,6 +18,79 @@ from ...base.errors import InvalidInput
 
 MAX_SEED: Final = (1 << 63) - 1
 MAX_TEMPERATURE: Final = 100.0
+MAX_BIASES: Final = 300  # as OpenAI has it
+MAX_BIAS: Final = 100.0
+NO_TOKENS: Final[Mapping[int, int]] = {}
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The rarer ways to choose tokens. The defaults change nothing."""
+
+    top_k: int = 0  # candidates; 0: all
+    min_p: float = 0.0  # least probability of a candidate, relative to the likeliest
+    repetition_penalty: float = 1.0  # divides the logits of tokens of prompt and answer
+    presence_penalty: float = 0.0  # subtracted from logits of tokens of the answer
+    frequency_penalty: float = 0.0  # the same, for each time that the token came
+    logit_bias: dict[int, float] = {}  # added to logits, by token
+    held: tuple[int, ...] = ()  # tokens that cannot come…
+    until: int = 0  # …before this position
+
+    @property
+    def needs_seen(self) -> bool:
+        """Whether earlier tokens count."""
+        penalties = self.repetition_penalty - 1.0, self.presence_penalty, self.frequency_penalty
+        return any(penalties)
+
+    def check(self, vocabulary: int = 1 << 31) -> None:
+        """Raises:
+        InvalidInput: a value is out of its range.
+        """
+        for name, low, high in (
+            ("top_k", 0, vocabulary),
+            ("min_p", 0.0, 1.0),
+            ("repetition_penalty", 0.01, 100.0),
+            ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0),
+        ):
+            if not low <= (value := getattr(self, name)) <= high:
+                raise InvalidInput(f"{name} {value} is not from {low} to {high}", param=name)
+        biases = self.logit_bias
+        is_small = all(-MAX_BIAS <= value <= MAX_BIAS for value in biases.values())
+        if len(biases) > MAX_BIASES or not is_small:
+            raise InvalidInput(
+                f"logit_bias has at most {MAX_BIASES} tokens, with values from -100 to 100",
+                param="logit_bias",
+            )
+        if odd := [token for token in (*biases, *self.held) if not 0 <= token < vocabulary]:
+            name = "logit_bias" if odd[0] in biases else "stop_token_ids"
+            raise InvalidInput(f"{odd[0]} is not a token of the model", param=name)
+
+    def adjusted(
+        self, logits: NDArray[np.floating], position: int, seen: Mapping[int, int]
+    ) -> NDArray[np.float64]:
+        """Return the logits with biases and penalties.
+
+        ``seen`` counts how often each token of prompt and answer came in the answer.
+        """
+        values = logits.astype(np.float64)
+        tokens = np.array([token for token in seen if token < len(values)], np.intp)
+        if self.needs_seen and len(tokens):
+            counts, own = np.array([seen[int(token)] for token in tokens]), values[tokens]
+            by = np.where(own > 0, 1.0 / self.repetition_penalty, self.repetition_penalty)
+            values[tokens] = own * by - self.frequency_penalty * counts
+            values[tokens[counts > 0]] -= self.presence_penalty
+        for token, bias in self.logit_bias.items():
+            values[token] += bias
+        if position < self.until:
+            values[[*self.held]] = -np.inf
+        return values
+
+    def cut(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the candidates' weights, with zeros for the others."""
+        least = self.min_p * float(weights.max())
+        if 0 < self.top_k < len(weights):
+            least = max(least, float(np.partition(weights, -self.top_k)[-self.top_k]))
+        return np.where(weights < least, 0.0, weights)
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,6 +99,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     temperature: float = 0.0  # 0: the likeliest, the first of equals
     top_p: float = 1.0  # of the likeliest that have this much together
     seed: int = 0
+    options: Options | None = None
 
     def check(self) -> None:
         """Raises:
@@ -38,19 +113,42 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if not low <= value <= high or (name == "top_p" and value == 0.0):
                 above = "above" if name == "top_p" else "from"
                 raise InvalidInput(f"{name} {value} is not a number {above} {low} to {high}")
+        if self.options is not None:
+            self.options.check()
 
 
-def next_token(logits: NDArray[np.floating], sampling: Sampling, position: int) -> int:
-    """The token at ``position`` of its sequence, counted from the prompt's first.
+def sampling_of(choosing: Any) -> Sampling:
+    """Return the sampling that a message names.
+
+    Raises:
+        InvalidInput: it has an unknown option.
+    """
+    named = {name: getattr(choosing, name) for name in Sampling.__struct_fields__}
+    try:
+        return msgspec.convert(named, Sampling)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(f"sampling: {error}") from None
+
+
+def next_token(
+    logits: NDArray[np.floating],
+    sampling: Sampling,
+    position: int,
+    seen: Mapping[int, int] = NO_TOKENS,
+) -> int:
+    """Return the token at ``position`` of its sequence, counted from the prompt's first.
 
     Args:
         logits: of every token, [vocabulary], as the program answered them.
         sampling: checked.
         position: of the token that is chosen.
+        seen: as of ``Options.adjusted``.
 
     Raises:
         InvalidInput: no logit is a number, so the model computes nonsense.
     """
+    if sampling.options is not None:
+        logits = sampling.options.adjusted(logits, position, seen)
     best = int(np.argmax(logits))  # of one that is no number, where there is one
     if math.isnan(logits[best]):
         best = int(np.argmax(np.where(np.isnan(logits), -np.inf, logits)))
@@ -61,6 +159,8 @@ def next_token(logits: NDArray[np.floating], sampling: Sampling, position: int) 
     with np.errstate(over="ignore"):  # a tiny temperature: -inf is what is meant
         scaled = (logits.astype(np.float64) - float(logits[best])) / sampling.temperature
     weights = np.exp(np.where(np.isnan(scaled), -np.inf, scaled))
+    if sampling.options is not None:
+        weights = sampling.options.cut(weights)
     tokens = np.arange(len(weights))
     if sampling.top_p < 1.0:
         tokens = _likeliest(weights, sampling.top_p)

@@ -224,8 +224,13 @@ def check_signature(
             _refuse(f"dimension {dim.name!r}", "no input has it, so no request could say it")
     parts = 0
     for part, specs in (("input", inputs), ("output", outputs)):
-        if len(specs) > MAX_VALUES or len({spec.name for spec in specs}) != len(specs):
-            _refuse(f"bundle {part}s", f"more than {MAX_VALUES}, or two of one name")
+        if len(specs) > MAX_VALUES:
+            raise RegistrationRefused(
+                f"{part}s", f"{len(specs)} tensors are more than {MAX_VALUES}",
+                hint="put those of one shape into one tensor: torch.stack(tensors)",
+            )  # fmt: skip
+        if len({spec.name for spec in specs}) != len(specs):
+            _refuse(f"bundle {part}s", "two have one name")
         for spec in specs:
             parts += _check_value(part, spec, dims)
             if parts > MAX_PARTS:

@@ -438,8 +438,13 @@ _NO_CHANCE: Final = _is("train", False)
 _FAMILIES: Final[Mapping[str, Contract]] = {
     "batch_norm": _all_of(
         _MEAN_OF_BATCH,
-        _is("training", False),
-        lambda g: _need(None not in (g["running_mean"], g["running_var"]), "no running statistics"),
+        # Without statistics it takes the batch's own, and has nothing to write.
+        lambda g: _need(
+            (g["running_mean"] is None and g["running_var"] is None)
+            if g["training"] is True
+            else None not in (g["running_mean"], g["running_var"]),
+            "it would write its running statistics" if g["training"] else "no running statistics",
+        ),
     ),
     "instance_norm": _all_of(
         _MEAN_OF_BATCH,

@@ -29,6 +29,7 @@ class PackedLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: str
     shape: tuple[int, ...]  # of the weight as the module has it
     description: bytes  # of the kernel library, opaque
+    input_shape: tuple[int, ...] = ()  # a convolution's input, for which the layout was chosen
 
 
 class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

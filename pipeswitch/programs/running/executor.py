@@ -18,10 +18,10 @@ from ..graphs.contracts import BrokenContract
 from ..graphs.graph import CompiledGraph, Environment, GroupCall, behind_contract, resolve
 from ..interface.dims import NoExtent, Values, shape_at, values_of, values_text
 from ..interface.layout import Manifest, TensorSpec
-from ..interface.nesting import arguments
+from ..interface.nesting import argument_names, arguments
 from ..interface.packing import CONVOLUTION_ADD, LINEAR, LINEAR_ADD, TARGETS, PackedLayout
-from .factories import without_cache
-from .loose import slots
+from .factories import keywords_of, split_arguments, without_cache
+from .loose import leave_behind, slots
 from .torch_settings import TorchSettings
 from .values import flatten_outputs
 
@@ -67,8 +67,12 @@ class PackedKernels(Protocol):
         stride: Sequence[int],
         dilation: Sequence[int],
         groups: int,
+        input_shape: Sequence[int],
     ) -> tuple[PackedLayout, torch.Tensor]:
-        """Pack a weight ``[out, in / groups, height, width]``; return its layout and bytes."""
+        """Pack a weight ``[out, in / groups, height, width]``; return its layout and bytes.
+
+        The layout is the best one for an input of that shape; it is right for all shapes.
+        """
 
     def wrap(self, data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
         """Wrap packed bytes in place as a weight; the bytes must outlive it."""
@@ -101,7 +105,8 @@ def _check_packed(
         if node.target in (LINEAR, LINEAR_ADD):
             expected, data = kernels.pack_linear(zeros)
         else:
-            expected, data = kernels.pack_convolution(zeros, *node.args[at + 2 : at + 6])
+            how = (*node.args[at + 2 : at + 6], layout.input_shape)
+            expected, data = kernels.pack_convolution(zeros, *how)
         if expected != layout or data.nbytes != sizes_bytes.get(name):
             raise RegistrationRefused(f"weight {name!r}", "its packed layout is not this machine's")
         made.add(name)
@@ -319,7 +324,7 @@ class _Awaited(dict[str, Any]):
 
 
 class ModuleProgram:
-    """The operator's own module, built on meta, with pre-hooks where its groups begin.
+    """The operator's own module, built without data, with pre-hooks where its groups begin.
 
     ``manifest.extra["needs"]`` says which group must have arrived when a submodule is entered;
     ``manifest.extra["aliases"]`` which names stand for one tensor.
@@ -341,10 +346,12 @@ class ModuleProgram:
         self.device = torch.device(device)
         self.module = module
         self._fixed = without_cache(module)
+        self._keywords = keywords_of(module, argument_names(manifest.takes, self._inputs))
         self._bound: BoundModule | None = None
         self._before_group: BeforeGroup | None = None
         self._opened = 0
         needs: Mapping[str, int] = manifest.extra["needs"]
+        leave_behind(module, manifest.extra.get("left_behind", ()))
         found = dict(module.named_modules())
         for name, group in needs.items():
             if name not in found:
@@ -398,12 +405,15 @@ class ModuleProgram:
             setattr(owner, key, value)
         self._before_group, self._opened = before_group, 0
         try:
-            with self._settings.inside(), torch.inference_mode():
+            # Not inference_mode: a module may compute gradients in its forward (forces).
+            with self._settings.inside(), torch.no_grad():
                 if self._writes_inputs:
                     inputs = [value.clone() for value in inputs]
                 named = dict(zip(self._inputs, inputs, strict=True))
-                given = arguments(self.manifest.takes, named).values()
-                outputs = self._in_order(flatten_outputs(self.module(*given, **self._fixed)))
+                given = arguments(self.manifest.takes, named)
+                places, by_name = split_arguments(given, self._keywords)
+                answer = self.module(*places, **by_name, **self._fixed)
+                outputs = self._in_order(flatten_outputs(answer))
             self._open(len(self.manifest.groups) - 1)  # a path not taken: same calls every time
         finally:
             self._before_group = None

@@ -9,9 +9,9 @@ import importlib.util
 import inspect
 import sys
 import sysconfig
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from torch import nn
 
@@ -105,6 +105,36 @@ def without_cache(module: nn.Module) -> dict[str, bool]:
     """``use_cache=False`` for a decoder of transformers: a request stands alone."""
     is_asked = getattr(getattr(module, "config", None), "use_cache", False)
     return {"use_cache": False} if is_asked and "use_cache" in parameters_of(module) else {}
+
+
+def keywords_of(module: nn.Module, names: Sequence[str]) -> frozenset[str]:
+    """Return which of a call's arguments ``forward`` takes by keyword only.
+
+    Where it says neither (``*args, **kwargs``), an argument that is called by its place, ``0``, is
+    positional, and the others beside it are keywords.
+    """
+    kinds = {name: one.kind for name, one in parameters_of(module).items()}
+    found = {name for name in names if kinds.get(name) is inspect.Parameter.KEYWORD_ONLY}
+    if inspect.Parameter.VAR_KEYWORD in kinds.values():
+        places = [n for n, kind in kinds.items() if kind in _POSITIONAL]
+        if inspect.Parameter.VAR_POSITIONAL in kinds.values():
+            places = [name for name in names if name.isdigit()]
+            is_mixed = bool(places)
+        else:
+            is_mixed = len(names) > len(places)
+        found |= {name for name in names if is_mixed and name not in places}
+    return frozenset(found)
+
+
+_POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def split_arguments(
+    given: Mapping[str, Any], keywords: Container[str]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return arguments by name as those by place and those by keyword."""
+    places = [value for name, value in given.items() if name not in keywords]
+    return places, {name: value for name, value in given.items() if name in keywords}
 
 
 def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:

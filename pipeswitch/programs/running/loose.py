@@ -1,13 +1,13 @@
-"""Tensors that are plain attributes of a module, neither parameters nor buffers (anchors, tables).
+"""Structure of a module without its data, and tensors that are plain attributes (anchors, tables).
 
-A copy that is made on meta has no data for them, so in module mode they are tensors of the program
-like its weights. No hook sees who reads one: they belong to the first group, which has arrived
-before anything runs.
+A copy that is made on meta has no data for such attributes, so in module mode they are tensors of
+the program like its weights. No hook sees who reads one: they belong to the first group, which has
+arrived before anything runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -27,6 +27,39 @@ def loose_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     for _ in _attributes(module, note):
         pass
     return found
+
+
+def without_data(construct: Callable[[], nn.Module]) -> nn.Module:
+    """Construct a module whose weights and loose tensors are on meta.
+
+    A constructor that reads values (``.item()``, numpy, an orthogonal start) cannot run on meta: it
+    runs on the host, and the tensors are taken away afterwards.
+
+    Raises:
+        Exception: the constructor's own, on the host.
+    """
+    try:
+        with torch.device("meta"):
+            return construct()
+    except Exception:  # whatever a read of a tensor without data leads to
+        module = construct()
+    for owner in module.modules():
+        for key, weight in [*owner._parameters.items(), *owner._buffers.items()]:
+            if weight is not None and weight.layout is torch.strided:
+                held = weight.detach().to("meta")
+                is_parameter = isinstance(weight, nn.Parameter)
+                setattr(owner, key, nn.Parameter(held, False) if is_parameter else held)
+    on_meta = {name: one.detach().to("meta") for name, one in loose_tensors(module).items()}
+    for owner, key, value in slots(module, on_meta):
+        setattr(owner, key, value)
+    return module
+
+
+def leave_behind(module: nn.Module, names: Iterable[str]) -> None:
+    """Set buffers, parameters and attributes to None, by their names."""
+    for name in names:
+        path, _, key = name.rpartition(".")
+        setattr(module.get_submodule(path), key, None)
 
 
 def slots(

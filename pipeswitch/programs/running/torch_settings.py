@@ -7,14 +7,17 @@ In module mode an operator's code runs in a worker that computes other models to
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from .factories import factory, import_as_built
+from .loose import without_data
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 _MIXED: Final = "mixed"
@@ -118,11 +121,26 @@ class TorchSettings:
             before.apply()
 
 
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the generators of torch, numpy and Python; restore them after the block."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        torch.manual_seed(seed)
+        np.random.seed(seed % (1 << 32))
+        random.seed(seed)
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+
+
 _of_imports: dict[str, TorchSettings] = {}  # a package sets what it sets once, when it is imported
 
 
-def construct_on_meta(
-    source: str, code: Mapping[str, str]
+def construct_without_data(
+    source: str, code: Mapping[str, str], seed: int
 ) -> tuple[torch.nn.Module, TorchSettings]:
     """Return the module that ``package.module:factory`` creates, without data, and the settings
     that it has changed.
@@ -130,6 +148,7 @@ def construct_on_meta(
     Args:
         source: names the factory.
         code: the result of ``code_of`` at the build.
+        seed: the build's, for a constructor that draws numbers.
 
     Raises:
         RegistrationRefused: it cannot be imported, or has changed since the build.
@@ -141,8 +160,8 @@ def construct_on_meta(
         import_as_built(source, code)
         construct = factory(source)
         _of_imports.setdefault(package, TorchSettings.now())
-        with torch.device("meta"):
-            module = construct()
+        with seeded(seed):
+            module = without_data(construct)
         return module, TorchSettings.now()
     finally:
         before.apply()

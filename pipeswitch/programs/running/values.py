@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -15,10 +15,21 @@ def dtype_name(dtype: torch.dtype, part: str) -> str:
     """``"float32"`` for ``torch.float32``; refused when it cannot travel."""
     name = str(dtype).removeprefix("torch.")
     if name not in ITEM_BYTES:
-        hint = "return torch.view_as_real(y), pairs of numbers" if dtype.is_complex else ""
+        hint = _PAIRS.get(part.partition(" ")[0], "") if dtype.is_complex else ""
         reason = f"dtype {name} is not one of {', '.join(ITEM_BYTES)}"
         raise RegistrationRefused(part, reason, hint=hint)
     return name
+
+
+_PAIRS: Final = {
+    "output": "return torch.view_as_real(y), pairs of numbers",
+    "input": "take torch.view_as_real(x), pairs of numbers, and view_as_complex(x) in forward",
+    "operator": "torch.view_as_complex(torch.stack([x, torch.zeros_like(x)], -1)) makes one of "
+    "pairs of numbers",
+    "weight": "keep it as pairs of numbers: torch.view_as_real(table) in the constructor, "
+    "torch.view_as_complex(self.table) in forward",
+}
+"""What to do about complex numbers, by the kind of value that has them."""
 
 
 def is_tensor(value: Any) -> bool:

@@ -1,0 +1,343 @@
+"""A chat with a language model in the terminal, over the server's ``/v1``."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import click
+
+from ..base.errors import (
+    AlreadyExists,
+    InvalidInput,
+    ModelNotFound,
+    PipeSwitchError,
+    ServerUnavailable,
+)
+from ..base.units import printable
+from ..programs.interface.packing import PRECISIONS
+from . import common, views
+from .page import http_of
+
+PATH: Final = "/v1/chat/completions"
+FENCE: Final = '"""'
+HELP: Final = f"""\
+/clear         start a new chat
+/bye, Ctrl-D   leave
+Ctrl-C         stop the answer, or drop what you typed
+{FENCE}            begin and end a text of several lines; so does a \\ at the end of a line
+"""
+HISTORY: Final = "chat_history"  # in the state directory, for the owner alone
+MAX_HISTORY: Final = 1000
+
+
+class Chat:
+    """One conversation: its messages, and the requests for answers."""
+
+    def __init__(self, url: str, token: str, model: str, options: dict[str, Any]) -> None:
+        self._url, self._token, self._model, self._options = url, token, model, options
+        self._system: list[dict[str, str]] = []
+        if system := options.pop("system", ""):
+            self._system = [{"role": "system", "content": system}]
+        self.clear()
+
+    def clear(self) -> None:
+        self.messages = [*self._system]
+        self.summary = ""
+
+    def say(self, text: str) -> Generator[str]:
+        """Yield the answer's pieces. What was read of it stays in the chat, however it ends.
+
+        Raises:
+            PipeSwitchError: the server refused the message, which is then not in the chat.
+        """
+        asked, pieces, clock = {"role": "user", "content": text}, list[str](), Clock()
+        try:
+            with contextlib.closing(self._events([*self.messages, asked])) as events:
+                for event in events:
+                    clock.saw(event)
+                    for choice in event.get("choices", ()):
+                        if piece := choice["delta"].get("content"):
+                            pieces.append(piece)
+                            yield piece
+        finally:
+            if pieces:
+                answer = {"role": "assistant", "content": "".join(pieces)}
+                self.messages += [asked, answer]
+            self.summary = clock.summary()
+
+    def _events(self, messages: list[dict[str, str]]) -> Generator[dict[str, Any]]:
+        body = {"model": self._model, "messages": messages, "stream": True,
+                "stream_options": {"include_usage": True}, **self._options}  # fmt: skip
+        where = urlsplit(self._url)
+        kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+        if where.scheme not in kinds or not where.netloc:
+            raise InvalidInput(f"{self._url!r} is not a URL", hint="--http http://127.0.0.1:8000")
+        connection = kinds[where.scheme](where.netloc)
+        headers = {"Authorization": f"Bearer {self._token or 'EMPTY'}"}
+        with contextlib.closing(connection):
+            try:
+                connection.request("POST", PATH, json.dumps(body), headers)
+                answer = connection.getresponse()
+                if answer.status != 200:
+                    raise _error_of(answer.read(), self._model)
+                is_whole = False
+                for line in answer:
+                    if line.startswith(b"data: {"):
+                        event = json.loads(line[6:])
+                        if "error" in event:
+                            raise _error_of(line[6:], self._model)
+                        yield event
+                    is_whole = is_whole or line.startswith(b"data: [DONE]")
+            except (OSError, http.client.HTTPException) as error:
+                raise ServerUnavailable(
+                    f"no answer from {self._url}: {error}", hint="pipeswitch ping; then ask again"
+                ) from None
+            if not is_whole:
+                raise ServerUnavailable("the answer was cut off", hint="ask again")
+
+
+class Clock:
+    """Times of one answer."""
+
+    def __init__(self) -> None:
+        self._began_s = self._first_s = self._last_s = time.monotonic()
+        self._tokens = self._chunks = 0
+
+    def saw(self, event: dict[str, Any]) -> None:
+        if event.get("usage"):
+            self._tokens = event["usage"]["completion_tokens"]
+        elif event.get("choices"):
+            self._last_s = time.monotonic()
+            self._first_s = self._last_s if not self._chunks else self._first_s
+            self._chunks += 1
+
+    def summary(self) -> str:
+        """Return the answer's speed; empty if no token came."""
+        tokens, took_s = self._tokens or self._chunks, self._last_s - self._first_s
+        if not tokens:
+            return ""
+        rate = f"{(tokens - 1) / took_s:.1f} tokens/s, " if took_s and tokens > 1 else ""
+        return f"{tokens} tokens, {rate}the first after {self._first_s - self._began_s:.2f} s"
+
+
+def _error_of(body: bytes, model: str) -> PipeSwitchError:
+    try:
+        told = json.loads(body)["error"]
+        message, code = str(told["message"]), told["code"]
+    except (ValueError, KeyError, TypeError):
+        return PipeSwitchError(f"this is not a PipeSwitch server: {body[:80]!r}")
+    if code == "context_length_exceeded":
+        return InvalidInput(message, hint="/clear starts a new chat")
+    if code == "model_not_found":
+        return ModelNotFound(message, hint=f"pipeswitch models; or pipeswitch run hf:{model}")
+    return PipeSwitchError(message)
+
+
+def options(command: Any) -> Any:
+    """The options of ``chat`` and ``run``."""
+    for option in (
+        click.option("--system", default="", metavar="TEXT", help="What the chat begins with."),
+        click.option("--temperature", type=float, help="0: always the likeliest token."),
+        click.option("--top-p", type=float, help="Probability that the candidates have together."),
+        click.option("--seed", type=int, help="The same seed gives the same answers."),
+        click.option("--max-tokens", type=int, help="Maximum length of an answer."),
+        common.http_option,
+        common.token_option,
+    ):
+        command = option(command)
+    return command
+
+
+@click.command()
+@common.name_argument
+@click.argument("prompt", default="")
+@options
+def chat(name: str, prompt: str, http: str, token: str, **asked: Any) -> None:
+    """Talk with a registered language model.
+
+    With PROMPT, or with text on standard input, print one answer.
+    """
+    folder = None
+    if not http:
+        with common.connected() as client:
+            _check(client, name)
+            about = client.about()
+            http, token = http_of(about, "chat")
+            folder = Path(about["token_file"]).parent
+    given = {key: value for key, value in asked.items() if value not in (None, "")}
+    talk = Chat(http.rstrip("/").removesuffix("/v1"), token, name, given)
+    if prompt or not sys.stdin.isatty():
+        text = prompt or sys.stdin.read()
+        if not text.strip():
+            raise InvalidInput("there is no prompt", hint=f'pipeswitch chat {name} "Hello"')
+        for piece in talk.say(text):
+            _show(piece)
+        click.echo()
+    else:
+        _converse(talk, name, folder)
+
+
+@click.command()
+@click.argument("source")
+@click.argument("prompt", default="")
+@click.option("--name", default="", help="Name of the model (default: the end of SOURCE).")
+@click.option("--precision", type=click.Choice(PRECISIONS), default="exact", show_default=True,
+              help="For a new model: exact, or fast (pipeswitch register --help).")  # fmt: skip
+@options
+def run(source: str, prompt: str, name: str, precision: str, **asked: Any) -> None:
+    """Register a language model if it is not there, and talk with it.
+
+    SOURCE is hf:NAME (of the hub), hf:FOLDER (configuration, weights and tokenizer), or the name of
+    a registered model.
+    """
+    if not source.startswith("hf:"):
+        name = name or source
+    else:
+        name = name or name_of(source)
+        with common.connected() as client:
+            _register(client, name, local_folder(source), precision)
+    click.get_current_context().invoke(chat, name=name, prompt=prompt, **asked)
+
+
+def name_of(source: str) -> str:
+    """Return a model's name for a source: ``hf:Qwen/Qwen3-0.6B`` is ``qwen3-0.6b``."""
+    last = source.partition("#")[0].rstrip("/").removeprefix("hf:").rpartition("/")[2]
+    return re.sub("[^a-z0-9._-]+", "-", last.lower()).strip("-.") or "chat"
+
+
+def local_folder(source: str) -> str:
+    """Return ``hf:FOLDER`` with its full path, since the server has another working directory."""
+    path, mark, cls = source.removeprefix("hf:").partition("#")
+    path = os.path.expanduser(path)
+    return f"hf:{os.path.abspath(path)}{mark}{cls}" if os.path.isdir(path) else source
+
+
+def _register(client: Any, name: str, source: str, precision: str) -> None:
+    known = {row["name"]: row for row in client.models()}
+    if name in known:
+        if (other := known[name].get("source", source)) != source:
+            raise AlreadyExists(
+                f'"{name}" is another model, of {other}',
+                hint=f"pipeswitch chat {name}; or pipeswitch run {source} --name OTHER",
+            )
+        return
+    with views.progress_bar(sys.stderr.isatty(), name) as report:
+        row = client.register(name, source, weights="pretrained", generate=True,
+                              precision=precision, progress=report)  # fmt: skip
+    for note in row["notes"]:
+        views.echo(f"  {note}", err=True)
+
+
+def _check(client: Any, name: str) -> None:
+    """
+    Raises:
+        ModelNotFound, InvalidInput: it cannot chat; the hint says what to type.
+    """
+    try:
+        facts = client._ask("generation", model=name, body={"version": 0, "tokenizer": True})
+    except ModelNotFound as error:
+        hint = f"pipeswitch models; or pipeswitch run hf:{name}"
+        raise ModelNotFound(error.message, hint=hint, **error.data) from None
+    if not facts.get("chat_template"):
+        ids = "" if facts.get("has_tokenizer", True) else " --ids"
+        raise InvalidInput(
+            f'"{name}" has no chat template',
+            hint=f'pipeswitch generate {name}{ids} "{"1,2,3" if ids else "Once upon a time"}"',
+        )
+
+
+def _converse(talk: Chat, name: str, folder: Path | None) -> None:
+    """Read messages and show answers until the user leaves."""
+    views.echo(f"{name}: /? shows the commands, /bye ends")
+    with _line_editor(folder):
+        while (text := _message()) is not None:
+            match text.strip():
+                case "":
+                    pass
+                case "/bye" | "/exit" | "/quit":
+                    return
+                case "/clear":
+                    talk.clear()
+                    views.echo("a new chat")
+                case "/?" | "/help":
+                    click.echo(HELP, nl=False)
+                case command if re.fullmatch(r"/\w*", command):
+                    views.echo(f"no command {command}: /? shows them", err=True)
+                case _:
+                    _answer(talk, text)
+
+
+def _answer(talk: Chat, text: str) -> None:
+    try:
+        with contextlib.closing(talk.say(text)) as pieces:
+            for piece in pieces:
+                _show(piece)
+        click.echo()
+    except KeyboardInterrupt:
+        click.echo("\n[stopped]")
+    except PipeSwitchError as error:
+        views.echo(f"Error: {error.message}", err=True)
+        if error.hint:
+            views.echo(f"hint:  {error.hint}", err=True)
+    if talk.summary:
+        click.secho(f"[{talk.summary}]", dim=True)
+
+
+def _show(piece: str) -> None:
+    click.echo(printable(piece, keep="\n\t"), nl=False)
+    sys.stdout.flush()
+
+
+def _message() -> str | None:
+    """Return what the user typed, of several lines too; None: the end of the input."""
+    lines: list[str] = []
+    is_fenced = False
+    while True:
+        try:
+            line = input("... " if lines else ">>> ")
+        except EOFError:
+            click.echo()
+            return None
+        except KeyboardInterrupt:
+            click.echo("\nCtrl-D or /bye ends the chat")
+            lines, is_fenced = [], False
+            continue
+        if line.count(FENCE) % 2:
+            is_fenced = not is_fenced
+        is_continued = line.endswith("\\") and not is_fenced
+        lines.append(line.removesuffix("\\") if is_continued else line)
+        if not is_fenced and not is_continued:
+            text = "\n".join(lines)
+            return text.replace(FENCE, "") if text.strip().startswith(FENCE) else text
+
+
+@contextlib.contextmanager
+def _line_editor(folder: Path | None) -> Iterator[None]:
+    """Edit lines with the arrow keys, and keep the owner's lines for the next chat."""
+    try:
+        import readline
+    except ImportError:  # a Python without it
+        yield
+        return
+    file = folder and folder / HISTORY
+    readline.set_history_length(MAX_HISTORY)
+    with contextlib.suppress(OSError):
+        if file:
+            readline.read_history_file(file)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if file:
+                file.touch(mode=0o600)
+                readline.write_history_file(file)

@@ -1,0 +1,72 @@
+"""Models that the scheduler announced, and which requests fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Final
+
+from ..ipc.messages.base import ModelName
+from ..scheduler.events import Announce
+from ..wire.frames import RequestHeader
+from . import admission
+from .admission import Admitted
+
+MAX_FITTING: Final = 256  # shapes of all models that are not checked again
+
+
+class Models:
+    """All versions of all models."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """``max_bytes``: of all inputs of a request."""
+        self._max_bytes = max_bytes
+        self.current: dict[str, Announce] = {}
+        self.versions: dict[tuple[str, int], Announce] = {}
+        self._fitting: dict[Hashable, Admitted] = {}  # shapes that were checked, by model and sizes
+
+    def announce(self, announced: Announce) -> None:
+        """Add a version of a model, or make another one current."""
+        self._fitting.clear()
+        base = announced.base or announced.model
+        self.versions[base, announced.version] = announced
+        if announced.is_current:
+            self.current[base] = announced
+
+    def retract(self, model: ModelName) -> None:
+        """Remove a version that is gone."""
+        self.versions = {k: one for k, one in self.versions.items() if one.model != model}
+        self.current = {k: one for k, one in self.current.items() if one.model != model}
+
+    def find(self, name: str, version: int) -> Announce:
+        """Return a model's current version (0), or another.
+
+        Raises:
+            ModelNotFound, InvalidInput.
+        """
+        announced = self.current.get(name)
+        if announced is None:
+            raise admission.model_not_found(name, self.current)
+        return self.version(name, version) if version else announced
+
+    def version(self, name: str, version: int) -> Announce:
+        """Return one version of a model.
+
+        Raises:
+            InvalidInput: it is gone; the text names the others.
+        """
+        return admission.find_version(name, version, self.versions)
+
+    def admit(self, header: RequestHeader, sizes: Sequence[int], announced: Announce) -> Admitted:
+        """As ``check``, whose result is the same for the same request."""
+        key = (announced.model, announced.stage is None, header.inputs, *sizes)
+        admitted = self._fitting.get(key)
+        if admitted is None:
+            admitted = self.check(header, sizes, announced)
+            if len(self._fitting) >= MAX_FITTING:
+                self._fitting.clear()
+            self._fitting[key] = admitted
+        return admitted
+
+    def check(self, header: RequestHeader, sizes: Sequence[int], announced: Announce) -> Admitted:
+        """As ``admission.check_infer``."""
+        return admission.check_infer(header, sizes, announced, self._max_bytes)

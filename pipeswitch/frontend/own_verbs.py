@@ -1,0 +1,165 @@
+"""Verbs that the frontend answers by itself, without an event for the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..base.config import Config
+from ..base.errors import Cancelled, InvalidInput, PipeSwitchError, ServerUnavailable
+from ..programs.graphs.bundle import read_bundle
+from ..programs.interface.layout import BUNDLE_FILE
+from ..scheduler.events import CancelAsked, Event
+from ..wire.frames import RequestHeader
+from . import admission
+from .admission import Body
+from .inference import Inference
+from .requests import Pending
+from .sequences.manager import longest
+from .transport.clients import Client
+from .transport.sessions import Sessions
+from .uploads import CREDIT_CHUNKS, Uploads
+
+Handler = Callable[[Client, RequestHeader, Sequence[Any]], None]
+
+
+class OwnVerbs:
+    """Used by the loop's thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        sessions: Sessions,
+        inference: Inference,
+        uploads: Uploads,
+        call_soon: Callable[[Callable[[], None]], None],
+        take: Callable[[Event], None],
+    ) -> None:
+        self._config, self._outbox = config, sessions.outbox
+        self._inference, self._uploads = inference, uploads
+        self._requests, self._sequences = inference.requests, inference.requests.sequences
+        self._call_soon, self._take = call_soon, take
+        self.handlers: Mapping[str, Handler] = {
+            "infer": inference.infer,
+            "prefetch": inference.prefetch,
+            "cancel": self._cancel,
+            "events": sessions.readers.add,
+            "caller": sessions.change_caller,
+            "put": self._put,
+            "sequences": self._ask_sequences,
+            "generation": self._ask_generation,
+            "nodes": self._ask_nodes,
+        }
+
+    def take_back(self, pending: Pending) -> None:
+        """Cancel a request that waits."""
+        if pending.is_copying:
+            pending.is_cancelled = True
+            self._inference.look_again()
+        else:
+            pending.is_cancelled = pending.run is not None  # no step follows
+            self._take(CancelAsked(token=pending.token))
+
+    def _cancel(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+        body = Body("cancel", header.body)
+        request_id = body.text("id")
+        body.done()
+        token = client.requests.get(request_id)
+        is_reading = client.readings.pop(request_id, None) is not None
+        if token is not None:
+            self.take_back(self._requests.waiting(token))
+        elif is_reading:
+            self._outbox.reply(client, request_id, error=Cancelled("these events were cancelled"))
+        self._outbox.reply(client, header.id, body={"found": token is not None or is_reading})
+
+    def _ask_sequences(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+        body = Body("sequences", header.body)
+        caller = admission.tenant_of(body, client.standing.tenant)
+        ends = body.text("end", "")
+        body.done()
+        if ends:
+            self._sequences.end(ends, caller)
+        is_all = client.standing.may_operate and not caller
+        rows = self._sequences.rows(None if is_all else caller)
+        self._outbox.reply(client, header.id, body={"sequences": rows})
+
+    def _ask_nodes(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+        """Reply with the cluster's table, without the keys of gateways."""
+        Body("nodes", header.body).done()
+        if not (path := self._config.gateway.cluster):
+            raise InvalidInput("this server is not part of a cluster", hint="pipeswitch models")
+        try:
+            table = msgspec.json.decode(Path(path).read_bytes(), type=dict[str, Any])
+        except (OSError, msgspec.DecodeError):
+            raise ServerUnavailable("this node has no table yet", hint="ask again") from None
+        for facts in table["nodes"].values():
+            del facts["gateway_keys"]
+        self._outbox.reply(client, header.id, body=table)
+
+    def _ask_generation(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+        body = Body("generation", header.body)
+        version, wants_tokenizer = body.count("version", 0), body.flag("tokenizer")
+        body.done()
+        announced = self._inference.models.find(header.model, version)
+        facts = announced.manifest.extra.get("generation")
+        if not facts:
+            raise InvalidInput(
+                f'"{header.model}" generates no text',
+                hint=f"pipeswitch register {header.model} hf:NAME --generate",
+            )
+        told = {key: facts[key] for key in ("vocabulary", "eos_ids", "bos_id")}
+        told["context"], told["piece"] = longest(
+            announced.manifest, self._requests.pool.share_bytes
+        )
+        if told["context"] < 2:
+            raise InvalidInput(
+                f'the request pool has no room for an answer of "{header.model}"',
+                hint="raise [server] pool",
+            )
+        digest = announced.manifest.digest
+        told |= {key: facts[key] for key in ("sampling", "has_tokenizer") if key in facts}
+        told |= {"version": announced.version, "digest": digest}
+        file = Path(self._config.server.state_dir) / "models" / digest / BUNDLE_FILE
+
+        def read() -> None:
+            """On the copier's thread: a tokenizer may have 30 MB."""
+            found = read_bundle(file).generation if wants_tokenizer else None
+            if found is not None:
+                told.update(
+                    tokenizer=found.tokenizer,
+                    chat_template=found.chat_template,
+                    special=found.special,
+                )
+            reply(None)
+
+        def reply(error: PipeSwitchError | None) -> None:
+            if error is not None:
+                error = ServerUnavailable(f'the tokenizer of "{header.model}" cannot be read')
+            self._call_soon(lambda: self._outbox.reply(client, header.id, body=told, error=error))
+
+        self._inference.copier.put(read, reply)
+
+    def _put(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
+        if len(tensors) > 1:
+            raise InvalidInput("put: a chunk is one frame")
+        if client.upload_chunks >= CREDIT_CHUNKS:
+            raise InvalidInput(f"put: at most {CREDIT_CHUNKS} chunks may be unanswered")
+
+        def reply(body: dict[str, Any], error: PipeSwitchError | None) -> None:
+            def send() -> None:
+                client.upload_chunks -= 1
+                self._outbox.reply(client, header.id, body=body, error=error)
+
+            self._call_soon(send)
+
+        self._uploads.offer(
+            client.session,
+            header,
+            tensors[0] if tensors else b"",
+            reply,
+            tenant=client.standing.tenant,
+        )
+        client.upload_chunks += 1

@@ -1,0 +1,150 @@
+"""Sessions: clients from their hello until they are gone, and what travels to and from them."""
+
+from __future__ import annotations
+
+import logging
+import select
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from ...base.config import ServerConfig
+from ...base.errors import InvalidInput, PermissionDenied, RemoteProtocolError
+from ...base.roles import Standing, parse_roles
+from ...wire.frames import RequestHeader
+from ...wire.stream import Message
+from ..admission import Body
+from ..request_log import Complaints
+from .clients import Client
+from .connections import Connections
+from .outbox import Outbox, Readers
+from .peers import Peers, Shares, StreamPeer
+from .replies import reply_frames
+
+_logger = logging.getLogger(__name__)
+
+STOP_LOOK_MS: Final = 2.0
+SLOW: Final = "slow or gone"  # why a client is dropped whose end was not read
+
+
+class Sessions:
+    """All clients, their connections and the messages that leave."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        shares: Shares,
+        pool_share_bytes: int,
+        *,
+        hear: Callable[[StreamPeer, Message], None],
+        ended: Callable[[Client], None],
+        now_ms: Callable[[], float],
+    ) -> None:
+        """
+        Args:
+            pool_share_bytes: one client's part of the request pool.
+            hear: takes a message; raises nothing.
+            ended: called with a client that is gone.
+        """
+        self._ended, self._now_ms = ended, now_ms
+        self.clients: dict[str, Client] = {}  # by session
+        self.complaints = Complaints(now_ms)
+        self.slow_count = 0  # clients that did not read
+        self.connections = Connections(
+            max_count=config.max_connections,
+            client_bytes=config.pool_bytes,  # more than its requests could ever take
+            total_bytes=2 * config.pool_bytes,
+        )
+        self.peers = Peers(
+            self.connections,
+            self.complaints,
+            shares,
+            config.max_message_bytes,
+            hear=hear,
+            gone=self.drop,
+            now_ms=now_ms,
+        )
+        budget_bytes = max(pool_share_bytes, config.max_message_bytes)
+        self.outbox = Outbox(budget_bytes, now_ms, lambda client: self.drop(client, SLOW))
+        self.readers = Readers(self.outbox)
+
+    def greet(self, peer: StreamPeer) -> Client:
+        """Return the client of a connection that says hello.
+
+        Raises:
+            RemoteProtocolError: it has one.
+        """
+        if peer.client is not None:
+            # Its answer may have left by half: the rest points at the room that it would give back.
+            raise RemoteProtocolError("this connection has said hello", hint="open another one")
+        client = Client(peer=peer, standing=peer.standing)
+        self.clients[client.session] = client
+        peer.greeted(client)
+        if not peer.is_owners:
+            self.connections.greeted(peer, client.standing.tenant)
+        return client
+
+    def change_caller(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+        """The verb ``caller``: the roles of one for whom the owner's process speaks are others."""
+        caller = caller_of(client.standing, header)
+        for peer in self.peers.all:
+            if peer.is_owners and peer.standing.tenant == caller.tenant:
+                peer.standing = caller
+                if peer.client is not None:
+                    peer.client.standing = caller
+        self.outbox.reply(client, header.id)
+
+    def reply_now(self, peer: StreamPeer, request_id: str, **fields: Any) -> None:
+        """Reply to a connection, with a session or without.
+
+        It takes nothing while an answer is on its way: a session's waits behind it.
+        """
+        if peer.client is not None and not peer.client.is_gone:
+            self.outbox.reply(peer.client, request_id, **fields)
+        else:
+            peer.send_now(reply_frames(request_id, **fields))
+
+    def drop(self, client: Client, cause: str) -> None:
+        """Forget a client that is gone, or is to be. Idempotent."""
+        if client.is_gone:
+            return
+        client.is_gone = True  # late answers to it are undeliverable from now on
+        del self.clients[client.session]
+        self.readers.clients.discard(client)
+        self.outbox.forget(client)
+        if cause == SLOW:
+            if isinstance(client.peer, StreamPeer):
+                self.peers.part(client.peer)
+            self.slow_count += 1
+        level = logging.WARNING if cause == SLOW else logging.DEBUG
+        text = "client=%s gone cause=%s waiting=%d"
+        _logger.log(level, text, client.session[:8], cause, len(client.requests))
+        self._ended(client)
+
+    def finish(self, limit_ms: float) -> None:
+        """Send what waits, for so long; the rest is lost."""
+        until_ms = self._now_ms() + limit_ms
+        while self.outbox.backlogged and self._now_ms() < until_ms:
+            self.outbox.sweep()
+            waiting = select.poll()
+            for peer in self.peers.all:
+                if peer.wants_write:
+                    waiting.register(peer, select.POLLOUT)
+            waiting.poll(STOP_LOOK_MS)
+        for client in self.clients.values():
+            self.outbox.forget(client)
+
+
+def caller_of(standing: Standing, header: RequestHeader) -> Standing:
+    """Return for whom the owner's process speaks from now on.
+
+    Raises:
+        PermissionDenied: another's does not.
+    """
+    if not standing.is_owner:
+        raise PermissionDenied("only the owner's socket names another caller")
+    body = Body("caller", header.body)
+    tenant, roles = body.text("tenant"), parse_roles(body.texts("roles"))
+    body.done()
+    if not tenant:
+        raise InvalidInput("caller: tenant must not be empty")
+    return Standing(tenant=tenant, roles=roles)
