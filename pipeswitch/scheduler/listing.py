@@ -49,6 +49,7 @@ def _functions(model: Model) -> dict[str, str]:
 class Shown:
     """Row of ``ps`` for a model, a job or a process."""
 
+    on: Device
     name: str
     kind: str
     state: str
@@ -61,6 +62,29 @@ class Shown:
     pid: int = 0
     owners: tuple[Owner, ...] = ()  # of its regions on the device
     manifest: Manifest | None = None
+
+    def row(self, now_ms: float) -> dict[str, Any]:
+        """Return one line of ``ps``."""
+        regions = [one for owner in self.owners if (one := self.on.arena.regions.get(owner))]
+        idle_ms = now_ms - self.last_used_at_ms if self.last_used_at_ms else None
+        prio, groups = self.prio, self.manifest.groups if self.manifest else ()
+        form = self.manifest.precision if self.manifest else None
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "state": self.state,
+            "worker": self.worker,
+            "device": self.device,
+            "host": self.host,
+            "prio": "" if prio is None else PRIORITY_NAMES.get(prio, str(prio)),
+            "last_used": None if idle_ms is None else round(idle_ms / 1000.0, 3),
+            "why": self.why,
+            "pid": self.pid,
+            "regions": [[region.offset_bytes, region.size_bytes] for region in regions],
+            "group_bytes": [group.size_bytes for group in groups],
+            **({"precision": form.name} if form else {}),
+            **({"on": self.on.state.label} if self.on.state.label else {}),
+        }
 
 
 class Listing:
@@ -267,17 +291,15 @@ class Listing:
             rows += [self._ps_worker(device, worker) for worker in state.workers.values()]
             rows += [self._ps_tenant(device, one) for one in state.accounts if one.caller]
             rows.append(
-                self._row(
+                Shown(
                     device,
-                    Shown(
-                        "memory-daemon",
-                        "daemon",
-                        "active" if state.daemon.is_ready else "starting",
-                        pid=state.daemon.pid,
-                        device=f"{arena.leasable_bytes - arena.regions.free_bytes}",
-                        why="given up: it died too often" if state.daemon.is_given_up else "",
-                    ),
-                )
+                    "memory-daemon",
+                    "daemon",
+                    "active" if state.daemon.is_ready else "starting",
+                    pid=state.daemon.pid,
+                    device=f"{arena.leasable_bytes - arena.regions.free_bytes}",
+                    why="given up: it died too often" if state.daemon.is_given_up else "",
+                ).row(self._core.now_ms)
             )
         rows += [self._ps_stage(process) for process in self._stages.processes if process.pid]
         return rows
@@ -286,32 +308,10 @@ class Listing:
         state = process.state.state
         why = process.function if state is WorkerState.ACTIVE else ""
         device = self._machine.devices[0]
-        row = self._row(
-            device, Shown(f"stage-{process.slot}", "stage", state.value, why=why, pid=process.pid)
-        )
+        row = Shown(
+            device, f"stage-{process.slot}", "stage", state.value, why=why, pid=process.pid
+        ).row(self._core.now_ms)
         return {key: value for key, value in row.items() if key != "on"}  # it is on no device
-
-    def _row(self, on: Device, shown: Shown) -> dict[str, Any]:
-        """Return one line of ``ps``, about something on a device."""
-        regions = [region for owner in shown.owners if (region := on.arena.regions.get(owner))]
-        used_at_ms, prio, manifest = shown.last_used_at_ms, shown.prio, shown.manifest
-        idle_ms = self._core.now_ms - used_at_ms if used_at_ms else None
-        return {
-            "name": shown.name,
-            "kind": shown.kind,
-            "state": shown.state,
-            "worker": shown.worker,
-            "device": shown.device,
-            "host": shown.host,
-            "prio": "" if prio is None else PRIORITY_NAMES.get(prio, str(prio)),
-            "last_used": None if idle_ms is None else round(idle_ms / 1000.0, 3),
-            "why": shown.why,
-            "pid": shown.pid,
-            "regions": [[region.offset_bytes, region.size_bytes] for region in regions],
-            "group_bytes": [group.size_bytes for group in manifest.groups] if manifest else [],
-            **({"precision": manifest.precision.name} if manifest and manifest.precision else {}),
-            **({"on": on.state.label} if on.state.label else {}),
-        }
 
     def _ps_model(self, on: Device, replica: Replica) -> dict[str, Any]:
         device = on.state
@@ -321,23 +321,21 @@ class Listing:
         )
         stored = self._machine.store.regions.get(replica.owner)
         streams = {"streamed_bytes": replica.sent_bytes} if replica.landings is not None else {}
-        return streams | self._row(
+        return streams | Shown(
             on,
-            Shown(
-                replica.name,
-                "model",
-                self._model_state(device, replica, slot is not None),
-                worker=slot,
-                device=f"{on.arena.held_bytes(replica)}",
-                host=f"{stored.size_bytes if stored else 0}",
-                prio=replica.model.priority,
-                last_used_at_ms=replica.last_used_at_ms,
-                why=self._model_why(device, replica),
-                pid=device.workers[slot].pid if slot is not None else 0,
-                owners=(replica.owner, replica.rest),
-                manifest=replica.manifest,
-            ),
-        )
+            replica.name,
+            "model",
+            self._model_state(device, replica, slot is not None),
+            worker=slot,
+            device=f"{on.arena.held_bytes(replica)}",
+            host=f"{stored.size_bytes if stored else 0}",
+            prio=replica.model.priority,
+            last_used_at_ms=replica.last_used_at_ms,
+            why=self._model_why(device, replica),
+            pid=device.workers[slot].pid if slot is not None else 0,
+            owners=(replica.owner, replica.rest),
+            manifest=replica.manifest,
+        ).row(self._core.now_ms)
 
     @staticmethod
     def _model_state(device: DeviceState, replica: Replica, is_active: bool) -> str:
@@ -375,22 +373,20 @@ class Listing:
         words: dict[TaskState, str] = {TaskState.RUNNING: "active", TaskState.STOPPING: "active"}
         host_bytes = 2 * job.memory.commit_slot_bytes
         host_bytes += self._machine.store.offloaded.get(job.spec.name, 0)
-        return activations_row(job) | self._row(
+        return activations_row(job) | Shown(
             on,
-            Shown(
-                job.spec.name,
-                "job",
-                words.get(job.state.state, job.state.state.value),
-                worker=job.slot,
-                device=f"{region.size_bytes if region else 0}",
-                host=f"{host_bytes}",
-                prio=job.spec.priority,
-                last_used_at_ms=job.timing.last_ran_at_ms,
-                why=job.progress.error or job.progress.why or behind(job, on.state),
-                pid=worker.pid if worker is not None else 0,
-                owners=(job.slice,),
-            ),
-        )
+            job.spec.name,
+            "job",
+            words.get(job.state.state, job.state.state.value),
+            worker=job.slot,
+            device=f"{region.size_bytes if region else 0}",
+            host=f"{host_bytes}",
+            prio=job.spec.priority,
+            last_used_at_ms=job.timing.last_ran_at_ms,
+            why=job.progress.error or job.progress.why or behind(job, on.state),
+            pid=worker.pid if worker is not None else 0,
+            owners=(job.slice,),
+        ).row(self._core.now_ms)
 
     def _ps_worker(self, on: Device, worker: Worker) -> dict[str, Any]:
         device = on.state
@@ -398,25 +394,21 @@ class Listing:
             (task.model for task in device.owner.tasks if task.slot == worker.slot), ""
         )
         why = worker.kill_reason or (f"preparing {worker.preparing}" if worker.preparing else task)
-        return self._row(
+        return Shown(
             on,
-            Shown(
-                f"worker-{worker.slot}",
-                "worker",
-                worker.state.state.value,
-                worker=worker.slot,
-                why=why
-                if worker.state.state is not WorkerState.STANDBY or worker.preparing
-                else "",
-                pid=worker.pid,
-            ),
-        )
+            f"worker-{worker.slot}",
+            "worker",
+            worker.state.state.value,
+            worker=worker.slot,
+            why=why if worker.state.state is not WorkerState.STANDBY or worker.preparing else "",
+            pid=worker.pid,
+        ).row(self._core.now_ms)
 
     def _ps_tenant(self, on: Device, account: Account) -> dict[str, Any]:
         waiting = account.waiting.total()
         state = "active" if account.running else "waiting" if waiting else "idle"
         why = f"had the device for {account.used_ms / 1000:.1f} s, {waiting} waiting"
-        return self._row(on, Shown(account.caller, "tenant", state, why=why))
+        return Shown(on, account.caller, "tenant", state, why=why).row(self._core.now_ms)
 
     def stats(self) -> dict[str, Any]:
         """Return counters and sizes; the frontend adds

@@ -7,7 +7,6 @@ A job that moves is evicted: it commits its last step and unwinds. When its proc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from .core import ALL, JOBS, PLACES, QUEUE, TURN, WORKERS, Core
 from .device import Device
@@ -15,8 +14,6 @@ from .events import Journal
 from .state.records import Job
 from .state.states import TASK_FINAL, TASK_ON_WORKER, TaskState
 from .training.jobs import Jobs
-
-WAITING: Final = (TaskState.QUEUED, TaskState.PAUSED)
 
 
 class Moves:
@@ -50,7 +47,8 @@ class Moves:
         counts = self._jobs.counts()
         for home in self._jobs.homes:
             for job in list(home.state.jobs.values()):
-                is_waiting = job.state.state in WAITING or home.state.daemon.is_given_up
+                is_waiting = job.state.state in (TaskState.QUEUED, TaskState.PAUSED)
+                is_waiting = is_waiting or home.state.daemon.is_given_up
                 if not is_waiting or job.memory.copying_epoch or job.memory.is_persisting:
                     continue
                 if self._jobs.has_process_of(job.spec.name):

@@ -290,7 +290,7 @@ class Scheduler:
                 self.registry.store_failed(message)
             case DaemonReady() as message:
                 device.from_daemon(message)
-                self.registry.storing.daemon_ready()
+                self.registry.store_from(None)
             case DaemonFault() as message:
                 device.from_daemon(message)
                 self.registry.refused(message.epoch, message.reason)
@@ -318,7 +318,7 @@ class Scheduler:
             return
         self.publishing.daemon_died(index)
         device.daemon_exited(event)
-        self.registry.storing.daemon_died(index)
+        self.registry.store_from(index)
         if all(one.state.daemon.is_given_up for one in self.machine.devices):
             self._leave("the memory daemon died too often", status=EX_SOFTWARE)
 

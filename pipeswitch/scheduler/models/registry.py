@@ -9,7 +9,7 @@ import msgspec
 from ...base import errors
 from ...ipc.messages.base import Epoch, ModelName
 from ...ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
-from ...ipc.messages.daemon import ModelStored, StoreFailed
+from ...ipc.messages.daemon import ModelStored, StoreFailed, StoreModel
 from ...planning.profile import Found
 from ...programs.interface.layout import Manifest
 from ...programs.interface.signature import is_same_signature
@@ -24,7 +24,6 @@ from ..state.versions import AT, Versions, split_name, version_name
 from .builds import BuildQueue
 from .chains import Chains
 from .names import Names, not_found
-from .storing import Storing
 
 OUT_OF_TIME: Final = (-14, -24)  # SIGALRM and SIGXCPU
 CRASHED: Final = -11  # SIGSEGV
@@ -49,7 +48,6 @@ class Registry:
         self.registrations = self.names.registrations
         self._builds = builds
         self.chains = Chains(core, machine, versions)
-        self.storing = Storing(core, machine, self.registrations)
 
     # -- register -----------------------------------------------------------------------------
 
@@ -223,7 +221,7 @@ class Registry:
             self._refuse(model, error)
             return
         self._versions.announce(model)
-        self.storing.order(model)
+        self._store_again(model)
         for device in devices:
             device.plans.found(device.state.replicas[model.name], profiles)
 
@@ -241,6 +239,32 @@ class Registry:
             f'version {current.version} of "{model.base}" has these weights'
         )
         self._refuse(model, same)
+
+    def _store_again(self, model: Model) -> None:
+        """Send the load order to a daemon that is ready: one writes for all. There may be none."""
+        assert model.manifest is not None
+        registration = self.registrations[model.name]
+        ready = (d.state for d in self._machine.devices if d.state.daemon.is_ready)
+        device = next(ready, None)
+        registration.storing = None if device is None else device.index
+        if device is None:
+            return
+        device.daemon.tell(
+            StoreModel(
+                model=model.name,
+                epoch=registration.build_epoch,
+                directory=self._core.settings.program_dir(model.manifest.digest),
+                store_offset_bytes=model.store_offset_bytes,
+                size_bytes=model.manifest.total_bytes,
+            )
+        )
+
+    def store_from(self, device: int | None) -> None:
+        """Send again what that daemon was storing when it died; None: what no daemon stores."""
+        for model in self._machine.models.values():
+            is_storing = model.state.state is ModelState.STORING
+            if is_storing and self.registrations[model.name].storing == device:
+                self._store_again(model)
 
     def stored(self, message: ModelStored) -> None:
         """Make a stored model ready: its requests may be dispatched."""

@@ -46,8 +46,7 @@ class Fleet:
 
     def daemon_ready(self, pid: int) -> None:
         device = self._device
-        device.daemon.is_ready = True
-        device.daemon.pid = pid
+        device.daemon.is_ready, device.daemon.pid = True, pid
         device.publish("worker.daemon_ready", pid=pid)
 
     def daemon_died(self, status: int) -> None:
@@ -60,9 +59,8 @@ class Fleet:
         A device whose daemon died too often is given up.
         """
         core, device = self._core, self._device
-        device.daemon.is_ready = False
+        device.daemon.is_ready = self.is_daemon_alive = False
         device.daemon.pid = 0
-        self.is_daemon_alive = False
         self._daemon_deaths += 1
         core.counts["daemon_restarts"] += 1
         device.publish("worker.daemon_died", status=status)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 from ...base.errors import PipeSwitchError
 from ...ipc.messages.base import Epoch, JobName, ModelName, SlabTensor, Slot, Turn
 from ...ipc.messages.daemon import TransmitEnded
@@ -303,30 +305,16 @@ class JobSpec:
 
     @classmethod
     def from_row(cls, name: JobName, row: Mapping[str, Any]) -> JobSpec:
-        """Read what the journal has of a job.
-
-        Raises:
-            ValueError, TypeError, KeyError: not a job of ours.
-        """
-        return cls(
-            name,
-            str(row["entry"]),
-            tuple(map(str, row["args"])),
-            int(row["priority"]),
-            str(row["tenant"]),
-            str(row.get("share", "")),
-            tuple(map(str, row.get("devices", ()))),
-            tuple((str(key), str(value)) for key, value in row.get("defaults", ())),
-        )
+        """Read a job of the journal. Raises msgspec.ValidationError: it is not one."""
+        return msgspec.convert({**row, "name": name}, cls)
 
     @property
     def row(self) -> dict[str, Any]:
         """Row of the job in the journal (``from_row``)."""
         return {
-            "name": self.name, "entry": self.entry, "args": list(self.args),
-            "priority": self.priority, "tenant": self.tenant, "share": self.share,
-            "devices": list(self.devices), "defaults": list(self.defaults),
-        }  # fmt: skip
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in vars(self).items()
+        }
 
     @property
     def group(self) -> str:
@@ -350,8 +338,7 @@ class JobProgress:
     deaths_without_progress: int = 0
     stops_missed: int = 0  # graces in a row that it used up: it did not stop, or did not leave
     missed_at: int = 0  # suspensions by the last one
-    beside: dict[str, object] = field(default_factory=dict)  # the job whose turn began before its
-    # last one, and how long before
+    beside: dict[str, object] = field(default_factory=dict)  # whose turn began before its last one
     last_log: dict[str, object] = field(default_factory=dict)
     error: str = ""
     why: str = ""
@@ -433,11 +420,7 @@ class Job:
         return (self.sent_to,) if self.sent_to else self.spec.devices
 
     def view(self, now_ms: float) -> JobView:
-        """Return what job orders see.
-
-        Args:
-            now_ms: the end so far of the cycle that it is in; 0: it has not the device.
-        """
+        """Return what job orders see at ``now_ms``; 0: the job does not have the device."""
         progress, timing = self.progress, self.timing
         left_s = progress.steps_left / progress.steps_per_s if progress.steps_per_s else 0.0
         return JobView(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ...base import errors
 from ..core import Core, takes
@@ -83,7 +82,7 @@ class JobRequests:
             except errors.HostStoreFull:
                 self._jobs.remove(job)
                 raise
-        core.emit(Journal(entry=_accepted(spec), accepts=(event.token,)))
+        core.emit(Journal(entry={"kind": "job", **spec.row}, accepts=(event.token,)))
         self._jobs.publish(job, "job.submitted", entry=job.spec.entry)
         if event.is_paused:
             job.state.apply(TaskEvent.PAUSE, "as where it came from")
@@ -142,7 +141,7 @@ class JobRequests:
             elif job.memory.persisted_step >= 0 and not job.memory.commit_slot_bytes:
                 self._core.emit(LoadCommits(asked=event))  # its area was given back
                 return
-            self._core.emit(Journal(entry=_accepted(job.spec)))
+            self._core.emit(Journal(entry={"kind": "job", **job.spec.row}))
             job.progress.error, job.timing.ended_at_ms = "", 0.0
             job.progress.deaths_without_progress = 0
         _check_live(job, but=TaskState.FAILED)
@@ -222,11 +221,6 @@ class JobRequests:
             self._jobs.changed(job)
         else:
             job.wanted = "pause" if action == "pause" else "cancel"  # Training evicts it
-
-
-def _accepted(spec: JobSpec) -> dict[str, Any]:
-    """Return the journal's entry of a job that is to run."""
-    return {"kind": "job", **spec.row}
 
 
 def _check_live(job: Job, but: TaskState | None = None) -> None:

@@ -145,7 +145,7 @@ class Jobs:
         none).
 
         Raises:
-            ValueError, TypeError, KeyError: not a valid record.
+            ValueError, TypeError, KeyError, msgspec.ValidationError: not a record of ours.
         """
         state = TaskState(record["state"])
         if state not in TASK_FINAL:

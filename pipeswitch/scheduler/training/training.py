@@ -230,8 +230,7 @@ class Training:
         self._device.owner.train(job.spec.name, job.state.state.value)
         if self._ranking.order.shares:
             job.progress.beside = self._beside(job)
-        job.timing.cycle_began_at_ms = self._core.now_ms
-        job.timing.last_ran_at_ms = self._core.now_ms
+        job.timing.cycle_began_at_ms = job.timing.last_ran_at_ms = self._core.now_ms
         self._core.touched |= TURN | JOBS | WORKERS
         self._core.look_again(job.timing.cycle_began_at_ms + job.timing.cycle_left_ms, JOBS)
 
@@ -487,8 +486,7 @@ class Training:
         worker.retired_at_ms = self._core.now_ms
         self._device_left(job)
         job.slot, job.is_away, job.memory.is_blocked = None, False, False
-        job.memory.lease_asked_bytes = 0
-        job.memory.lease_bytes = 0
+        job.memory.lease_bytes = job.memory.lease_asked_bytes = 0
         job.progress.step = max(job.progress.step, message.step)
         if message.outcome == "done":
             job.state.apply(TaskEvent.FINISHED, "script ended")
