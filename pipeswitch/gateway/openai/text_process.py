@@ -24,6 +24,7 @@ from ...base.errors import InvalidInput
 from ...programs.decoding import generating
 from ...programs.decoding.answer import Ending
 from ...programs.decoding.generating import (
+    LONGEST,
     TOO_LONG,
     Facts,
     Generating,
@@ -194,7 +195,7 @@ def check_length(prompt: str | list[int], context: int) -> None:
 
 def _too_long(what: str, context: int) -> InvalidInput:
     return InvalidInput(
-        f"a prompt of {what} does not fit: prompt and answer have at most {context} tokens",
+        f"a prompt of {what} does not fit: {LONGEST.format(context)}",
         code=TOO_LONG,
     )
 

@@ -21,6 +21,7 @@ from .generation import COUNT, IDS, MOST_STEPS, USED, tokenizer_json
 from .sampling import Options, Sampling
 
 TOO_LONG: Final = "context_length_exceeded"  # OpenAI's word, by which clients shorten a chat
+LONGEST: Final = "this model's maximum context length is {} tokens"  # others read OpenAI's text
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,10 +81,11 @@ class Generating:
         sampling.check()
         ending.check()
         if not 0 < len(prompt) < facts.context:
-            raise InvalidInput(
-                f"a prompt of {len(prompt)} tokens: the model takes 1 to {facts.context - 1}",
-                **({"code": TOO_LONG} if prompt else {}),
-            )
+            count, context = len(prompt), facts.context
+            words = f"a prompt of {count} tokens: the model takes 1 to {context - 1}"
+            if not count:
+                raise InvalidInput(words)
+            raise InvalidInput(f"{words}; {LONGEST.format(context)}", code=TOO_LONG)
         if odd := [
             one for one in prompt if type(one) is not int or not 0 <= one < facts.vocabulary
         ]:
