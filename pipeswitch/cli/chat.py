@@ -126,8 +126,6 @@ def options(command: Any) -> Any:
     for option in (
         click.option("--system", default="", metavar="TEXT", help="What the chat begins with."),
         click.option("--temperature", type=float, help="0: always the likeliest token."),
-        click.option("--top-p", type=float, help="Probability that the candidates have together."),
-        click.option("--seed", type=int, help="The same seed gives the same answers."),
         click.option("--max-tokens", type=int, help="Maximum length of an answer."),
         common.http_option,
         common.token_option,

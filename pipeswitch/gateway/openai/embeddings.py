@@ -46,17 +46,12 @@ async def embedded(answers: Answers, caller: Standing, head: Head, asked: Embed)
         works = [_row(answers, caller, head, asked.model, facts, one) for one in some]
         rows += await asyncio.gather(*works)
     count, is_text = sum(tokens for tokens, _ in rows), asked.encoding_format == "base64"
-    data = [
-        base64.b64encode(row.tobytes()).decode() if is_text else row.tolist() for _, row in rows
-    ]
-    return {
-        "object": "list",
-        "model": asked.model,
-        "data": [
-            {"object": "embedding", "index": n, "embedding": one} for n, one in enumerate(data)
-        ],
-        "usage": {"prompt_tokens": count, "total_tokens": count},
-    }
+    data = []
+    for index, (_, row) in enumerate(rows):
+        one = base64.b64encode(row.tobytes()).decode() if is_text else row.tolist()
+        data.append({"object": "embedding", "index": index, "embedding": one})
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    return {"object": "list", "model": asked.model, "data": data, "usage": usage}
 
 
 async def _row(
@@ -73,8 +68,7 @@ async def _row(
         if isinstance(talk, Talk):
             answers.texts.leave(talk)
     tokens = np.array([ids], np.int64)
-    given = {"input_ids": tokens, "attention_mask": np.ones_like(tokens)}
-    inputs, frames, _ = to_frames(given)
+    inputs, frames, _ = to_frames({"input_ids": tokens, "attention_mask": np.ones_like(tokens)})
     outputs, _ = await answers.service.infer(
         caller, model, str(facts.version), InferRequest(id="", inputs=inputs, frames=frames),
         head.headers, head.peer,

@@ -23,6 +23,7 @@ from ...base.codec import encode_msgpack
 from ...base.errors import InvalidInput
 from ...programs.decoding.answer import Answer, Ending
 from ...programs.decoding.generating import (
+    LONGEST,
     TOO_LONG,
     Facts,
     Token,
@@ -179,7 +180,7 @@ def check_length(prompt: str | list[int], context: int) -> None:
 
 def _too_long(what: str, context: int) -> InvalidInput:
     return InvalidInput(
-        f"a prompt of {what} does not fit: prompt and answer have at most {context} tokens",
+        f"a prompt of {what} does not fit: {LONGEST.format(context)}",
         code=TOO_LONG,
     )
 

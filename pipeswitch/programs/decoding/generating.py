@@ -14,6 +14,7 @@ from .generation import tokenizer_json
 from .sampling import Options, Sampling
 
 TOO_LONG: Final = "context_length_exceeded"  # OpenAI's word, by which clients shorten a chat
+LONGEST: Final = "this model's maximum context length is {} tokens"  # others read OpenAI's text
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,10 +52,10 @@ def ending_of(facts: Facts, prompt: Sequence[int], ending: Ending) -> Ending:
     ending.check()
     count = len(prompt)
     if not 0 < count < facts.context:
-        raise InvalidInput(
-            f"a prompt of {count} tokens: the model takes 1 to {facts.context - 1}",
-            **({"code": TOO_LONG} if prompt else {}),
-        )
+        words = f"a prompt of {count} tokens: the model takes 1 to {facts.context - 1}"
+        if not count:
+            raise InvalidInput(words)
+        raise InvalidInput(f"{words}; {LONGEST.format(facts.context)}", code=TOO_LONG)
     if odd := [one for one in prompt if type(one) is not int or not 0 <= one < facts.vocabulary]:
         raise InvalidInput(f"{odd[0]!r:.40} is no token from 0 to {facts.vocabulary - 1}")
     most = min(ending.max_new_tokens, facts.context - count)
