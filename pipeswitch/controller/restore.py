@@ -16,7 +16,7 @@ from ..ipc.messages.base import JobName, ModelName
 from ..programs.interface.chains import Chain
 from ..programs.interface.signature import parse_input, parse_states
 from ..programs.spec import devices_of, stage_of
-from ..scheduler.events import Answer, ChainAsked, RegisterAsked, Token
+from ..scheduler.events import Answer, ChainAsked, Event, RegisterAsked, Token
 from ..scheduler.state.records import JobSpec
 from ..scheduler.state.versions import split_name
 from ..scheduler.training.jobs import RestoredJob
@@ -132,7 +132,7 @@ def _restore_ended(server: Server, name: str, entry: Entry, _: Token) -> None:
     jobs.restore_ended(JobName(name), entry["record"], step)
 
 
-def configured(token: Token, model: ModelConfig) -> RegisterAsked:
+def configured(token: Token, model: ModelConfig) -> Event:
     """Return the registration of a ``[[model]]``: its own names and values, and parsed inputs.
 
     Raises:
@@ -148,6 +148,4 @@ def configured(token: Token, model: ModelConfig) -> RegisterAsked:
         raise InvalidInput(
             f'{request.source} needs weights = "pretrained", "random:SEED" or a file'
         )
-    event = registration(token, name, request)
-    assert isinstance(event, RegisterAsked)  # its source is not empty
-    return event
+    return registration(token, name, request)
