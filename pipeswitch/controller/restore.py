@@ -9,14 +9,14 @@ import logging
 import msgspec
 
 from ..base.config import ModelConfig
-from ..base.errors import ConfigError, InvalidInput, PipeSwitchError
+from ..base.errors import InvalidInput, PipeSwitchError
 from ..commits.progress import SUFFIX, read_life
 from ..frontend.registration import registration
 from ..ipc.messages.base import JobName, ModelName
 from ..programs.interface.chains import Chain
 from ..programs.interface.signature import parse_input, parse_states
 from ..programs.spec import devices_of, stage_of
-from ..scheduler.events import Answer, ChainAsked, RegisterAsked, Token
+from ..scheduler.events import Answer, ChainAsked, Event, RegisterAsked, Token
 from ..scheduler.state.records import JobSpec
 from ..scheduler.state.versions import split_name
 from ..scheduler.training.jobs import RestoredJob
@@ -132,7 +132,7 @@ def _restore_ended(server: Server, name: str, entry: Entry, _: Token) -> None:
     jobs.restore_ended(JobName(name), entry["record"], step)
 
 
-def configured(token: Token, model: ModelConfig) -> RegisterAsked:
+def configured(token: Token, model: ModelConfig) -> Event:
     """Return the registration of a ``[[model]]``: its own names and values, and parsed inputs.
 
     Raises:
@@ -148,7 +148,4 @@ def configured(token: Token, model: ModelConfig) -> RegisterAsked:
         raise InvalidInput(
             f'{request.source} needs weights = "pretrained", "random:SEED" or a file'
         )
-    event = registration(token, name, request)
-    if not isinstance(event, RegisterAsked):  # without a source it would be a version's
-        raise ConfigError(f"model {name!r} has no source")
-    return event
+    return registration(token, name, request)
