@@ -396,7 +396,7 @@ class Frontend:
             what = f'{pending.op} of "{pending.model}", which is another client\'s,'
             refusal = client.standing.refusal(Role.OPERATE, what)
             answer = ev.Answer(token=answer.token, error=refusal)
-        elif verb.of_model and isinstance(answer.error, ModelNotFound):
+        elif verb.of_model and isinstance(answer.error, ModelNotFound) and not answer.error.data:
             error = admission.model_not_found(pending.model, self.inference.models.current)
             answer = ev.Answer(token=answer.token, error=error)
         if answer.more:

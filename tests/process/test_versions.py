@@ -229,12 +229,14 @@ def test_a_jobs_parameters_become_the_next_version_and_the_old_one_can_come_back
     assert rows[3]["source"] == "job:small-3@3"
     (row,) = client.models()
     assert (row["name"], row["version"], row["current"]) == ("small", 3, True)
-    with pytest.raises(InvalidInput, match="it has 2, 3"):
+    with pytest.raises(ModelNotFound, match="it has 2, 3"):
         client.infer("small", x, version=1)
     for version in (2, 3):
         answer = next(iter(client.infer("small", x, version=version).outputs.values()))
         assert tools.is_bit_equal(answer, plain[version])
 
+    with pytest.raises(ModelNotFound, match="it has 2, 3"):
+        client.rollback("small", 7)
     assert client.rollback("small")["version"] == 2
     assert client.infer("small", x).timing.version == 2
     assert client.show("small", version=3)["current"] is False
