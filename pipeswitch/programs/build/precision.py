@@ -38,6 +38,7 @@ MAX_ERROR: Final = {"fast": 1e-3, "bf16": 5e-2, "int8": 1e-1}
 GROSS_ERROR: Final = 0.1  # of the largest output on average: no option lets a form be this wrong
 MAX_SHAPES: Final = 6  # at which the two forms are compared
 SEVERAL: Final = 8  # rows of a batch at which they are timed
+MOST_ROWS: Final = 16  # of a batch at which they are compared: more take long and show nothing new
 SEEDS: Final = (1, 2)  # of further inputs that they are compared on, at the example's shape
 
 
@@ -131,7 +132,13 @@ def _shapes(manifest: Manifest, is_decoder: bool) -> list[Values]:
     for dim in manifest.dims:
         if dim.name == BATCH and example[BATCH] != (several := min(SEVERAL, dim.high)):
             shapes.append({**example, BATCH: several})
-    shapes += [values for values in corners(manifest.dims) if values not in shapes]
+    dims = [
+        msgspec.structs.replace(dim, high=max(dim.low, min(dim.high, MOST_ROWS)))
+        if dim.name == BATCH
+        else dim
+        for dim in manifest.dims
+    ]
+    shapes += [values for values in corners(dims) if values not in shapes]
     return shapes[:MAX_SHAPES]
 
 
