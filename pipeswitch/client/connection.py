@@ -83,7 +83,9 @@ class Connection(Calls):
         self._posts: deque[Callable[[], None]] = deque()
         self._poller.register(self._wake, select.POLLIN)
         self._is_closing = False
-        self._lock = threading.Lock()  # of _is_closing against late posts
+        # Of _is_closing against late posts. A collected answer cancels its request, wherever the
+        # thread is.
+        self._lock = threading.RLock()
         self._role = threading.Lock()  # its holder owns socket, link, poller and calls
         self._holder = 0  # the thread that has it
         self._needed = threading.Event()  # the background thread must take the role

@@ -85,8 +85,9 @@ class Generated(Iterator[Token]):
         self.first_token_ms = 0.0
         self.timing: Bill | None = None
         self.usage: dict[str, Any] = {}
-        self._future = begin(self._replies.put)
-        self._future.add_done_callback(lambda _: self._replies.put(None))
+        put = self._replies.put  # nothing else may hold an answer that its caller has dropped
+        self._future = begin(put)
+        self._future.add_done_callback(lambda _: put(None))
         self._wait()  # the first reply says that it is accepted
 
     @property

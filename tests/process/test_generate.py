@@ -215,6 +215,24 @@ def test_what_a_conversation_has_computed_is_not_computed_again(
         ids += [*answer.tokens, 5, 6]
 
 
+def test_an_answer_that_is_dropped_or_closed_ends_on_the_server(running: Checked) -> None:
+    client = running.client
+    before = running.stats()["inference"]
+    answer = client.generate("chat", [1, 2, 3], max_new_tokens=300)
+    assert next(answer)
+    del answer  # its last reference
+    with client.generate("chat", [1, 2, 4], max_new_tokens=300) as answer:
+        next(answer)
+    until(lambda: client.sequences() == [], "both are gone")
+    until(lambda: running.stats()["inference"]["in_flight"] == 0, "both are answered")
+    now = running.stats()["inference"]
+    assert now["accepted"] - before["accepted"] == 2
+    whole = client.generate("chat", [1, 2, 3], max_new_tokens=9)
+    assert len([*whole]) == whole.usage["completion_tokens"] == 9
+    assert whole.timing is not None
+    assert whole.timing.total_ms >= whole.timing.compute_ms > 0.0
+
+
 def test_what_cannot_be_generated_is_said(running: Checked) -> None:
     client = running.client
     client.register("plain", torch.nn.Linear(4, 4), example_inputs=torch.zeros(2, 4))
