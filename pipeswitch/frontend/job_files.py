@@ -1,4 +1,4 @@
-"""Pieces of what a job keeps in files, as clients page through it: log, history, state."""
+"""Pieces of a job's files for clients that page through them: log, history, state."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _nothing(kind: str, name: JobName) -> ModelNotFound:
 
 
 def whole_characters(data: bytes) -> int:
-    """Length of ``data`` without a UTF-8 character that is cut off at its end."""
+    """Return the length of ``data`` without a UTF-8 character that is cut off at its end."""
     for back in range(1, min(4, len(data) + 1)):
         byte = data[-back]
         if byte & 0xC0 == 0x80:

@@ -1,4 +1,4 @@
-"""The world around the real scheduler: its commands are performed, its questions answered."""
+"""World around the real scheduler: performs its commands, answers its queries."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def key_of(device: int, slot: Slot) -> Slot:
 
 
 class World:
-    """One server's life around a scheduler that has not begun yet.
+    """Life of one server around a scheduler that has not begun yet.
 
     ``scene``, ``device`` and ``daemon`` are of the first device; there may be more.
 
     Args:
-        is_checked: whether ``Scheduler.check`` is asked after each event; it looks at everything.
+        is_checked: whether ``Scheduler.check``, a full scan, runs after each event.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class World:
     # -- by the clock --------------------------------------------------------------------------
 
     def run(self, until_ms: float = math.inf) -> None:
-        """Let happen what is due, in order, until nothing is any more or it is ``until_ms``."""
+        """Run the due entries in order, until none is left or it is ``until_ms``."""
         clock, everywhere = self.clock, range(len(self.scenes))
         self._touched.update(everywhere)
         while self.left is None:
@@ -114,13 +114,13 @@ class World:
     # -- move by move --------------------------------------------------------------------------
 
     def moves(self) -> list[Move]:
-        """Everything that may happen next, the clients' wishes, faults and time apart."""
+        """Return every move that may happen next, without clients' requests, faults and time."""
         if self.left is not None:
             return []
         return [move for process in self.processes() for move in process.moves()]
 
     def make(self, move: Move) -> None:
-        """Let it happen now."""
+        """Execute a move now."""
         self._do(move.act)
 
     def pass_time(self, ms: float) -> None:
@@ -128,7 +128,7 @@ class World:
         self.handle(ev.Tick())
 
     def to_next_wakeup(self) -> bool:
-        """The clock goes to where the scheduler wants to look again; False when it does not."""
+        """Advance the clock to the scheduler's next wakeup. False: there is none."""
         due_ms = self.scheduler.next_wakeup_ms()
         if due_ms is None or self.left is not None:
             return False
@@ -138,7 +138,7 @@ class World:
     # -- events in, commands out ---------------------------------------------------------------
 
     def handle(self, event: ev.Event) -> None:
-        """One event into the scheduler, its commands into this world."""
+        """Pass one event to the scheduler, and its commands to this world."""
         self.story.append((self.now_ms, ">", event))
         self._do(partial(self._handle, event))
 
@@ -150,7 +150,7 @@ class World:
             self._handle(self._asked_again.pop())
 
     def _do(self, act: Act) -> None:
-        """One act, and what must hold after it; an error gets a note of what led to it."""
+        """Execute an act and check the invariants; an error gets a note with earlier events."""
         try:
             act()
             self.require_one()
@@ -231,7 +231,7 @@ class World:
                 pass
 
     def new_worker(self, address: ev.Address) -> SimulatedWorker:
-        """The process in a slot."""
+        """Return a new process for a slot."""
         scene = self.scenes[address.device]
         return SimulatedWorker(address, scene, self.from_process, self.reap_worker)
 
@@ -240,15 +240,15 @@ class World:
         return SimulatedDaemon(address, scene, self.from_process, self.reap_daemon)
 
     def workers_of(self, index: int) -> list[SimulatedWorker]:
-        """The processes in a device's slots."""
+        """Return the processes in a device's slots."""
         return [worker for worker in self.workers.values() if worker.scene.index == index]
 
     def new_area(self, job: JobName) -> SimulatedArea:
-        """A job's commit area."""
+        """Return a new commit area for a job."""
         return SimulatedArea()
 
     def processes(self) -> Iterator[Process]:
-        """All that may still do or say something."""
+        """Yield every process that may still act or send."""
         yield from list(self.workers.values())
         yield from list(self.dying)
         yield from self.ghosts
@@ -256,7 +256,7 @@ class World:
         yield from self.builders
 
     def users(self, index: int) -> list[User]:
-        """Every range of a device that is read or written now, and by whom."""
+        """Return every range of a device that is read or written now, and its user."""
         found = [user for worker in self.workers_of(index) for user in worker.users()]
         daemon = self.daemons.get(index)
         return found + daemon.users() if daemon is not None else found
@@ -332,7 +332,8 @@ class World:
         worker.hear(command.channel, command.message)
 
     def _require_one_writer(self, order: RunInference) -> None:
-        """A reply is written by one process at a time, whichever devices it was dispatched on."""
+        """Require that one process at a time writes a reply, on whichever devices it was
+        dispatched."""
         written = _replies_of(order)
         for other in (*self.workers.values(), *self.dying):
             for one in other.orders if other.runs else ():
