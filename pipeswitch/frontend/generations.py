@@ -336,7 +336,7 @@ class Generations:
             self.look_again()
 
     def _goes_on(self, one: Pending) -> bool:
-        """Return whether the generation no longer waits."""
+        """Return True if the generation no longer waits."""
         generation = _of(one)
         try:
             run = self._prepared(generation, one.token)

@@ -65,7 +65,7 @@ class Arrival(msgspec.Struct, kw_only=True, eq=False):
         body.done()
 
     def read_asker(self, body: Body) -> None:
-        """Read who asks, and for which version. Raises InvalidInput, PermissionDenied."""
+        """Read the caller and the version. Raises InvalidInput, PermissionDenied."""
         self.version = body.count("version", 0)
         self.connection = admission.address_of(body, self.caller) or self.connection
         self.caller = admission.tenant_of(body, self.caller)

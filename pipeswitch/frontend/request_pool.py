@@ -252,10 +252,10 @@ class RequestPool:
     # ---- bytes ---------------------------------------------------------------------------------
 
     def fill(self, tensors: Sequence[SlabTensor], payload: Sequence[Any], tenant: str = "") -> None:
-        """Copy each tensor's buffer to its place, and clear what lies between and behind them.
+        """Copy each tensor's buffer to its place, and clear the bytes between and after them.
 
-        A worker's kernels reach whole pages: all that they hold is this request's, then. Any
-        thread may, and numpy releases the interpreter lock meanwhile.
+        A worker's kernels can read whole pages, so these must hold only this request's bytes.
+        Any thread may call this; numpy releases the interpreter lock during the copy.
         """
         file = self._files[tenant]
         filled_end = tensors[0].offset_bytes if tensors else 0

@@ -501,7 +501,7 @@ class Listing:
 
 
 def _is_batch_invariant(manifest: Manifest) -> bool | None:
-    """Return whether each row of a batch has the bits of the row alone; None: not measured."""
+    """Return True if each row of a batch has the bits of the row alone; None: not measured."""
     if manifest.precision is not None:
         return manifest.precision.is_batch_invariant
     return None if manifest.batching is None else manifest.batching.is_exact

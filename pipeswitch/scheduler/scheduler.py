@@ -405,7 +405,7 @@ class Scheduler:
     # -- invariants ---------------------------------------------------------------------------
 
     def check_settled(self) -> None:
-        """Assert that nothing was forgotten: each part, asked out of turn, has nothing to do."""
+        """Assert that nothing was forgotten: each part, called out of turn, has nothing to do."""
         core = self.core
         for part in self._parts if not core.has_left else ():
             known = len(core.wakeups)

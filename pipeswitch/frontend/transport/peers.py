@@ -183,7 +183,7 @@ class StreamPeer(Connection):
     # ---- out -----------------------------------------------------------------------------------
 
     def transmit(self, outgoing: Outgoing) -> bool:
-        """Send a message, or go on with it; False: not all has left, call again with the same.
+        """Send a message, or the rest of it. False: not all has left, call again with the same one.
 
         Raises:
             OSError: it is gone.

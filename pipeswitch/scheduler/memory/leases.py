@@ -229,7 +229,7 @@ class Leases:
             self._device.send(job.slot, granted, "signal", commits_of=job.spec.name)
 
     def may_grant(self, job: Job) -> bool:
-        """Return whether a job waits for memory other than that of pinned models."""
+        """Return True if a job waits for memory other than that of pinned models."""
         return self._arena.can_ever_hold(job.memory.lease_asked_bytes)
 
     def who_leaves_for(self, job: Job) -> Job | None:

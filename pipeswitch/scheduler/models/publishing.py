@@ -181,7 +181,7 @@ class Publishing:
 
     @staticmethod
     def _may_begin(one: Publication, line: list[Publication]) -> bool:
-        """Return whether its commit may be copied, if that is there."""
+        """Return True if its commit may be copied, if that is there."""
         begun = [other for other in line if other.stage != "waits"]
         if one.is_script:
             return len(begun) <= MOST_COPIES  # the first of them is built, or is about to be

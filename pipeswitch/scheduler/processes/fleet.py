@@ -181,9 +181,9 @@ class Fleet:
     # -- warm programs ------------------------------------------------------------------------
 
     def _prepare_idle(self) -> None:
-        """One program at a time per standby, while no request waits.
+        """Prepare one program at a time per standby, while no request waits.
 
-        A program may take seconds to load, and its worker takes no task meanwhile: so where two
+        A program may take seconds to load, and its worker takes no task until then: so where two
         workers are free, one of them always stays ready for the next request.
         """
         core, device = self._core, self._device

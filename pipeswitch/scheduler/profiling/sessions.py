@@ -286,7 +286,7 @@ def _busy(who: str, hint: str = "run it while no client sends requests") -> erro
 
 
 def _is_at_rest(state: DeviceState) -> bool:
-    """Return whether a worker is free and no process starts, cleans up or loads a program."""
+    """Return True if a worker is free and no process starts, cleans up or loads a program."""
     rests = (WorkerState.STANDBY, WorkerState.DEAD)
     workers = state.workers.values()
     return (
@@ -297,7 +297,7 @@ def _is_at_rest(state: DeviceState) -> bool:
 
 
 def _is_copied_still(replica: Replica, measured: MeasuredRun) -> bool:
-    """Return whether the end of the run's copy is not reported yet."""
+    """Return True if the end of the run's copy is not reported yet."""
     is_cold = not measured.activation.was_resident
     is_same = replica.residency_epoch == measured.activation.residency_epoch
     return is_cold and is_same and replica.is_being_sent

@@ -109,8 +109,8 @@ def begins_at_ms(device: DeviceState, replica: Replica, batch: Batch) -> float:
 
 
 def waits_for_run(device: DeviceState, replica: Replica, batch: Batch) -> bool:
-    """Return whether those of the model's current run, or of the one that ended in this moment, may
-    still join: a dispatched run takes no more."""
+    """Return True if requests of the model's current run, or of the one that has just ended, may
+    still join this batch: a dispatched run takes no more requests."""
     running = device.owner.running
     is_same = running is not None and running.model == replica.name
     returning = (

@@ -90,7 +90,7 @@ class Endings:
             core.emit(RunEnded(answers=tuple(more)))
 
     def _has_chosen(self, task: Activation, tokens: Sequence[Sequence[int]]) -> bool:
-        """Return whether a worker chose as many tokens for each request as it might."""
+        """Return True if a worker chose as many tokens for each request as it might."""
         requests = self._requests(task)
         return len(tokens) == len(requests) and all(
             one.choosing is None or one.choosing.allows(chosen)

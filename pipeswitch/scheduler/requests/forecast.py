@@ -167,7 +167,7 @@ def _runs(device: DeviceState, model: ModelName, rows: int, count: int) -> int:
 
 
 def is_refused(device: DeviceState, request: Request) -> bool:
-    """Return whether a new request would be late, or would make an accepted request of its caller
+    """Return True if a new request would be late, or would make an accepted request of its caller
     late that would be in time without it."""
     sorts_by = device.core.judge.sorts_by
     if not sorts_by or not _is_asked(device, request):
@@ -207,7 +207,7 @@ def waits_for_copy_ms(device: DeviceState, request: Request) -> float:
 
 
 def fits_in(device: DeviceState, request: Request, idle_ms: float) -> bool:
-    """Return whether a request's run is known to end in that time; false for one that may be
+    """Return True if a request's run is known to end in that time; false for one that may be
     joined."""
     run_ms = sum(_run_ms(device, request.model, request.batch))
     is_joined = device.replicas[request.model].built.batching is not None

@@ -183,7 +183,7 @@ class FairQueue(Generic[S]):
             self._forget(oldest)
 
     def _has_nothing(self, share: S, now_ms: float) -> bool:
-        """Return whether a new member would have the same turns as this idle one."""
+        """Return True if a new member would have the same turns as this idle one."""
         return not share.running and self._ahead_ms(share) <= 0.0
 
     def _ahead_ms(self, share: S) -> float:
@@ -273,7 +273,7 @@ class Accounts(FairQueue[Account]):
         return False
 
     def _has_nothing(self, share: Account, now_ms: float) -> bool:
-        """Return whether only the used time of an account must be kept: it was idle for longer than
+        """Return True if only the used time of an account must be kept: it was idle for longer than
         its lead over the others, and has no penalty."""
         away_from_ms = share.seen_at_ms + max(self._max_wait_ms, self._ahead_ms(share))
         held_until_ms = max(away_from_ms, share.rests_until_ms, share.barred_until_ms)

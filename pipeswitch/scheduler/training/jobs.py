@@ -321,7 +321,7 @@ class Jobs:
 
     @property
     def is_quiet(self) -> bool:
-        """No job is on a worker."""
+        """True if no job is on a worker."""
         return not any(job.state.state in TASK_ON_WORKER for job in self)
 
 
