@@ -53,8 +53,7 @@ class Admitted:
 
 
 def priority_number(name: str, default: int) -> int:
-    """Return a priority's number, 0 the most urgent; an empty name means the model's
-    ``default``."""
+    """Return a priority's number, 0 the most urgent; an empty name means ``default``."""
     if not name:
         return default
     if name not in PRIORITIES:
@@ -72,8 +71,7 @@ def deadline_at_ms(deadline_ms: float, now_ms: float) -> float:
 
 
 def find_version(name: str, version: int, known: Mapping[tuple[str, int], Announce]) -> Announce:
-    """Return an announced version of a model. InvalidInput: it does not exist; the text lists
-    versions."""
+    """Return an announced version of a model, or raise InvalidInput with the known versions."""
     found = known.get((name, version))
     if found is None:
         present = ", ".join(str(number) for base, number in sorted(known) if base == name)

@@ -26,8 +26,8 @@ def begins(announced: Announce, models: Mapping[str, Announce]) -> Announce:
 
 
 def run_of(chain: Chain, event: InferArrived, priority: int | None, pending: Pending) -> Run:
-    """Return the run of a request whose inputs are, or will be, in its room, which the run now
-    owns."""
+    """Return the run of a request whose inputs are, or will be, in its room; the run owns it
+    now."""
     values = {one.name: one for one in event.inputs}
     rooms = [(pending.room, values.keys())] if pending.room is not None else []
     pending.room = None

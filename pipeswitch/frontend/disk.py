@@ -36,8 +36,7 @@ class Disk:
     # ---- whose it is -------------------------------------------------------------------------
 
     def keep_program(self, model: str, digest: str, tenant: str) -> None:
-        """Charge the tenant for a registered model's program; several tenants may pay for one
-        program."""
+        """Charge the tenant for a model's program; several tenants may pay for the same one."""
         with self._lock:
             self._programs[model] = (digest, tenant)
 
@@ -56,16 +55,14 @@ class Disk:
             return {digest for digest, _ in self._programs.values()}
 
     def keep_upload(self, file_name: str, tenant: str) -> None:
-        """Charge the tenant for an upload from its first byte. Older files count only toward the
-        total."""
+        """Charge the tenant for an upload from its first byte; older files count only in total."""
         with self._lock:
             self._uploads[file_name] = tenant
 
     # ---- how much ----------------------------------------------------------------------------
 
     def left_bytes(self, tenant: str, program: str = "") -> int:
-        """Return the bytes that may be written for this tenant; the owner has only the total
-        limit.
+        """Return the bytes that this tenant may write; the owner has only the total limit.
 
         A ``program`` (its digest) on the disk counts as this tenant's. Below 0: over the limit.
         """

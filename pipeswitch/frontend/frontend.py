@@ -71,8 +71,7 @@ Posted = ev.Answer | ev.RunEnded | ev.Publish | ev.Announce | ev.Retract | ev.Lo
 
 
 class Frontend:
-    """All client traffic of one server. Everything but ``_call_soon`` belongs to the loop's
-    thread.
+    """All client traffic of one server. All but ``_call_soon`` belongs to the loop's thread.
 
     ``open`` binds, ``watch`` names the descriptors to wait for; then, after each wait of at most
     ``wait_s``, ``step`` does the pending work. ``close`` answers the remaining requests.
@@ -295,8 +294,7 @@ class Frontend:
     def _refuse(
         self, peer: StreamPeer, client: Client | None, request_id: str, error: PipeSwitchError
     ) -> None:
-        """Reply with a typed error if there is a request id; otherwise count and drop the
-        message."""
+        """Reply with a typed error if there is a request id; else count and drop the message."""
         if isinstance(error, RemoteProtocolError):
             self.sessions.complaints.add(peer.standing.tenant, error)
         if not request_id:

@@ -246,8 +246,7 @@ class Generations:
     def _keep(
         self, generation: Generation, pending: Pending, answer: Answer
     ) -> PipeSwitchError | None:
-        """Append the rows and tokens of a run; return an error if the worker's claims are
-        impossible."""
+        """Append a run's rows and tokens; return an error if the worker's claims are impossible."""
         held, room, tokens = generation.held, generation.room, answer.body["tokens"]
         rows = answer.outputs[0] if len(answer.outputs) == 1 else None
         count = generation.new_rows(len(tokens))

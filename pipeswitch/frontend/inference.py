@@ -267,8 +267,8 @@ class Inference:
         self.copier.put(copy, lambda error: self.call_soon(functools.partial(then, error)))
 
     def _copied(self, pending: Pending, event: InferArrived, error: PipeSwitchError | None) -> None:
-        """Continue a request whose large payload is in the pool. Only now can the scheduler
-        cancel it."""
+        """Continue a request whose large payload is in the pool: it can be cancelled from now
+        on."""
         pending.is_copying = False
         reach("frontend.copied")
         if pending.sequence is not None:
@@ -398,8 +398,7 @@ class Inference:
         return None
 
     def _next(self, pending: Pending, run: Run) -> None:
-        """Send the next step's request, as if a client had sent its inputs, which lie in the
-        pool.
+        """Send the next step's request as a client would; its inputs lie in the pool.
 
         Only a module's own code may write to them: it gets copies of inputs that another step reads
         too.

@@ -18,8 +18,7 @@ PIECES: Final = (*TEXTS, "state")
 
 
 def read_piece(state: Path, name: JobName, kind: str, offset_bytes: int) -> dict[str, Any]:
-    """Return the content from ``offset_bytes`` on, the next offset, and the current end of the
-    file.
+    """Return the content from ``offset_bytes`` on, the next offset, and the end of the file.
 
     Returns:
         ``text`` of a log or a history; ``data`` of a state (see ``commits/files.py``) and the

@@ -156,8 +156,7 @@ def check_function(
     what: str, function: str, declared: Mapping[str, Any], *, is_owner: bool,
     allow_code: Sequence[str],
 ) -> None:  # fmt: skip
-    """Check a stage's ``package.module:function`` and its declared inputs or outputs. Both or
-    none.
+    """Check a stage's ``package.module:function`` and its declared values: both or none.
 
     Args:
         what: ``preprocess`` or ``postprocess``.

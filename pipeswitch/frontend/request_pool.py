@@ -44,8 +44,7 @@ class Room(msgspec.Struct, kw_only=True, eq=False):
     def place(
         self, inputs: Sequence[CheckedInput], *, in_reply: bool = False
     ) -> tuple[SlabTensor, ...]:
-        """Return the places of the inputs, or of a function's answer, in the room, in call
-        order."""
+        """Return the places of the inputs, or of a function's answer, in call order."""
         at = self.reply_offset_bytes if in_reply else self.input_offset_bytes
         return tuple(
             [

@@ -72,8 +72,7 @@ class Pending(msgspec.Struct, kw_only=True, eq=False):
 
 
 class Requests:
-    """All and only the requests that wait for their final answer, and the counts of all
-    requests."""
+    """All and only the requests that wait for their final answer, and the counts of all."""
 
     def __init__(self, pool: RequestPool, log: RequestLog, sequences: Caches) -> None:
         self.pool, self._log, self.sequences = pool, log, sequences

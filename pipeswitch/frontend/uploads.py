@@ -344,8 +344,7 @@ class Uploads:
         return self._disk.refusal(client, size_bytes, "an upload")
 
     def _publish(self, key: _Key, final: Path) -> None:
-        """Move a file into place (fsync, rename, fsync the folder): its name now always means
-        these bytes."""
+        """Publish a file (fsync, rename, fsync the folder): its name now means these bytes."""
         partial = self._partials.pop(key)
         client, name = key[1], key[2]
         self._open_places.give(client, 1)

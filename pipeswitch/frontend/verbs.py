@@ -1,5 +1,4 @@
-"""Verbs of the protocol: required roles, fields, and events for the scheduler. Pure but for
-paths.
+"""Verbs of the protocol: roles, fields, and events for the scheduler. Pure but for paths.
 
 ``VERBS`` is their one table. Most verbs are one event for the scheduler: checked here, before
 anything is accepted, and converted. The frontend answers the others. A new verb needs an event

@@ -45,7 +45,7 @@ from .training.training import Training
 
 
 class Device:
-    """Parts and state of one device; each part owns one concern and takes only the others it
+    """Parts and state of one device; each part has one concern and gets only the others it
     needs."""
 
     def __init__(

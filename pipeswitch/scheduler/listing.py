@@ -231,8 +231,7 @@ class Listing:
         return row | plan_row(replica)
 
     def plan(self) -> dict[str, Any]:
-        """Return the input of ``pipeswitch plan``: each model's profile, and the size of the
-        first arena."""
+        """Return the input of ``pipeswitch plan``: models' profiles, and the first arena's size."""
         device = self._machine.devices[0]
         return {
             "arena_bytes": device.arena.leasable_bytes,

@@ -1,5 +1,4 @@
-"""Arrivals of requests by model: recorded traces and random ones. Pure: takes text, opens no
-file.
+"""Arrivals of requests by model: recorded and random traces. Pure: takes text, opens no file.
 
 The included traces are Microsoft Azure's (CC BY 4.0); ``data/README.md`` is their attribution.
 """
@@ -111,8 +110,7 @@ def of_rows(text: str, *, name: str = "trace", speed_up: float = 1.0) -> tuple[T
 
 
 def poisson(rate_per_s: float, *, count: int, model_count: int, seed: int = 0) -> Trace:
-    """Return independent arrivals; models by Zipf's law: the k-th is requested 1/k times as
-    often."""
+    """Return independent arrivals; by Zipf's law the k-th model is requested 1/k times as often."""
     chance = Random(seed)
     weights = [1.0 / (1 + model) for model in range(model_count)]
     models = chance.choices(range(model_count), weights, k=count)

@@ -56,8 +56,7 @@ class Clock:
         return entries[0][0] if entries else None
 
     def take(self) -> tuple[Act, Plans | None]:
-        """Advance to the next entry; return its act and its plans. ``next_ms`` must have been
-        called."""
+        """Advance to the next entry; return its act and plans. Call ``next_ms`` before."""
         due_ms, _, plans, lane, act = heapq.heappop(self._entries)
         self.now_ms = max(self.now_ms, due_ms)
         if plans is not None:

@@ -43,8 +43,7 @@ class Transmission:
 
 
 class SimulatedDaemon(Process):
-    """Simulated daemon: copies groups in order, stores, scrubs, commits; only what it is ordered
-    to."""
+    """Simulated daemon: copies groups in order, stores, scrubs, commits; only on orders."""
 
     is_ready = False
 

@@ -85,8 +85,7 @@ class SimulatedArea:
         return self._newest
 
     def begin(self, step: int, image: Image) -> None:
-        """Note that the first half is copied; the newest image stays whole until the next one
-        is."""
+        """Note that the first half is copied; the newest image stays whole until the next is."""
         self._half = image.first
 
     def flip(self, step: int, image: Image) -> None:
@@ -182,8 +181,7 @@ class Device:
         require(held.done > group, f"group {group} of {order.model} is read and not there (I4)")
 
     def has_room(self, order: TransmitModel, group: int) -> bool:
-        """Return True if the group of a streaming model may land: the group before it there has
-        computed."""
+        """Return True if a streaming model's group may land: the group there has computed."""
         count = order.waits[group] if order.waits else 0
         return not count or (self.computed[0] == order.epoch and self.computed[1] >= count)
 

@@ -32,8 +32,7 @@ INFORMING = (ev.Publish, ev.Spans, ev.Journal)
 
 
 def key_of(device: int, slot: Slot) -> Slot:
-    """Return the key of a process among the workers of all devices; on the first, the slot
-    number."""
+    """Return a process's key among the workers of all devices; on the first, the slot number."""
     return Slot(device * MOST_SLOTS + slot)
 
 
@@ -332,8 +331,7 @@ class World:
         worker.hear(command.channel, command.message)
 
     def _require_one_writer(self, order: RunInference) -> None:
-        """Require that one process at a time writes a reply, on whichever devices it was
-        dispatched."""
+        """Require that one process at a time writes a reply, on whichever devices."""
         written = _replies_of(order)
         for other in (*self.workers.values(), *self.dying):
             for one in other.orders if other.runs else ():

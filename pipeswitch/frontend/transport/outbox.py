@@ -19,8 +19,7 @@ SHORT_BYTES: Final = 64 << 10  # largest message that may go before long answers
 
 
 class Outbox:
-    """Outgoing messages. Sending never blocks; unread messages wait within the client's byte
-    budget."""
+    """Outgoing messages. Sending never blocks; unread messages wait within the byte budget."""
 
     def __init__(
         self, budget_bytes: int, now_ms: Callable[[], float], drop: Callable[[Client], None]

@@ -84,8 +84,7 @@ class Sessions:
         return client
 
     def change_caller(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
-        """Handle the verb ``caller``: set the roles of a client for whom the owner's process
-        speaks."""
+        """Handle the verb ``caller``: set the roles of a client behind the owner's process."""
         caller = caller_of(client.standing, header)
         for peer in self.peers.all:
             if peer.is_owners and peer.standing.tenant == caller.tenant:

@@ -72,8 +72,7 @@ class Slices:
             )
 
     def release(self, owner: Owner) -> None:
-        """Zero a slice that no process writes any more; then its range is free, even for another
-        tenant."""
+        """Zero a slice without writers; then its range is free, even for another tenant."""
         if self._arena.regions.get(owner) is None:
             return
         self._core.touched |= PLACES
@@ -159,8 +158,7 @@ class Leases:
             job.timing.start_ms = self._device.core.now_ms - job.timing.dispatched_at_ms
 
     def host_requested(self, worker: Worker, message: HostRequest) -> None:
-        """Reply to a request for host memory at once, since the job may be in the middle of a
-        layer."""
+        """Reply to a request for host memory at once: the job may be in the middle of a layer."""
         job = self._device.job_of(worker, message.epoch)
         if job is None:
             return  # it is being killed

@@ -307,8 +307,7 @@ class Publishing:
         return job if job is not None and job.born_epoch < one.since else None
 
     def cancel(self, token: Token) -> None:
-        """Cancel a client's publications, except versions in build, which belong to the
-        registry."""
+        """Cancel a client's publications, except versions in build: the registry owns those."""
         for one in [one for line in self._lines.values() for one in line if one.token == token]:
             error = Cancelled(f'publication of "{one.name}" cancelled')
             if one.stage == "copies":

@@ -220,8 +220,7 @@ class Fleet:
             )
 
     def _next_to_prepare(self, worker: Worker) -> ModelName | None:
-        """Return the newest model that the worker does not know; None if it waits for the next
-        tenant."""
+        """Return the newest model unknown to the worker; None: it waits for the next tenant."""
         if self._core.settings.separates_tenants and worker.tenant is None:
             return None
         missing = [

@@ -59,8 +59,7 @@ class Profiling:
 
     @takes(ProfileAsked)
     def asked(self, event: ProfileAsked) -> None:
-        """Begin a measurement: the client is asked for requests, and gets the profile at the
-        end."""
+        """Begin a measurement: the client sends requests on demand, and gets the profile last."""
         name = self._versions.resolve(event.model)
         device = self._machine.measures(name)
         replica = self._measurable(device, name, event.batches)

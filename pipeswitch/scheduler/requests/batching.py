@@ -121,8 +121,7 @@ def waits_for_run(device: DeviceState, replica: Replica, batch: Batch) -> bool:
 
 
 def failed(device: DeviceState, replica: Replica, requests: Sequence[Request]) -> None:
-    """Note a failed joined run, caused by a request or by joining: each request is retried
-    alone."""
+    """Note a failed run, caused by one request or by joining: each request is retried alone."""
     replica.model.failed_joins += 1
     for request in requests:
         request.is_alone = True

@@ -99,8 +99,7 @@ class Turns:
             self._core.emit(Interrupt(device.address(passing.slot), passing.epoch))
 
     def stepped_aside(self, worker: Worker, epoch: Epoch) -> None:
-        """Note that the pass has given up the turn: the next task gets it, and then the pass
-        again."""
+        """Note that the pass gave up the turn: the next task gets it, and then the pass again."""
         owner = self._device.owner
         passing = owner.running
         if passing is None or (passing.slot, passing.epoch) != (worker.slot, epoch):
@@ -216,8 +215,7 @@ class Dispatch:
             self._core.emit(Interrupt(device.address(running.slot), running.epoch))
 
     def _refuse_the_impossible(self) -> None:
-        """Refuse requests whose model does not fit beside the pinned ones: waiting would not
-        help."""
+        """Refuse requests whose model does not fit beside the pinned ones: they would never run."""
         device = self._device
         unchecked, device.queue.unchecked = device.queue.unchecked, {}
         if not device.pinned:

@@ -141,7 +141,7 @@ def _others_ms(device: DeviceState, request: Request, own_ms: float) -> float:
 
 
 def _all_ms(device: DeviceState, requests: list[Request]) -> tuple[float, float]:
-    """Return the device time of all requests, joined where possible, and the sum of squared
+    """Return the device time of all requests, joined if possible, and the sum of squared
     spreads."""
     total_ms = square = 0.0
     for (model, batch), count in Counter((one.model, one.batch) for one in requests).items():
@@ -299,8 +299,7 @@ def _link_free_at_ms(device: DeviceState) -> float:
 
 
 def free_at_ms(device: DeviceState, *, is_safe: bool = True) -> float:
-    """Return when the dispatched tasks end: on average, or (``is_safe``) at the latest, almost
-    surely."""
+    """Return when the dispatched tasks end: on average, or (``is_safe``) almost surely."""
     now_ms = free_ms = device.core.now_ms
     for task in device.owner.tasks:
         begins_ms = free_ms if task is device.owner.pending else task.began_at_ms

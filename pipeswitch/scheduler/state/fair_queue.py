@@ -66,8 +66,7 @@ class Charge(NamedTuple):
 
 
 class FairQueue(Generic[S]):
-    """Fair queue of members. A decision looks only at the members that are next, never at all
-    members."""
+    """Fair queue of members. A decision looks only at the next members, never at all of them."""
 
     def __init__(self, max_wait_ms: float, make: Callable[[str], S]) -> None:
         """``make``: creates a member with a name."""
@@ -286,8 +285,7 @@ class Accounts(FairQueue[Account]):
             self._forgotten_ms[share.caller] = share.used_ms
 
     def charge(self, rows: Counter[str], predicted_ms: float, now_ms: float) -> Charge:
-        """Charge a dispatched run, in the turn of the first caller; its requests still count as
-        waiting.
+        """Charge a dispatched run in the first caller's turn; its requests still count as waiting.
 
         ``rows``: by caller. ``predicted_ms``: 0 when nothing is known.
         """

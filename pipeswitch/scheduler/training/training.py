@@ -157,8 +157,7 @@ class Training:
                 return
 
     def _pick_worker(self) -> Worker | None:
-        """Return the standby with the fewest warm programs, so that warm ones stay for
-        inference."""
+        """Return the standby with the fewest warm programs; warm ones stay for inference."""
         free = [
             worker
             for worker in self._device.workers.values()
@@ -268,8 +267,8 @@ class Training:
             self._kill_after(job, asked_at_ms, settings.stop_grace_ms, "did not stop")
 
     def reported(self, job: Job) -> None:
-        """Note that the job computes; start its next cycle if the last one is over and no other
-        job waits."""
+        """Note that the job computes; start its next cycle if one is over and no other job
+        waits."""
         now_ms = self._core.now_ms
         if job.memory.beside_blocked and not job.memory.is_blocked:
             job.memory.beside_blocked, job.progress.why = {}, ""
@@ -503,8 +502,7 @@ class Training:
         self._jobs.unwound(job)
 
     def worker_died(self, worker: Worker, status: int) -> None:
-        """Handle a job's reaped process. After a crash the job starts again from its last
-        commit."""
+        """Handle a job's reaped process. After a crash the job restarts from its last commit."""
         core, device = self._core, self._device
         name = worker.job
         if name is None:
