@@ -158,7 +158,7 @@ class Leases:
             job.timing.start_ms = self._device.core.now_ms - job.timing.dispatched_at_ms
 
     def host_requested(self, worker: Worker, message: HostRequest) -> None:
-        """Reply to a request for host memory at once: the job may be in the middle of a layer."""
+        """Answer a host memory request at once, even of a leaving job: it may be mid-layer."""
         job = self._device.job_of(worker, message.epoch)
         if job is None:
             return  # it is being killed

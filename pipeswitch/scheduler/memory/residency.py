@@ -42,7 +42,7 @@ class Residents:
 
     @staticmethod
     def _land(replica: Replica, landings: Landings | None) -> None:
-        """Set where a streaming model's groups land. None: the device is too small for it."""
+        """Set where a streaming model's groups land. None: this device may not serve it."""
         replica.landings = landings
         if landings is not None:
             replica.region_bytes = landings.size_bytes

@@ -119,7 +119,7 @@ class Predictions:
         self._computations.pop(model, None)
 
     def predict(self, model: str, batch: int) -> Prediction:
-        """Return the times of that batch, else of the nearest smaller one, else zeros."""
+        """Return that batch's times, else the nearest smaller one's, a lower bound, else zeros."""
         loads, known = self._known(model, batch)
         return Prediction(
             loads.p50 if loads is not None else 0.0,
