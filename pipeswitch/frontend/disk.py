@@ -1,9 +1,8 @@
-"""The disk of the state directory: what its folders hold, for whom, and what may still come.
+"""Disk use of the state directory, in total and by tenant, and its limits.
 
 Programs, uploads and commits count, all together and by tenant (docs/adr/0021-roles.md); a job has
-none. Nothing is booked: sizes are looked up when something is to come, before any byte of it is
-written, so what was removed is given back whoever removed it. An unfinished upload's file has its
-whole size from the start.
+no tenant. Nothing is booked: sizes are read before a new file is written, so removed files count no
+more whoever removed them. An unfinished upload's file has its whole size from the start.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ AUTO_TENANT_SHARE: Final = 0.5  # of that, for one client
 
 
 class Disk:
-    """Asked by the loop and by the upload writer; it never blocks for long."""
+    """Budgets of the disk. Called by the loop and by the upload writer; never blocks for long."""
 
     def __init__(self, root: Path, all_of_it: Amount, of_a_tenant: Amount) -> None:
         self._root = root
@@ -37,7 +36,7 @@ class Disk:
     # ---- whose it is -------------------------------------------------------------------------
 
     def keep_program(self, model: str, digest: str, tenant: str) -> None:
-        """A registered model needs the program; the tenant is charged for it, as others may be."""
+        """Charge the tenant for a model's program; several tenants may pay for the same one."""
         with self._lock:
             self._programs[model] = (digest, tenant)
 
@@ -56,15 +55,14 @@ class Disk:
             return {digest for digest, _ in self._programs.values()}
 
     def keep_upload(self, file_name: str, tenant: str) -> None:
-        """From its first byte on. What was uploaded before the start is nobody's: all's alone."""
+        """Charge the tenant for an upload from its first byte; older files count only in total."""
         with self._lock:
             self._uploads[file_name] = tenant
 
     # ---- how much ----------------------------------------------------------------------------
 
     def left_bytes(self, tenant: str, program: str = "") -> int:
-        """Return the bytes that may be written for this tenant; the owner has only the total
-        limit.
+        """Return the bytes that this tenant may write; the owner has only the total limit.
 
         A ``program`` (its digest) on the disk counts as this tenant's. Below 0: over the limit.
         """

@@ -1,4 +1,4 @@
-"""Models that the scheduler announced, and which requests fit them."""
+"""Announced models, and the requests that fit them."""
 
 from __future__ import annotations
 

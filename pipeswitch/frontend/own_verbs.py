@@ -28,7 +28,7 @@ Handler = Callable[[Client, RequestHeader, Sequence[Any]], None]
 
 
 class OwnVerbs:
-    """Used by the loop's thread."""
+    """Verbs that the frontend answers. Used by the loop's thread."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class OwnVerbs:
         file = Path(self._config.server.state_dir) / "models" / digest / BUNDLE_FILE
 
         def read() -> None:
-            """On the copier's thread: a tokenizer may have 30 MB."""
+            """Read it on the copier's thread: a tokenizer may have 30 MB."""
             found = read_bundle(file).generation if wants_tokenizer else None
             if found is not None:
                 told.update(

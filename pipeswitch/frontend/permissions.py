@@ -44,13 +44,13 @@ def check_source(
     allow_code: Sequence[str],
     uploads_dir: str,
 ) -> CheckedSource:
-    """May this client register this, and which file is meant?
+    """Check that this client may register this source, and resolve its files.
 
     1. ``torchvision:`` and ``hf:`` names are data: any client. A folder behind ``hf:`` is a path.
-    2. ``put:DIGEST`` is a file this or another client uploaded: any client.
+    2. ``put:DIGEST`` is a file that this or another client uploaded: any client.
     3. A path on the server's machine: the owner's ipc socket only, others upload.
     4. ``package.module:factory`` is code: the owner, or an ``allow_code`` pattern (and the role
-       ``code``, which is another question).
+       ``code``, which is checked elsewhere).
 
     Raises:
         PermissionDenied, InvalidInput.
@@ -132,7 +132,7 @@ def _owners_only(path: str) -> PermissionDenied:
 def _require_code_right(
     shown: str, runs: str, *, is_owner: bool, allow_code: Sequence[str]
 ) -> None:
-    """Code is accepted through the owner's listener or when what runs is on the list.
+    """Require that code comes through the owner's listener or is on the list.
 
     Args:
         shown: as the caller wrote it.
@@ -156,7 +156,7 @@ def check_function(
     what: str, function: str, declared: Mapping[str, Any], *, is_owner: bool,
     allow_code: Sequence[str],
 ) -> None:  # fmt: skip
-    """A stage's ``package.module:function``, with what clients send it or get of it. Both or none.
+    """Check a stage's ``package.module:function`` and its declared values: both or none.
 
     Args:
         what: ``preprocess`` or ``postprocess``.
@@ -187,7 +187,7 @@ def _matches(runs: str, pattern: str) -> bool:
 
 
 def check_entry(entry: str, *, is_owner: bool, allow_code: Sequence[str]) -> str:
-    """A training script's path or ``package.module:function``; the path is made real."""
+    """Return a training script's real path, or a permitted ``package.module:function``."""
     if _MODULE.fullmatch(entry):
         module = entry.partition(":")[0]
         _require_code_right(entry, module, is_owner=is_owner, allow_code=allow_code)

@@ -147,8 +147,7 @@ class Wakeups:
 
 @dataclass
 class Core:
-    """State that every part needs and no device owns: time, counters, commands to emit,
-    shutdown."""
+    """State that every part needs and no device owns: time, counters, commands, shutdown."""
 
     settings: SchedulerSettings
     judge: Judge
@@ -169,8 +168,7 @@ class Core:
     wakeups: Wakeups = field(default_factory=Wakeups)
 
     def next_epoch(self) -> Epoch:
-        """Return a number never used before, which names a dispatch, lease, transfer or turn for
-        ever."""
+        """Return a number never used before: the name of a dispatch, lease, transfer or turn."""
         self.last_epoch += 1
         return Epoch(self.last_epoch)
 
@@ -214,8 +212,7 @@ class Core:
 
 
 def takes(kind: type[E]) -> Callable[[Callable[[P, E], None]], Callable[[P, E], None]]:
-    """Mark the method of a part that handles each event of this kind: it answers the client, or
-    raises the client's error."""
+    """Mark the method of a part that handles each event of this kind and answers its client."""
 
     def marked(method: Callable[[P, E], None]) -> Callable[[P, E], None]:
         method.takes = kind  # type: ignore[attr-defined]

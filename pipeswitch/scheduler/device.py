@@ -45,7 +45,7 @@ from .training.training import Training
 
 
 class Device:
-    """Parts and state of one device; each part owns one concern and takes only the others it
+    """Parts and state of one device; each part has one concern and gets only the others it
     needs."""
 
     def __init__(
@@ -130,7 +130,7 @@ class Device:
             worker.state.apply(WorkerEvent.CLEANED, f"epoch {epoch}")
 
     def hears(self, source: Address) -> bool:
-        """Return whether this is the daemon that lives now."""
+        """Return True if this is the daemon that lives now."""
         return source == self.state.daemon.address and self.fleet.is_daemon_alive
 
     def from_daemon(self, message: Message) -> None:

@@ -453,8 +453,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Spans(_Told, frozen=True):
-    """Completed timeline intervals: a run with its groups, a copy with its groups, a training
-    cycle."""
+    """Completed timeline intervals: runs and copies with their groups, training cycles."""
 
     spans: list[Span]
 

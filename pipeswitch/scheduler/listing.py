@@ -256,8 +256,7 @@ class Listing:
         return row | plan_row(replica)
 
     def plan(self) -> dict[str, Any]:
-        """Return the input of ``pipeswitch plan``: each model's profile, and the size of the
-        first arena."""
+        """Return the input of ``pipeswitch plan``: models' profiles, and the first arena's size."""
         device = self._machine.devices[0]
         return {
             "arena_bytes": device.arena.leasable_bytes,
@@ -494,7 +493,7 @@ class Listing:
 
 
 def _is_batch_invariant(manifest: Manifest) -> bool | None:
-    """Return whether each row of a batch has the bits of the row alone; None: not measured."""
+    """Return True if each row of a batch has the bits of the row alone; None: not measured."""
     if manifest.precision is not None:
         return manifest.precision.is_batch_invariant
     return None if manifest.batching is None else manifest.batching.is_exact

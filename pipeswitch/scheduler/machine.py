@@ -69,7 +69,7 @@ class Machine:
                 device.plans.use(replica, profile)
 
     def shown(self, model: Model) -> Replica:
-        """Return the model's replica on a device that holds or receives it, else that of the
-        first device."""
+        """Return the model's replica on a device with it, or receiving it, else the first
+        device's."""
         replicas = [device.state.replicas[model.name] for device in self.devices]
         return next((one for one in replicas if one.is_on_device), replicas[0])

@@ -126,8 +126,7 @@ class Scheduler:
         self._seen = 0  # the bits that the urgent parts have seen, and no others yet
 
     def _in_order(self) -> tuple[Part, ...]:
-        """Return all parts that may have something to do after an event, in the order of their
-        calls."""
+        """Return all parts that may have work after an event, in the order of their calls."""
         admission = self.admission
         return (
             Part(self.publishing.pump),
@@ -188,8 +187,7 @@ class Scheduler:
         return CHANGES.get(type(told), ALL)
 
     def settle(self) -> list[ev.Command]:
-        """Return the rest of ``handle``: the timeline, and everything that can wait for a
-        moment."""
+        """Return the rest of ``handle``: the timeline, and everything that can wait a moment."""
         for device in self.machine.devices:
             device.endings.trace_ended()
         self._pump()
@@ -267,8 +265,7 @@ class Scheduler:
                 pass  # each event is a look at the clock
 
     def _ask(self, event: ev.Asked) -> None:
-        """Pass a request to the part that handles it, and reply with its error unless it is a
-        bug."""
+        """Pass a request to its part, and reply with the raised error unless it is a bug."""
         try:
             self._takers[type(event)](event)
         except InvalidTransition:
@@ -330,8 +327,7 @@ class Scheduler:
     # -- drain --------------------------------------------------------------------------------
 
     def _drain(self, event: ev.DrainAsked) -> None:
-        """Drain on the first call: finish accepted requests, commit jobs, leave. Leave now on
-        the second."""
+        """Finish accepted requests, commit jobs and leave; on a second call leave at once."""
         core = self.core
         if event.token is not None:
             core.drain_tokens.append(event.token)
@@ -405,7 +401,7 @@ class Scheduler:
     # -- invariants ---------------------------------------------------------------------------
 
     def check_settled(self) -> None:
-        """Assert that nothing was forgotten: each part, asked out of turn, has nothing to do."""
+        """Assert that nothing was forgotten: each part, called out of turn, has nothing to do."""
         core = self.core
         for part in self._parts if not core.has_left else ():
             known = len(core.wakeups)

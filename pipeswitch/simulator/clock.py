@@ -1,4 +1,4 @@
-"""Virtual time: what is due when, and what a process will have done by then."""
+"""Virtual time: entries that are due, and the next steps of processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Plans(dict[str, tuple[str, int]]):
 
 
 class Clock:
-    """An instant, and the entries that are due, in order; of those of one instant the oldest."""
+    """Clock with an instant, and the due entries in order; the oldest first within an instant."""
 
     def __init__(self) -> None:
         self.now_ms = 0.0
@@ -34,11 +34,11 @@ class Clock:
         self._count = 0
 
     def at(self, due_ms: float, act: Act) -> None:
-        """Let it happen at that instant."""
+        """Schedule an act at that instant."""
         self._push(due_ms, None, "", act)
 
     def plan(self, plans: Plans, moves: Sequence[Move]) -> None:
-        """Make a process's entries those of its moves; one that is there already stays."""
+        """Replace a process's entries by its moves; an entry for the same step stays."""
         if plans:
             wanted = {move.lane: move.what for move in moves}
             for lane, (what, _) in list(plans.items()):
@@ -56,8 +56,7 @@ class Clock:
         return entries[0][0] if entries else None
 
     def take(self) -> tuple[Act, Plans | None]:
-        """The next entry's act, and whose; it is that instant now. ``next_ms`` must have been
-        asked."""
+        """Advance to the next entry; return its act and plans. Call ``next_ms`` before."""
         due_ms, _, plans, lane, act = heapq.heappop(self._entries)
         self.now_ms = max(self.now_ms, due_ms)
         if plans is not None:

@@ -122,7 +122,7 @@ def _check_costs(policy: Policy, view: View, chance: Random) -> None:
 
 
 def _check_life(policy: Policy, max_wait_ms: float, chance: Random) -> None:
-    """Six models of which two fit: each request is answered, by this policy."""
+    """Check that the policy answers every request to six models of which two fit."""
     settings = SchedulerSettings(
         arena_bytes=12 * MIB, store_bytes=64 * MIB, words=WORDS, max_queue=2 * REQUESTS,
         max_queue_per_model=2 * REQUESTS,

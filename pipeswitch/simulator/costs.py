@@ -10,7 +10,7 @@ from ..ipc.messages.base import ByteRange
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Copies one piece after the other. Each takes a fixed time and its bytes' share."""
+    """Link that copies one piece after the other: a fixed time, plus a time per byte."""
 
     bytes_per_ms: float = math.inf
     fixed_ms: float = 0.0
@@ -38,7 +38,7 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A job's script: equal steps, each of which needs the device."""
+    """Script of a job: equal steps, each of which needs the device."""
 
     steps: int
     step_ms: float = 0.0

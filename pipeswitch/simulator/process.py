@@ -34,7 +34,7 @@ Chance = Literal[
 
 
 class Choices(Protocol):
-    """Decides each time; the only source of chance."""
+    """Choices of what happens; the only source of chance."""
 
     def happens(self, what: Chance, name: str) -> bool:
         """Return True if it happens now. ``name``: of the model, the job or the process."""
@@ -64,10 +64,10 @@ class Scene:
 
 
 class Process:
-    """Anything with a life. What it says and hears waits in channels, in order.
+    """Simulated process with a life. Its messages in both directions wait in channels, in order.
 
     Args:
-        tell: takes what it has said, when that arrives.
+        tell: takes a message from it on arrival.
         reap: takes its end.
     """
 
@@ -115,7 +115,7 @@ class Process:
             self.inbox.clear()
 
     def moves(self) -> list[Move]:
-        """Everything that may happen to it next."""
+        """Return every move that may happen to it next."""
         costs = self.scene.costs
         found = [
             Move(f"from {channel}", "arrives", costs.message_ms, partial(self._arrives, queue))
@@ -138,7 +138,7 @@ class Process:
         self._tell(self, queue.popleft())
 
     def _reads(self, channel: str, take: Callable[[Message], None]) -> list[Move]:
-        """The move that reads a channel's oldest message."""
+        """Return the move that reads a channel's oldest message."""
         queue = self.inbox.get(channel)
         if not queue:
             return []
@@ -151,7 +151,7 @@ def _read(queue: deque[Message], take: Callable[[Message], None]) -> None:
 
 
 class SimulatedBuilder(Process):
-    """Finds what the scene's library holds under the model's name."""
+    """Simulated builder: finds the model's program in the scene's library."""
 
     def __init__(self, order: StartBuild, *of_process: object) -> None:
         address = Address("builder", generation=order.epoch)

@@ -1,4 +1,4 @@
-"""A trace through the real scheduler in the simulated world, and what its clients saw. Pure."""
+"""Replay of a trace through the real scheduler in the simulated world. Pure."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ ENDLESS: Final = 1 << 30  # a limit of the queue that no trace reaches
 
 @dataclass(frozen=True, kw_only=True)
 class PaperModel:
-    """A model as layers: bytes, and computing time in milliseconds at batch 1.
+    """Model as layers: bytes, and computing time in milliseconds at batch 1.
 
     Attributes:
         plan: the layers that open a group.
         batching: how its requests are joined; None: they are not.
-        row_share: of a joined request's computing time, what each further one adds.
+        row_share: additional time of each further joined request, as a share of one request's.
     """
 
     name: str
@@ -80,7 +80,7 @@ def paper_model(name: str, profile: Profile) -> PaperModel:
 
 
 def _row_share(profile: Profile) -> float:
-    """From batch 1 and the largest that was measured; 1 where there are not both."""
+    """Return the row share from batch 1 and the largest measured batch; 1 if one is missing."""
     most = max(times.batch for times in profile.batches)
     if most == 1 or profile.batch(1) is None:
         return 1.0
@@ -112,12 +112,12 @@ class PaperJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A job's end; milliseconds of the virtual clock.
+    """End of a job; milliseconds of the virtual clock.
 
     Attributes:
         jct_ms: from its submission to its end (job completion time).
-        trained_ms: of that, it had the device.
-        preempted_ms: of that, it waited in place, its memory kept, for requests or other jobs.
+        trained_ms: time of it with the device.
+        preempted_ms: time of it suspended in place, its memory kept, for requests or other jobs.
         evictions: how often it had to leave its memory.
     """
 
@@ -135,7 +135,7 @@ class Trained:
 
 
 def trained(job: PaperJob, jct_ms: float, row: Mapping[str, Any]) -> Trained:
-    """``row``: of ``pipeswitch jobs``, as it ended."""
+    """Return a job's end. ``row``: its last row of ``pipeswitch jobs``."""
     return Trained(
         name=job.name, at_ms=job.at_ms, jct_ms=jct_ms, trained_ms=1000.0 * row["trained_s"],
         preempted_ms=1000.0 * row["preempted_s"], evictions=row["evictions"],
@@ -144,17 +144,17 @@ def trained(job: PaperJob, jct_ms: float, row: Mapping[str, Any]) -> Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One server to replay on.
+    """Server for a replay.
 
     Attributes:
         memory_bytes: of each device, for models and jobs.
-        own: makes the policy where ``policy`` is no name of ours; each server has its own.
+        own: makes the policy where ``policy`` is not a built-in name; each server has its own.
         slo_ms: how long a request may take beyond its own computing.
-        has_deadlines: whether requests carry that as their deadline; without, a late one is
+        has_deadlines: whether requests carry that as their deadline; without, late ones are
             computed all the same.
-        is_known: what each model takes is known before it was measured.
-        prepares: whether workers load programs beforehand, which on paper takes no time.
-        prompt_share: of a step's computing, what each token of a prompt adds to the first one.
+        is_known: whether each model's times are known before they are measured.
+        prepares: whether workers load programs beforehand, which takes no simulated time.
+        prompt_share: time of each prompt token in the first step, as a share of a step's.
     """
 
     memory_bytes: int
@@ -227,10 +227,10 @@ def replay(
     watch: Callable[[int], None] | None = None,
     take_span: Callable[[ev.Spans], None] | None = None,
 ) -> Outcome:
-    """All requests of a trace and all jobs, on one server that has registered the models.
+    """Replay all requests of a trace and all jobs, on one server that has registered the models.
 
     Args:
-        watch: is told how many have been answered.
+        watch: called with the number of answered requests.
         take_span: takes the intervals of the timeline.
 
     Raises:
@@ -246,9 +246,9 @@ def replay(
 
 
 def serial(setting: Setting, models: Sequence[PaperModel], arrivals: Sequence[Arrival]) -> Outcome:
-    """The reference: in order of arrival, a model's copy and its computing one after the other, and
-    nothing beside them, as in the loop that PipeSwitch's authors published; the least recently
-    used model leaves."""
+    """Replay the reference: in order of arrival, a model's copy and then its computing, with no
+    overlap, as in the loop that PipeSwitch's authors published; the least recently used model
+    leaves."""
     link = setting.costs.to_device
     jobs = [
         Job(model=models[arrival.model].name, compute_ms=models[arrival.model].compute_ms,
@@ -289,7 +289,7 @@ class Models(dict[int, PaperModel]):
 
 
 class Asked(NamedTuple):
-    """A request, or a token of one, that has no answer yet."""
+    """Request, or a token of one, that has no answer yet."""
 
     number: int
     arrival: Arrival
@@ -299,7 +299,7 @@ class Asked(NamedTuple):
 
 
 class Replay(World):
-    """One server, and the requests of a trace that come to it. ``models``: all that may come."""
+    """One server, and the requests of a trace that come to it. ``models``: all possible ones."""
 
     def __init__(
         self, setting: Setting, models: Models, jobs: Sequence[PaperJob] = (),
@@ -340,7 +340,7 @@ class Replay(World):
         )  # fmt: skip
 
     def serve(self, models: Iterable[PaperModel], until_ms: float = math.inf) -> None:
-        """Have them registered by then."""
+        """Register the models, and run until that instant."""
         for model in models:
             self.clients.register(ModelName(model.name), model.program())
         self.run(until_ms)
@@ -366,7 +366,7 @@ class Replay(World):
         return self.models[arrival.model].compute_ms * (1.0 + prompt)
 
     def ask(self, asked: Asked) -> None:
-        """A request comes, now."""
+        """Send a request now."""
         arrival, step = asked.arrival, asked.step
         model = self.models[arrival.model]
         deadline_ms = arrival.deadline_ms

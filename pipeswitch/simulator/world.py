@@ -1,4 +1,4 @@
-"""The world around the real scheduler: its commands are performed, its questions answered."""
+"""World around the real scheduler: performs its commands, answers its queries."""
 
 from __future__ import annotations
 
@@ -33,13 +33,12 @@ INFORMING = (ev.Publish, ev.Spans, ev.Journal)
 
 
 def key_of(device: int, slot: Slot) -> Slot:
-    """Return the key of a process among the workers of all devices; on the first, the slot
-    number."""
+    """Return a process's key among the workers of all devices; on the first, the slot number."""
     return Slot(device * MOST_SLOTS + slot)
 
 
 class Processes(ABC):
-    """What lives, what it uses, and what is still on its way from what has died.
+    """Living processes, the memory that they use, and messages of dead ones on their way.
 
     ``scene``, ``device`` and ``daemon`` belong to the first device; there may be more.
     """
@@ -249,7 +248,7 @@ class World(Processes):
     # -- by the clock --------------------------------------------------------------------------
 
     def run(self, until_ms: float = math.inf) -> None:
-        """Let happen what is due, in order, until nothing is any more or it is ``until_ms``."""
+        """Run the due entries in order, until none is left or it is ``until_ms``."""
         clock, everywhere = self.clock, range(len(self.scenes))
         self._touched.update(everywhere)
         while self.left is None:
@@ -275,13 +274,13 @@ class World(Processes):
     # -- move by move --------------------------------------------------------------------------
 
     def moves(self) -> list[Move]:
-        """Everything that may happen next, the clients' wishes, faults and time apart."""
+        """Return every move that may happen next, without clients' requests, faults and time."""
         if self.left is not None:
             return []
         return [move for process in self.processes() for move in process.moves()]
 
     def make(self, move: Move) -> None:
-        """Let it happen now."""
+        """Execute a move now."""
         self._do(move.act)
 
     def pass_time(self, ms: float) -> None:
@@ -289,7 +288,7 @@ class World(Processes):
         self.handle(ev.Tick())
 
     def to_next_wakeup(self) -> bool:
-        """The clock goes to where the scheduler wants to look again; False when it does not."""
+        """Advance the clock to the scheduler's next wakeup. False: there is none."""
         due_ms = self.scheduler.next_wakeup_ms()
         if due_ms is None or self.left is not None:
             return False
@@ -299,7 +298,7 @@ class World(Processes):
     # -- events in, commands out ---------------------------------------------------------------
 
     def handle(self, event: ev.Event) -> None:
-        """One event into the scheduler, its commands into this world."""
+        """Pass one event to the scheduler, and its commands to this world."""
         self.story.append((self.now_ms, ">", event))
         self._do(partial(self._handle, event))
 
@@ -311,7 +310,7 @@ class World(Processes):
             self._handle(self._asked_again.pop())
 
     def _do(self, act: Act) -> None:
-        """One act, and what must hold after it; an error gets a note of what led to it."""
+        """Execute an act and check the invariants; an error gets a note with earlier events."""
         try:
             act()
             self.require_one()
@@ -387,7 +386,7 @@ class World(Processes):
                 pass
 
     def new_area(self, job: JobName) -> SimulatedArea:
-        """A job's commit area."""
+        """Return a new commit area for a job."""
         return SimulatedArea()
 
 

@@ -1,4 +1,4 @@
-"""One sequence: what it holds between its requests, and what a request says of it."""
+"""One sequence: its state between requests, and the fields of a request about it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Key = tuple[str, str]  # who asks, and what it calls the sequence
 
 
 class Grown(msgspec.Struct, kw_only=True, eq=False):
-    """State that grows along one dimension, such as a cache: rows after rows."""
+    """State that grows along one dimension by appended rows, such as a cache."""
 
     room: Room  # its inputs' slab
     row_bytes: int
@@ -85,7 +85,7 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def used(self) -> int:
-        """The number of rows in a language model's cache."""
+        """Number of rows in a language model's cache."""
         grown = self.grown.get(CACHE)
         return 0 if grown is None else grown.used
 
@@ -97,7 +97,7 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes of the pool that the sequence holds."""
+        """Bytes of the pool that the sequence holds."""
         grown = sum(one.room.held_bytes for one in self.grown.values())
         replaced = [one for name, one in self.values.items() if name not in self.grown]
         return grown + sum(one.size_bytes for one in replaced)
@@ -140,7 +140,7 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
         return replace(admitted, inputs=tuple(inputs), input_bytes=offset)
 
     def among(self, placed: Sequence[SlabTensor]) -> tuple[SlabTensor, ...]:
-        """All inputs in order: those that were placed, and the state where it lies."""
+        """Return all inputs in order: the placed ones, and the state where it lies."""
         known = self.values | {one.name: one for one in placed}
         return tuple(known[one.name] for one in self.announced.manifest.inputs)
 
@@ -171,7 +171,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def asked_of(body: Body) -> Asked | None:
-    """None: it stands alone. Raises InvalidInput."""
+    """Return the request's fields about its sequence; None: it has none. Raises InvalidInput."""
     name = body.text("sequence", "")
     starts, ends = body.flag("start"), body.flag("end")
     if not name:

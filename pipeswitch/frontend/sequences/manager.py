@@ -1,15 +1,15 @@
-"""Sequences: requests that go on from what the one before left (``register(…, state=…)``).
+"""Sequences: requests that continue from the state of the one before (``register(…, state=…)``).
 
 A sequence keeps the outputs that are its state where its worker wrote them, in the request pool,
-and its next request brings them along as inputs. So the scheduler sees ordinary requests, and
-a worker that dies costs nothing: the request is computed again from the same bytes. What a
-sequence holds is of its caller's share of the pool.
+and its next request gets them as inputs. So the scheduler sees ordinary requests, and a worker that
+dies costs nothing: the request is computed again from the same bytes.
 
-It has one request at a time. One that fails leaves the state as it was. An answer that did not
-reach its client ends the sequence: nobody could say which step it is at.
+The state counts toward its caller's share of the pool. A sequence has one request at a time. A
+failed request leaves the state as it was. An answer that did not reach its client ends the
+sequence: its client could not know its step.
 
 A generation's cache is a sequence too (``open``, ``fit``, ``append``). When it has ended it stays
-as a *spare* until its memory is wanted: a generation of the same caller that begins with the same
+as a *spare* until its memory is needed: a generation of the same caller that begins with the same
 tokens takes it over, or copies the rows of one that still runs (``reuse``). Large copies are made
 by another thread (``copy``), before the request is computed.
 """
@@ -45,7 +45,7 @@ HINT: Final = "start another one: it ended, was idle for 5 minutes, or the serve
 
 
 class Sequences:
-    """All of them, in the order in which they were used."""
+    """All sequences, in the order of their last use."""
 
     def __init__(self, pool: RequestPool, now_ms: Callable[[], float]) -> None:
         self._pool, self._now_ms = pool, now_ms
@@ -59,7 +59,7 @@ class Sequences:
         self._number = 0
 
     def of(self, asked: Asked, client: Client, caller: str, announced: Announce) -> Held:
-        """The sequence that a request goes on with, or a new one, which ``begin`` will keep.
+        """Return the sequence that a request continues, or a new one, which ``begin`` will keep.
 
         Raises:
             InvalidInput: the model has no state; another request is under way.
@@ -175,7 +175,7 @@ class Sequences:
             self._pool.release_reply(room)
 
     def refused(self, held: Held) -> None:
-        """The request was not accepted: one that it would have started holds nothing."""
+        """Drop a sequence that a refused request would have started."""
         if self.held.get(held.key) is not held:
             self.drop(held)
 
@@ -219,7 +219,7 @@ class Sequences:
         self.copied(held)
 
     def retire(self, held: Held) -> None:
-        """End a sequence. A generation's is a spare, if its tokens are known."""
+        """End a sequence. A generation's becomes a spare, if its tokens are known."""
         tokens = held.history.tokens if held.history is not None else NO_TOKENS
         is_whole = not held.copies and all(one.used == len(tokens) for one in held.grown.values())
         if len(tokens) < BLOCK or not is_whole:
@@ -234,7 +234,7 @@ class Sequences:
             self._give_up()
 
     def _give_up(self) -> bool:
-        """A spare's memory is wanted. False: there is none."""
+        """Drop the oldest spare to free its memory. False: there is none."""
         held = next(iter(self.spare.values()), None)
         if held is not None:
             self.drop(held)
@@ -355,7 +355,7 @@ class Sequences:
                 self.retire(held)
 
     def expire(self) -> float:
-        """Drop those that were abandoned; milliseconds until the next one may be."""
+        """Drop abandoned sequences; return the milliseconds until the next one may be dropped."""
         now_ms, next_ms = self._now_ms(), IDLE_MS
         if now_ms < self._look_at_ms:
             return self._look_at_ms - now_ms
@@ -371,7 +371,7 @@ class Sequences:
         return next_ms
 
     def end(self, name: str, caller: str) -> Token | None:
-        """End a sequence as its client asks: where a request is under way, when that is over; of a
+        """End a sequence at its client's request, after a request that is under way; for a
         generation, return the request that must be cancelled.
 
         Raises:

@@ -56,7 +56,7 @@ class Peer(Protocol):
         """True if it can continue without waiting."""
 
     def transmit(self, outgoing: Outgoing) -> bool:
-        """Send a message, or go on with it; False: not all has left, call again with the same.
+        """Send a message, or the rest of it. False: not all has left, call again with the same one.
 
         Raises:
             OSError: it is gone.

@@ -31,7 +31,7 @@ BACKLOG_CONNECTIONS: Final = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """A socket that listens, and whose clients come in there."""
+    """Listening socket, and the standing of its clients."""
 
     sock: socket.socket
     address: str
@@ -41,7 +41,7 @@ class Listener:
 
 @dataclass(frozen=True, kw_only=True)
 class Listeners:
-    """Made and closed on the frontend's behalf."""
+    """Both listeners of the frontend."""
 
     tcp: Listener
     ipc: Listener
@@ -66,7 +66,7 @@ class Listeners:
         return [one for one in (self.tcp, self.ipc) if not one.needs_keys]
 
     def close(self) -> None:
-        """Close them, and remove the owner's file."""
+        """Close both listeners, and remove the owner's file."""
         self.tcp.sock.close()
         self.ipc.sock.close()
         Path(self.ipc.address.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -170,7 +170,7 @@ def _owners_path(config: ServerConfig, port: int) -> Path:
 
 
 def _bind_unix(path: Path) -> socket.socket:
-    """Listens there; a dead server's file is removed."""
+    """Return a socket that listens at the path; a dead server's file is removed."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.exists():

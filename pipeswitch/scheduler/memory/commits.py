@@ -37,8 +37,7 @@ class Commits:
         self._store = store
 
     def restore(self, job: Job, slot_bytes: int, step: int) -> bool:
-        """Take an area that was loaded from disk. False: no room, so the job starts from the
-        top."""
+        """Take an area loaded from disk. False: no room, so the job starts from the top."""
         if self._store.regions.reserve(job.commits, HEADER_BYTES + 2 * slot_bytes):
             job.memory.commit_slot_bytes = slot_bytes
             job.progress.step = job.memory.committed_step = job.memory.persisted_step = step
@@ -172,7 +171,7 @@ class Commits:
         return memory.commit_slot_bytes > 0 and memory.committed_step > memory.persisted_step
 
     def persisted(self, message: CommitPersisted) -> None:
-        """Note that a commit is on disk, or why not; the older file is intact and training
+        """Note that a commit is on disk, or why not: the older file is intact, training
         continues."""
         job = self._device.jobs.get(message.job)
         if job is None or message.epoch <= job.born_epoch:
@@ -185,8 +184,7 @@ class Commits:
             job.memory.persisted_step = max(job.memory.persisted_step, message.step)
 
     def _has_written(self, job: Job, *, is_well: bool) -> None:
-        """Note the end of a write, and schedule the next one unless an earlier time was
-        requested."""
+        """Note the end of a write; schedule the next one unless an earlier time was requested."""
         now_ms = self._core.now_ms
         job.memory.is_persisting = False
         if job.memory.persist_due_at_ms == math.inf:
@@ -219,8 +217,7 @@ class Commits:
                 self._restart(job, epoch, f"its commit was refused: {reason}")
 
     def _restart(self, job: Job, epoch: Epoch, reason: str) -> None:
-        """Restart the job from its last commit: it waits for an acknowledgement that will not
-        come."""
+        """Restart the job from its last commit: no acknowledgement of the new one will come."""
         if job.slot is not None and job.epoch == epoch:
             self._device.kill(self._device.workers[job.slot], reason)
 

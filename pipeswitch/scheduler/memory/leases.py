@@ -72,8 +72,7 @@ class Slices:
             )
 
     def release(self, owner: Owner) -> None:
-        """Zero a slice that no process writes any more; then its range is free, even for another
-        tenant."""
+        """Zero a slice without writers; then its range is free, even for another tenant."""
         if self._arena.regions.get(owner) is None:
             return
         self._core.touched |= PLACES
@@ -159,8 +158,7 @@ class Leases:
             job.timing.start_ms = self._device.core.now_ms - job.timing.dispatched_at_ms
 
     def host_requested(self, worker: Worker, message: HostRequest) -> None:
-        """Reply to a request for host memory at once, since the job may be in the middle of a
-        layer."""
+        """Answer a host memory request at once, even of a leaving job: it may be mid-layer."""
         job = self._device.job_of(worker, message.epoch)
         if job is None:
             return  # it is being killed
@@ -229,7 +227,7 @@ class Leases:
             self._device.send(job.slot, granted, "signal", commits_of=job.spec.name)
 
     def may_grant(self, job: Job) -> bool:
-        """Return whether a job waits for memory other than that of pinned models."""
+        """Return True if a job waits for memory other than that of pinned models."""
         return self._arena.can_ever_hold(job.memory.lease_asked_bytes)
 
     def who_leaves_for(self, job: Job) -> Job | None:

@@ -249,8 +249,7 @@ class Arena:
         return land(sizes, last_groups(manifest), window_bytes, REGION_ALIGN_BYTES)
 
     def least_bytes(self, manifest: Manifest) -> int:
-        """Return the smallest window for a model that is larger than the arena; 0 if it is not
-        larger."""
+        """Return the smallest window for a model larger than the arena; 0: it is not larger."""
         is_whole = aligned(manifest.total_bytes, REGION_ALIGN_BYTES) <= self.leasable_bytes
         if is_whole or manifest.mode == "module":
             return 0
@@ -259,7 +258,7 @@ class Arena:
         return least_window(sizes, last_groups(manifest), most_bytes, REGION_ALIGN_BYTES)
 
     def obstacles(self, window: Window) -> list[Region]:
-        """Return the victims that cannot leave now: slices, ranges being zeroed, abandoned
+        """Return the victims that must stay for now: slices, ranges in zeroing, abandoned
         copies."""
         return [
             victim
@@ -272,8 +271,7 @@ class Arena:
         return replica is not None and replica.residency.state is Residency.ABANDONED
 
     def check_fits(self, model: Model) -> None:
-        """Check that a request of the model can run: the model fits, or its groups can stream
-        through.
+        """Check that the model can ever run: it fits, or its groups can stream through.
 
         Raises:
             OutOfDeviceMemory: it can never run, or it is to be pinned and cannot be.
@@ -386,8 +384,7 @@ class Store:
         self._held_bytes[model.tenant] += region.size_bytes
 
     def _over_share(self, model: Model, size: int) -> HostStoreFull | None:
-        """Return the error if the model exceeds its tenant's share; the owner has only the
-        store's limit."""
+        """Return the error if the model exceeds its tenant's share; the owner has none."""
         own, free, whole = self._held_bytes[model.tenant], self.regions.free_bytes, self.regions
         share = left(whole.capacity_bytes, whole.capacity_bytes - free, own)
         if not model.tenant or size <= share:

@@ -44,7 +44,7 @@ class Placing:
         return self.states[found.device], found.reason
 
     def has_place(self, state: DeviceState, name: ModelName, size_bytes: int) -> bool:
-        """Return whether the model fits there beside the pinned ones."""
+        """Return True if the model fits there beside the pinned ones."""
         return self._arenas[state.index].may_take(state.replicas[name], size_bytes)
 
     def job(self, job: Job, home: int | None, counts: Sequence[int]) -> int:

@@ -161,7 +161,7 @@ def stream_of(state: DeviceState, replica: Replica) -> dict[str, Any] | None:
 
 
 def _link_bytes_per_ms(state: DeviceState) -> float:
-    """Return the link's modelled speed, else the speed of the fastest recent copy; 0 if there is
+    """Return the link's modelled speed, else that of the fastest recent copy; 0 if there is
     none."""
     sent = [one for r in state.replicas.values() if (one := r.transfer.report) is not None]
     rates = [one.copied_bytes / max(0.01, one.ended_at_ms - one.started_at_ms) for one in sent]

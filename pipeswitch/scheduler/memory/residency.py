@@ -42,8 +42,7 @@ class Residents:
 
     @staticmethod
     def _land(replica: Replica, landings: Landings | None) -> None:
-        """Set where a streaming model's groups land. None: the device is too small and may not
-        serve it."""
+        """Set where a streaming model's groups land. None: this device may not serve it."""
         replica.landings = landings
         if landings is not None:
             replica.region_bytes = landings.size_bytes
@@ -206,8 +205,7 @@ class Residents:
             self._broke_off(replica, "transmission cancelled")
 
     def _broke_off(self, replica: Replica, cause: str) -> None:
-        """Handle a copy that broke off: a task that waits for the missing groups would wait for
-        ever.
+        """Handle a copy that broke off: a task would wait for the missing groups for ever.
 
         1. No task reads the model: its place is free.
         2. A worker reads it: kill the worker; the place is free when it is reaped (``unused``).

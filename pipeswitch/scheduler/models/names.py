@@ -57,8 +57,7 @@ class Names:
         self._has_gone = False
 
     def remember(self, model: Model, accepts: tuple[Token, ...] = ()) -> None:
-        """Write the model to the journal: the next server restores it, pinned or not, without a
-        build."""
+        """Write the model to the journal, for a restore without a build, pinned or not."""
         assert model.manifest is not None
         registration = self.registrations[model.name]
         entry = {
@@ -127,8 +126,8 @@ class Names:
         return [model for model in self.failed.values() if name in (model.base, model.name)]
 
     def lost(self, name: ModelName, reason: str, tenant: str = "") -> None:
-        """List a model as failed: its journal entry is unusable, or its configured registration
-        was refused."""
+        """List a model as failed: its journal entry is unusable, or its configuration was
+        refused."""
         base, version = split_name(name)
         model = Model(name, 1, False, self._core.now_ms, base, version, tenant, reason=reason)
         model.state.apply(ModelEvent.REFUSED, reason)

@@ -181,7 +181,7 @@ class Publishing:
 
     @staticmethod
     def _may_begin(one: Publication, line: list[Publication]) -> bool:
-        """Return whether its commit may be copied, if that is there."""
+        """Return True if its commit may be copied, if that is there."""
         begun = [other for other in line if other.stage != "waits"]
         if one.is_script:
             return len(begun) <= MOST_COPIES  # the first of them is built, or is about to be
@@ -307,8 +307,7 @@ class Publishing:
         return job if job is not None and job.born_epoch < one.since else None
 
     def cancel(self, token: Token) -> None:
-        """Cancel a client's publications, except versions in build, which belong to the
-        registry."""
+        """Cancel a client's publications, except versions in build: the registry owns those."""
         for one in [one for line in self._lines.values() for one in line if one.token == token]:
             error = Cancelled(f'publication of "{one.name}" cancelled')
             if one.stage == "copies":

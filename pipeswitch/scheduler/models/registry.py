@@ -100,8 +100,7 @@ class Registry:
         return is_of_one and served is not None and served.spec_digest == event.spec_digest
 
     def begin_version(self, before: Model, spec: bytes, token: ev.Token | None) -> Model:
-        """Begin the next version of a name, built from ``spec``; it becomes current when it is
-        there."""
+        """Build the next version of a name from ``spec``; it becomes current when it is there."""
         served = self._versions.served(before.base)
         assert served is not None
         event = ev.RegisterAsked(

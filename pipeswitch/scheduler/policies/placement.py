@@ -22,8 +22,7 @@ class Place(NamedTuple):
 
     @property
     def finish_ms(self) -> float:
-        """Predicted start of its computation. An evicted model costs a second switch: it must
-        return."""
+        """Predicted start of its computation. An eviction costs a second switch, back."""
         has_room = self.size_bytes <= self.free_bytes
         return self.queue_ms + self.switch_ms * (1 if has_room else 2)
 

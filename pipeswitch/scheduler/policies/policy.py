@@ -34,8 +34,7 @@ class Resident(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """Predicted times of one request in milliseconds, from measurements; 0: nothing is measured
-    yet."""
+    """Predicted times of one request in milliseconds, from measurements; 0: not measured yet."""
 
     load_ms: float  # its model's copy to the device
     compute_ms: float  # on the device, its model being there
@@ -118,8 +117,7 @@ class Order:
 
 
 class Eviction:
-    """Cost of losing a resident model. Derive from it: the base class evicts the least recently
-    used."""
+    """Cost of an eviction. Derive from it: the base class evicts the least recently used model."""
 
     def cost(self, resident: Resident, view: View) -> tuple[float, ...]:
         """Return a cost of at least 0, in any unit; the cheapest model is evicted. Costs of

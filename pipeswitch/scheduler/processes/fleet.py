@@ -179,9 +179,9 @@ class Fleet:
     # -- warm programs ------------------------------------------------------------------------
 
     def _prepare_idle(self) -> None:
-        """One program at a time per standby, while no request waits.
+        """Prepare one program at a time per standby, while no request waits.
 
-        A program may take seconds to load, and its worker takes no task meanwhile: so where two
+        A program may take seconds to load, and its worker takes no task until then: so where two
         workers are free, one of them always stays ready for the next request.
         """
         core, device = self._core, self._device
@@ -218,8 +218,7 @@ class Fleet:
             )
 
     def _next_to_prepare(self, worker: Worker) -> ModelName | None:
-        """Return the newest model that the worker does not know; None if it waits for the next
-        tenant."""
+        """Return the newest model unknown to the worker; None: it waits for the next tenant."""
         if self._core.settings.separates_tenants and worker.tenant is None:
             return None
         missing = [

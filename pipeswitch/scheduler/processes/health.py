@@ -138,8 +138,7 @@ class Pings:
         core.answer_all(self._answering, **self._report())
 
     def _report(self) -> dict[str, Any]:
-        """Return the report, without the client's own latency. A server is ready if one device
-        is."""
+        """Return the report without the client's latency. A server is ready if one device is."""
         reports = [device.report() for device in self._devices]
         daemons_ms = [one["daemon_ms"] for one in reports]
         return {

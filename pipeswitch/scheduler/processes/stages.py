@@ -55,8 +55,7 @@ class Raw:
 
 
 class Stages:
-    """All and only the PREPROCESSING requests, and the processes for them, which serve all
-    devices.
+    """All and only the PREPROCESSING requests, and the processes that serve them.
 
     Processes are started with the first request that needs one.
 
@@ -135,8 +134,7 @@ class Stages:
         return True
 
     def refuse_all(self, error: PipeSwitchError) -> None:
-        """Refuse every waiting client. The frontend answers requests in copy when the copy is
-        over."""
+        """Refuse every waiting client; the frontend answers the ones in copy after the copy."""
         for token, raw in list(self.waits.items()):
             if not self._is_copied(token):
                 self._refuse(raw, TaskEvent.ERROR, error)
@@ -249,8 +247,7 @@ class Stages:
             core.look_again(core.now_ms + core.settings.max_stage_ms, STAGES)
 
     def _expire(self) -> None:
-        """End requests whose deadline has passed, unless their inputs are being copied, and hung
-        calls."""
+        """End hung calls, and requests past their deadline whose inputs are not being copied."""
         now_ms, limit_ms = self._core.now_ms, self._core.settings.max_stage_ms or math.inf
         for token, raw in list(self.waits.items()):
             if raw.request.due_ms <= now_ms and not self._is_copied(token):

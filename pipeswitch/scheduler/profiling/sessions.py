@@ -59,8 +59,7 @@ class Profiling:
 
     @takes(ProfileAsked)
     def asked(self, event: ProfileAsked) -> None:
-        """Begin a measurement: the client is asked for requests, and gets the profile at the
-        end."""
+        """Begin a measurement: the client sends requests on demand, and gets the profile last."""
         name = self._versions.resolve(event.model)
         device = self._machine.measures(name)
         replica = self._measurable(device, name, event.batches)
@@ -286,7 +285,7 @@ def _busy(who: str, hint: str = "run it while no client sends requests") -> erro
 
 
 def _is_at_rest(state: DeviceState) -> bool:
-    """Return whether a worker is free and no process starts, cleans up or loads a program."""
+    """Return True if a worker is free and no process starts, cleans up or loads a program."""
     rests = (WorkerState.STANDBY, WorkerState.DEAD)
     workers = state.workers.values()
     return (
@@ -297,7 +296,7 @@ def _is_at_rest(state: DeviceState) -> bool:
 
 
 def _is_copied_still(replica: Replica, measured: MeasuredRun) -> bool:
-    """Return whether the end of the run's copy is not reported yet."""
+    """Return True if the end of the run's copy is not reported yet."""
     is_cold = not measured.activation.was_resident
     is_same = replica.residency_epoch == measured.activation.residency_epoch
     return is_cold and is_same and replica.is_being_sent

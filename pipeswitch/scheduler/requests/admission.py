@@ -121,8 +121,7 @@ class Admission:
             self._queue(request, model)
 
     def _queue(self, request: Request, model: Model) -> None:
-        """Queue a request for a device; dispatch it at once if possible, or refuse it if it
-        would be late."""
+        """Queue a request, dispatch it at once if possible, or refuse it if it would be late."""
         core, built = self._core, model.built
         request.batch = batch_of(built, request.inputs)
         if "pads" in built.extra:

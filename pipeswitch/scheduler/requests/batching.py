@@ -109,8 +109,8 @@ def begins_at_ms(device: DeviceState, replica: Replica, batch: Batch) -> float:
 
 
 def waits_for_run(device: DeviceState, replica: Replica, batch: Batch) -> bool:
-    """Return whether those of the model's current run, or of the one that ended in this moment, may
-    still join: a dispatched run takes no more."""
+    """Return True if requests of the model's current run, or of the one that has just ended, may
+    still join this batch: a dispatched run takes no more requests."""
     running = device.owner.running
     is_same = running is not None and running.model == replica.name
     returning = (
@@ -121,8 +121,7 @@ def waits_for_run(device: DeviceState, replica: Replica, batch: Batch) -> bool:
 
 
 def failed(device: DeviceState, replica: Replica, requests: Sequence[Request]) -> None:
-    """Note a failed joined run, caused by a request or by joining: each request is retried
-    alone."""
+    """Note a failed run, caused by one request or by joining: each request is retried alone."""
     replica.model.failed_joins += 1
     for request in requests:
         request.is_alone = True

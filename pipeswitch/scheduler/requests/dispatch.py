@@ -99,8 +99,7 @@ class Turns:
             self._core.emit(Interrupt(device.address(passing.slot), passing.epoch))
 
     def stepped_aside(self, worker: Worker, epoch: Epoch) -> None:
-        """Note that the pass has given up the turn: the next task gets it, and then the pass
-        again."""
+        """Note that the pass gave up the turn: the next task gets it, and then the pass again."""
         owner = self._device.owner
         passing = owner.running
         if passing is None or (passing.slot, passing.epoch) != (worker.slot, epoch):
@@ -186,7 +185,7 @@ class Dispatch:
         0. It was dispatched on arrival (``at_once``).
         1. A task waits for its turn already, or nothing is queued: nothing to do.
         2. The best request's model is on the device, or the link and a place for it are free or can
-           be freed: transmit and activate in one step; training is told to stop.
+           be freed: transmit and activate in one step; training is ordered to stop.
         3. A training slice has its place: that job is evicted; the request waits. It also waits for
            a range that is being zeroed, or a cancelled copy.
         4. Models that must stay have its place, or another copy has the link: it waits.
@@ -216,8 +215,7 @@ class Dispatch:
             self._core.emit(Interrupt(device.address(running.slot), running.epoch))
 
     def _refuse_the_impossible(self) -> None:
-        """Refuse requests whose model does not fit beside the pinned ones: waiting would not
-        help."""
+        """Refuse requests whose model does not fit beside the pinned ones: they would never run."""
         device = self._device
         unchecked, device.queue.unchecked = device.queue.unchecked, {}
         if not device.pinned:
@@ -373,7 +371,7 @@ class Dispatch:
         return True
 
     def _is_link_busy(self) -> bool:
-        """Return whether a copy for a request is under way; a cancelled one does not count."""
+        """Return True if a copy for a request is under way; a cancelled one does not count."""
         return any(self._device.replicas[name].is_on_device for name in self._device.sending)
 
     def _pick_worker(self, replica: Replica) -> Worker:
@@ -573,7 +571,7 @@ def _joined(request: Request) -> JoinedRequest:
 
 
 def _was_resident(replica: Replica) -> bool:
-    """Return whether the model was on the device. The answer of an earlier run may arrive before
+    """Return True if the model was on the device. The answer of an earlier run may arrive before
     the daemon's message that all groups have arrived."""
     is_copied = replica.residency.state in (Residency.RESIDENT, Residency.PINNED)
     return is_copied or replica.computed_epoch == replica.residency_epoch != NO_EPOCH

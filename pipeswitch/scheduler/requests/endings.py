@@ -90,7 +90,7 @@ class Endings:
             core.emit(RunEnded(answers=tuple(more)))
 
     def _has_chosen(self, task: Activation, tokens: Sequence[Sequence[int]]) -> bool:
-        """Return whether a worker chose as many tokens for each request as it might."""
+        """Return True if a worker chose as many tokens for each request as it might."""
         requests = self._requests(task)
         return len(tokens) == len(requests) and all(
             one.choosing is None or one.choosing.allows(chosen)
@@ -98,8 +98,7 @@ class Endings:
         )
 
     def _has_more(self, request: Request, runs: Runs) -> bool:
-        """Let a generation with more to do wait again, as if it had just arrived. False: it was
-        cancelled."""
+        """Let an unfinished generation wait again, as a new arrival. False: it was cancelled."""
         core, device = self._core, self._device
         request.state.apply(TaskEvent.MORE, "its run has ended")
         if runs.is_cancelled:
@@ -131,7 +130,7 @@ class Endings:
         self._ended.clear()
 
     def failed(self, worker: Worker, message: InferenceFailed) -> None:
-        """Handle an error of the model's own code, or an output that does not fit: the worker is
+        """Handle an error of the model's code, or an output that does not fit; the worker is
         fine."""
         task = self._device.owner.task_of(worker.slot, message.epoch)
         if task is None:
@@ -149,8 +148,7 @@ class Endings:
         self, activation: Activation, requests: list[Request], replica: Replica,
         error: errors.PipeSwitchError,
     ) -> None:  # fmt: skip
-        """Refuse a single request; run joined ones again alone, since the error may be
-        another's."""
+        """Refuse a single request; run joined ones again alone: the error may be another's."""
         if not activation.is_joined:
             self._device.refuse(requests[0], TaskEvent.ERROR, error)
             return
@@ -176,8 +174,7 @@ class Endings:
         return activation, self._requests(activation), replica
 
     def _settle(self, activation: Activation) -> None:
-        """Charge the callers by the controller's clock: times that a worker reports are not
-        trusted."""
+        """Charge the callers by the controller's clock: workers' times are not trusted."""
         core, charge = self._core, activation.charge
         if charge is not None:
             ran_until_ms = activation.aside_at_ms or core.now_ms

@@ -141,7 +141,7 @@ def _others_ms(device: DeviceState, request: Request, own_ms: float) -> float:
 
 
 def _all_ms(device: DeviceState, requests: list[Request]) -> tuple[float, float]:
-    """Return the device time of all requests, joined where possible, and the sum of squared
+    """Return the device time of all requests, joined if possible, and the sum of squared
     spreads."""
     total_ms = square = 0.0
     for (model, batch), count in Counter((one.model, one.batch) for one in requests).items():
@@ -167,7 +167,7 @@ def _runs(device: DeviceState, model: ModelName, rows: int, count: int) -> int:
 
 
 def is_refused(device: DeviceState, request: Request) -> bool:
-    """Return whether a new request would be late, or would make an accepted request of its caller
+    """Return True if a new request would be late, or would make an accepted request of its caller
     late that would be in time without it."""
     sorts_by = device.core.judge.sorts_by
     if not sorts_by or not _is_asked(device, request):
@@ -207,7 +207,7 @@ def waits_for_copy_ms(device: DeviceState, request: Request) -> float:
 
 
 def fits_in(device: DeviceState, request: Request, idle_ms: float) -> bool:
-    """Return whether a request's run is known to end in that time; false for one that may be
+    """Return True if a request's run is known to end in that time; false for one that may be
     joined."""
     run_ms = sum(_run_ms(device, request.model, request.batch))
     is_joined = device.replicas[request.model].built.batching is not None
@@ -299,8 +299,7 @@ def _link_free_at_ms(device: DeviceState) -> float:
 
 
 def free_at_ms(device: DeviceState, *, is_safe: bool = True) -> float:
-    """Return when the dispatched tasks end: on average, or (``is_safe``) at the latest, almost
-    surely."""
+    """Return when the dispatched tasks end: on average, or (``is_safe``) almost surely."""
     now_ms = free_ms = device.core.now_ms
     for task in device.owner.tasks:
         begins_ms = free_ms if task is device.owner.pending else task.began_at_ms

@@ -145,8 +145,7 @@ class DeviceState:
         self.core.emit(Spans(spans=[one]))
 
     def track(self, name: str) -> str:
-        """Return the timeline track's name, with the device's label if there are several
-        devices."""
+        """Return the timeline track's name, with the device's label if there are several."""
         return f"{self.label} {name}" if self.label else name
 
     def spend(self, kind: str, ms: float) -> None:

@@ -66,8 +66,7 @@ class Charge(NamedTuple):
 
 
 class FairQueue(Generic[S]):
-    """Fair queue of members. A decision looks only at the members that are next, never at all
-    members."""
+    """Fair queue of members. A decision looks only at the next members, never at all of them."""
 
     def __init__(self, max_wait_ms: float, make: Callable[[str], S]) -> None:
         """``make``: creates a member with a name."""
@@ -183,7 +182,7 @@ class FairQueue(Generic[S]):
             self._forget(oldest)
 
     def _has_nothing(self, share: S, now_ms: float) -> bool:
-        """Return whether a new member would have the same turns as this idle one."""
+        """Return True if a new member would have the same turns as this idle one."""
         return not share.running and self._ahead_ms(share) <= 0.0
 
     def _ahead_ms(self, share: S) -> float:
@@ -273,7 +272,7 @@ class Accounts(FairQueue[Account]):
         return False
 
     def _has_nothing(self, share: Account, now_ms: float) -> bool:
-        """Return whether only the used time of an account must be kept: it was idle for longer than
+        """Return True if only the used time of an account must be kept: it was idle for longer than
         its lead over the others, and has no penalty."""
         away_from_ms = share.seen_at_ms + max(self._max_wait_ms, self._ahead_ms(share))
         held_until_ms = max(away_from_ms, share.rests_until_ms, share.barred_until_ms)
@@ -286,8 +285,7 @@ class Accounts(FairQueue[Account]):
             self._forgotten_ms[share.caller] = share.used_ms
 
     def charge(self, rows: Counter[str], predicted_ms: float, now_ms: float) -> Charge:
-        """Charge a dispatched run, in the turn of the first caller; its requests still count as
-        waiting.
+        """Charge a dispatched run in the first caller's turn; its requests still count as waiting.
 
         ``rows``: by caller. ``predicted_ms``: 0 when nothing is known.
         """

@@ -200,16 +200,14 @@ class Lines:
         )
 
     def changed(self, model: ModelName | None) -> None:
-        """Mark the model's lines for ranking: it came to the device, left it, began or stopped
-        computing."""
+        """Mark the model's lines for ranking: its residency or its computing has changed."""
         if model is not None:
             self._stale.update(dict.fromkeys(self._lines.get(model, {}).values()))
 
     def heads(
         self, is_resident: IsResident, current: ModelName | None, view: View
     ) -> Iterator[tuple[Waiting, Request]]:
-        """Yield the first request of each line, best first; valid until a request comes or
-        leaves.
+        """Yield the head of each line, best first; valid until a request comes or leaves.
 
         Callers of one urgency have one line each in turn, as if all runs were equally long.
         """

@@ -47,8 +47,7 @@ class Rolling:
 
 
 class ByBatch:
-    """One model's computations by batch; beyond a limit the batch measured longest ago is
-    dropped."""
+    """One model's computations by batch; beyond a limit the oldest measured batch is dropped."""
 
     __slots__ = ("_batches", "_of")
 
@@ -75,8 +74,7 @@ class ByBatch:
         return self._of[self._batches[index - 1]] if index else None
 
     def at_most_ms(self, batch: int) -> float:
-        """Return the 95th percentile of the nearest smaller batch, scaled up; else of the
-        nearest larger."""
+        """Return the 95th percentile of the nearest smaller batch, scaled; else of a larger one."""
         index = bisect.bisect_right(self._batches, batch)
         known = self._batches[max(0, index - 1)]
         return self._of[known].p95 * max(1.0, batch / known)
@@ -121,8 +119,7 @@ class Predictions:
         self._computations.pop(model, None)
 
     def predict(self, model: str, batch: int) -> Prediction:
-        """Return the measured times for that batch, else those of the nearest smaller batch, a
-        lower bound, else zeros."""
+        """Return that batch's times, else the nearest smaller one's, a lower bound, else zeros."""
         loads, known = self._known(model, batch)
         return Prediction(
             loads.p50 if loads is not None else 0.0,
@@ -151,8 +148,7 @@ class Predictions:
         return any(one.is_old(now_ms) for one in self._counted(model, batch, is_sent=is_sent))
 
     def taken(self, model: str, batch: int, *, is_sent: bool, now_ms: float) -> None:
-        """Note an accepted request that will be measured: old times stay valid for the same time
-        again."""
+        """Note a request that will be measured: old times stay valid for the same time again."""
         for one in self._counted(model, batch, is_sent=is_sent):
             if one.is_old(now_ms):
                 one.fresh_at_ms = now_ms

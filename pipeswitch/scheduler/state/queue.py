@@ -138,8 +138,7 @@ class Queue:
         return self._lines.of_line(request)
 
     def changed(self, model: ModelName) -> None:
-        """Mark a model for checks and ranking: it came to the device, left it, or has a new
-        prediction."""
+        """Mark a model for checks and ranking: its residency or its prediction has changed."""
         if model in self._of:
             self.unchecked[model] = None
         if self._lines is not None:

@@ -50,8 +50,7 @@ Version = tuple[str, Plan]  # digest and groups: what a worker has loaded
 
 @dataclass
 class Registration:
-    """Registration of a model: the spec, its build, and the clients that wait for its result or
-    its end."""
+    """Registration of a model: spec, build, and the clients that wait for its result or end."""
 
     model: ModelName
     spec: bytes
@@ -119,8 +118,7 @@ class Model:
 
     @property
     def owner(self) -> Owner:
-        """Owner of the model's bytes on a device and in the host store, and of its arrival
-        words."""
+        """Owner of the model's bytes on a device and in the host store, and of its words."""
         return Owner("model", self.name)
 
 

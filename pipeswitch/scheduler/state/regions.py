@@ -129,8 +129,7 @@ class Regions:
         return self._regions[first:behind]
 
     def _places(self, offset_bytes: int, size_bytes: int) -> tuple[int, int]:
-        """Return the index of the first region that overlaps the range, and the index after the
-        last one."""
+        """Return the indices of the first overlapping region, and after the last one."""
         regions, end = self._regions, offset_bytes + size_bytes
         first = bisect.bisect_left(regions, offset_bytes, key=BEGIN)
         if first and regions[first - 1].end_bytes > offset_bytes:

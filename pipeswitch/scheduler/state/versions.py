@@ -94,8 +94,7 @@ class Versions:
         self, name: ModelName, current: int, last: int, spec_digest: str,
         there: Collection[int], shares: Iterable[tuple[int, int]] = (),
     ) -> None:  # fmt: skip
-        """Restore a name from the journal, before its versions ``there`` are restored
-        themselves.
+        """Restore a name from the journal, before its versions ``there`` themselves.
 
         The journal may lack the current version: its entry was refused by a full disk, or is
         damaged. Then the newest of the others becomes the current one.
@@ -121,8 +120,7 @@ class Versions:
             model.split = served if served.shares else None
 
     def choose(self, model: Model, cause: str) -> Model | None:
-        """Make a version current for all later requests; return the version that was current
-        before."""
+        """Make a version current for later requests; return the one that was current before."""
         served = self._served[model.base]
         before = self.current(model.base)
         if before is not None:

@@ -92,8 +92,7 @@ class Jobs:
         ]
 
     def has_process_of(self, name: JobName) -> bool:
-        """Return True if a process of the job lives on any device, even one that is about to
-        leave.
+        """Return True if a process of the job lives on any device, even a leaving one.
 
         A job never has two: the old one's slice is released by name when it is reaped, and it may
         still hold the job's log and commits.
@@ -141,8 +140,7 @@ class Jobs:
             job.state.apply(TaskEvent.PAUSE, "as before the restart")
 
     def restore_ended(self, name: JobName, record: Mapping[str, Any], persisted_step: int) -> None:
-        """Restore a job that ended before the restart, and the step of its state on disk (-1:
-        none).
+        """Restore an ended job, and the step of its state on disk (-1: none).
 
         Raises:
             ValueError, TypeError, KeyError, msgspec.ValidationError: not a record of ours.
@@ -168,8 +166,7 @@ class Jobs:
         del home.state.jobs[job.spec.name]
 
     def _forget_old(self) -> None:
-        """Remove ended jobs beyond the number or the time for which they are kept, the oldest
-        first."""
+        """Remove the oldest ended jobs beyond the number or the age that is kept."""
         core, settings = self._core, self._core.settings
         over = [job for job in self if job.state.state in TASK_FINAL]
         if not over:
@@ -321,7 +318,7 @@ class Jobs:
 
     @property
     def is_quiet(self) -> bool:
-        """No job is on a worker."""
+        """True if no job is on a worker."""
         return not any(job.state.state in TASK_ON_WORKER for job in self)
 
 

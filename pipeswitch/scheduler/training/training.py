@@ -64,7 +64,7 @@ class Ranking:
         return (is_blocked, priority, job.is_away, *self.order.rank(job.view(0.0)))
 
     def _is_leaving(self, job: Job) -> bool:
-        """Return whether something of its last dispatch is not over yet.
+        """Return True if something of its last dispatch is not over yet.
 
         A commit that is still being copied is the one to resume from: a script that began before
         the flip would start from the one before it, and could commit an older step over it.
@@ -93,7 +93,7 @@ class Ranking:
         ]
 
     def is_impatient(self, running: Job, behind: list[Job]) -> bool:
-        """Return whether the running job's cycle ends at once for one of those behind it."""
+        """Return True if the running job's cycle ends at once for a job behind it."""
         own = running.view(self._device.core.now_ms)
         return running.memory.is_blocked or any(
             self.order.is_impatient(own, job.view(0.0))
@@ -142,7 +142,7 @@ class Training:
         return QUEUE | TURN | WORKERS | PLACES | JOBS
 
     def _is_device_idle(self) -> bool:
-        """Return whether nobody has the turn and no waiting request may have it now."""
+        """Return True if nobody has the turn and no waiting request may have it now."""
         device = self._device
         return device.owner.is_free and next(device.queue.heads(*device.seen), None) is None
 
@@ -157,8 +157,7 @@ class Training:
                 return
 
     def _pick_worker(self) -> Worker | None:
-        """Return the standby with the fewest warm programs, so that warm ones stay for
-        inference."""
+        """Return the standby with the fewest warm programs; warm ones stay for inference."""
         free = [
             worker
             for worker in self._device.workers.values()
@@ -267,8 +266,8 @@ class Training:
             self._kill_after(job, asked_at_ms, settings.stop_grace_ms, "did not stop")
 
     def reported(self, job: Job) -> None:
-        """Note that the job computes; start its next cycle if the last one is over and no other
-        job waits."""
+        """Note that the job computes; start its next cycle if one is over and no other job
+        waits."""
         now_ms = self._core.now_ms
         if job.memory.beside_blocked and not job.memory.is_blocked:
             job.memory.beside_blocked, job.progress.why = {}, ""
@@ -501,8 +500,7 @@ class Training:
         self._jobs.unwound(job)
 
     def worker_died(self, worker: Worker, status: int) -> None:
-        """Handle a job's reaped process. After a crash the job starts again from its last
-        commit."""
+        """Handle a job's reaped process. After a crash the job restarts from its last commit."""
         core, device = self._core, self._device
         name = worker.job
         if name is None:
