@@ -16,6 +16,7 @@ from pipeswitch.cli.common import check_folder, json_option
 
 from .machine import machine_facts
 from .models import MODELS
+from .precision import CASES as PRECISION_CASES
 from .trials import Run
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -37,6 +38,7 @@ NAMES: Final = (
     "switchflow",
     "generation",
     "peers",
+    "precision",
 )
 BENCHMARKS: Final = {name: name.replace("-", "_") for name in NAMES}
 """Name on the command line to module of ``benchmarks``; each has ``run``."""
@@ -66,8 +68,9 @@ def run(
     """
     for unknown in [name for name in names if name not in BENCHMARKS]:
         raise InvalidInput(f"no benchmark {unknown!r}", hint=f"one of {', '.join(BENCHMARKS)}")
-    for unknown in [name for name in models if name not in MODELS]:
-        raise InvalidInput(f"no model {unknown!r} here", hint=f"one of {', '.join(MODELS)}")
+    known = {*MODELS, *PRECISION_CASES}
+    for unknown in [name for name in models if name not in known]:
+        raise InvalidInput(f"no model {unknown!r} here", hint=f"one of {', '.join(sorted(known))}")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         check_folder("--out", out / "report.md")

@@ -18,7 +18,8 @@ from .trials import table
 BEGIN: Final = "<!-- results: written by python -m benchmarks.readme, do not edit -->"
 END: Final = "<!-- end of results -->"
 SWITCH_ARMS: Final = (
-    "ready", "resident", "cold", "pipeswitch-style", "serial", "to-device", "stop-and-start",
+    "ready", "resident", "cold", "resident, fast", "cold, fast", "pipeswitch-style", "serial",
+    "to-device", "stop-and-start",
 )  # fmt: skip
 DEMO: Final = "demo"
 SECOND_MS: Final = 1000.0
@@ -95,12 +96,16 @@ def demo_sentence(file: str, demo: Document) -> str:
     """``make demo`` in one sentence."""
     ours, training = demo["pipeswitch"], demo["training"]
     same = "bit-equal" if demo["largest_difference"] == 0 else "not equal"
+    fast = ""
+    if "fast" in demo:
+        fast_ms, error = demo["fast"]["pipeswitch"]["p50_ms"], demo["fast"]["largest_error"]
+        fast = f"; in `fast` p50 is {_ms(fast_ms)} and the error {error:.0e} of the largest output"
     return (
         f"`make demo`, {ours['count']} requests for {len(demo['plan']['models'])} models on a "
         f"device that holds two: p50 {_ms(ours['p50_ms'])}; {_ms(demo['ready_model']['p50_ms'])} "
         f"with models that are always loaded, {_ms(demo['stop_and_start']['p50_ms'])} with a "
         f"process per request. The training job beside it lost {training['steps_lost']} steps; "
-        f"all answers were {same} to the plain models' "
+        f"all answers in precision `exact` were {same} to the plain models'{fast} "
         f"([{file}](benchmarks/results/{file}))."
     )
 
@@ -110,6 +115,9 @@ def demo_table(file: str, demo: Document) -> str:
     ours, machine = demo["pipeswitch"], demo["machine"]
     parts = ("p50", "p99", "queue", "switch", "copy", "stall", "compute")
     rows = [("pipeswitch", *(_ms(ours[f"{part}_ms"]) for part in parts))]
+    if "fast" in demo:
+        fast = demo["fast"]["pipeswitch"]
+        rows.append(("pipeswitch, precision fast", *(_ms(fast[f"{part}_ms"]) for part in parts)))
     for key, name in (
         ("ready_model", "ready model (lower bound)"),
         ("stop_and_start", "stop-and-start"),

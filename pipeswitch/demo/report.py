@@ -71,6 +71,8 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     ours, ready, cold = (result[n] for n in ("pipeswitch", "ready_model", "stop_and_start"))
     no_bill = ["-"] * len(BILL)
     view.add_row("pipeswitch", *_ends(ours), *(_span(ours[name]) for name in BILL))
+    fast = result["fast"]["pipeswitch"]
+    view.add_row("pipeswitch, fast", *_ends(fast), *(_span(fast[name]) for name in BILL))
     view.add_row("ready model", *_ends(ready), *no_bill)
     view.add_row("stop-and-start", *_ends(cold), *no_bill)
     console.print(view)
@@ -85,11 +87,17 @@ def show(result: Mapping[str, Any], console: Console) -> None:
             "meanwhile; run it again when it is quiet"
         )
     _show_requests(ours, result["largest_difference"], console)
+    console.print(
+        f"precision fast: p50 {fast['p50_ms'] / ready['p50_ms']:.2f} of the ready model's, answers "
+        f"within {result['fast']['largest_error']:.1e} of the largest output"
+    )
     _show_training(result["training"], console)
 
 
 def _show_requests(ours: Mapping[str, Any], difference: float, console: Console) -> None:
-    equal = "bit-equal to" if difference == 0.0 else f"within {difference:.1e} of"
+    equal = (
+        "in precision exact bit-equal to" if difference == 0.0 else f"within {difference:.1e} of"
+    )
     console.print(
         f"requests: {ours['count']} answered, {equal} the plain models' answers; "
         f"{ours['count'] - ours['resident_count']} switched a model in, "

@@ -120,6 +120,7 @@ def built(
     packs_weights: bool = True,
     **options: Any,
 ) -> Manifest:
+    folder.mkdir(exist_ok=True)
     export_module_to_bundle(module.eval(), inputs, folder / "m.bundle")
     spec = BuildSpec(name="m", source=str(folder / "m.bundle"), precision=precision, **options)
     return build(spec, folder / "out", lambda *told: None, packs_weights=packs_weights)
@@ -185,6 +186,53 @@ def test_a_sum_that_broadcasts_is_not_fused(tmp_path: Path) -> None:
     manifest = built(module, (torch.randn(1, 16),), tmp_path)
     x = torch.randn(5, 16)
     torch.testing.assert_close(answers(manifest, tmp_path, (x,))[0], module(x))
+
+
+VIEWS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda y: y.view(y.shape[0], -1),
+    "relu": lambda y: torch.relu(y).view(-1, 16 * 36),
+    "all": lambda y: y.view(-1),
+    "channels": lambda y: y.view(y.shape[0] * 16, 36),
+    "shuffle": lambda y: y.view(-1, 4, 4, 6, 6).transpose(1, 2).contiguous().view(-1, 16, 6, 6),
+    "pooled": lambda y: nn.functional.max_pool2d(y, 2).view(y.shape[0], -1),
+    "written": lambda y: y.view(y.shape[0], -1).add_(1.0) + y.flatten(1),
+    "later": lambda y: y.view(y.shape[0], -1).mul_(2.0).sum() + y,
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_of_a_convolution_is_the_modules(name: str, tmp_path: Path) -> None:
+    class Viewed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(8, 16, 3, padding=1), nn.Conv2d(16, 16, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return VIEWS[name](self.second(self.first(x)))
+
+    module = Viewed()
+    manifest = built(module, (torch.randn(3, 8, 6, 6),), tmp_path)
+    assert manifest.precision is not None
+    for rows in (1, 3):
+        x = torch.randn(rows, 8, 6, 6)
+        torch.testing.assert_close(answers(manifest, tmp_path, (x,))[0], module(x))
+
+
+def test_a_call_is_packed_if_it_gains_at_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {1: (1.0, 1.2), 8: (3.0, 2.0)}  # plain and packed, by rows
+
+    def timed(calls: Sequence[Callable[[], Any]]) -> tuple[float, ...]:
+        return times[len(calls[0]())]
+
+    monkeypatch.setattr(fusing._Fusing, "_plain", lambda self, chain, x: x)
+    monkeypatch.setattr(fusing, "least_ms", timed)
+    manifest = built(nn.Linear(16, 16), (torch.randn(2, 16),), tmp_path)
+    assert manifest.precision is not None
+    assert "batch=8" in manifest.extra["notes"][-1]
+    times[8] = (3.0, 2.9)
+    assert built(nn.Linear(16, 16), (torch.randn(2, 16),), tmp_path / "b").precision is None
 
 
 @pytest.mark.parametrize("how", ["wrong", "nan"])
@@ -280,6 +328,22 @@ def test_a_layout_that_a_builder_made_up_is_refused(how: str, tmp_path: Path) ->
             packed[graph.weights[-1]] = layout
         case "plain":
             del packed[name]
+    with pytest.raises(RegistrationRefused):
+        GraphProgram(manifest, replace(graph, packed=packed), "cpu", KERNELS)
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (1, 8, 12), (1, 7, 12, 12), (0, 8, 12, 12), (1, 8, -5, 12), (1, 8, 1, 1 << 62)]
+)
+def test_a_layout_for_an_input_that_cannot_be_is_refused(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    manifest = built(Block(), (torch.randn(3, 8, 12, 12),), tmp_path)
+    graph = read_bundle(tmp_path / "out" / packing.DERIVED_FILE, is_derived=True).graph
+    name = next(name for name in graph.packed if "third" in name)
+    layout = graph.packed[name]
+    assert layout.input_shape == (1, 8, 12, 12)
+    packed = dict(graph.packed) | {name: replace(layout, input_shape=shape, description=b"")}
     with pytest.raises(RegistrationRefused):
         GraphProgram(manifest, replace(graph, packed=packed), "cpu", KERNELS)
 

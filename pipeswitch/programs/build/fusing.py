@@ -1,8 +1,8 @@
 """Derivation of a graph with packed weights and fused calls from a verified graph.
 
-A call is packed only if that is faster on this machine: both forms are timed on the example's
-values. Positions are those of nodes in the plain graph; a new weight is named, ``{"w": name}``,
-until the derived graph is numbered.
+A call is packed only if that is faster on this machine: both forms are timed at the example's
+shape and at a batch. Positions are those of nodes in the plain graph; a new weight is named,
+``{"w": name}``, until the derived graph is numbered.
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ from ..interface.packing import (
 )
 from ..running.executor import PackedKernels
 
-ROUNDS: Final = 7  # rounds of a timing; the minimum counts
+TIMED: Final = 2  # shapes at which calls are timed
+ROUNDS: Final = 7  # the fewest rounds of a timing; the minimum counts
+MAX_ROUNDS: Final = 40
+ENOUGH_MS: Final = 40.0  # a timing of short calls takes this long: other programs disturb it
 MIN_MS: Final = 0.2  # a round repeats a call until it takes this long
+COPY: Final = "aten.contiguous.default"
 MOST_PADDED: Final = 1.1  # bytes of a packed bfloat16 weight, of those that it has plain,
 PADDED_BYTES: Final = 64 << 10  # or so many more, which nobody misses
 PRODUCTS: Final = {"aten.conv2d.default": 0, "aten.linear.default": 0, "aten.addmm.default": 1}
@@ -81,7 +85,8 @@ class _Form:
 
     node: Node
     weights: NewWeights  # its new ones
-    run: Callable[[], object]  # on the example's input
+    run: Callable[[torch.Tensor, torch.Tensor], object]  # on its input and the other addend
+    given: Any  # its input
     key: tuple[Any, ...]  # equal for forms that take equally long
 
 
@@ -97,7 +102,7 @@ def fused(
     Args:
         graph: verified, without packed weights.
         weights: in the graph's order.
-        examples: inputs at several shapes; calls are timed at the first.
+        examples: inputs at several shapes; calls are timed at the first two.
         kernels: pack weights and compute over them.
         precision: ``fast``, or that of the packed weights; then bytes decide and not the time, and
             the calls take bfloat16 (``lowering``).
@@ -107,14 +112,14 @@ def fused(
 
 
 class _Trace:
-    """Run the graph once, call by call; record the shapes of all values and the inputs of
-    products."""
+    """Run the graph once, call by call; record the shapes of all values and what products
+    take."""
 
     def __init__(
         self, graph: Graph, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> None:
         self.shapes = {value: tuple(given.shape) for value, given in enumerate(inputs)}
-        self.taken: dict[int, torch.Tensor] = {}
+        self.taken: dict[int, torch.Tensor] = {}  # without data
         spans = [(position, position + 1) for position in range(len(graph.nodes))]
         compiled = CompiledGraph(graph, spans, "cpu")
         environment = compiled.start([value.clone() for value in inputs])
@@ -124,7 +129,7 @@ class _Trace:
                     given = node.args[PRODUCTS[node.target]]
                     x = environment.get(given["v"]) if isinstance(given, dict) else None
                     if isinstance(x, torch.Tensor):
-                        self.taken[position] = x.clone(memory_format=torch.preserve_format)
+                        self.taken[position] = x.to("meta")
                 call(environment, [weights[index] for index in compiled.group_weights[position]])
                 result = environment.get(graph.first_node_value + position)
                 if isinstance(result, torch.Tensor):
@@ -169,8 +174,9 @@ class _Fusing:
             form = make(chain, x) if is_int8 or self._packs else None
             if form is None or (not self._is_fast and _wastes(form)):
                 continue
-            plain_ms, packed_ms = self._timed(chain, form, x) if self._is_fast else (1.0, 0.0)
-            if packed_ms > plain_ms:
+            timed = self._traces[:TIMED] if self._is_fast else ()
+            times = [self._timed(chain, form, trace) for trace in timed]
+            if sum(packed_ms - plain_ms for plain_ms, packed_ms in times) > 0.0:
                 self._plain_count += 1
                 continue
             self._new |= form.weights
@@ -274,7 +280,7 @@ class _Fusing:
         rest = (*how, *self._after(chain))
         b = None if bias is None else {"w": f"{name}:bias"}
         return self._form(
-            (CONVOLUTION, CONVOLUTION_ADD), chain, x, (node.args[0], {"w": f"{name}:packed"}, b),
+            (CONVOLUTION, CONVOLUTION_ADD), chain, (node.args[0], {"w": f"{name}:packed"}, b),
             (self._kernels.wrap(data, layout), bias), rest, new,
         )  # fmt: skip
 
@@ -298,7 +304,7 @@ class _Fusing:
         name = f"{self._name_of(weight_at)}:packed"
         rest = () if chain.addition is not None else self._after(chain)
         return self._form(
-            (LINEAR, LINEAR_ADD), chain, x, (given, {"w": name}, bias_at),
+            (LINEAR, LINEAR_ADD), chain, (given, {"w": name}, bias_at),
             (self._kernels.wrap(data, layout), bias), rest, {name: (data, layout)},
         )  # fmt: skip
 
@@ -311,13 +317,12 @@ class _Fusing:
         rows = rows.to(torch.int8).contiguous()
         new: NewWeights = {name: (rows, None), f"{name}:scales": (scales, None)}
         call = Node(LINEAR_INT8, (given, {"w": name}, {"w": f"{name}:scales"}, bias_at))
-        return _Form(call, new, lambda: None, ())
+        return _Form(call, new, lambda x, other: None, given, ())
 
     def _form(
         self,
         targets: tuple[str, str],
         chain: _Chain,
-        x: torch.Tensor,
         arguments: tuple[Any, Any, Any],
         values: tuple[torch.Tensor, torch.Tensor | None],
         rest: tuple[Any, ...],
@@ -325,21 +330,15 @@ class _Fusing:
     ) -> _Form:
         """``arguments`` and ``values``: of input, weight and bias; of the last two."""
         operators, (given, w, b) = self._kernels.operators(), arguments
-        keeps = torch.contiguous_format
-        if x.dim() == 4 and self._is_channels_last(given):
-            keeps = torch.channels_last
-            x = x.contiguous(memory_format=keeps)
-        key = (tuple(x.shape), x.stride(), tuple(values[0].shape), str(rest), b is None)
+        key = (tuple(values[0].shape), str(rest), b is None, chain.norm is None)
         if chain.addition is None:
             node = Node(targets[0], (given, w, b, *rest))
             call = operators[targets[0]]
-            return _Form(node, new, lambda: call(x, *values, *rest), (*key, chain.norm is None))
-        other = torch.zeros(self._traces[0].shapes[self._value(chain.product)])
-        other = other.contiguous(memory_format=keeps)
+            return _Form(node, new, lambda x, other: call(x, *values, *rest), given, key)
         node = Node(targets[1], (given, chain.other, w, b, *rest))
         add = operators[targets[1]]
-        run = lambda: add(x, other, *values, *rest)  # noqa: E731
-        return _Form(node, new, run, (*key, "add", chain.norm is None))
+        run = lambda x, other: add(x, other, *values, *rest)  # noqa: E731
+        return _Form(node, new, run, given, (*key, "add"))
 
     def _is_channels_last(self, argument: Any) -> bool:
         """Whether a packed convolution before it gives a value that layout: the calls in between
@@ -380,13 +379,20 @@ class _Fusing:
         index: int = argument["v"] - len(self._graph.inputs)
         return self._graph.weights[index]
 
-    def _timed(self, chain: _Chain, form: _Form, x: torch.Tensor) -> tuple[float, ...]:
+    def _timed(self, chain: _Chain, form: _Form, trace: _Trace) -> tuple[float, ...]:
         """Return the milliseconds of the chain's plain calls and of its packed call."""
         targets = tuple(self._graph.nodes[one].target for one in chain.members)
-        key = (targets, *form.key)
+        taken = trace.taken[chain.product]
+        key = (targets, tuple(taken.shape), taken.stride(), *form.key)
         if key not in self._times:
+            x = ours = torch.full_like(taken, 0.5, device="cpu")
+            other = torch.zeros(trace.shapes[self._value(chain.product)])
+            if x.dim() == 4 and self._is_channels_last(form.given):
+                ours = x.contiguous(memory_format=torch.channels_last)
+                other = other.contiguous(memory_format=torch.channels_last)
             with torch.inference_mode():
-                self._times[key] = least_ms([lambda: self._plain(chain, x), form.run])
+                runs = [lambda: self._plain(chain, x), lambda: form.run(ours, other)]
+                self._times[key] = least_ms(runs)
         return self._times[key]
 
     def _plain(self, chain: _Chain, x: torch.Tensor) -> None:
@@ -409,15 +415,44 @@ class _Fusing:
     # ---- the derived graph --------------------------------------------------------------------
 
     def _numbered(self) -> Derived:
-        kept = [
-            (self._value(position), self._calls.get(position, node))
-            for position, node in enumerate(self._graph.nodes)
-            if position not in self._gone
-        ]
-        plain = zip(self._graph.weights, self._weights, strict=True)
+        graph = self._graph
+        kept: list[tuple[int, Node]] = []
+        copies: dict[int, int] = {}  # values whose copy is read from there on
+
+        def read(argument: dict[str, Any]) -> dict[str, Any]:
+            value = argument.get("v", -1)
+            return {"v": copies[value]} if value in copies else argument
+
+        for position, node in enumerate(graph.nodes):
+            if self._needs_copy(position):
+                source = read(node.args[0])
+                copies[node.args[0]["v"]] = self._value(len(graph.nodes) + len(copies))
+                kept.append((copies[node.args[0]["v"]], Node(COPY, (source,))))
+            if position not in self._gone:
+                call = self._calls.get(position, node)
+                kept.append((self._value(position), _mapped(call, read)))
+        plain = zip(graph.weights, self._weights, strict=True)
         weights = {name: (data, None) for name, data in plain} | self._new
-        results = [{"v": value} for value in self._graph.results]
-        return renumbered(self._graph, kept, results, weights, self._plain_count)
+        results = [read({"v": value}) for value in graph.results]
+        return renumbered(graph, kept, results, weights, self._plain_count)
+
+    def _needs_copy(self, position: int) -> bool:
+        """Whether a call takes another view of a value than channels-last memory allows."""
+        node = self._graph.nodes[position]
+        given = node.args[0] if node.args else None
+        if node.target != "aten.view.default" or not isinstance(given, dict) or "v" not in given:
+            return False
+        if not self._calls or not self._is_channels_last(given):
+            return False
+        for trace in self._traces:
+            value = torch.empty(trace.shapes[given["v"]], device="meta")
+            try:
+                value.to(memory_format=torch.channels_last).view(
+                    trace.shapes[self._value(position)]
+                )
+            except RuntimeError:
+                return True
+        return False
 
 
 def renumbered(
@@ -517,10 +552,13 @@ def least_ms(calls: Sequence[Callable[[], object]]) -> tuple[float, ...]:
         call()
         repeats.append(max(1, int(MIN_MS / max(1e-3, 1e3 * (time.thread_time() - began_s)))))
     least = [float("inf")] * len(calls)
-    for _ in range(ROUNDS):
+    began_s = time.thread_time()
+    for number in range(MAX_ROUNDS):
+        if number >= ROUNDS and 1e3 * (time.thread_time() - began_s) > ENOUGH_MS:
+            break
         for index, (call, repeat) in enumerate(zip(calls, repeats, strict=True)):
-            began_s = time.thread_time()
+            call_s = time.thread_time()
             for _ in range(repeat):
                 call()
-            least[index] = min(least[index], 1e3 * (time.thread_time() - began_s) / repeat)
+            least[index] = min(least[index], 1e3 * (time.thread_time() - call_s) / repeat)
     return tuple(least)

@@ -117,7 +117,11 @@ def _check_packed(
             expected, data = kernels.pack_linear(zeros)
         else:
             how = (*node.args[at + 2 : at + 6], layout.input_shape)
-            expected, data = kernels.pack_convolution(zeros, *how)
+            try:
+                expected, data = kernels.pack_convolution(zeros, *how)
+            except (RuntimeError, TypeError) as error:  # torch's, of numbers that do not fit
+                refusal = f"its layout cannot be made: {str(error)[:200]}"
+                raise RegistrationRefused(f"weight {name!r}", refusal) from None
         if expected != layout or data.nbytes != sizes_bytes.get(name):
             raise RegistrationRefused(f"weight {name!r}", "its packed layout is not this machine's")
         made.add(name)
