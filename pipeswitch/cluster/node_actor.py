@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -193,7 +193,7 @@ class Node(NodeJobs):
             "waiting": requests,
             "jobs": sum(row["state"] not in FINAL_JOB_STATES for row in jobs),
             "copies": copies,
-            "models": {row["name"]: (row["digest"], row["bytes"])
+            "models": {row["name"]: (_program(row), row["bytes"])
                        for row in served if row["state"] == "ready"},
             "bodies": self._bodies(),
         }  # fmt: skip
@@ -220,8 +220,10 @@ class Node(NodeJobs):
         except FileNotFoundError:
             return {}
 
-    def bundle(self, digest: str) -> bytes:
+    def bundle(self, program: str) -> bytes:
         """A program's file; empty: it is of the server's own code, and made by name."""
+        rows = self._client.models()
+        digest = next((row["digest"] for row in rows if _program(row) == program), program)
         with contextlib.suppress(FileNotFoundError):
             return (self._state / "models" / digest / "program.bundle").read_bytes()
         return b""
@@ -236,7 +238,7 @@ class Node(NodeJobs):
             body = {**body, "source": source, "weights": "", "inputs": {}}
             body.pop("takes", None)
             body.pop("example", None)
-        found = self._tenant._ask("register", model=model, body=body)["digest"]
+        found = _program(self._tenant._ask("register", model=model, body=body))
         if found != digest:  # code of another release there: its answers would differ
             self._tenant.unregister(model)
             raise PipeSwitchError(f"{self._name} makes another program of {model}: {found}")
@@ -252,6 +254,11 @@ class Node(NodeJobs):
         with contextlib.suppress(PipeSwitchError):
             self._client.stop_server(drain_s)
         self._process.wait(drain_s + 30.0)
+
+
+def _program(row: Mapping[str, Any]) -> str:
+    """Return what names a model's program on every node; its digest may be of this machine."""
+    return str(row.get("program", row["digest"]))
 
 
 def _wait_for_the_one_before(state: Path) -> None:

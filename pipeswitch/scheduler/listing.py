@@ -173,6 +173,7 @@ class Listing:
         if manifest is not None:
             row |= {
                 "digest": manifest.digest,
+                "program": manifest.program,
                 "source": manifest.extra.get("origin", manifest.source),
                 "mode": manifest.mode,
                 "mode_reason": manifest.mode_reason,

@@ -268,6 +268,17 @@ def test_a_model_that_gains_nothing_stays_exact(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / packing.DERIVED_FILE).exists()
 
 
+def test_machines_that_derive_other_forms_name_one_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, x = nn.Linear(64, 64), torch.randn(2, 64)
+    packed = built(module, (x,), tmp_path)
+    monkeypatch.setattr(precision, "least_ms", lambda calls: (1.0, 2.0))
+    slower, exact = (built(module, (x,), tmp_path, form) for form in ("fast", "exact"))
+    assert packed.program == slower.program != exact.program
+    assert len({packed.digest, slower.digest, exact.digest}) == 3
+
+
 def test_a_clients_bundle_may_not_be_packed(tmp_path: Path) -> None:
     built(Block(), (torch.randn(3, 8, 12, 12),), tmp_path)
     derived = tmp_path / "out" / packing.DERIVED_FILE
@@ -430,8 +441,7 @@ def test_a_form_in_fewer_bytes_answers_as_the_module_does(
 ) -> None:
     """``stores``: a processor without bfloat16; ``unpacked``: what a cuda device gets."""
     if machine == "stores":
-        monkeypatch.setattr(CpuKernels, "packs_half", lambda kernels: False)
-        monkeypatch.setattr(CpuKernels, "computes_half", lambda kernels: False)
+        monkeypatch.setattr(CpuKernels, "half", lambda kernels: "")
     module, x = FORMS[name][0](), FORMS[name][1]
     packs = machine != "unpacked"
     manifest = built(module, (x,), tmp_path, form, packs_weights=packs)

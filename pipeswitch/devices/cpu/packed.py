@@ -26,6 +26,7 @@ from ...programs.interface.packing import (
     LINEAR,
     LINEAR_ADD,
     LINEAR_INT8,
+    Half,
     PackedLayout,
 )
 
@@ -87,13 +88,9 @@ class CpuKernels:
         tensor: torch.Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule)
         return tensor
 
-    def packs_half(self) -> bool:
+    def half(self) -> Half:
         """Implement ``PackedKernels``."""
-        return not missing_half()
-
-    def computes_half(self) -> bool:
-        """Implement ``PackedKernels``."""
-        return not missing_half()
+        return "" if missing_half() else "packed"
 
     def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
         """Implement ``PackedKernels``."""
@@ -109,13 +106,9 @@ class CpuKernels:
 class UnpackedKernels(CpuKernels):
     """Operators of a device that reads plain bfloat16 and int8 tensors (cuda)."""
 
-    def packs_half(self) -> bool:
+    def half(self) -> Half:
         """Implement ``PackedKernels``."""
-        return False
-
-    def computes_half(self) -> bool:
-        """Implement ``PackedKernels``."""
-        return True
+        return "plain"
 
     def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
         """Implement ``PackedKernels``."""

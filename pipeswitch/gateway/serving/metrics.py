@@ -35,7 +35,6 @@ _COUNTERS: Final[Mapping[str, str]] = {
 }
 _OUTCOMES: Final = (OK, "error", "undeliverable")
 _TIERS: Final[Mapping[str, str]] = {"arena": "device", "store": "host", "pool": "requests"}
-_EXACT: Final = {"name": "exact"}
 _NV_COUNTERS: Final[Mapping[str, tuple[str, str, float]]] = {  # Triton's: phase, field, per unit
     "nv_inference_request_success": ("success", "count", 1),
     "nv_inference_request_failure": ("fail", "count", 1),
@@ -138,8 +137,8 @@ class _Server:
         yield gauges(
             "pipeswitch_model_info", "1: the precision that a version computes in",
             ["model", "version", "precision"],
-            {(row["name"], str(row["version"]), (row.get("precision") or _EXACT)["name"]): 1
-             for row in self.facts["models"] if "steps" not in row},
+            {(m["name"], str(m["version"]), (m.get("precision") or {"name": "exact"})["name"]): 1
+             for m in self.facts["models"] if "steps" not in m},
         )  # fmt: skip
         yield from self._sequences(stats["sequences_by_model"])
         yield from self._jobs(self.facts["jobs"])

@@ -149,7 +149,8 @@ class _Fusing:
     ) -> None:
         self._graph, self._weights, self._kernels = graph, weights, kernels
         self._precision, self._is_fast = precision, precision == "fast"
-        self._packs = self._is_fast or kernels.packs_half()
+        self._dtype = torch.float32 if self._is_fast else torch.bfloat16  # of packed weights
+        self._packs = self._is_fast or kernels.half() == "packed"
         self._traces, self._taken = traces, traces[0].taken
         self._readers: dict[int, list[int]] = {}
         for position, node in enumerate(graph.nodes):
@@ -269,7 +270,7 @@ class _Fusing:
         how = (padding, stride, dilation, given[6] or 1)
         if chain.norm is not None:
             weight, bias = self._folded(self._graph.nodes[chain.norm], weight, bias)
-        layout, data = self._kernels.pack_convolution(self._stored(weight), *how, x.shape)
+        layout, data = self._kernels.pack_convolution(weight.to(self._dtype), *how, x.shape)
         name = self._name_of(given[1])
         new: dict[str, tuple[torch.Tensor, PackedLayout | None]] = {
             f"{name}:packed": (data, layout)
@@ -299,7 +300,7 @@ class _Fusing:
             return None
         if self._precision == "int8":
             return self._int8(node, (given, weight_at, bias_at), weight)
-        layout, data = self._kernels.pack_linear(self._stored(weight))
+        layout, data = self._kernels.pack_linear(weight.to(self._dtype))
         name = f"{self._name_of(weight_at)}:packed"
         rest = () if chain.addition is not None else self._after(chain)
         return self._form(
@@ -317,9 +318,6 @@ class _Fusing:
         new: NewWeights = {name: (rows, None), f"{name}:scales": (scales, None)}
         call = Node(LINEAR_INT8, (given, {"w": name}, {"w": f"{name}:scales"}, bias_at))
         return _Form(call, new, lambda x, other: None, given, ())
-
-    def _stored(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight if self._is_fast else weight.bfloat16()
 
     def _form(
         self,

@@ -11,6 +11,7 @@ that refuses bfloat16 gets float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -76,6 +77,8 @@ class _Lowering:
         first = len(derived.graph.inputs)
         self._named = {name: first + index for index, name in enumerate(derived.graph.weights)}
         self._root, self._frozen = _aliases(self._graph)
+        self._half = partial(self._as, dtype=_HALF)
+        self._float = partial(self._as, dtype=torch.float32)
 
     def run(self, inputs: Sequence[torch.Tensor]) -> Derived:
         """Return the new graph."""
@@ -141,19 +144,16 @@ class _Lowering:
         elif name in LOOK_UPS:
             made = self._emit(target, node, self._kept)
             return self._converted(made, torch.float32) if _is_half(made[1]) else made
-        for number, way in enumerate(ways):
+        for way in ways[:-1]:
             count = len(self._nodes)
             try:
                 return self._emit(target, node, way)
             except (RuntimeError, TypeError):
-                if number == len(ways) - 1:
-                    raise
                 del self._nodes[count:]
                 self._rows.discard(own)
-                self._cast = {
-                    key: made for key, made in self._cast.items() if made[0]["v"] < NEW + count
-                }
-        raise AssertionError("each call has a way")
+                kept = {k: made for k, made in self._cast.items() if made[0]["v"] < NEW + count}
+                self._cast = kept
+        return self._emit(target, node, ways[-1])
 
     def _int8_rows(self, node: Node) -> _Made | None:
         """Return the rows of a table that a product reads too, as int8; None if none does."""
@@ -232,12 +232,6 @@ class _Lowering:
                 return {"w": name}, self._weights[name]
             self._cast[key] = self._converted(made, dtype)
         return self._cast[key]
-
-    def _half(self, value: int) -> _Made:
-        return self._as(value, _HALF)
-
-    def _float(self, value: int) -> _Made:
-        return self._as(value, torch.float32)
 
     def _kept(self, value: int) -> _Made:
         """Return a value as it is; a weight as it is stored."""

@@ -67,7 +67,7 @@ def derive(
     first, *inputs = [acceptable_inputs(manifest.inputs, one, plain) for one in shapes]
     derived = fused(bundle.graph, weights, [first, *inputs], kernels, name)
     if name != "fast":
-        derived = lowered(derived, first, kernels, computes=kernels.computes_half())
+        derived = lowered(derived, first, kernels, computes=bool(kernels.half()))
     elif not derived.packed_count:
         return stays_exact(manifest, name, "no call becomes faster")
     path = folder / DERIVED_FILE
@@ -96,10 +96,8 @@ def derive(
         weights=tuple((one.name, one.dtype, one.shape) for one in manifest.tensors),
         packed_count=derived.packed_count, plain_count=derived.plain_count,
     )  # fmt: skip
-    digest = hashlib.sha256(
-        f"{manifest.digest} {name} {precision.fingerprint} {ours.weights_sha256}".encode()
-    )
-    return msgspec.structs.replace(ours, precision=precision, digest=digest.hexdigest())
+    text = f"{manifest.digest} {name} {precision.fingerprint} {ours.weights_sha256}"
+    return _named(msgspec.structs.replace(ours, precision=precision), manifest, name, text)
 
 
 def _with_copies(manifest: Manifest) -> Manifest:
@@ -162,9 +160,17 @@ def _gain(
 def stays_exact(manifest: Manifest, name: str, why: str) -> Manifest:
     """Return the plain program's manifest with a note, under a digest of its own: the program that
     was registered as exact may be there already and has no note."""
-    digest = hashlib.sha256(f"{manifest.digest} {name} stays exact".encode()).hexdigest()
     noted = with_note(manifest, f"precision {name}: {why}; it stays exact")
-    return msgspec.structs.replace(noted, digest=digest)
+    return _named(noted, manifest, name, f"{manifest.digest} {name} stays exact")
+
+
+def _named(ours: Manifest, plain: Manifest, name: str, text: str) -> Manifest:
+    """Return a manifest with the digest of a text, which names what this machine made."""
+    program, digest = (
+        hashlib.sha256(one.encode()).hexdigest() for one in (f"{plain.digest} {name}", text)
+    )
+    extra = {**ours.extra, "program": program}
+    return msgspec.structs.replace(ours, digest=digest, extra=extra)
 
 
 def with_note(manifest: Manifest, note: str) -> Manifest:

@@ -80,7 +80,8 @@ def _check_texts(manifest: Manifest) -> None:
     notes = extra.get("notes", ())
     if not isinstance(notes, list | tuple) or len(notes) > MAX_NOTES:
         _refuse("its notes are no short list")
-    for text in (manifest.source, manifest.mode_reason, extra.get("origin", ""), *notes):
+    told = [extra.get(key, "") for key in ("origin", "program")]
+    for text in (manifest.source, manifest.mode_reason, *told, *notes):
         if not isinstance(text, str) or len(text) > MAX_TEXT_CHARS or printable(text) != text:
             _refuse("a text of it is too long, or has control characters")
     for key in _NUMBERS:

@@ -112,6 +112,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return batch_range(self.dims)
 
     @property
+    def program(self) -> str:
+        """The digest by which machines compare programs: each derives its own forms."""
+        return str(self.extra.get("program", self.digest))
+
+    @property
     def plain_weights(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape of each weight as the module has it, whatever the precision."""
         if self.precision is None:

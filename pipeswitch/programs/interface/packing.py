@@ -23,6 +23,7 @@ TARGETS: Final = frozenset({LINEAR, LINEAR_ADD, LINEAR_INT8, CONVOLUTION, CONVOL
 
 PRECISIONS: Final = ("exact", "fast", "bf16", "int8")
 HALF: Final = ("bf16", "int8")  # those whose products are computed in bfloat16
+Half = Literal["packed", "plain", ""]  # how bfloat16 products are computed; "": not at all
 DERIVED_FILE: Final = "derived.bundle"  # beside the plain bundle, in the folder of a program
 
 

@@ -25,6 +25,7 @@ from ..interface.packing import (
     LINEAR_ADD,
     LINEAR_INT8,
     TARGETS,
+    Half,
     PackedLayout,
 )
 from .factories import keywords_of, split_arguments, without_cache
@@ -84,11 +85,8 @@ class PackedKernels(Protocol):
     def wrap(self, data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
         """Wrap packed bytes in place as a weight; the bytes must outlive it."""
 
-    def packs_half(self) -> bool:
-        """Return whether bfloat16 weights can be packed."""
-
-    def computes_half(self) -> bool:
-        """Return whether products should be computed in bfloat16."""
+    def half(self) -> Half:
+        """Return how products in bfloat16 are computed."""
 
     def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
         """Return the operators by the targets of ``packing``."""

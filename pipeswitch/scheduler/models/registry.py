@@ -345,6 +345,7 @@ class Registry:
             model=model.base,
             version=model.version,
             digest=manifest.digest,
+            program=manifest.program,
             mode=manifest.mode,
             mode_reason=manifest.mode_reason,
             notes=[*manifest.extra.get("notes", []), *([streams["text"]] if streams else [])],
