@@ -1,4 +1,4 @@
-"""What ``python -m benchmarks`` runs. Imports no torch: whatever computes is a child process."""
+"""Entry point of ``python -m benchmarks``. Imports no torch: computation is left to children."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def run(
 
 
 def _command(name: str, models: Sequence[str], is_quick: bool, trials: int) -> str:
-    """As it can be typed again."""
+    """Return the command line that repeats this run."""
     words = ["python", "-m", "benchmarks", name]
     words += ["--models", ",".join(models)] if models else []
     words += ["--trials", str(trials)] if trials else []

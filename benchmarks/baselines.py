@@ -1,4 +1,4 @@
-"""What PipeSwitch is compared with. A later baseline is one more entry of ``BASELINES``."""
+"""Baselines of the comparison with PipeSwitch. A new one is one more entry of ``BASELINES``."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def _bring(job: Training, device: str) -> None:
 
 
 def _requests_stay(bench: Run, running: RunningServer, job: Training, inputs: Any) -> None:
-    """What the job gets done, and the requests beside it."""
+    """Measure the job's progress, and the requests beside it."""
     case, seconds = "requests stay", QUICK_WINDOW_S if bench.is_quick else WINDOW_S
 
     def held(meanwhile: Callable[[], Any]) -> Numbers:

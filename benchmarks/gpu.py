@@ -90,7 +90,7 @@ STAGES = (
 
 @dataclass
 class Outcome:
-    """How a stage ended, and what it found."""
+    """Result of a stage: its status and its findings."""
 
     name: str
     status: str  # ok, failed, timed out, not run, needs a GPU
@@ -241,7 +241,7 @@ class Report:
         return "every rung holds"
 
     def markdown(self) -> str:
-        """For people: the first broken rung, mechanisms, stages, then switches."""
+        """Return a report for people: first broken rung, mechanisms, stages, then switches."""
         lines = [f"# GPU run on {self.name}", "", f"`{self._command}`, commit {_commit()}", ""]
         lines += [f"**{self.verdict()}**", "", "| mechanism | outcome | finding | s |"]
         lines += ["|---|---|---|---|"]

@@ -124,7 +124,8 @@ def answer(order: dict[str, Any]) -> None:
 
 
 def sums(output: Any) -> tuple[float, float]:
-    """To the host, as a request's output goes; its sum, and that of its absolute values."""
+    """Copy the output to the host, as for a request; return its sum and its sum of absolute
+    values."""
     value = output
     while not hasattr(value, "double"):
         value = value[0] if isinstance(value, tuple | list) else next(iter(value.values()))

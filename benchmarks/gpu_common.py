@@ -1,4 +1,4 @@
-"""What the stages of ``gpu.py`` share: how they speak, the device they need, the models."""
+"""Shared parts of the stages of ``gpu.py``: their output, the device they need, the models."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def end_without(why: str, kind: str) -> int:
 
 
 def device_nodes() -> list[str]:
-    """Where a GPU shows itself to programs, WSL's included, whatever its driver says."""
+    """Return the device nodes of GPUs, WSL's included, whatever the driver says."""
     folder = Path(os.environ.get(DEV, "/dev"))
     return sorted(path.name for name in ("nvidia*", "dxg") for path in folder.glob(name))
 
@@ -122,7 +122,8 @@ def _images(side: int) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def models() -> dict[str, GpuModel]:
-    """By name. BERT-base is transformers' where that is installed, else an encoder of its shape."""
+    """Return the models by name; BERT-base is transformers' if installed, else of the same
+    shape."""
     import importlib.util
 
     if is_fake():

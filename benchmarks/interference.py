@@ -86,7 +86,7 @@ def _take_turns(bench: Run, case: str, arms: Sequence[Arm]) -> None:
 
 
 class _Instants:
-    """When the requests of a segment are due, in seconds from its start."""
+    """Due times of a segment's requests, in seconds from its start."""
 
     def __init__(self, seed: int, rate_per_s: float) -> None:
         self._random, self._rate_per_s = random.Random(seed), rate_per_s

@@ -34,7 +34,7 @@ class Lane:
         self.store, self.arena = (bytes_of(mapping) for mapping in self._maps)
 
     def paths(self) -> tuple[str, str]:
-        """Where other processes of this user open store and arena while this one lives."""
+        """Paths by which this user's other processes open store and arena while this one lives."""
         store, arena = (f"/proc/{os.getpid()}/fd/{number}" for number in self._descriptors)
         return store, arena
 
@@ -101,7 +101,7 @@ def bytes_of(mapping: mmap.mmap) -> Bytes:
 
 
 def open_descriptor(path: str) -> int:
-    """What another process offers by ``Lane.paths``: writable where it is not sealed."""
+    """Open a path of another process's ``Lane.paths``: writable unless it is sealed."""
     return os.open(path, os.O_RDWR)
 
 

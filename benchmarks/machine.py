@@ -22,7 +22,7 @@ QUIET_SHARE: Final = 0.05  # of all cores' time, taken by others during the run
 
 
 def machine_facts() -> dict[str, Any]:
-    """What a reader needs to place the numbers: device, cores, versions, commit."""
+    """Return the facts that put the numbers in context: device, cores, versions, commit."""
     commit, is_dirty = _commit()
     return {
         "device": "cpu",
@@ -38,7 +38,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def python_build() -> str:
-    """How the interpreter was optimized: it is up to 14 % of what the server's own steps take."""
+    """Return the interpreter's optimizations: they are up to 14 % of the server's own step time."""
     args = sysconfig.get_config_var("CONFIG_ARGS") or ""
     flags = {"PGO": "--enable-optimizations", "LTO": "--with-lto"}
     return " and ".join(name for name, flag in flags.items() if flag in args) or "no PGO, no LTO"
@@ -60,7 +60,7 @@ class Others:
 
 
 def warnings_of(load_1m: float, others_share: float) -> list[str]:
-    """Why the numbers deserve less trust; empty on a quiet machine."""
+    """Return reasons to trust the numbers less; empty on a quiet machine."""
     found = []
     if load_1m > QUIET_LOAD:
         found.append(f"the machine was not quiet when this began: load average {load_1m:g}")

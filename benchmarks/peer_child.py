@@ -27,7 +27,7 @@ F32: Final = 0  # ggml's number: the default for keys and values is float16
 
 
 class Engine(Protocol):
-    """What answers; keys are those of a line."""
+    """Engine that answers prompts; the keys are those of an output line."""
 
     def ask(self, model: int, prompts: list[list[int]], new: int) -> dict[str, Any]: ...
 
@@ -59,7 +59,7 @@ def convert(order: dict[str, Any]) -> None:
 
 
 def tensors(path: Path) -> Iterator[tuple[str, Any]]:
-    """Of a safetensors file in float32."""
+    """Yield the tensors of a safetensors file in float32."""
     data = np.memmap(path, np.uint8, "r")
     size = int(data[:8].view(np.uint64)[0])
     for name, told in json.loads(bytes(data[8 : 8 + size])).items():
@@ -69,7 +69,7 @@ def tensors(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def renamed(name: str, values: Any) -> tuple[str, Any]:
-    """As GGUF has it: linear layers' weights are outputs by inputs there."""
+    """Return name and values in GGUF's form: linear layers' weights are outputs by inputs there."""
     words = name.removeprefix("transformer.").split(".")
     if words[0] != "h":
         return f"{AROUND[words[0]]}.{words[-1]}", values
@@ -79,7 +79,7 @@ def renamed(name: str, values: Any) -> tuple[str, Any]:
 
 
 class LlamaCpp:
-    """Its library's own calls: sequences compute together, the largest logit is the token."""
+    """Engine on llama.cpp's library: sequences compute together, the largest logit is the token."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         import llama_cpp
@@ -131,7 +131,8 @@ class LlamaCpp:
         return np.ctypeslib.as_array(found, (self._vocabulary,))
 
     def _load(self, model: int, room: int) -> None:
-        """With keys and values of so many sequences: to clear them takes time."""
+        """Load a model with room for ``room`` sequences' keys and values: clearing them takes
+        time."""
         lib, order = self._lib, self._order
         if self._model is not None:
             lib.llama_free(self._context)
@@ -150,7 +151,7 @@ class LlamaCpp:
 
 
 class Vllm:
-    """Its ``LLM``, in this process alone."""
+    """Engine on vLLM's ``LLM``, in this process alone."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         from vllm import LLM, SamplingParams

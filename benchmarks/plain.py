@@ -30,7 +30,7 @@ def load(order: Order) -> Loaded:
 
 
 def network(order: Order) -> nn.Module:
-    """That module, ready to answer with the order's threads."""
+    """Load the order's module, ready to answer with the order's threads."""
     torch.set_num_threads(order["threads"])
     return load(order).module.eval()
 
@@ -50,7 +50,7 @@ def inputs_of(order: Order) -> list[torch.Tensor]:
 
 
 def checksum(output: Any) -> float:
-    """Of the first output: whatever is compared must agree in it."""
+    """Return the sum of the first output, in which all compared runs must agree."""
     first = next(iter(flatten_outputs(output).values()))
     return float(first.double().sum())
 

@@ -31,7 +31,7 @@ Results = Mapping[str, tuple[str, Document]]
 
 
 def newest(folder: Path) -> dict[str, tuple[str, Document]]:
-    """By benchmark of the cpu device: the newest result's file name and content.
+    """Return the newest result of each cpu benchmark: its file name and content.
 
     Names are ``<what>_cpu_<date>.json``. Other devices' results have a page of their own.
     """
@@ -197,7 +197,7 @@ def peers_table(file: str, document: Document) -> str:
 
 
 def target_table(results: Results) -> str:
-    """How many targets each benchmark meets, of which commit, and whether the machine was quiet."""
+    """Return a table of targets met by each benchmark, with commit and quietness of the machine."""
     rows = []
     for name, (file, document) in sorted(results.items()):
         judged = _judged(document)

@@ -66,7 +66,7 @@ class Switch:
         return [b - a for a, b in zip(starts, self.arrivals_ms, strict=True)]
 
     def numbers(self) -> Numbers:
-        """For a trial's record."""
+        """Return the numbers for a trial's record."""
         return {
             "makespan_ms": self.makespan_ms,
             "transfer_ms": sum(self.transfers_ms),

@@ -112,6 +112,6 @@ class _Jobs:
 
 
 def _rate(instants_ms: Sequence[Sequence[float]]) -> Numbers:
-    """Of all jobs, from the first step of any to the last one."""
+    """Return the rate of all jobs together, from the first step of any to the last one."""
     seconds = (max(one[-1] for one in instants_ms) - min(one[0] for one in instants_ms)) / 1000.0
     return {"images_per_s": sum(map(len, instants_ms)) * BATCH / seconds, "window_s": seconds}

@@ -64,7 +64,7 @@ def compare(bench: Run, setting: Setting, baselines: Sequence[str]) -> None:
 
 
 class Requests:
-    """What the arms share: which twin is on the device, the inputs, the training job."""
+    """State that the arms share: the twin on the device, the inputs, the training job."""
 
     def __init__(self, bench: Run, client: Client, setting: Setting) -> None:
         self._client = client
@@ -100,7 +100,7 @@ class Requests:
         return Arm(baseline.name, measure, prepare, baseline.every, warms_up=baseline.every == 1)
 
     def _same(self, name: str, checksum: float) -> None:
-        """Whatever is compared has computed the same thing."""
+        """Raise unless the compared arm computed the same result."""
         assert self._checksum is not None
         if abs(checksum - self._checksum) > CHECKSUM_TOLERANCE * max(1.0, abs(self._checksum)):
             raise RuntimeError(f"{name} answers {checksum}, the server {self._checksum}")

@@ -52,7 +52,7 @@ def exhaustive(jobs: Sequence[Job], memory: Memory = UNLIMITED) -> Order:
 
 
 def _is_ready(jobs: Sequence[Job], index: int, left: Sequence[int]) -> bool:
-    """Whether no earlier job of its client, which are those of its model, is left."""
+    """Return True if no earlier job of the same client, hence of the same model, is left."""
     return not any(i < index and jobs[i].model == jobs[index].model for i in left)
 
 

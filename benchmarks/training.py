@@ -123,7 +123,7 @@ class _Runs:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Of each step after the warm-up; ``gaps_ms``: between neighbouring gate points."""
+    """Times of each step after the warm-up; ``gaps_ms``: between neighbouring gate points."""
 
     wall_ms: list[float]
     cpu_ms: list[float]  # of the script's thread

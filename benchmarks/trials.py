@@ -147,11 +147,11 @@ class Run:
         self.facts = self.facts | {"threads": self.threads, "seed": self.seed}
 
     def rounds(self, full: int, quick: int) -> int:
-        """How many rounds: as asked for, else the benchmark's own choice."""
+        """Return the number of rounds: the requested one, else the benchmark's own."""
         return self.trials_asked or (quick if self.is_quick else full)
 
     def usable(self, names: Sequence[str]) -> list[str]:
-        """Those models that can be measured here; the others are told as skipped."""
+        """Return the models that can be measured here; report the others as skipped."""
         reasons = {name: missing(name) for name in names}
         self.skip({name: reason for name, reason in reasons.items() if reason})
         return [name for name in names if not reasons[name]]

@@ -73,7 +73,7 @@ def rehearsal_command(
 
 
 def without_threads(environment: Mapping[str, str]) -> dict[str, str]:
-    """Of a process that forks: OpenBLAS would start its threads as it is imported."""
+    """Return the environment of a process that forks: OpenBLAS may start no threads on import."""
     return {"OPENBLAS_NUM_THREADS": "1", **environment}
 
 
@@ -180,7 +180,8 @@ def _child(name: str, settings: Message, descriptors: Sequence[int]) -> NoReturn
 
 
 def _leave(status: int) -> NoReturn:
-    """Without unwinding: taking torch down takes a second on a busy machine and has no use."""
+    """Exit without unwinding: shutting torch down takes a second on a busy machine and has no
+    use."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()

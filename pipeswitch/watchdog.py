@@ -130,7 +130,7 @@ class LoopWatchdog:
         self._turns += 1
 
     def _call(self) -> tuple[FrameType, str] | None:
-        """Of a policy, where the thread is in one."""
+        """Return the policy call that the thread is in, else None."""
         return policy_call(sys._current_frames().get(self._watched))
 
     def _place(self) -> object:
@@ -160,7 +160,7 @@ class LoopWatchdog:
 
 
 class PolicyWatchdog(LoopWatchdog):
-    """Of a thread whose loop may take as long as it likes, but none of a policy's calls."""
+    """Watchdog of a thread whose loop may take any time, unlike a policy call inside it."""
 
     def _place(self) -> object:
         call = self._call()

@@ -86,7 +86,7 @@ def run(settings: WorkerSettings, descriptors: Sequence[int]) -> int:
 
 
 def _log_to_stderr(slot: int) -> None:
-    """Into the server's ``processes.log``; a script's own logging is left as it is."""
+    """Log to stderr, the server's ``processes.log``; a script's own logging is left as it is."""
     handler = logging.StreamHandler()
     form = f"worker={slot} %(levelname)s event=%(event)d %(name)s %(message)s"
     handler.setFormatter(PrintableFormatter(form))

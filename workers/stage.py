@@ -44,7 +44,7 @@ MAX_ARRAYS, MAX_NAME = 64, 128  # of a model's inputs
 
 
 class Unusable(Exception):
-    """What a function is, or returned, is of no use; the text says why."""
+    """Unusable function or return value; the text says why."""
 
 
 def run(settings: StageSettings, channel: Channel, results: int) -> int:
@@ -119,7 +119,7 @@ def _load(name: str) -> Function:
 
 
 def _said(error: BaseException) -> str:
-    """Its type and text, also where that cannot be had or encoded."""
+    """Return the error's type and text, even if the text cannot be read or encoded."""
     text = "".join(traceback.format_exception_only(error)).strip()
     return text.encode(errors="replace").decode()[:1000]
 

@@ -153,7 +153,7 @@ def keys_roles(name: str, roles: tuple[str, ...], as_json: bool) -> None:
 
 
 def _roles(folder: KeyFolder, name: str) -> list[str]:
-    """As the folder says now."""
+    """Return the name's current roles in the folder."""
     return in_order(folder.admitted()[name].roles)
 
 

@@ -1,4 +1,4 @@
-"""What ``profile`` and ``plan`` print: a measurement in short, and what an arena can promise."""
+"""Output of ``profile`` and ``plan``: a measurement in short, and what an arena can promise."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def report(
 
 
 def jobs_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What each job takes of the device, and what its steps' budget was said to cost, and does."""
+    """Return each job's lease, and the predicted and actual cost of its activation budget."""
     return [
         {"job": row["name"], "lease_bytes": row["lease_bytes"], **row.get("activations", {})}
         for row in rows

@@ -23,7 +23,7 @@ UNLIMITED: Final = 1 << 62
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``workers/training/rehearsal.py`` writes."""
+    """Measurement that ``workers/training/rehearsal.py`` writes."""
 
     step: swaps.Step
     lanes: swaps.Lanes
@@ -84,7 +84,7 @@ def report(entry: str, measured: Measured, budget_bytes: int | None) -> dict[str
 
 
 def _least_bytes(measured: Measured, needed: int) -> int:
-    """Of the budgets that some plan keeps; to a KiB."""
+    """Return the least budget that some plan keeps, to a KiB."""
     low, high = 0, -(-needed >> 10)
     while low < high:
         middle = (low + high) // 2

@@ -522,7 +522,7 @@ def _orders(text: str) -> list[str]:
 def _joined(
     models: Sequence[PaperModel], batch: int | None, delay: str, row: str | None
 ) -> list[PaperModel]:
-    """With requests that are joined, where that was asked for."""
+    """Return the models with batched requests, if batching was asked for."""
     delay_ms = _read("--batch-delay", delay, parse_ms)
     if batch is None:
         if delay_ms or row is not None:
@@ -547,7 +547,7 @@ def _share(text: object) -> float:
 
 
 def _shares(percents: Sequence[int], sizes: Mapping[str, int]) -> list[str]:
-    """As ``--memory`` would give them; one that is too small becomes the least that fits."""
+    """Return the shares for ``--memory``; one that is too small becomes the least that fits."""
     largest, least = _least(sizes)
     for percent in percents:
         if percent < least:
@@ -563,7 +563,7 @@ def _least(sizes: Mapping[str, int]) -> tuple[str, int]:
 
 
 def _memory(text: str, sizes: Mapping[str, int]) -> tuple[str, int]:
-    """What a user wrote, and bytes."""
+    """Return the user's text and its size in bytes."""
     if text.endswith("%"):
         share = _read("--memory", text, lambda text: _positive(str(text)[:-1])) / 100.0
         size_bytes, label = round(share * sum(sizes.values())), text
@@ -656,7 +656,7 @@ def _jobs_table(rows: Sequence[dict[str, Any]], *, has_requests: bool) -> views.
 
 
 def _draw(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:
-    """Which share of all requests ended within which time."""
+    """Draw the share of requests that ended within each time."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display

@@ -1,4 +1,4 @@
-"""How the command line shows rows: rich tables for people, JSON for programs."""
+"""Rows on the command line: rich tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ BILL_COLUMNS: Final = tuple(name for name in PARTS if name not in SELDOM)
 
 
 def console() -> Console:
-    """Where tables go; NO_COLOR is rich's own business. A pipe has no width: nothing is cut."""
+    """Return the console for tables. A pipe has no width, so nothing is cut; rich handles
+    NO_COLOR."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 
@@ -223,7 +224,7 @@ def busy_first(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def ps_table(rows: Sequence[Mapping[str, Any]]) -> Listing:
-    """What ``ps`` and ``top`` show."""
+    """Return the table of ``ps`` and ``top``."""
     return Listing(busy_first(rows), PS_COLUMNS, PS_TITLES)
 
 
@@ -362,7 +363,7 @@ def _keys() -> Iterator[list[int]]:
 
 
 def dashboard(about: Mapping[str, Any], rows: Any, stats: Mapping[str, Any]) -> RenderableType:
-    """What ``top`` shows."""
+    """Return the screen of ``top``."""
     inference = stats.get("inference", {})
     head = Text.assemble(
         ("pipeswitch ", "bold"),

@@ -1,4 +1,4 @@
-"""What a kind of device is: a folder here, with three classes.
+"""Device kinds: one folder for each, with three classes.
 
 ``DeviceKind`` is the server's side, ``DeviceMemory`` the memory daemon's, ``PoolView`` a worker's.
 """
@@ -61,10 +61,10 @@ class DeviceKind(Protocol):
         ...
 
     def held(self, device: ChosenDevice) -> AbstractContextManager[None]:
-        """It belongs to this server, as long as this lasts.
+        """Hold the device for this server while the context is open.
 
         Raises:
-            PipeSwitchError: another server has it.
+            PipeSwitchError: another server holds it.
         """
         ...
 

@@ -46,7 +46,7 @@ def choose_devices(
 
 
 def facts_of(devices: Sequence[ChosenDevice]) -> Mapping[str, Any]:
-    """For ``stats`` and the ready line; what differs between several, in their order."""
+    """Return the devices' facts for ``stats`` and the ready line; differing ones are in order."""
     facts = {
         "device": ",".join(device.name for device in devices),
         "device_reason": "; ".join(dict.fromkeys(device.why for device in devices)),

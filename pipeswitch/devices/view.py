@@ -89,7 +89,8 @@ class Signals:
         return now_ms() - began_at_ms
 
     def tell_computed(self, epoch: Epoch, count: int) -> None:
-        """So many groups of that copy need not lie there any more: others land in their places."""
+        """Report that ``count`` groups of a copy have computed, so others may land in their
+        places."""
         self.quiesce()
         self.board.write_computed(epoch, count)
         ring(self._bells[-1])
@@ -129,8 +130,10 @@ class PoolView(Signals):
         """The region's first bytes have arrived: kernels may read them."""
 
     def show_landing(self, offset_bytes: int, size_bytes: int) -> None:
-        """Of a region that a model streams through this part has arrived, as ``show``; it begins a
-        unit, and its last one is filled."""
+        """Show a part of a landing region that has arrived, like ``show``.
+
+        It begins a unit, and its last unit is filled.
+        """
 
     def leave(self) -> None:
         """No kernel can reach a region any more, until the next ``enter``."""
@@ -179,7 +182,7 @@ class PoolView(Signals):
         raise NotImplementedError
 
     def host_copies(self) -> HostCopies:
-        """What carries a script's own tensors out of this device's memory and back."""
+        """Return the copier that moves a script's own tensors between this device and the host."""
         raise NotImplementedError
 
     # -- programs ------------------------------------------------------------------------------
@@ -193,7 +196,7 @@ class PoolView(Signals):
         return None
 
     def can_improve(self, program: BoundProgram) -> bool:
-        """Whether ``improve`` would do something."""
+        """Return True if ``improve`` would do something."""
         return False
 
     def improve(self, program: BoundProgram) -> None:
@@ -216,11 +219,11 @@ class PoolView(Signals):
         """Return when nothing that this process enqueued anywhere runs any more. Any thread."""
 
     def pacer(self) -> Callable[[], None] | None:
-        """What a training script calls at every gate point, if it could run ahead of the device."""
+        """Return a function for a training script's gate points, if it could outrun the device."""
         return None
 
     def is_lost(self, error: BaseException) -> bool:
-        """Whether this process cannot use the device any more and must be replaced."""
+        """Return True if this process cannot use the device any more and must be replaced."""
         return False
 
     def fault(self) -> PipeSwitchError | None:

@@ -187,8 +187,10 @@ class KeyedDoor:
         self._stir()
 
     def _caller_at(self, fd: int, *, is_new: bool = True) -> Caller | None:
-        """Of a connection that came, or is heard of first by its message. One with this number that
-        ended is forgotten."""
+        """Return the caller of a new connection, or of one first seen by its message.
+
+        A caller of the same descriptor whose connection ended is dropped.
+        """
         inode = inode_of(fd, self._port)
         known = self._by_fd.get(fd)
         if known is not None and known.inode == inode:
@@ -261,7 +263,7 @@ class KeyedDoor:
             self._waited(caller)
 
     def _waited(self, caller: Caller) -> None:
-        """What it sent has gone on, or is lost; clients are read again."""
+        """Release a caller's waiting bytes, forwarded or lost, so that clients are read again."""
         was_full = self._waiting_bytes > MAX_WAITING_BYTES
         self._waiting_bytes -= caller.waiting_bytes
         caller.waiting_bytes = 0
@@ -308,7 +310,7 @@ class KeyedDoor:
     # ---- ends ----------------------------------------------------------------------------------
 
     def _part(self, caller: Caller) -> None:
-        """Its stream ends, and with it what the server has of it."""
+        """Close a caller's stream, and with it the server's state for the caller."""
         stream, caller.stream = caller.stream, None
         if stream is None:
             return
@@ -319,7 +321,7 @@ class KeyedDoor:
         stream.close()
 
     def _forget(self, caller: Caller) -> None:
-        """Its connection has ended."""
+        """Drop a caller whose connection has ended."""
         self._part(caller)
         self.connections.remove(caller)
         del self._by_fd[caller.fd]
@@ -391,7 +393,7 @@ def held(fd: int) -> Iterator[socket.socket]:
 
 
 def received_bytes(fd: int) -> int:
-    """What the kernel has received on a TCP connection; 0 when it does not say."""
+    """Return the bytes that the kernel has received on a TCP connection; 0 if unknown."""
     try:
         with held(fd) as sock:
             facts = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
@@ -402,6 +404,6 @@ def received_bytes(fd: int) -> int:
 
 
 def wire_bytes(frames: Sequence[Any]) -> int:
-    """What a message of these frames was on the wire, with keys."""
+    """Return the size of a message of these frames on the wire, encrypted."""
     sizes = [len(frame) + _CURVE_BYTES for frame in frames]
     return sum([size + (9 if size > _LONG_FRAME else 2) for size in sizes])

@@ -90,7 +90,7 @@ def main(descriptor: int) -> None:
 
 
 async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Sequence[int]) -> None:
-    """Until SIGTERM, or for as long as an orphan may."""
+    """Serve until SIGTERM, or until an orphan's time is over."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(started_pool(COPIERS, "pipeswitch-copy"))
     is_over = asyncio.Event()

@@ -53,7 +53,7 @@ class WrongHost(errors.PipeSwitchError):
 
 @dataclass(frozen=True)
 class Status:
-    """How one kind of error is told."""
+    """HTTP and gRPC status of one kind of error."""
 
     http: int
     grpc: str  # a name of grpc.StatusCode
@@ -88,8 +88,11 @@ _OURS: Final = Status(500, "INTERNAL")  # the model's own code, or a bug: Worker
 
 
 def status_of(error: errors.PipeSwitchError) -> Status:
-    """How ``error`` is told: as the nearest of its classes that the table has. Its frames are let
-    go: they hold the request and the answer, and often ``error``, until a search for garbage."""
+    """Return the status of the nearest class of ``error`` in the table.
+
+    Its frames are released: they hold the request and the answer, and often ``error``, until a
+    garbage collection.
+    """
     error.__traceback__ = None
     for cls in type(error).__mro__:
         if cls in _STATUSES:

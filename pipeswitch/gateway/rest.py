@@ -73,7 +73,7 @@ class Rest:
         }
 
     def __call__(self, head: Head) -> Work | Answer:
-        """What a request asks for, or why not."""
+        """Return the work that a request asks for, or the refusal."""
         asked, origin = self._admitted(head), head.headers.get("origin", "")
         if origin not in self._callers.origins:
             return asked
@@ -270,7 +270,7 @@ def _preflight(wished: str) -> Answer:
 
 
 def _told(verb: Callable[[Standing, str, str], Awaitable[Any]]) -> Callable[..., Awaitable[Answer]]:
-    """What the service says of a model, as it is."""
+    """Return a verb that replies with the service's JSON for a model, unchanged."""
 
     async def run(caller: Standing, model: str, version: str, head: Head, body: Any) -> Answer:
         return json_answer(await verb(caller, model, version))

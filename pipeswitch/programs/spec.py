@@ -1,4 +1,4 @@
-"""What a registration asks for. Pure, no torch: the controller fills it, a child builds it."""
+"""Specification of a registration. Pure, no torch: the controller fills it, a child builds it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def files_of(spec: bytes) -> list[Path]:
 
 
 def devices_of(spec: bytes) -> tuple[str, ...]:
-    """Those that an encoded spec limits its model to; none: it does not, or is no spec."""
+    """Return the devices to which an encoded spec limits its model; empty for none or no spec."""
     try:
         return msgspec.msgpack.decode(spec, type=BuildSpec).devices
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -86,7 +86,7 @@ def devices_of(spec: bytes) -> tuple[str, ...]:
 
 
 def stage_of(spec: bytes) -> Stage | None:
-    """What runs before and behind an encoded spec's model; None: nothing, or it is no spec."""
+    """Return the stage around an encoded spec's model; None if it has none or is not a spec."""
     try:
         decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
     except msgspec.DecodeError:
@@ -95,7 +95,7 @@ def stage_of(spec: bytes) -> Stage | None:
 
 
 def needs_more(spec: bytes) -> bool:
-    """Whether a build cannot be confined: the operator's own code, or weights from a hub."""
+    """Return True if a build cannot be confined: the operator's own code, or weights from a hub."""
     decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
     is_data = decoded.source.endswith(".bundle")
     is_named = decoded.source.startswith(("torchvision:", "hf:"))
@@ -147,7 +147,7 @@ def joined_as(manifest: Manifest, spec: BuildSpec) -> tuple[int, float] | None:
 
 
 def is_joined_as_asked(manifest: Manifest, spec: bytes) -> bool:
-    """Whether its requests are joined as an encoded spec says."""
+    """Return True if a model's requests are batched as an encoded spec says."""
     found = manifest.batching
     asked = joined_as(manifest, msgspec.msgpack.decode(spec, type=BuildSpec))
     return asked == (found and (found.limit, found.delay_ms))
@@ -221,8 +221,8 @@ def fingerprint() -> str:
 
 
 def is_checked(manifest: Manifest) -> bool:
-    """Whether the contracts of this server looked at every shape, and it is known what reads each
-    weight last; a module is its owner's code."""
+    """Return True if this server's contracts covered every shape and each weight's last reader
+    is known; a module is its owner's code."""
     extra = manifest.extra
     is_known = extra.get("checked_by") == checked_by() and "last_readers" in extra
     if manifest.precision is not None and manifest.precision.fingerprint != fingerprint():

@@ -72,7 +72,7 @@ class Programs:
         allocator_switch()  # while this process may still open a file
 
     def take_files(self, model: ModelName, descriptors: list[int]) -> None:
-        """Of a program that is going to be asked for: they are read when it is."""
+        """Take the files of a program that will be requested; they are read only then."""
         self._close_files(model)
         self._files[model] = descriptors
 
@@ -177,8 +177,10 @@ def make_program(
 
 
 def warm_up() -> None:
-    """What torch reads and starts when it first computes, before the sandbox forbids it: all
-    compute threads of this one; the libraries look at the processor."""
+    """Make torch read and start what its first computation needs, before the sandbox forbids it.
+
+    That is every compute thread of this process; the libraries also inspect the processor.
+    """
     checked_by()  # reads torch's version from a file
     missing_half()  # asks Linux for the processor's matrix registers (AMX)
     fingerprint()
@@ -230,7 +232,8 @@ class _Groups:
         self.ends_ms.append(now_ms())
 
     def _step_aside(self) -> None:
-        """Nothing of this task computes: another has the device, until the turn word is ours."""
+        """Leave the device to another task until the turn word is ours; nothing computes
+        meanwhile."""
         board = self._view.board
         board.write_stop(self._slot, 0)  # it is written again when the next one waits
         board.write_turn(0)
@@ -342,7 +345,7 @@ def _report_failure(
 
 
 def _waits(view: PoolView, slot: int, message: RunInference) -> bool:
-    """Whether another request does."""
+    """Return True if another request waits."""
     return view.board.stop(slot) == message.epoch
 
 
@@ -369,8 +372,10 @@ def _lend_inputs(view: PoolView, message: RunInference, manifest: Manifest) -> N
 def _inputs(
     message: RunInference, pool: RequestPool, steps: Steps | None, caches: Caches
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """What the program gets, and how many rows of it are each request's; of joined ones in one
-    place or in the other."""
+    """Return the program's inputs, and the row count of each request if they are joined.
+
+    Joined requests lie in one tensor, in private memory of the pool or of the caches.
+    """
     if not message.joined and (steps is None or not steps.most):
         return [pool.tensor(slab, is_code=message.is_code) for slab in message.inputs], []
     requests: Requests = (message, *message.joined)
@@ -435,7 +440,7 @@ def _failure(message: RunInference, error: BaseException) -> InferenceFailed:
 
 
 def _text(error: BaseException) -> str:
-    """What it says, as it can travel: its text is the model's own code too."""
+    """Return the error's text in a form that can be sent; the text is the model's own code too."""
     try:
         return str(error)[:2000].encode("utf-8", "replace").decode()
     except Exception:

@@ -64,7 +64,7 @@ class Source:
 
     @property
     def is_over(self) -> bool:
-        """This epoch's last batch was given."""
+        """True if this epoch's last batch was given."""
         if self._ahead:
             return not (self._is_fresh or self._held)
         return bool(self.given == len(self._loader))
@@ -112,7 +112,7 @@ class Source:
         self._data.restore_generators(now)
 
     def pass_by(self, state: dict[str, Any]) -> None:
-        """It was at its end: nothing is fetched."""
+        """Skip a loader that was at its end; nothing is fetched."""
         if self._ahead:
             self._loader.iteration = state["iteration"]
 
@@ -303,7 +303,7 @@ class TrainerLoop:
         self.was_over = False  # as the job's last commit knows it
 
     def objects(self) -> dict[str, Any]:
-        """What ``job.steps`` takes."""
+        """Objects for ``job.steps``."""
         raise NotImplementedError
 
     def extras(self, scaler: Any, keepers: Keepers) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class LightningLoop(TrainerLoop):
                 sampler.set_epoch(loop.epoch_progress.current.processed)
 
     def _metrics(self) -> list[tuple[str, Any]]:
-        """Of torchmetrics, in the user's module."""
+        """Return the torchmetrics modules in the user's module."""
         modules = self.trainer.lightning_module.named_modules()
         return [(name, module) for name, module in modules if hasattr(module, "metric_state")]
 
@@ -172,7 +172,7 @@ def _cut_rows(table: Path, count: int) -> None:
 
 
 def _loops(loop: Any) -> Iterator[Any]:
-    """It, and those in it."""
+    """Yield the loop and the loops inside it."""
     yield loop
     for inner in vars(loop).values():
         if hasattr(inner, "on_iteration_done"):

@@ -23,7 +23,7 @@ from .torch_private import has_aliases, made_in_forward, registered_buffers
 
 @dataclass
 class TrainedObjects:
-    """What one phase trains; the same objects in every loop of the phase."""
+    """Objects that one phase trains; they are the same in every loop of the phase."""
 
     models: Mapping[str, nn.Module]
     optimizers: Mapping[str, torch.optim.Optimizer]
@@ -170,7 +170,7 @@ class TrainedObjects:
 
 
 def bare(optimizer: Any) -> Any:
-    """What accelerate has prepared steps the one in it, and that is where hooks belong."""
+    """Return the optimizer inside accelerate's wrapper, which steps it: hooks belong there."""
     return optimizer.optimizer if type(optimizer).__name__ == "AcceleratedOptimizer" else optimizer
 
 

@@ -155,8 +155,11 @@ class ScriptPlace:
         self.position = replace(self.position, finished=True, step=self.step)
 
     def upcoming(self) -> tuple[SavedImage, bool] | None:
-        """What the next ``job.steps`` will be taken up from, and whether that was over; None: it
-        starts afresh."""
+        """Return the image from which the next ``job.steps`` resumes, and whether its loop was
+        over.
+
+        None means that it starts afresh.
+        """
         if self.in_epochs:
             raise InvalidInput("a Trainer inside job.epochs", hint="use range() here")
         phase = self.phase + 1

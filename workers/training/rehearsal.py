@@ -40,11 +40,11 @@ class Rehearsal(job_api._PlainSession):
 
     @property
     def device(self) -> str:
-        """As the server's would say."""
+        """Device name, as the server's session reports it."""
         return self._device
 
     def steps(self, loader: Iterable[Any], *, model: Any = None, **_: Any) -> Iterator[Any]:
-        """As ``job.steps``, up to the last one that is measured."""
+        """Yield batches like ``job.steps``, up to the last measured step."""
         gate = Gate(lambda *_: None)
         gate.grant(1)
         gate.enter()

@@ -87,7 +87,7 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
 
 
 def _print_error(error: BaseException) -> None:
-    """As the script by hand would: from its own first line on."""
+    """Print the error like the plain script would: from its own first line on."""
     frames = error.__traceback__
     while frames and frames.tb_frame.f_code.co_filename.startswith((__file__, "<frozen ")):
         frames = frames.tb_next
@@ -156,7 +156,7 @@ def _join_threads() -> None:
 
 
 def _run_exit_hooks() -> None:
-    """What the script registered with ``atexit``; a worker leaves without the interpreter's end."""
+    """Run the script's ``atexit`` hooks; a worker exits without the interpreter's shutdown."""
     run = getattr(atexit, "_run_exitfuncs", None)
     if run is not None:
         with contextlib.suppress(BaseException):  # it has printed its traceback
@@ -179,7 +179,7 @@ def _let_children_be_ended() -> None:
 
 
 def _stay(number: int, frame: object) -> None:
-    """Who leaves when is the controller's decision."""
+    """Ignore the signal: the controller decides when a process exits."""
 
 
 def _hold_signals() -> None:
@@ -206,7 +206,7 @@ def _redirect_output(path: str) -> None:
 
 
 def _flush() -> None:
-    """What a full disk does not take is lost; the job's outcome is not."""
+    """Flush stdout and stderr; on a full disk the text is lost, the job's outcome is not."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()

@@ -110,7 +110,7 @@ memory."""
 
 
 def has_state(value: Any) -> bool:
-    """It can be captured and put back by itself."""
+    """Return True if a value's state can be captured and restored on its own."""
     return hasattr(value, "state_dict") or isinstance(value, GENERATORS)
 
 
@@ -287,7 +287,7 @@ def digest_of(batch: Any) -> str | None:
 
 @dataclass(frozen=True)
 class DataState:
-    """Where a loader stood: its generators and, where it has one, its ``state_dict()``."""
+    """Position of a loader: its generators and, where it has one, its ``state_dict()``."""
 
     generators: dict[str, Any]  # by where they were found: their states
     own: Any  # of the loader or its dataset; None without

@@ -1,4 +1,4 @@
-"""When a job's next commit is due, and whether its copy may overlap the next body."""
+"""Timing of a job's commits: when one is due, and if its copy may overlap the next body."""
 
 from __future__ import annotations
 

@@ -149,12 +149,13 @@ def version(tensor: torch.Tensor) -> int:
 
 
 def root(tensor: torch.Tensor) -> torch.Tensor:
-    """What this is a view of, or it itself: all views of one tensor have its version."""
+    """Return the tensor that this is a view of, or itself: all views share its version."""
     return tensor if tensor._base is None else tensor._base
 
 
 def optimizer_was_called(optimizer: torch.optim.Optimizer) -> bool:
-    """What a scheduler looks at to warn of ``scheduler.step()`` before ``optimizer.step()``."""
+    """Return the flag by which a scheduler detects ``scheduler.step()`` before
+    ``optimizer.step()``."""
     return bool(getattr(optimizer, "_opt_called", False))
 
 

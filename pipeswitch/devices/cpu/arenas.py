@@ -1,6 +1,6 @@
-"""Where models lie on the cpu device: in one file, or in one for each tenant (ADR 23).
+"""Arenas of models on the cpu device: one file, or one for each tenant (ADR 23).
 
-The memory daemon alone writes it. It begins with the arrival words.
+Only the memory daemon writes an arena. It begins with the arrival words.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 class OneFile:
-    """Of all tenants: populated at the start, and sealed against other writers.
+    """One arena for all tenants: populated at the start, and sealed against other writers.
 
-    All but ``take`` and ``open_tenant`` belong to the copy thread; so they do in ``FilePerTenant``.
+    All methods but ``take`` and ``open_tenant`` belong to the copy thread, as in ``FilePerTenant``.
     """
 
     def __init__(self, arena_bytes: int, words: int) -> None:
@@ -50,7 +50,7 @@ class OneFile:
         raise RemoteProtocolError("tenants share this arena")
 
     def take(self, order: TransmitModel) -> None:
-        """Its region is its tenant's from now on; no task reads it as another's any more.
+        """Assign a region to the order's tenant; no task of another tenant reads it from now on.
 
         Raises:
             RemoteProtocolError: this tenant has no file.

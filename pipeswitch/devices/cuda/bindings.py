@@ -91,7 +91,7 @@ class CudaError(PipeSwitchError):
 
     @property
     def is_sticky(self) -> bool:
-        """Nothing works in this process any more: leave, and be replaced."""
+        """True if CUDA is unusable in this process, which must exit and be replaced."""
         return str(self.data["code"]) not in HARMLESS_ERRORS | NO_GPU_ERRORS
 
 
@@ -163,7 +163,7 @@ class Queues(Calls):
         self._do("cudaEventSynchronize", event)
 
     def is_done(self, event: int) -> bool:
-        """Whether the event's last record has run."""
+        """Return True if the event's last record has run."""
         try:
             self._do("cudaEventQuery", event)
         except CudaError as error:
@@ -245,7 +245,7 @@ class Cuda(Queues):
         )  # fmt: skip
 
     def name_and_uuid(self, index: int) -> tuple[str, str]:
-        """What the device at ``index`` calls itself; asking makes no context."""
+        """Return the name and UUID of the device at ``index``; the query makes no context."""
         found = self._ask("cudaGetDeviceProperties", index)
         name = found.name
         raw = bytes(found.uuid.bytes)[:16].hex()

@@ -18,7 +18,7 @@ class CaptureBroke(CudaError):
 
     @property
     def is_sticky(self) -> bool:
-        """As a broken context: leave, and be replaced."""
+        """True, as for a broken context: the process must exit and be replaced."""
         return True
 
 

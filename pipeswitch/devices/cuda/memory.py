@@ -125,7 +125,7 @@ class CudaDeviceMemory(DeviceMemory):
     # -- host store ----------------------------------------------------------------------------
 
     def store_view(self, offset_bytes: int, size_bytes: int) -> memoryview:
-        """As ``DeviceMemory``; pinned."""
+        """Implement ``DeviceMemory.store_view``; the view is pinned."""
         check_range("store view", offset_bytes, size_bytes, self.store_bytes)
         with self._watched():
             self._cuda.set_device(INDEX)
@@ -161,8 +161,8 @@ class CudaDeviceMemory(DeviceMemory):
         return ended
 
     def _pin_store(self) -> None:
-        """For the next time. A copy that runs meanwhile is staged, or is not: its bytes are the
-        same."""
+        """Pin queued ranges for later copies; a copy that runs meanwhile has the same bytes
+        either way."""
         with self._watched():
             self._cuda.set_device(INDEX)
             while (place := self._to_pin.get()) is not None:
@@ -238,7 +238,7 @@ class CudaDeviceMemory(DeviceMemory):
         np.copyto(target[position : position + size], self._bounces[buffer].array[:size])
 
     def scrub(self, offset_bytes: int, size_bytes: int) -> None:
-        """As ``DeviceMemory``."""
+        """See ``DeviceMemory``."""
         with self._watched():
             self._cuda.set_device(INDEX)
             self._cuda.fill(self._base + offset_bytes, 0, size_bytes, self._to_host)

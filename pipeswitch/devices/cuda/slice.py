@@ -33,7 +33,7 @@ _kept: list[Any] = []
 
 
 class Segments:
-    """Where segments lie in the slice. Pure: a bump pointer, and a list of what came back."""
+    """Layout of segments in the slice: a bump pointer, and a list of freed ones. Pure."""
 
     def __init__(self, base: int, size_bytes: int) -> None:
         self.base = base
@@ -62,7 +62,7 @@ class Segments:
         self._free[address] = -(-size_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
 
     def holds(self, address: int) -> bool:
-        """Whether an address lies in the slice."""
+        """Return True if an address lies in the slice."""
         return self.base <= address < self.base + self.size_bytes
 
 

@@ -77,7 +77,7 @@ class CudaTorch:
 
     @contextlib.contextmanager
     def computing(self, *, in_slice: bool) -> Iterator[None]:
-        """What runs inside is enqueued on ``stream``; its memory comes from the slice."""
+        """Enqueue the block's work on ``stream``, with memory from the slice."""
         with torch.cuda.stream(self._stream):
             if self._pool is None or not in_slice:
                 yield
@@ -167,15 +167,15 @@ class CudaTorch:
         self._stream.synchronize()
 
     def recorder(self) -> CudaRecorder:
-        """What captures this worker's graphs."""
+        """Return the recorder that captures this worker's graphs."""
         return CudaRecorder(self._stream, self._index, self._pool)
 
 
 def tensor_at(storage: torch.UntypedStorage, spec: TensorSpec, offset_bytes: int) -> torch.Tensor:
-    """As ``views.tensor_over``, by the constructor that needs no driver and a third of the time.
+    """Return the tensor of ``views.tensor_over``, without the driver and in a third of the time.
 
-    ``_construct_CUDA_Tensor_From_Storage_And_Metadata`` is private and checks no bounds: we do.
-    Where this torch does not have it, the public way.
+    ``_construct_CUDA_Tensor_From_Storage_And_Metadata`` is private and checks no bounds, so they
+    are checked here. A torch without it uses the public way.
 
     Raises:
         LocalProtocolError: the spec's numbers contradict each other or the storage.

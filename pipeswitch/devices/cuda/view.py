@@ -105,7 +105,7 @@ class CudaPoolView(PoolView):
         return UNPACKED
 
     def can_improve(self, program: BoundProgram) -> bool:
-        """Whether shapes that ran eagerly could be captured."""
+        """Return True if shapes that ran eagerly could be captured."""
         return bool(getattr(program, "is_capture_wanted", False))
 
     def improve(self, program: BoundProgram) -> None:
@@ -167,10 +167,10 @@ class CudaPoolView(PoolView):
         return 0.0
 
     def quiesce(self) -> None:
-        """As ``PoolView``.
+        """Implement ``PoolView.quiesce``.
 
         Raises:
-            CudaError: something that was enqueued failed.
+            CudaError: an enqueued operation failed.
         """
         self._cuda.synchronize(self._side.stream)
 
@@ -183,7 +183,7 @@ class CudaPoolView(PoolView):
         self._cuda.synchronize_device()
 
     def host_copies(self) -> CudaCopies:
-        """As ``PoolView``."""
+        """See ``PoolView``."""
         from .copies import CudaCopies
 
         return CudaCopies(INDEX)
@@ -193,7 +193,7 @@ class CudaPoolView(PoolView):
         return RunAhead(self._cuda, self._side.current_stream).look
 
     def is_lost(self, error: BaseException) -> bool:
-        """Whether the context is broken: then this process must leave and be replaced."""
+        """Return True if the context is broken: then this process must exit and be replaced."""
         if isinstance(error, CudaError) and error.is_sticky:
             return True
         try:
@@ -202,10 +202,10 @@ class CudaPoolView(PoolView):
             return problem.is_sticky
 
     def _has_ended(self) -> bool:
-        """Whether what was enqueued has run, or does soon: a queue that waits is not waited for.
+        """Return True if the enqueued work ends soon; do not wait for a queue that waits itself.
 
         Raises:
-            CudaError: something that was enqueued failed.
+            CudaError: an enqueued operation failed.
         """
         ends_at_s = time.monotonic() + ENDING_S
         event = self._cuda.event()

@@ -116,7 +116,7 @@ def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(given: Any, schemas: dict[str, Any]) -> Any:
-    """Of a struct, which joins ``schemas``; anything else is a schema."""
+    """Return the schema of a struct, which joins ``schemas``; anything else already is a schema."""
     if not isinstance(given, type):
         return given
     (found,), more = msgspec.json.schema_components([given], ref_template=SCHEMAS)

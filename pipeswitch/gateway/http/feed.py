@@ -90,11 +90,11 @@ class Feed:
         return [self._events[at] for at in range(start, min(start + MAX_BATCH, len(self._events)))]
 
     async def wait(self, number: int, timeout_s: float) -> bool:
-        """Until the event of that number is there; whether it is."""
+        """Wait for the event of that number; return False after the timeout."""
         return number < self._next or await self.news(timeout_s)
 
     async def news(self, timeout_s: float) -> bool:
-        """Until one more event is there; whether it is."""
+        """Wait for one more event; return False after the timeout."""
         try:
             await asyncio.wait_for(self._news.wait(), timeout_s)
         except TimeoutError:

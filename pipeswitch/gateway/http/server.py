@@ -70,7 +70,7 @@ _LENGTH: Final = re.compile(rb"\r\nContent-Length: ?([0-9]+)\r\n", re.IGNORECASE
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one peer, and all together, may make the gateway hold."""
+    """Limits on what the gateway holds for one peer, and for all together."""
 
     head_bytes: int = 64 << 10
     head_s: float = 10.0  # from a connection, or a head's first byte, to the head's end
@@ -86,7 +86,7 @@ class Limits:
 
     @property
     def unfinished_bytes(self) -> int:
-        """Of all requests that are not whole yet; with what lies around them, one's largest."""
+        """Limit for all unfinished requests together; with overhead, one largest request."""
         return self.body_bytes * 3 // 4
 
 
@@ -102,7 +102,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def coding(self) -> str:
-        """How the body is compressed."""
+        """Compression of the body."""
         return self.headers.get("content-encoding", "identity").lower()
 
 
@@ -121,7 +121,7 @@ class Stream(Protocol):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes back."""
+    """HTTP response."""
 
     status: int = 200
     parts: Sequence[Any] = ()  # buffers of the body, one behind the other
@@ -198,7 +198,7 @@ class HttpServer:
         return Connection(self)
 
     def admit_anew(self) -> None:
-        """What callers may do has changed: no head is known any more."""
+        """Forget all known heads, because the callers' permissions changed."""
         for connection in self.connections:
             connection.reading.known = None
 
@@ -224,7 +224,7 @@ class HttpServer:
             connection.abort()
 
     def enter(self, connection: Connection) -> bool:
-        """Whether there is room for one more; the least of the others makes some if need be."""
+        """Return True if the connection fits; evict the one with the weakest claim if necessary."""
         peer = connection.peer
         is_crowded = self.by_peer[peer] >= self.limits.connections_per_address
         if is_crowded or len(self.connections) >= self.limits.connections:
@@ -238,10 +238,11 @@ class HttpServer:
         return True
 
     def _least(self, peer: str | None) -> Connection | None:
-        """Whose claim is the least, of that address or of all; None: no one has to go.
+        """Return the connection with the weakest claim, of that address or of all; None if all
+        may stay.
 
-        A crowd comes faster than all can be looked at, so one look serves for a while: it tells of
-        those that never asked, who go first.
+        A crowd arrives too fast to compare all connections each time, so one comparison serves for
+        a while: it keeps those that never sent a request, which are evicted first.
         """
         now_s = time.monotonic()
         looked_at_s, strangers = self._claims.get(peer, (-CLAIMS_S, []))
@@ -269,7 +270,7 @@ class HttpServer:
                 del self.by_peer[connection.peer]
 
     def make_room(self) -> None:
-        """While what is not whole does not fit together, the largest is given up."""
+        """Drop the largest incomplete request until the rest fit the limit."""
         while self.unfinished_bytes > self.limits.unfinished_bytes:
             largest = max(self.connections, key=lambda one: one.reading.held_bytes)
             if largest.reading.held_bytes == self.unfinished_bytes:
@@ -322,7 +323,7 @@ class _Reading:
         self._parser = None
 
     def take(self, nbytes: int, *, is_next: bool) -> None:
-        """So many bytes have come; ``is_next``: no request before them waits for its answer."""
+        """Parse ``nbytes`` received bytes; ``is_next``: no earlier request waits for its answer."""
         if self.rest is None:
             is_next = is_next and self._is_between
             self._parse(_scratch[:nbytes])
@@ -505,7 +506,7 @@ class _Reading:
 
     @property
     def held_bytes(self) -> int:
-        """Of a request that is not whole yet."""
+        """Number of bytes held for an incomplete request."""
         return self.head_bytes + self.received_bytes
 
     def _forget_head(self) -> None:
@@ -542,7 +543,7 @@ class Connection(asyncio.BufferedProtocol):
     # ---- asyncio's side ------------------------------------------------------------------------
 
     def enter(self, transport: asyncio.BaseTransport) -> bool:
-        """Whether there is room for this peer."""
+        """Return True if there is room for this peer."""
         self._transport = transport
         address = transport.get_extra_info("peername")
         self.peer = str(address[0]) if isinstance(address, tuple) else ""
@@ -614,7 +615,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._task.step()
 
     def queue_up(self, work: Work | Answer, body: Any, head: Head | None = None) -> None:
-        """What is asked when what has come is parsed; ``head``: None: it is known."""
+        """Queue a parsed request; ``head`` is None for a known head."""
         try:
             self._server.shared.waiting.take(self.peer, len(body))
         except QueueFull as error:
@@ -776,8 +777,11 @@ class Connection(asyncio.BufferedProtocol):
     # ---- what takes too long -------------------------------------------------------------------
 
     def claim(self, now_s: float) -> Claim | None:
-        """What speaks for keeping it when there are too many: that it has asked and read before,
-        then that its last move is not long ago. None: it may stay, it is at work or was just now.
+        """Return the connection's claim to stay when there are too many; None if it may not be
+        evicted.
+
+        A connection that asked and read before ranks first, then one that moved recently. One that
+        is at work, or was just now, may not be evicted.
         """
         if self._task is not None and not self._unread_bytes:
             return None

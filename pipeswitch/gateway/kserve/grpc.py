@@ -391,7 +391,7 @@ def _address(context: grpc.aio.ServicerContext) -> str:
 
 
 def _told(error: PipeSwitchError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
-    """What ``abort`` ends a call with: code, text, and the error's name as trailing metadata."""
+    """Return the arguments of ``abort``: code, text, and the error's name as trailing metadata."""
     code = grpc.StatusCode[status_of(error).grpc]
     return code, str(error), (("pipeswitch-code", type(error).__name__),)
 
@@ -410,7 +410,7 @@ async def _only(arriving: Arriving) -> bytes:
 
 
 def _of_model(name: str, ask: Callable[..., Awaitable[Any]], field: str = "") -> Verb:
-    """What the service says of a model: all of the answer, or that field of it."""
+    """Return a verb for a query about a model; ``field`` selects a single field of the reply."""
 
     async def verb(caller: Standing, request: Any) -> Any:
         found = await ask(caller, request.name, request.version)
@@ -458,7 +458,7 @@ def read_infer(data: bytes, raw: Sequence[Any] = ()) -> tuple[Any, InferRequest]
 
 
 def _id_of(data: bytes) -> str:
-    """Of a request that was refused, where it can be told."""
+    """Return the id of a refused request, or an empty string if it cannot be read."""
     try:
         return str(_read(INFERENCE["ModelInferRequest"], split_raw(data)[0]).id)
     except PipeSwitchError:

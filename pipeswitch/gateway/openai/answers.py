@@ -175,7 +175,7 @@ class Answering:
                 self._answers.texts.leave(talk)
 
     async def close(self) -> None:
-        """It is over, or nobody wants the rest. Once."""
+        """Release the answer's resources when it ends or its caller leaves; call it once."""
         self._leave()
         self._end()
         if self.is_counted:

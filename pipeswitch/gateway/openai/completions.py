@@ -145,10 +145,10 @@ class Completions:
         self._closing: set[asyncio.Task[None]] = set()
 
     def find(self, head: Head, caller: Standing) -> Work:
-        """What a request below ``/v1`` asks for.
+        """Return the work that a request below ``/v1`` asks for.
 
         Raises:
-            NotFound, MethodNotAllowed, TooLarge: nothing of its body is read.
+            NotFound, MethodNotAllowed, TooLarge: before its body is read.
         """
         path, model = head.path.rstrip("/"), ""
         if path.startswith(f"{MODELS}/"):
@@ -266,7 +266,7 @@ class Completions:
 
 
 class _OpenAi:
-    """How chats and completions are told."""
+    """Wire format of chats and completions."""
 
     end = b"data: [DONE]\n\n"
 
@@ -334,7 +334,7 @@ class _OpenAi:
 
 
 class _Triton:
-    """How ``generate`` tells it."""
+    """Wire format of ``generate``."""
 
     end = b""
 
@@ -396,7 +396,7 @@ def openai_body(error: PipeSwitchError) -> dict[str, Any]:
 
 
 def refused(error: PipeSwitchError) -> Answer:
-    """As ``http.refusal``, for OpenAI's clients."""
+    """Return an error like ``http.refusal``, for OpenAI's clients."""
     return replace(refusal(error), parts=[encode_json(openai_body(error))])
 
 

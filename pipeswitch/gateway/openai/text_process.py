@@ -50,7 +50,7 @@ NO_TEXT: Final = msgspec.Raw(b"null")
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To the process, of an answer."""
+    """Message to the text process about one answer."""
 
     answer: int
 
@@ -74,7 +74,7 @@ class Came(Said, frozen=True, kw_only=True, tag=True):
 
 
 class Drop(Said, frozen=True, kw_only=True, tag=True):
-    """Nobody asks for more of it; this alone has no reply."""
+    """Message that no more of the answer is wanted; the only message without a reply."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -227,13 +227,14 @@ def _text(content: msgspec.Raw) -> str:
 
 
 def compiled(template: str) -> Callable[..., str]:
-    """What renders it, with the names that transformers gives a template."""
+    """Return the template's render function, with the names that transformers provides."""
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Marked(Extension):
-        """Which text is the model's own, which matters to who trains: here it is as any."""
+        """Extension for the tag that marks the model's own text; only training needs it, so it
+        is ignored."""
 
         def __init__(self, environment: Any) -> None:
             super().__init__(environment)

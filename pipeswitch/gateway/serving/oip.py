@@ -61,10 +61,10 @@ class RequestedOutput(msgspec.Struct, kw_only=True):
 
     @property
     def place(self) -> Place | None:
-        """Where it is to be written; None: it comes with the answer.
+        """Place of an output in shared memory; None: it is sent with the answer.
 
         Raises:
-            InvalidInput: what is said of that is no place.
+            InvalidInput: the parameters do not name a valid place.
         """
         return place_of(self.name, self.parameters or {})
 
@@ -77,7 +77,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
 
     def parameters(self) -> dict[str, Any]:
-        """As an answer says it."""
+        """Shared memory parameters, as in an answer."""
         return {
             "shared_memory_region": self.region,
             "shared_memory_offset": self.offset_bytes,
@@ -94,7 +94,7 @@ class _Input(msgspec.Struct, kw_only=True):
 
 
 class _Body(msgspec.Struct, kw_only=True):
-    """What may be left out may be null too: clients that are made from a schema write it."""
+    """Request body. Optional fields may also be null: clients generated from a schema send it."""
 
     inputs: list[_Input]
     id: str | None = None
@@ -103,7 +103,7 @@ class _Body(msgspec.Struct, kw_only=True):
 
 
 class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of a model, by whichever protocol."""
+    """Inference request, independent of the protocol."""
 
     id: str
     inputs: tuple[WireTensor, ...]
@@ -307,7 +307,7 @@ def encode_answer(
 
 
 def is_long(asked: InferRequest, outputs: Sequence[Output]) -> bool:
-    """Whether ``encode_answer`` takes long: it has many numbers to tell."""
+    """Return True if ``encode_answer`` is slow because it writes many numbers as text."""
     size_bytes = 0  # a number is a byte at the least
     for output in outputs:
         size_bytes += len(output.data)
@@ -315,7 +315,7 @@ def is_long(asked: InferRequest, outputs: Sequence[Output]) -> bool:
 
 
 def _numbers_of(chosen: Sequence[tuple[Output, bool]]) -> int:
-    """How many of an answer's numbers are told as text."""
+    """Return how many of an answer's numbers are written as text."""
     count = 0
     for output, is_binary in chosen:
         if not is_binary and output.place is None:
@@ -440,10 +440,10 @@ def check_shape(name: str, dtype: str, shape: Sequence[int]) -> int:
 
 
 def place_of(name: str, parameters: Mapping[str, Any]) -> Place | None:
-    """Where a tensor lies in shared memory; None: it does not.
+    """Return a tensor's place in shared memory, or None if it has none.
 
     Raises:
-        InvalidInput: it is no place.
+        InvalidInput: the place is not valid.
     """
     region = parameters.get("shared_memory_region")
     if region is None:

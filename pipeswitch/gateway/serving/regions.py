@@ -47,7 +47,7 @@ class _Region:
         weakref.finalize(self, os.close, self.descriptor)
 
     def row(self, name: str) -> dict[str, Any]:
-        """As the protocol's status has it."""
+        """Return the region as a row of the protocol's status."""
         return {
             "name": name,
             "key": self.key,

@@ -1,6 +1,6 @@
-"""What both protocols serve: the verbs of the Open Inference Protocol, for a caller with roles.
+"""Verbs of the Open Inference Protocol that HTTP and gRPC share, for a caller with roles.
 
-Each verb checks the caller's roles first, by the role of the wire's verb that it stands for.
+Each verb first checks the caller's roles: it needs the role of the corresponding wire verb.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Service:
     async def statistics(
         self, caller: Standing, model: str = "", version: str = ""
     ) -> dict[str, Any]:
-        """Of one model, or of all."""
+        """Return the statistics of one model, or of all."""
         if model:
             rows = [await self._row(caller, model, version)]
         else:
@@ -256,7 +256,7 @@ class Service:
         self, caller: Standing, model: str, version: str, *, with_texts: bool = False,
         embeds: bool = False,
     ) -> Facts:  # fmt: skip
-        """What is known of a language model; its tokenizer and template where they are wanted."""
+        """Return the facts of a language model; its tokenizer and template only on request."""
         require(caller, "generation")
         body = {"version": number_of(model, version), "tokenizer": with_texts}
         body |= {"embedding": True} if embeds else {}
@@ -267,7 +267,7 @@ class Service:
         return str((await self._upstream.show(model, number_of(model, version)))["tenant"])
 
     async def metrics(self, caller: Standing, accept: str) -> tuple[bytes, str]:
-        """What Prometheus reads, and its type: the server's own numbers are for operators."""
+        """Return the Prometheus text and its type; only operators see the server's own numbers."""
         require(caller, "stats")
         facts: dict[str, Any] | None = None
         if caller.may_operate:
@@ -320,7 +320,7 @@ class Service:
 
 
 def _places(asked: InferRequest) -> list[Place]:
-    """Of its tensors that lie in shared memory, or are to."""
+    """Return the shared memory places of the request's tensors and outputs."""
     places = [one for one in asked.frames if isinstance(one, Place)]
     return places + [one.place for one in asked.outputs or () if one.place is not None]
 

@@ -1,5 +1,4 @@
-"""What the gateway has seen of each model: plain numbers, told as Prometheus' metrics of requests
-and as what Triton's ``statistics`` tell."""
+"""Counts of each model's requests, for Prometheus metrics and for Triton's ``statistics``."""
 
 from __future__ import annotations
 
@@ -116,7 +115,7 @@ class Tally:
         return seen
 
     def forget_others(self, models: set[str]) -> None:
-        """Of models that are registered no more."""
+        """Drop the counts of models that are no longer registered."""
         for name in self._models.keys() - models:
             self._counted -= len(self._models.pop(name).outcomes)
 
@@ -143,7 +142,7 @@ class Tally:
         }
 
     def collect(self) -> Iterable[Metric]:
-        """What Prometheus is told of requests."""
+        """Yield the Prometheus metrics of requests."""
         yield counters(
             "pipeswitch_gateway_requests", "Requests to models through the gateway",
             ["model", "outcome"],

@@ -36,8 +36,10 @@ class _Connection(LoopConnection):
 
 
 class Upstream:
-    """What callers ask the server through; it outlives servers. All raise what it says, or
-    ServerUnavailable: there is none, or it leaves."""
+    """Connections to the server, which outlive a restart.
+
+    Every call raises the server's own error, or ServerUnavailable if it is absent or shutting down.
+    """
 
     def __init__(self, address: str, cluster: str = "") -> None:
         """``cluster``: file of the table of the cluster's nodes; empty: the server is alone."""
@@ -131,7 +133,7 @@ class Upstream:
             self._following = asyncio.create_task(self._follow(take))
 
     async def _follow(self, take: Take) -> None:
-        """By a connection of their own: no answer waits behind them."""
+        """Follow events on a connection of their own, so that no answer waits behind them."""
 
         def took(record: dict[str, Any]) -> None:
             if record:

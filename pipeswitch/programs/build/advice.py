@@ -1,4 +1,4 @@
-"""What to do about a module that is no graph: a sentence for each kind, by torch's own words."""
+"""Advice on a module that cannot become a graph: a sentence for each kind of torch message."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _ENGINES: Final = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 
 
 def advice(reason: str) -> str:
-    """What helps where torch, or the closed list, gave this reason."""
+    """Return the advice for a reason given by torch or by the closed operator list."""
     rest = UNLISTED if reason.startswith("aten.") else OTHERS
     return next((said for said, words in _KINDS if any(w in reason for w in words)), rest)
 

@@ -95,7 +95,7 @@ def run(settings: BuildSettings, channel: Channel) -> int:
 
 
 def _confine(packed: bytes, source: str, work: Path) -> None:
-    """What a client sent is built in a sandbox, with one folder to write."""
+    """Confine the build of a client's program to a sandbox with one writable folder."""
     tempfile.tempdir = str(work)
     hub.without_token(work)
     confine_builder([*files_of(packed), *hub.readable(source)], work)
@@ -105,7 +105,7 @@ def _confine(packed: bytes, source: str, work: Path) -> None:
 def _metered(
     settings: BuildSettings, spec: BuildSpec, work: Path, channel: Channel
 ) -> Iterator[None]:
-    """What a client has fetched from a hub fits its share of the disk, and goes with the build."""
+    """Limit a client's hub downloads to its share of the disk; they are deleted with the build."""
     if settings.is_owners or spec.weights != "pretrained":
         yield
         return
@@ -140,7 +140,7 @@ def _limit(settings: BuildSettings) -> None:
 
 
 def _check_memory(manifest: Manifest, limit_bytes: int) -> None:
-    """What a run would take at its largest batch, before a worker tries."""
+    """Refuse a program whose largest batch needs too much memory, before a worker tries it."""
     taken_bytes = manifest.extra.get("intermediate_bytes", 0)
     if limit_bytes and taken_bytes > limit_bytes:
         raise RegistrationRefused(
@@ -153,7 +153,8 @@ def _check_memory(manifest: Manifest, limit_bytes: int) -> None:
 
 
 def work_prefix(epoch: int) -> str:
-    """How the folder of an unfinished build is called; a killed builder leaves it behind."""
+    """Return the folder name prefix of an unfinished build; a killed builder leaves its folder
+    behind."""
     return f".build-{epoch}-"
 
 

@@ -178,11 +178,12 @@ def rehearse_ends(graph: Graph, weights: Sequence[torch.Tensor]) -> None:
 def shapes_to_try(
     dims: Sequence[Dim], given: Values, suspects: Sequence[Values]
 ) -> list[dict[str, int]]:
-    """Where a program is compared with its module, beside the extents it was exported with.
+    """Return the extents, besides the exported ones, at which a program is compared with its
+    module.
 
-    One dimension after the other: a batch of 1, or 2 if that is the example's, for extents of 1
-    broadcast; the ends and the middle of the other ranges. Also all extents that torch could not
-    decide.
+    Dimensions vary one at a time. A batch of 1 (or 2 if the example's is 1) is tried because
+    extents of 1 broadcast; other ranges are tried at their ends and middle. All extents that torch
+    could not decide are added.
     """
     small = {dim.name: min(max(1, dim.low), dim.high) if dim.name == BATCH else given[dim.name]
              for dim in dims}  # fmt: skip
@@ -359,7 +360,7 @@ def to_tensors(specs: Sequence[ValueSpec], values: Values, seed: int = 0) -> lis
 
 
 def _why(plain: Compute, inputs: Sequence[torch.Tensor], found: list[torch.Tensor]) -> str:
-    """What the caller can do about a difference; empty when we do not know."""
+    """Return what the caller can do about a difference, or an empty string if that is unknown."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -97,7 +97,8 @@ class Decoder(nn.Module):
             yield keys, next(parts).view(batch, past, heads, value_size).transpose(1, 2)
 
     def _mask(self, step: torch.Tensor, used: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-        """What each new token sees: the rows in use, itself and those before it.
+        """Return the attention mask: a new token sees the rows in use, itself and earlier new
+        tokens.
 
         It is added to the scores: [batch, 1, length, past + length].
         """
@@ -129,7 +130,7 @@ class Decoder(nn.Module):
             hook.remove()
 
     def example(self) -> dict[str, torch.Tensor]:
-        """What it is exported with."""
+        """Return the example inputs for the export."""
         batch, length, past = _BATCH_LENGTH_PAST
         return {
             "ids": torch.arange(batch * length).view(batch, length) % self.vocabulary,
@@ -149,7 +150,7 @@ class Decoder(nn.Module):
         return int(self.model.get_output_embeddings().weight.shape[0])
 
     def generation(self, tokenizer: Any = None) -> Generation:
-        """What goes into the bundle beside the graph; ``tokenizer`` is a fast one, or None."""
+        """Return the bundle's data beside the graph; ``tokenizer`` is a fast tokenizer or None."""
         own = getattr(self.model, "generation_config", None)
         settings = own or self.model.config
         eos, bos = settings.eos_token_id, settings.bos_token_id

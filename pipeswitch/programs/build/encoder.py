@@ -363,7 +363,8 @@ def _needed(exported: torch.export.ExportedProgram) -> set[Any]:
 
 
 def _takes_default_dtype(node: Any) -> bool:
-    """It makes a tensor of a dtype that this process has set, and a worker has not."""
+    """Return True if the node creates a tensor of a process-wide default dtype that workers
+    lack."""
     if torch.get_default_dtype() is torch.float32 or not isinstance(
         node.target, torch._ops.OpOverload
     ):

@@ -148,7 +148,7 @@ def convert_pt2(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> di
 def _taken(
     flat: Flat, names: Sequence[str], inputs: Sequence[torch.Tensor], dynamic: OpenDims
 ) -> OpenDims:
-    """Without the smallest extents that the file's own guards refuse, which its ranges have."""
+    """Return the open dimensions without the smallest extents that the file's own guards refuse."""
     shapes = [tuple(value.shape) for value in inputs]
     dims = asked_axes(names, shapes, dynamic)
     specs = [

@@ -24,8 +24,10 @@ _CACHES: Final = (
 
 
 def readable(source: str) -> list[Path]:
-    """What a confined build of this source may read of the machine's: the cache without the token
-    that lies beside it, or the folder that the owner named."""
+    """Return the host paths that a confined build of this source may read.
+
+    They are the hub cache without the token beside it, or the folder that the owner named.
+    """
     scheme, _, name = source.partition(":")
     if scheme != "hf":
         return []

@@ -1,4 +1,4 @@
-"""Whether requests of a program can be joined along their batch, and what their answers become."""
+"""Check whether a program's requests can be batched, and how that changes their answers."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _is_exact(
     manifest: Manifest, inputs: Sequence[torch.Tensor], low: int, size: int, compute: Plain,
     most: float,
 ) -> bool:  # fmt: skip
-    """Whether rows of a run of ``size`` are those of runs of ``low``, bit for bit."""
+    """Return True if rows of a run of ``size`` equal those of runs of ``low`` bit for bit."""
     together = compute([value[:size].contiguous() for value in inputs])
     is_exact = True
     step = -(-size // low // MOST_COMPARED) * low
@@ -119,7 +119,8 @@ def _is_exact(
 
 
 def _is_exact_padded(manifest: Manifest, low: int, size: int, compute: Plain, most: float) -> bool:
-    """As ``_is_exact``, of requests of many extents: of each dimension from its least on."""
+    """Return True like ``_is_exact``, for requests of varied extents from each dimension's low
+    end."""
     requests, extents = [], []
     for number in range(size // low):
         values = {d.name: d.low + number * (2 * k + 1) % min(9, d.high - d.low + 1)

@@ -173,7 +173,7 @@ def _weights_in(path: Path) -> dict[str, Weight]:
 
 
 def _write_weights(path: Path, bundle: Bundle, weights: Mapping[str, Weight], part: str) -> None:
-    """In place: names, dtypes and shapes are the bundle's, so nothing moves."""
+    """Write the weights in place: names, dtypes and shapes are the bundle's, so nothing moves."""
     wanted = {tensor.name: (tensor.dtype, tensor.shape) for tensor in bundle.tensors}
     names = match(wanted, {n: (w.dtype, w.shape) for n, w in weights.items()}, part)
     with path.open("r+b") as file:
@@ -226,7 +226,7 @@ def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes
 
 
 def _check_disk(module: nn.Module, limit_bytes: int) -> None:
-    """Its tensors are what a program takes, but for a few constants."""
+    """Check the disk limit against the module's tensors: a program adds only a few constants."""
     tensors: list[Any] = [*module.parameters(), *module.buffers()]
     plain = (one for one in tensors if not is_traceable_wrapper_subclass(one))
     storages = [one.untyped_storage() for one in plain if one.layout is torch.strided]
@@ -431,7 +431,7 @@ def _verify_graph(
 
 
 def _shapes_of(spec: BuildSpec, graph: Graph) -> list[dict[str, int]]:
-    """Where a bundle's groups are compared with the whole: at the declared batch, and another."""
+    """Return the shapes for comparing groups with the whole: the declared batch, and another."""
     low, high = batch_range(graph.dims)
     declared = next((shape[0] for shape, _ in spec.inputs.values() if shape), 1)
     first = min(max(declared if isinstance(declared, int) else 1, low), high)
@@ -442,7 +442,7 @@ def _shapes_of(spec: BuildSpec, graph: Graph) -> list[dict[str, int]]:
 def _digest(
     manifest: Manifest, graph: Graph, weights_sha256: str, generation: Generation | None
 ) -> str:
-    """Who checked it belongs to it: a program of older contracts is another one."""
+    """Return the program's digest, which covers the contracts' version: older ones give another."""
     digest = hashlib.sha256(msgspec.json.encode(graph, order="deterministic"))
     digest.update(checked_by().encode())
     digest.update(weights_sha256.encode())

@@ -1,4 +1,4 @@
-"""Where a model comes from: ``torchvision:``, ``hf:``, or ``package.module:factory``."""
+"""Sources of a model: ``torchvision:``, ``hf:``, or ``package.module:factory``."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Loaded:
         return keywords_of(self.module, argument_names(self.takes, self.inputs))
 
     def nested(self, inputs: Sequence[torch.Tensor]) -> Any:
-        """What the plain module answers."""
+        """Return the plain module's result."""
         places, named = split_arguments(self.arguments(inputs), self.keywords())
         return self.module(*places, **named, **without_cache(self.module))
 
@@ -499,7 +499,7 @@ def _seed(weights: str) -> int:
 
 
 def _load_commit(module: nn.Module, folder: str, part: str) -> None:
-    """What a job has committed; a tied weight has its first name there."""
+    """Load the weights that a job committed; a tied weight is stored under its first name."""
     given = load_weights(Path(folder))[1]
     target = module.model if isinstance(module, _ByPosition) else module
     state = target.state_dict(keep_vars=True).items()

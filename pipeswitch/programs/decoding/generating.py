@@ -1,4 +1,4 @@
-"""What a server says of a language model, and how its answers end. Pure."""
+"""Facts about a language model that a server sends, and how its answers end. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST: Final = "this model's maximum context length is {} tokens"  # others re
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server says of a language model."""
+    """Facts about a language model that the server sends to clients."""
 
     version: int  # of the model
     digest: str  # of its program

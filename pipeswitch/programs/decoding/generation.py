@@ -1,10 +1,10 @@
-"""What a bundle says of a language model, beside its graph: how its answers become text. Pure.
+"""Language model data in a bundle, beside its graph: how its answers become text. Pure.
 
-The program is one, for a prompt and for each token after it (ADR 49). Its inputs: ``ids``
-[batch, length], ``count`` [batch] (how many of them are real), ``used`` [batch] (how many rows of
-the cache are) and ``cache`` [batch, past, width], one row for each token so far. Its outputs:
-``logits`` [batch, vocabulary] of each sequence's last real token, and ``cache_new``
-[batch, length, width], the rows to append. All padding is on the right.
+One program serves the prompt and each token after it (ADR 49). Its inputs: ``ids`` [batch, length],
+``count`` [batch] (number of real ids), ``used`` [batch] (number of cache rows in use) and ``cache``
+[batch, past, width], one row for each token so far. Its outputs: ``logits`` [batch, vocabulary] of
+each sequence's last real token, and ``cache_new`` [batch, length, width], the rows to append. All
+padding is on the right.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     notes: tuple[str, ...] = ()  # settings of its author that are not followed, for people
 
     def numbers(self) -> dict[str, Any]:
-        """What a manifest says of it; the long texts are in the bundle."""
+        """Return the part that the manifest holds; the long texts stay in the bundle."""
         kept = msgspec.to_builtins(self)
         numbers = {key: kept[key] for key in ("vocabulary", "context", "eos_ids", "bos_id")}
         numbers |= {"sampling": self.sampling} if self.sampling else {}

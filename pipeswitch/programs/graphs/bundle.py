@@ -417,7 +417,7 @@ def _json_object(text: bytes) -> dict[str, Any]:
 
 
 def is_name(name: str) -> bool:
-    """It can be shown: it is in listings, errors and logs."""
+    """Return True if a name can be shown in listings, errors and logs."""
     return 0 < len(name) <= MAX_NAME_CHARS and printable(name, keep="") == name
 
 

@@ -1,8 +1,8 @@
-"""What a manifest of a graph claims, looked at before a number of it is believed. Pure, no torch.
+"""Checks of a graph manifest's numbers before anything trusts them. Pure, no torch.
 
-A builder of a client's program writes it, and may have been taken over by what it built. Scheduler,
-memory daemon and workers reckon with these numbers, so they are held to what ``partition.place``
-makes: tensors one after the other, layers and groups that tile them.
+The builder of a client's program writes the manifest, and the code that it built may have taken the
+builder over. Scheduler, memory daemon and workers rely on these numbers, so they must match what
+``partition.place`` makes: tensors one after the other, layers and groups that tile them.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _check_nodes(spans: Sequence[LayerSpec | GroupSpec]) -> None:
 
 
 def _check_groups(manifest: Manifest) -> None:
-    """They tile the region, and each has the tensors that lie in its part."""
+    """Refuse groups that do not tile the region, or lack tensors that lie in their part."""
     position = index = 0
     for group in manifest.groups:
         end = position + group.size_bytes

@@ -1,11 +1,11 @@
-"""What the kernels of ``operators.BY_CONTRACT`` need of their arguments, stated once.
+"""Contracts: what the kernels of ``operators.BY_CONTRACT`` require of their arguments.
 
-These kernels index one tensor by the extents of another, or believe a number, without a check of
-their own: what torch accepts without data (broadcasting a weight, a mode that does not exist) can
-read or write past a tensor, or leave the result as the last tenant's memory. A contract says the
-extents, dtypes and numbers that torch's own modules give; it asks for more than a kernel would
-take, never for less. Values of tensors (indices) are not known here: kernels that take them look
-at each, which the fence fuzzing tries.
+These kernels index one tensor by the extents of another, or trust a number, without a check of
+their own. Arguments that torch accepts without data (broadcasting a weight, a mode that does not
+exist) can read or write past a tensor, or leave the last tenant's memory in the result. A contract
+requires the extents, dtypes and numbers that torch's own modules give; it may be stricter than a
+kernel, never looser. Contracts do not see values of tensors (indices): kernels that take them check
+each one, and the fence fuzzing tests that.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _all_of(given: Arguments, *contracts: Contract) -> None:
 
 
 def _tensors(given: Arguments, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Those that are given: optional ones may be None."""
+    """Return the named tensors without optional ones that are None."""
     return {name: given[name] for name in names if given.get(name) is not None}
 
 
@@ -122,7 +122,7 @@ def _not_empty(given: Arguments, *names: str) -> None:
 
 
 def _not_repeated(given: Arguments) -> None:
-    """Its kernel goes by extents where a stride is 0, as ``expand`` makes it."""
+    """Refuse a value with stride 0, as ``expand`` makes it: the kernel relies on its extents."""
     value = given["self"]
     pairs = zip(value.shape, value.stride(), strict=True)
     _need(all(n == 1 or stride for n, stride in pairs), f"it has strides {list(value.stride())}")
@@ -355,7 +355,7 @@ def _affine(given: Arguments) -> None:
 
 
 def _closed_circle(given: Arguments) -> None:
-    """What is cut on one side is missing on the other, where it would be copied from."""
+    """Refuse negative circular padding: the rows cut on one side are the source of the other's."""
     _need(given["mode"] != "circular" or min(given["pad"], default=0) >= 0, f"pad {given['pad']}")
 
 
@@ -558,7 +558,7 @@ _ELEMENTWISE: Final = frozenset({"add", "sub", "mul", "div"})
 def recurrent_results(
     value: torch.Tensor, hx: Any, is_bidirectional: bool, is_batch_first: bool
 ) -> tuple[torch.Tensor, ...]:
-    """What LSTM, GRU and RNN return, without data; torch would take step after step for that."""
+    """Return LSTM, GRU or RNN results without data, where torch would run step after step."""
     states = hx if isinstance(hx, list | tuple) else [hx]
     first, second = value.shape[:2]
     width = states[0].shape[-1] * (2 if is_bidirectional else 1)

@@ -185,7 +185,7 @@ def mutations(graph: Graph) -> list[tuple[int, frozenset[int]]]:
 
 
 def _joined(aliases: Sequence[tuple[int, int]], values: Iterable[int]) -> tuple[int, int]:
-    """What any of the values may alias: a bit for each input, and the first weight."""
+    """Return what any of the values may alias: a bit for each input, and the first weight."""
     mask, weight = 0, NO_WEIGHT
     for value in values:
         mask |= aliases[value][0]
@@ -210,8 +210,11 @@ def _written(node: Node, name: str) -> list[int]:
 
 
 def last_readers(graph: Graph) -> list[int]:
-    """For each weight the position of the last node that may read it, be it through a value that
-    may alias it (as in ``mutations``); where an output may, one past the last node."""
+    """Return for each weight the position of the last node that may read it, directly or through
+    an alias (as in ``mutations``).
+
+    It is one past the last node where an output may alias the weight.
+    """
     last = [-1] * (graph.first_node_value + len(graph.nodes))
     for value in graph.results:
         last[value] = len(graph.nodes)
@@ -362,7 +365,7 @@ class CompiledGraph:
 
 
 def _last_uses(graph: Graph) -> dict[int, int]:
-    """For each value that is read, the position of its last reader; results are read at the end."""
+    """Return the position of each value's last reader; results are read at the end."""
     last: dict[int, int] = {}
     for position, node in enumerate(graph.nodes):
         for value in node_references(node):
@@ -376,14 +379,14 @@ def _last_uses(graph: Graph) -> dict[int, int]:
 
 
 class Held(NamedTuple):
-    """What one run holds, from extents alone."""
+    """Memory that one run holds, computed from extents alone."""
 
     largest_bytes: int  # of one value
     peak_bytes: int  # of all values that are alive together
 
 
 class Checked(NamedTuple):
-    """What a check before anything runs has found."""
+    """Result of a check before anything runs."""
 
     is_whole: bool  # every shape was looked at
     held: Held  # the most at any of them

@@ -38,7 +38,10 @@ def on_zeros(call: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def allocator_switch() -> ctypes.c_bool | None:
-    """It can be set at any time; torch has no call for it. The first look opens a library."""
+    """Return the allocator's switch, which may be set at any time; torch has no call for it.
+
+    The first call opens a library.
+    """
     library = Path(torch.__file__).parent / "lib" / "libc10.so"
     try:
         return ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), SWITCH)

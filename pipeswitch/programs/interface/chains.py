@@ -51,7 +51,7 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def manifest(self) -> Manifest:
-        """As admission sees it: what a request brings."""
+        """Return the manifest that admission sees: the inputs of a request."""
         return Manifest(
             digest="", mode="graph", mode_reason="", source="chain", total_bytes=0, tensors=(),
             groups=(), inputs=self.inputs, outputs=(), dims=self.dims,
@@ -169,7 +169,7 @@ class _Resolver:
         self, given: ValueSpec, wanted: ValueSpec, bound: dict[str, Extent],
         ranges: Mapping[str, Dim],
     ) -> bool:  # fmt: skip
-        """As far as can be told before a request chooses; what it may choose is narrowed."""
+        """Return True if the specs fit, as far as known before a request; narrow its choices."""
         if given.dtype != wanted.dtype or len(given.shape) != len(wanted.shape):
             return False
         for have, want in zip(given.shape, wanted.shape, strict=True):
@@ -195,7 +195,7 @@ class _Resolver:
 
 
 def _ends(extent: Extent, ranges: Mapping[str, Dim]) -> tuple[int, int]:
-    """What it may be; of what is computed that shows with a request."""
+    """Return the range of an extent; a computed one is known only with a request."""
     if isinstance(extent, int):
         return extent, extent
     dim = ranges.get(extent) if isinstance(extent, str) else None

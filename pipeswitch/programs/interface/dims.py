@@ -167,9 +167,10 @@ def check_dims(dims: Sequence[Dim]) -> None:
 
 
 def match(shape: Sequence[Extent], found: Sequence[int], values: dict[str, int]) -> bool:
-    """Whether ``found`` is an input's shape; what it says of names is added to ``values``.
+    """Return True if ``found`` matches an input's shape; add the sizes of its names to
+    ``values``.
 
-    Ranges are not looked at.
+    Ranges are not checked.
     """
     if len(shape) != len(found):
         return False
@@ -183,7 +184,8 @@ def match(shape: Sequence[Extent], found: Sequence[int], values: dict[str, int])
 def values_of(
     shapes: Iterable[Sequence[Extent]], found: Iterable[Sequence[int]]
 ) -> dict[str, int] | None:
-    """What a request's shapes say each name is; None where they contradict the signature."""
+    """Return the size of each name in a request's shapes; None where they contradict the
+    signature."""
     values: dict[str, int] = {}
     fits = [match(shape, numbers, values) for shape, numbers in zip(shapes, found, strict=True)]
     return values if all(fits) else None

@@ -77,7 +77,7 @@ def plan_in_force(manifest: Manifest) -> Plan:
 
 
 def last_groups(manifest: Manifest) -> tuple[int, ...]:
-    """For each group of a graph the last one that reads what it brings."""
+    """Return for each group of a graph the last group that reads its weights."""
     readers = manifest.extra["last_readers"]
     ends = [group.end_node for group in manifest.groups]
     last = len(ends) - 1
@@ -110,7 +110,7 @@ def needs(triggers: Sequence[str], groups: Sequence[GroupSpec]) -> dict[str, int
 def _starts(
     layers: Sequence[LayerSpec], tensors: Sequence[TensorSpec], total_bytes: int
 ) -> list[int]:
-    """Where each layer begins in the region, then the region's end."""
+    """Return the offset of each layer in the region, then the region's end."""
     starts: list[int] = []
     position = 0
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Which of a job's tensors are a program's weights: by name, dtype and shape. Pure, no torch."""
+"""Match of a job's tensors with a program's weights by name, dtype and shape. Pure, no torch."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from .layout import ITEM_BYTES, Manifest
 
 
 def is_same_signature(one: Manifest, other: Manifest) -> bool:
-    """Whether a request that one admitted fits the other."""
+    """Return True if a request that one manifest admits fits the other."""
     return (one.inputs, one.outputs, one.dims) == (other.inputs, other.outputs, other.dims)
 
 

@@ -17,7 +17,7 @@ Raw = Mapping[str, tuple[Sequence[int | Sequence[int]], str]]
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """What runs on the CPU before a model computes, and behind it (ADR 34)."""
+    """Functions that run on the CPU before a model and after it (ADR 34)."""
 
     function: str = ""  # package.module:function, of what clients send; empty: they send inputs
     inputs: tuple[ValueSpec, ...] = ()  # what clients send then
@@ -27,13 +27,13 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     output_dims: tuple[Dim, ...] = ()
 
     def raw(self, manifest: Manifest) -> Manifest:
-        """What clients send, where a function makes inputs of it: there are no outputs yet."""
+        """Return the manifest of the raw inputs that a client sends; it has no outputs yet."""
         return msgspec.structs.replace(
             manifest, inputs=self.inputs, dims=self.dims, takes=None, outputs=()
         )
 
     def answer(self, manifest: Manifest) -> Manifest:
-        """What a function makes of a model's outputs, where one does, as a model that takes it."""
+        """Return the manifest of a postprocessing result, with outputs as a model's inputs."""
         return msgspec.structs.replace(
             manifest, inputs=self.outputs, dims=self.output_dims, takes=None, outputs=()
         )

@@ -203,7 +203,7 @@ class GraphProgram:
         return behind_contract(target) if call is None else fitting(call)
 
     def is_tried(self, shapes: Shapes) -> bool:
-        """Whether every call is known to keep its contract at these shapes of the inputs."""
+        """Return True if every call is known to keep its contract at these input shapes."""
         return self._is_whole or _key(self._values(shapes)) in self._tried
 
     def asking(self) -> Sequence[GroupCall]:
@@ -215,10 +215,10 @@ class GraphProgram:
         return self._asking.calls
 
     def returned(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """What came of these shapes: the next run with them asks no contract.
+        """Record that a run with these shapes succeeded: the next one skips the contracts.
 
         Raises:
-            InvalidInput: the outputs are not what the signature says.
+            InvalidInput: the outputs do not match the signature.
         """
         values = self._values(_shapes(inputs))
         for spec, output in zip(self.manifest.outputs, outputs, strict=True):
@@ -237,7 +237,8 @@ class GraphProgram:
         self._tried.add(_key(values))
 
     def _values(self, shapes: Shapes) -> Values:
-        """What the dimensions are: of fewer bytes than the shapes, which a bundle may repeat."""
+        """Return the sizes of the dimensions: fewer bytes than the shapes, which a bundle may
+        repeat."""
         values = values_of((spec.shape for spec in self.manifest.inputs), shapes)
         if values is None:
             raise InvalidInput(f"the inputs' shapes {list(shapes)} are not of the signature")
@@ -245,7 +246,7 @@ class GraphProgram:
 
 
 def _key(values: Values) -> tuple[int, ...]:
-    """In the order in which the inputs name them."""
+    """Return the sizes in the order in which the inputs name them."""
     return tuple(values.values())
 
 
@@ -275,7 +276,8 @@ class BoundGraph:
         return self._compiled.start(inputs)
 
     def is_tried(self, shapes: Shapes) -> bool:
-        """Whether ``run_group``, which asks no contract, may run with inputs of these shapes."""
+        """Return True if ``run_group``, which checks no contract, may run with these input
+        shapes."""
         return self._program.is_tried(shapes)
 
     def run_group(self, index: int, environment: Environment) -> None:
@@ -290,7 +292,7 @@ class BoundGraph:
         return self._compiled.finish(environment, self._weights)
 
     def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
-        """As ``BoundProgram.run``."""
+        """Run the program like ``BoundProgram.run``."""
         with torch.inference_mode():
             environment = self.start(inputs)
             is_tried = self._program.is_tried(_shapes(inputs))
@@ -440,7 +442,7 @@ class ModuleProgram:
         return outputs
 
     def _in_order(self, outputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """As declared: on another path a mapping may have another order, or other keys."""
+        """Return the outputs as declared: another path's mapping may differ in order or keys."""
         declared = [value.name for value in self.manifest.outputs]
         if set(declared) != outputs.keys():
             raise ValueError(f"it returned {', '.join(outputs)} instead of {', '.join(declared)}")
@@ -472,5 +474,5 @@ class BoundModule:
                 self.slots.append((owner, key, held))
 
     def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
-        """As ``BoundProgram.run``."""
+        """Run the program like ``BoundProgram.run``."""
         return self._program.run_bound(self, inputs, before_group)

@@ -18,7 +18,7 @@ Make = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def loose_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """By where they are: ``rpn.anchor_generator.cell_anchors.0``."""
+    """Return loose tensors by their place: ``rpn.anchor_generator.cell_anchors.0``."""
     found: dict[str, torch.Tensor] = {}
 
     def note(name: str, tensor: torch.Tensor) -> torch.Tensor:

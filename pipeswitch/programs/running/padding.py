@@ -8,7 +8,7 @@ import torch
 
 
 def padded_shape(parts: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Of the rows of all, one after the other."""
+    """Return the shape that holds the rows of all parts, one after the other."""
     extents = (max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True))
     return (sum(part.shape[0] for part in parts), *extents)
 
@@ -26,5 +26,5 @@ def padded(parts: Sequence[torch.Tensor], found: torch.Tensor | None = None) -> 
 
 
 def cut(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Its beginning: what is behind is of the padding."""
+    """Return the beginning of a value, without its padding."""
     return value[tuple(map(slice, shape))]

@@ -1,7 +1,7 @@
-"""What torch keeps for a whole process, so that one model's code cannot set it for another's.
+"""Torch's process-wide settings, kept apart so that one model's code cannot change another's.
 
-In module mode an operator's code runs in a worker that computes other models too. What it sets
-(a default dtype, a matmul precision, an autocast that it never leaves) changes their bits.
+In module mode an operator's code runs in a worker that computes other models too. A setting that it
+leaves (a default dtype, a matmul precision, an open autocast) would change their bits.
 """
 
 from __future__ import annotations

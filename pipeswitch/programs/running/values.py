@@ -33,7 +33,7 @@ _PAIRS: Final = {
 
 
 def is_tensor(value: Any) -> bool:
-    """What a tree's leaf is to a module."""
+    """Return True for a tensor, the leaf of a module's value tree."""
     return isinstance(value, torch.Tensor)
 
 
