@@ -125,7 +125,7 @@ def _said(error: BaseException) -> str:
 
 
 def _read(pool: int, slab: SlabTensor) -> Any:
-    """A copy of an input: the function may write to it, and the slab may become another's."""
+    """Return a copy of an input: the function may write to it, and the slab may be reused."""
     data = bytearray(slab.size_bytes)
     os.preadv(pool, [data], slab.offset_bytes)
     if slab.dtype == BYTES:

@@ -17,15 +17,14 @@ FALLBACK: Final = "cpu"  # of "auto"; there is one on every machine
 
 
 def kind_of(name: str) -> DeviceKind:
-    """``name``: as configured, or as its processes open it."""
+    """Return the kind of a device; ``name``: as configured, or as its processes open it."""
     return KINDS[name.partition(":")[0]]
 
 
 def choose_devices(
     config: DeviceConfig, *, workers: int, available_bytes: int
 ) -> tuple[ChosenDevice, ...]:
-    """Each device that was asked for, examined one after the other; for "auto" the first kind
-    that can be had.
+    """Examine and return the requested devices in order; for "auto" the first available kind.
 
     Raises:
         ConfigError: as ``DeviceKind.choose``.

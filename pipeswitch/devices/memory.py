@@ -103,7 +103,8 @@ class DeviceMemory:
     # -- host store and slices -----------------------------------------------------------------
 
     def store_view(self, offset_bytes: int, size_bytes: int) -> memoryview:
-        """A writable view of the host store, its pages taken, to load a model into (blocks).
+        """Return a writable view of the host store, its pages taken, for loading a model
+        (blocks).
 
         Raises:
             RemoteProtocolError: outside of the store.
@@ -147,8 +148,10 @@ class DeviceMemory:
         return not board.has_computed(order.epoch, order.waits[index])
 
     def _wait_computed(self, job: Transmission, index: int) -> None:
-        """On the copy thread, until it has, or the job is cancelled. No wake-up is lost: the word
-        is written before the bell, and read after it."""
+        """Wait on the copy thread until the group has computed, or the job is cancelled.
+
+        No wake-up is lost: the word is written before the bell, and read after it.
+        """
         while self._must_wait(job, index):
             os.eventfd_read(self._bell)
 
@@ -160,7 +163,7 @@ class DeviceMemory:
         """First on the copy thread."""
 
     def _tidy(self) -> None:
-        """On the copy thread, when a transmission's end is told."""
+        """Clean up on the copy thread, when a transmission's end is reported."""
 
     def _copy_all(self) -> None:
         self._prepare()

@@ -120,14 +120,14 @@ class PoolView(Signals):
         """Take a region's page faults now (standby), not in its first inference."""
 
     def enter(self, offset_bytes: int, size_bytes: int, last_word: int, epoch: Epoch) -> None:
-        """A task on this region begins: no kernel can reach another's any more.
+        """Open this region for a task: no kernel can reach another region any more.
 
         Of the region itself it can reach what ``show`` says, all when ``last_word`` has risen. A
         task for the same region and epoch finds it as the last one left it.
         """
 
     def show(self, arrived_bytes: int) -> None:
-        """The region's first bytes have arrived: kernels may read them."""
+        """Show the region's first bytes, which have arrived: kernels may read them."""
 
     def show_landing(self, offset_bytes: int, size_bytes: int) -> None:
         """Show a part of a landing region that has arrived, like ``show``.
@@ -136,7 +136,7 @@ class PoolView(Signals):
         """
 
     def leave(self) -> None:
-        """No kernel can reach a region any more, until the next ``enter``."""
+        """Close the regions: no kernel can reach one until the next ``enter``."""
 
     def pin(self, pointer: int, size_bytes: int) -> None:
         """The request pool is mapped here: on cuda, make copies from and to it asynchronous; on
@@ -146,12 +146,12 @@ class PoolView(Signals):
         """Let kernels reach these ranges of the pool, begin and end in bytes, and no others."""
 
     def take_back(self) -> None:
-        """No kernel can reach a slab."""
+        """Close the slabs: no kernel can reach one."""
 
     # -- tensors -------------------------------------------------------------------------------
 
     def tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
-        """A read-only tensor over a model's region.
+        """Return a read-only tensor over a model's region.
 
         Raises:
             RemoteProtocolError, LocalProtocolError: out of bounds, over the arrival words, or a
@@ -167,7 +167,7 @@ class PoolView(Signals):
         raise NotImplementedError
 
     def slice_bytes(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
-        """A writable uint8 tensor over a training slice.
+        """Return a writable uint8 tensor over a training slice.
 
         Raises:
             RemoteProtocolError, LocalProtocolError: out of bounds.
@@ -188,7 +188,7 @@ class PoolView(Signals):
     # -- programs ------------------------------------------------------------------------------
 
     def program(self, bound: BoundProgram) -> BoundProgram:
-        """The program as this device runs it; takes inputs that lie in host memory."""
+        """Return the program as this device runs it; it takes inputs in host memory."""
         return bound
 
     def kernels(self) -> PackedKernels | None:
@@ -200,17 +200,17 @@ class PoolView(Signals):
         return False
 
     def improve(self, program: BoundProgram) -> None:
-        """An idle moment: make the next run of what ran last faster."""
+        """Make the next run of the last program faster, in an idle moment."""
 
     def drop(self, program: BoundProgram) -> None:
-        """The program will not run again."""
+        """Drop a program that will not run again."""
 
     def computing(self, program: BoundProgram | None) -> AbstractContextManager[None]:
         """Around everything that a task enqueues, its copies in and out included."""
         return _NOTHING
 
     def leave_slice(self, program: BoundProgram) -> bool:
-        """After torch was out of memory: whether it can be run again, in other memory."""
+        """Return True if a program that ran out of torch memory can run in other memory."""
         return False
 
     # -- the whole process ---------------------------------------------------------------------
@@ -227,7 +227,8 @@ class PoolView(Signals):
         return False
 
     def fault(self) -> PipeSwitchError | None:
-        """After a loss: what the task itself did, if it would do the same to the next worker."""
+        """Return, after a loss, the task's own fault, if it would do the same to the next
+        worker."""
         return None
 
     def close(self) -> None:

@@ -88,7 +88,8 @@ class Callers:
         return Standing(tenant=found.tenant, roles=found.roles | self._roles)
 
     def check_host(self, host: str) -> None:
-        """A page of another site can make a browser ask this address, but not forge this header.
+        """Refuse a foreign ``Host``: another site's page can send requests here, but not forge
+        this header.
 
         Raises:
             WrongHost: the ``Host`` is another one.
@@ -122,7 +123,7 @@ def require_role(standing: Standing, role: Role, what: str) -> None:
 
 
 def told(row: Mapping[str, Any], standing: Standing) -> dict[str, Any]:
-    """A model's row, less what only operators learn."""
+    """Return a model's row, without the fields that only operators see."""
     if standing.may_operate:
         return dict(row)
     return {key: value for key, value in row.items() if key in MODEL_FACTS}

@@ -162,13 +162,13 @@ class KeyedDoor:
     # ---- from clients --------------------------------------------------------------------------
 
     def _stir(self) -> None:
-        """A descriptor of libzmq's tells of a *change*, and any use of its socket may swallow that:
-        what was used is looked at again (zmq_getsockopt(3), ZMQ_FD)."""
+        """Check the sockets again after use: libzmq's descriptor signals only a *change*, which
+        any use of its socket may consume (zmq_getsockopt(3), ZMQ_FD)."""
         if sockets.is_readable(self._router) or sockets.is_readable(self._monitor):
             self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        """Some news of connections, and some frames."""
+        """Handle some connection events, and some frames."""
         if self._router.closed:
             return
         for event, fd in sockets.next_events(self._monitor, BURST_EVENTS):
@@ -204,7 +204,7 @@ class KeyedDoor:
         return caller
 
     def _hear(self, frames: Sequence[zmq.Frame]) -> None:
-        """A whole message: to the server, by its sender's stream."""
+        """Forward a whole message to the server, by its sender's stream."""
         routing_id, *parts = (frame.buffer for frame in frames)
         caller = self._callers.get(bytes(routing_id)) or self._admit(frames[0])
         if caller is None or caller.is_ended:
@@ -216,7 +216,7 @@ class KeyedDoor:
             self._put(caller, parts[1:])
 
     def _admit(self, first: zmq.Frame) -> Caller | None:
-        """A client's first message: who it is, and a stream to the server for it."""
+        """Admit a client by its first message, and open a stream to the server for it."""
         try:
             caller, key = self._caller_at(int(first.get(_SRCFD))), str(first.get("User-Id"))
         except (zmq.ZMQError, KeyError):
@@ -273,7 +273,7 @@ class KeyedDoor:
     # ---- from the server -----------------------------------------------------------------------
 
     def _answers(self, caller: Caller, stream: Stream) -> None:
-        """A message that has come."""
+        """Forward a message that the server sent."""
         try:
             can_send = caller.stream is stream and not caller.is_full
             messages = stream.receive(1) if can_send else []
@@ -285,7 +285,8 @@ class KeyedDoor:
             self._send(caller, stream, [caller.routing_id, *messages[0].parts])
 
     def _send(self, caller: Caller, stream: Stream, frames: list[Any]) -> None:
-        """A client that does not read holds up its own stream alone: its reader rests."""
+        """Send to a client; one that does not read blocks its own stream only, whose reader
+        pauses."""
         if caller.stream is not stream:
             return
         is_large = any(len(frame) >= sockets.ZERO_COPY_BYTES for frame in frames)
@@ -327,7 +328,7 @@ class KeyedDoor:
         del self._by_fd[caller.fd]
 
     async def _look(self) -> None:
-        """At what connections hold, and at those that have ended."""
+        """Check the limits of connections, and drop those that have ended."""
         self.connections.tick(time.monotonic())
         for caller in list(self._by_fd.values()):
             if inode_of(caller.fd) != caller.inode:
@@ -336,7 +337,7 @@ class KeyedDoor:
                 self._part(caller)
 
     async def _look_at_keys(self) -> None:
-        """A key that was revoked ends its connections; roles that changed are told."""
+        """End the connections of revoked keys, and report changed roles."""
         standings = self.allowed.standings()
         changed: dict[str, Standing] = {}
         for caller in list(self._callers.values()):

@@ -101,7 +101,7 @@ def status_of(error: errors.PipeSwitchError) -> Status:
 
 
 def body_of(error: errors.PipeSwitchError) -> dict[str, Any]:
-    """The JSON of every refusal, whatever its status."""
+    """Return the JSON of every refusal, whatever its status."""
     return {"error": error.message, "code": type(error).__name__, "hint": error.hint}
 
 

@@ -100,7 +100,7 @@ class Rest:
             return refuse(head.path, error)
 
     def _check_site(self, head: Head) -> None:
-        """A browser says whose page asks: no other site's may."""
+        """Refuse a browser's request from another site's page."""
         host = head.headers.get("host")
         if host is None:
             return  # HTTP/1.0, which no browser speaks
@@ -279,7 +279,7 @@ def _told(verb: Callable[[Standing, str, str], Awaitable[Any]]) -> Callable[...,
 
 
 def _shown_to(origin: str, answer: Answer) -> Answer:
-    """An answer that a page of that site may read."""
+    """Return an answer that a page of that site may read."""
     allow = ("Access-Control-Allow-Origin", origin), ("Access-Control-Expose-Headers", TOLD)
     return replace(answer, headers=[*answer.headers, *allow, ("Vary", "Origin")])
 
@@ -291,7 +291,8 @@ def _check_method(head: Head, method: str) -> None:
 
 
 def _state(facts: dict[str, Any], why: str) -> Answer:
-    """A health endpoint: it always has its word, and when that is no, a refusal's too."""
+    """Return a health endpoint's answer: its facts always, and a refusal's fields if one is
+    False."""
     if all(facts.values()):
         return json_answer(facts)
     error = ServerUnavailable(why, hint="ask again in a moment")

@@ -68,7 +68,7 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def files_of(spec: bytes) -> list[Path]:
-    """The files that an encoded spec names; uploads among them."""
+    """Return the files that an encoded spec names, uploads included."""
     decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
     return [
         Path(text)
@@ -103,7 +103,7 @@ def needs_more(spec: bytes) -> bool:
 
 
 def with_state(manifest: Manifest, state: Mapping[str, tuple[str, int]]) -> Manifest:
-    """The manifest of a program whose outputs are inputs of a sequence's next request.
+    """Return the manifest of a program whose outputs are inputs of a sequence's next request.
 
     Raises:
         RegistrationRefused: there is no such input or output, or the two differ.
@@ -138,8 +138,10 @@ def with_state(manifest: Manifest, state: Mapping[str, tuple[str, int]]) -> Mani
 
 
 def joined_as(manifest: Manifest, spec: BuildSpec) -> tuple[int, float] | None:
-    """Up to which batch requests of a program are joined, and how long one waits for others; None:
-    each runs alone. Those that may be padded are, as many as the program takes."""
+    """Return the batch limit of joined requests and the delay; None: each runs alone.
+
+    Requests that may be padded are joined, up to the program's largest batch.
+    """
     low, high = manifest.batch
     if spec.batch:
         return spec.batch, spec.batch_delay_ms
@@ -160,7 +162,7 @@ def is_same_content(one: Manifest, other: Manifest) -> bool:
 
 
 def weights_file(manifest: Manifest) -> str:
-    """The name, inside the program's folder, of the file that holds its tensors."""
+    """Return the name, inside the program's folder, of the file that holds its tensors."""
     if manifest.mode == "module":
         return WEIGHTS_FILE
     return DERIVED_FILE if manifest.precision is not None else BUNDLE_FILE
@@ -231,9 +233,10 @@ def is_checked(manifest: Manifest) -> bool:
 
 
 def kept(spec: bytes, folder: Path) -> bytes:
-    """A packed ``BuildSpec`` that builds anew what is in ``folder``, from the bytes that are there.
+    """Return a packed ``BuildSpec`` that rebuilds the program in ``folder`` from the bytes
+    there.
 
-    What it was built of may be gone: an upload is.
+    The original source may be gone: an upload is.
     """
     unpacked = msgspec.msgpack.decode(spec, type=BuildSpec)
     source = str(folder / BUNDLE_FILE)

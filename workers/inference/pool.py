@@ -46,7 +46,7 @@ class RequestPool:
         return self._storage.data_ptr()
 
     def tensor(self, slab: SlabTensor, *, is_code: bool) -> torch.Tensor:
-        """A tensor over a request's slab; it stays valid until the reply is sent.
+        """Return a tensor over a request's slab, valid until the reply is sent.
 
         ``is_code``: the operator's own module may change the tensor itself, so it is a new one.
         """
@@ -57,7 +57,7 @@ class RequestPool:
         return self._view(self._own, slab)
 
     def number(self, slab: SlabTensor) -> int:
-        """The only one of an input."""
+        """Return the single number of an input."""
         return int(self.own(slab).item())
 
     def joined(self, columns: Iterable[Sequence[SlabTensor]], model: str) -> list[torch.Tensor]:

@@ -46,7 +46,7 @@ class Caches:
         self.let_go()
 
     def let_go(self) -> None:
-        """Another model's run has a limit of its own."""
+        """Free the caches: another model's run has a limit of its own."""
         self.model = ""
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._rows = torch.empty(0, 0, 0)
@@ -56,8 +56,11 @@ class Caches:
         self, model: str, given: Sequence[torch.Tensor], known: Sequence[Known], extent: int,
         most: int,
     ) -> tuple[list[int], torch.Tensor]:  # fmt: skip
-        """All caches as one tensor with that extent or some more, up to ``most``; and of each where
-        it is. One that lies there from the last run is not copied."""
+        """Return all caches as one tensor, and the row of each.
+
+        Its extent is the given one or larger, up to ``most``. Caches that are there from the last
+        run are not copied.
+        """
         rows, width, count = self._rows, given[0].shape[2], len(given)
         is_other = (model, given[0].dtype, width) != (self.model, rows.dtype, rows.shape[2])
         does_fit = extent <= rows.shape[1] <= 3 * extent and count <= len(rows)
@@ -79,7 +82,8 @@ class Caches:
         return order, self._rows[:count, :extent]
 
     def _make_room(self, like: torch.Tensor, count: int, extent: int) -> None:
-        """On fresh pages a copy takes five times as long: the old ones are taken again."""
+        """Make room for the rows; reuse old pages, since a copy to fresh ones takes five times
+        as long."""
         shape = (count, extent, like.shape[2])
         size_bytes = math.prod(shape) * like.itemsize
         if size_bytes > len(self._memory):
@@ -104,7 +108,8 @@ class Stepping:
         self, message: RunInference, bound: BoundProgram, pool: RequestPool, device: str,
         is_over: Callable[[], bool],
     ) -> Steps | None:  # fmt: skip
-        """None: nobody has tokens chosen. ``is_over``: others wait."""
+        """Return the run's steps, or None if no request selects tokens here; ``is_over``: others
+        wait."""
         requests: Requests = (message, *message.joined)
         if not any(one.choosing for one in requests):
             return None
@@ -245,7 +250,7 @@ class Steps:
         return self.count == self.most or is_late or is_end or self._is_over()
 
     def _choose(self, logits: torch.Tensor, upto: Sequence[int]) -> list[int]:
-        """The next token of each row."""
+        """Choose the next token of each row."""
         values, found = logits.float().cpu().numpy(), [0] * len(upto)
         for one, row in zip(self._requests, self._order, strict=True):
             if (how := one.choosing) is None or how.is_piece:

@@ -113,7 +113,7 @@ class Programs:
         return known
 
     def bound(self, wanted: Wanted) -> BoundProgram:
-        """The program with its parameters over its region; cached: it seldom moves."""
+        """Return the program with its parameters over its region; cached, since it seldom moves."""
         version, offset = (wanted.digest, wanted.plan), wanted.arena_offset_bytes
         place = (offset, wanted.landings)
         known = self._bound.get(wanted.model)
@@ -145,7 +145,7 @@ class Programs:
 
 
 def read_graph(manifest: Manifest, bundle: Source) -> Graph | None:
-    """The graph of a bundle; None in module mode, which has none.
+    """Return the graph of a bundle; None in module mode, which has none.
 
     Raises:
         RegistrationRefused: the file is damaged, or other contracts than ours let the program

@@ -64,7 +64,7 @@ class _Handle:
         self.witness.data = tensor.new_empty(0)
 
     def tensor(self) -> torch.Tensor:
-        """The view that was saved, of the bytes where they are now."""
+        """Return the saved view over the bytes where they are now."""
         assert self.saved.device is not None
         made = self.saved.device.new_empty(0, dtype=self.dtype)
         made.set_(self.saved.device.untyped_storage(), self.offset, self.shape, self.stride)
@@ -192,7 +192,7 @@ class Activations:
         self._end()
 
     def give_back(self) -> None:
-        """A loop is over: what host memory it had beside what is still there."""
+        """Return unused host memory at a loop's end, all but that of tensors still there."""
         self._settle()
         if self._charged > self._on_host:
             self._charge(self._on_host)
@@ -362,7 +362,8 @@ class Activations:
         return True
 
     def _send_another(self) -> bool:
-        """The one that was saved first: its use is the farthest."""
+        """Send the tensor that was saved first, whose use is the farthest; return False if there
+        is none."""
         if self.room.budget < UNLIMITED:
             for saved in self._alive:
                 if saved.place is Place.DEVICE and saved.may_leave and saved.host is None:
@@ -490,7 +491,7 @@ class Activations:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """One whose bytes say all of it."""
+    """Return True if the bytes describe all of the tensor."""
     return (
         type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
         and not tensor.is_quantized and not tensor.is_conj() and not tensor.is_neg()
@@ -499,7 +500,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _may_be_copied(saved: Saved) -> bool:
-    """A copy of it was begun, perhaps before the last write to it."""
+    """Return True if a copy was begun, perhaps before the last write to the tensor."""
     return saved.host is not None or (saved.copy is not None and saved.copy.is_begun)
 
 

@@ -57,7 +57,7 @@ class Source:
         self.is_closed = False  # the framework has ended: no batch comes any more
 
     def begin(self, behind: int) -> None:
-        """The next epoch, behind so many of its batches."""
+        """Begin the next epoch, after ``behind`` of its batches."""
         self.given, self._is_fresh = behind, True
         self._entry = self._before = now = self._now()
         self._open(DataState(*now[1]) if behind else None)
@@ -117,7 +117,7 @@ class Source:
             self._loader.iteration = state["iteration"]
 
     def _open(self, data: DataState | None) -> None:
-        """Behind what was given; None: at the start."""
+        """Open the loader at a position; None: at the start."""
         self._held.clear()
         if self._ahead:  # as DataLoaderShard.__iter__ begins
             self._loader.begin()
@@ -199,7 +199,7 @@ class Feed:
         return self.step()
 
     def step(self) -> Any:
-        """The session's loop begins, or resumes, with the first batch that is asked for."""
+        """Begin or resume the session's loop, at the first batch that is fetched."""
         if self._steps is None:
             self._steps = self._loop.session.steps(self._source, **self._loop.objects())
         return next(self._steps)
@@ -211,7 +211,7 @@ class Feed:
         return self
 
     def close(self) -> None:
-        """The framework is through: the loop ends, and is committed."""
+        """End and commit the loop: the framework has finished."""
         self._source.is_closed = True
         if self._steps is not None:
             next(self._steps, None)
@@ -311,7 +311,7 @@ class TrainerLoop:
         return extras if scaler is None else {**extras, "scaler": scaler}
 
     def began(self, *_: Any, **__: Any) -> None:
-        """A callback: a loop that had ended is restored as it was then."""
+        """Restore, as a callback, a loop that had ended."""
         if self.was_over and self.feed is not None:
             with contextlib.suppress(StopIteration):
                 self.feed.step()

@@ -218,13 +218,13 @@ class JobHost:
             raise from_wire(answer.error, answer.message, answer.hint, answer.data)
 
     def _await_publish(self) -> PublishAnswered | None:
-        """The answer; None when an eviction came first."""
+        """Wait for the answer; return None when an eviction comes first."""
         with self._changed:
             self._changed.wait_for(lambda: self._published is not None or self._evicting)
             return self._published
 
     def restore(self) -> memoryview | None:
-        """The last committed image as it is now (a private copy), or None."""
+        """Return a private copy of the last committed image, or None."""
         reach("job.restore")
         image = _last_image(self._commits) if self._commits >= 0 else None
         return memoryview(image) if image is not None else None
@@ -259,7 +259,7 @@ class JobHost:
                 self.report("unseen", steps=self._unseen_steps)
 
     def ended(self) -> None:
-        """The script has left by itself or was asked to: what comes next is no restart."""
+        """Record that the script ended or was stopped: the next run is no restart."""
         if self._progress is not None:
             self._progress.ended()
 
@@ -310,7 +310,7 @@ class JobHost:
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """An eviction was asked for: a wait for memory ends."""
+        """End a wait for memory, because an eviction was requested."""
         with self._changed:
             self._evicting = True
             self._changed.notify_all()
@@ -321,7 +321,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def _last_image(descriptor: int) -> bytes | None:
-    """A private copy of the newest complete commit (the area goes on being written)."""
+    """Return a private copy of the newest complete commit: the area continues to be written."""
     area = CommitArea(descriptor, slot_bytes_of(descriptor))
     try:
         commit = area.newest()

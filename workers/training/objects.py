@@ -81,7 +81,7 @@ class TrainedObjects:
         ]
 
     def refuse_other_structure(self) -> None:
-        """A resumed script builds its models anew, as they are before the loop.
+        """Refuse a script that changed its models: resumed, it builds them as before the loop.
 
         Raises:
             InvalidInput: layers or parameters came or went since.
@@ -104,7 +104,7 @@ class TrainedObjects:
             )
 
     def refuse_shared_memory(self) -> None:
-        """Every parameter gets a place of its own, so none may lie in another tensor's memory.
+        """Refuse parameters in another tensor's memory: each gets a place of its own.
 
         Raises:
             InvalidInput: two of them overlap, or a parameter and a buffer.
@@ -177,7 +177,7 @@ def bare(optimizer: Any) -> Any:
 def options_of(
     objects: TrainedObjects, odd_buffers: Mapping[str, torch.Tensor | None] | None = None
 ) -> dict[str, Any]:
-    """Everything small that a step boundary must pin: lr, momentum, scheduler, extra_state."""
+    """Return the small state that a step boundary pins: lr, momentum, scheduler, extra_state."""
     return {
         "odd_buffers": dict(odd_buffers or {}),
         "modules": {path: m.get_extra_state() for path, m in objects.with_extra_state.items()},

@@ -138,10 +138,10 @@ def keep_freed_memory() -> None:
 
 
 def give_freed_memory_back() -> None:
-    """Between two steps, to the machine, for the next job's step; where memory is short.
+    """Return freed memory between two steps, for the next job's step, if memory is short.
 
-    To give back and fault in anew what a step of 190 MiB of activations takes costs 75 ms of CPU
-    (glibc 2.36): as long as there is room it stays.
+    Returning and faulting in anew the memory of a step with 190 MiB of activations costs 75 ms of
+    CPU (glibc 2.36), so it is kept as long as there is room.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None and available_bytes() < KEPT_BYTES:
@@ -164,11 +164,11 @@ def _run_exit_hooks() -> None:
 
 
 def _let_children_be_ended() -> None:
-    """The script's own processes obey SIGTERM and SIGINT, which this one does not.
+    """Let SIGTERM and SIGINT end the script's own processes, though this one ignores them.
 
     An ignored signal stays ignored across exec, and a pool that ends its children with SIGTERM
-    would wait for them for ever; a handler does not, and after a fork it is taken out. One that
-    comes before that waits until then.
+    would wait for them for ever; a handler does not, and it is removed after a fork. A signal
+    that arrives before that waits until then.
     """
     for number in SIGNALS:
         signal.signal(number, _stay)

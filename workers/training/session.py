@@ -407,7 +407,8 @@ class TrainingSession:
         self._gate.check("boundary")
 
     def _end_loop(self) -> None:
-        """After the last batch, or a ``break``: what follows must find the state as it is now."""
+        """End a loop after its last batch, or a ``break``; later code must find the current
+        state."""
         self._has_failed = False
         self._watch_script()
         phase, self._watch.is_in_body = self._phase, False

@@ -133,9 +133,9 @@ class TrainingSlice:
         return None if home is None else home[0]
 
     def view(self, place: Place) -> torch.Tensor:
-        """A tensor over a place, with a storage of just its bytes.
+        """Return a tensor over a place, with a storage of just its bytes.
 
-        Its own storage, so that ``torch.save`` of a parameter does not write the arena.
+        So ``torch.save`` of a parameter does not write the whole arena.
         """
         if not place.size_bytes:
             return torch.empty(place.shape, dtype=place.dtype, device=self._memory.device)

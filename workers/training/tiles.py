@@ -53,7 +53,7 @@ class Tiles:
         return any(claim and least >= 0 for claim, least in zip(*self._others(), strict=True))
 
     def learn(self, least_bytes: int) -> None:
-        """A step was measured."""
+        """Set ``least`` from a measured step."""
         self.least = min(self._total, _tiles(least_bytes))
         self.is_known = True
 

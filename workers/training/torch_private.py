@@ -45,7 +45,10 @@ def advance_sampler(iterator: Any, batches: int) -> bool:
 
 
 def is_plain_map_loader(loader: Any) -> bool:
-    """A DataLoader without worker processes over a map-style dataset (public attributes)."""
+    """Return True for a DataLoader without worker processes over a map-style dataset.
+
+    Only public attributes are read.
+    """
     return (
         isinstance(loader, DataLoader)
         and loader.num_workers == 0
@@ -72,7 +75,7 @@ def bytes_of_their_own(memory: torch.Tensor, offset_bytes: int, size_bytes: int)
 
 
 def registered_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor | None]]:
-    """A module's own buffers, those that are None too; without them where the name is gone."""
+    """Return a module's own buffers, including None; without these where the attribute is gone."""
     buffers = getattr(module, "_buffers", None)
     if buffers is None:
         return list(module.named_buffers(recurse=False))

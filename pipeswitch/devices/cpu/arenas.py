@@ -71,7 +71,7 @@ class OneFile:
         self._words[index] = value
 
     def tidy(self) -> None:
-        """A copy has ended: give back what a tenant has no place for any more."""
+        """Free, after a copy, the memory for which a tenant has no place any more."""
 
     def close(self) -> None:
         self._words.release()
@@ -140,7 +140,8 @@ class FilePerTenant:
             keep_only(file.descriptor, [words, *own], self._arena_bytes)
 
     def write(self, tenant: str, start: int, source: Bytes) -> None:
-        """A system call takes new pages without clearing them first, and maps none here."""
+        """Write by a system call, which takes new pages without clearing them, and maps none
+        here."""
         descriptor, left = self._files[tenant].descriptor, source.data
         while left:
             count = os.pwrite(descriptor, left, start)

@@ -31,7 +31,7 @@ class CpuKind:
         return ChosenDevice(kind=self, name=name, arena_bytes=arena)
 
     def held(self, device: ChosenDevice) -> AbstractContextManager[None]:
-        """Any number of servers may have one."""
+        """Hold nothing: any number of servers may share a cpu."""
         return nullcontext()
 
     def open_memory(

@@ -47,7 +47,7 @@ class Link:
         self.chunk_bytes = THROTTLED_CHUNK_BYTES if bytes_per_s > 0 else CHUNK_BYTES
 
     def begin(self) -> None:
-        """A transfer starts: the link does not save up bandwidth while it is idle."""
+        """Begin a transfer; the link does not save up bandwidth while it is idle."""
         self._busy_until_s = max(self._busy_until_s, time.monotonic())
 
     def pace(self, size_bytes: int, cancelled: threading.Event | None = None) -> None:

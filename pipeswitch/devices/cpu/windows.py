@@ -190,7 +190,7 @@ def _libc() -> Any:
 
 
 def _kernel(name: str, *arguments: int) -> None:
-    """One system call on memory; other threads go on meanwhile."""
+    """Make one system call on memory; other threads continue meanwhile."""
     if getattr(_libc(), name)(*arguments) in (-1, _FAILED):
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")

@@ -118,7 +118,10 @@ class Calls:
         self._checked(name, getattr(self._driver, name), arguments)
 
     def _checked(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """All bindings return ``(error, values…)``; without a driver those of ``driver`` raise."""
+        """Return a call's values, or raise its error: all bindings return ``(error, values…)``.
+
+        Without a driver the calls of ``driver`` raise.
+        """
         try:
             error, *values = call(*arguments)
         except RuntimeError as problem:  # DynamicLibNotFoundError is one
@@ -130,7 +133,7 @@ class Calls:
         return values
 
     def _text_of(self, name: str, error: Any) -> str:
-        """The runtime's own words; the driver interface gives a code only."""
+        """Return the runtime's own text; for the driver interface, only the code."""
         explain = getattr(self._runtime, "cudaGetErrorString", None)
         if explain is None or not name.startswith("cuda"):
             return f"code {int(error)}"
@@ -150,7 +153,7 @@ class Queues(Calls):
         self._do("cudaStreamDestroy", stream)
 
     def event(self) -> int:
-        """An event to wait for without spinning; it keeps no time."""
+        """Return an event to wait for without spinning; it records no time."""
         return int(
             self._ask("cudaEventCreateWithFlags", EVENT_BLOCKING_SYNC | EVENT_DISABLE_TIMING)
         )
@@ -176,11 +179,11 @@ class Queues(Calls):
         self._do("cudaEventDestroy", event)
 
     def wait_value(self, stream: int, pointer: int, value: int) -> None:
-        """The stream goes on when the word at ``pointer`` is exactly ``value``."""
+        """Make the stream wait until the word at ``pointer`` is exactly ``value``."""
         self._drive("cuStreamWaitValue32", stream, pointer, value, WAIT_VALUE_EQ)
 
     def write_value(self, stream: int, pointer: int, value: int) -> None:
-        """The stream writes a word, behind what it was given before."""
+        """Make the stream write a word, after its earlier work."""
         self._drive("cuStreamWriteValue32", stream, pointer, value, 0)
 
 
@@ -271,7 +274,7 @@ class Cuda(Queues):
         self._do("cudaDeviceSynchronize")
 
     def still_works(self) -> bool:
-        """After an error of unknown weight: whether the context goes on. Waits for the device.
+        """Return True if the context survived an unknown error. Waits for the device.
 
         What a driver says when it does not pin memory depends on kernel, container and virtual
         machine; an unknown code is no reason to give the device up.
@@ -318,7 +321,7 @@ class Cuda(Queues):
         self._do("cudaHostRegister", pointer, size_bytes, 0)
 
     def unregister(self, pointer: int) -> None:
-        """Before it is unmapped, never after."""
+        """Unregister memory; call it before the memory is unmapped, never after."""
         self._do("cudaHostUnregister", pointer)
 
     # -- other processes -----------------------------------------------------------------------

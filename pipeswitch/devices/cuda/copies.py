@@ -21,7 +21,7 @@ class CudaCopies:
         self._streams = {to_host: make_stream(device=index) for to_host in (True, False)}
 
     def mark(self) -> Any:
-        """The stream that this thread computes on, and an event behind what it has enqueued."""
+        """Return this thread's compute stream, and an event behind its enqueued work."""
         stream = torch.cuda.current_stream(self._index)
         return stream, stream.record_event()
 

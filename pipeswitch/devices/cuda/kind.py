@@ -188,6 +188,6 @@ def _open_lock(path: Path) -> int:
 
 
 def _leave() -> None:
-    """A broken context stays broken: other threads may hang in it, so this waits for none."""
+    """Exit without waiting for other threads, which may hang in the broken context."""
     logging.shutdown()
     os._exit(STATUS_LOST)

@@ -70,7 +70,7 @@ class Ladder:
 
 
 def choose(wishes: Wishes, results: Mapping[str, Outcome] | None) -> Ladder:
-    """The highest rungs that were asked for and work.
+    """Return the highest requested rungs that work.
 
     Args:
         results: by test name; a missing one did not run. None: no self-test was wanted, and the

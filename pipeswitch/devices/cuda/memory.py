@@ -114,7 +114,7 @@ class CudaDeviceMemory(DeviceMemory):
         return [self._words_descriptor]
 
     def export_handle(self) -> bytes:
-        """The IPC handle of arena and slice: one allocation, opened once by each worker.
+        """Return the IPC handle of arena and slice: one allocation, opened once by each worker.
 
         Raises:
             CudaError: this driver or container does not share memory between processes.
@@ -135,7 +135,7 @@ class CudaDeviceMemory(DeviceMemory):
     # -- host to device ------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """The device is current by thread."""
+        """Make the device current in this thread."""
         with self._watched():
             self._cuda.set_device(INDEX)
 
@@ -193,7 +193,7 @@ class CudaDeviceMemory(DeviceMemory):
             flight.enqueued(0, group.word)
 
     def _write_word(self, word: int, value: int) -> None:
-        """Behind the data, on the same stream: who sees the word sees the data."""
+        """Write a word behind the data, on the same stream: a reader of the word sees the data."""
         target = self._base + word * WORD_BYTES
         if self._word_writer == "write":
             self._cuda.write_value(self._to_device, target, value)
@@ -206,9 +206,8 @@ class CudaDeviceMemory(DeviceMemory):
     # -- device to host ------------------------------------------------------------------------
 
     def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
-        """The worker has waited for its kernels before it asked (``PoolView.settle``). Through
-        two pinned buffers in turns: ``into`` is a job's commit area, which is not pinned.
-        """
+        """Read ranges; the worker has waited for its kernels before it asked
+        (``PoolView.settle``)."""
         target = np.frombuffer(into, dtype=np.uint8)
         filling: deque[tuple[int, int, int]] = deque()  # (buffer, position, size)
         with self._watched():
@@ -247,7 +246,8 @@ class CudaDeviceMemory(DeviceMemory):
     # -- end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """The workers are gone, or have closed their mapping: freeing under them is undefined."""
+        """Free the memory; workers must be gone or have closed their mapping: else it is
+        undefined."""
         super().close()
         self._to_pin.put(None)
         self._pinner.join()
@@ -305,7 +305,7 @@ class _Flight:
             self._land_oldest()
 
     def enqueued(self, size_bytes: int, word: int) -> None:
-        """A chunk (or a word, ``size_bytes`` 0) was enqueued: put an event behind it."""
+        """Put an event behind an enqueued chunk (or behind a word, ``size_bytes`` 0)."""
         memory = self._memory
         if len(self._marks) >= RING_WORDS // 2:  # many tiny groups: no ring slot twice
             self._land_oldest()

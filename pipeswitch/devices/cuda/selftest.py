@@ -92,7 +92,11 @@ class Pipe:
         return found
 
     def ask(self, key: str) -> Any:
-        """One value of what a peer says next; ``RuntimeError`` where it failed, with its words."""
+        """Return one value of a peer's next message.
+
+        Raises:
+            RuntimeError: the peer failed; it has the peer's text.
+        """
         found = self.hear()
         if "error" in found:
             raise RuntimeError(f"the other process: {found['error']}")
@@ -104,7 +108,7 @@ class Pipe:
 
 
 def fork(run: Callable[[Pipe], None]) -> tuple[int, Pipe]:
-    """Another process that runs this and leaves; made before this one has a context."""
+    """Fork a process that runs this and exits; call it before this process has a context."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid:

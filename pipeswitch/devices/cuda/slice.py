@@ -43,7 +43,7 @@ class Segments:
         self._free: dict[int, int] = {}  # address -> bytes
 
     def take(self, size_bytes: int) -> int:
-        """An address for a segment; 0 where there is no room: torch's out of memory."""
+        """Return a segment's address; 0 if there is no room, which is torch's out of memory."""
         self.calls += 1
         size = -(-size_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
         for address, held in self._free.items():
@@ -67,10 +67,10 @@ class Segments:
 
 
 def make_pool(segments: Segments) -> torch.cuda.MemPool:
-    """A pool of torch's allocator over the slice.
+    """Return a pool of torch's allocator over the slice.
 
-    The one private name is ``torch._C._cuda_customAllocator``: torch's own managed-memory pool
-    is made with it. The public class wants a compiled library instead of two functions.
+    The one private name is ``torch._C._cuda_customAllocator``: torch's own managed-memory pool is
+    made with it. The public class needs a compiled library instead of two functions.
     """
     import torch
 

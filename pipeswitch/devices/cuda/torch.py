@@ -20,7 +20,7 @@ from .slice import Segments, make_pool, reserve
 
 
 def torch_side(package: str, index: int) -> CudaTorch:
-    """The stand-in's own, or the real one."""
+    """Return the stand-in's torch side, or the real one."""
     made = getattr(importlib.import_module(package), "torch_side", None)
     side: CudaTorch = CudaTorch(index) if made is None else made(index)
     return side
@@ -56,7 +56,7 @@ class CudaTorch:
         self._segments: Segments | None = None
 
     def current_stream(self) -> int | None:
-        """The stream that this thread's code computes on, as a handle; a script may change it.
+        """Return the handle of this thread's compute stream, which a script may change.
 
         None while the script captures a graph of its own there: nothing may be asked then.
         """
@@ -65,14 +65,14 @@ class CudaTorch:
         return int(torch.cuda.current_stream(self._index).cuda_stream)
 
     def storage(self, pointer: int, size_bytes: int) -> torch.UntypedStorage:
-        """All of a mapping as one storage; nothing is copied, nothing owned."""
+        """Return all of a mapping as one storage; nothing is copied, nothing owned."""
         mapped = _Mapped(pointer, size_bytes)
         return torch.as_tensor(mapped, device=self.device).untyped_storage()
 
     def tensor(
         self, storage: torch.UntypedStorage, spec: TensorSpec, offset_bytes: int
     ) -> torch.Tensor:
-        """The tensor of ``spec``; bounds are checked."""
+        """Return the tensor of ``spec``; bounds are checked."""
         return tensor_at(storage, spec, offset_bytes)
 
     @contextlib.contextmanager
@@ -86,7 +86,7 @@ class CudaTorch:
                 yield
 
     def take_slice(self, pointer: int, size_bytes: int) -> None:
-        """From now on ``computing(in_slice=True)`` allocates here."""
+        """Let ``computing(in_slice=True)`` allocate here from now on."""
         segments = Segments(pointer, size_bytes)
         pool = make_pool(segments)
         reserve(pool, segments, self._stream)

@@ -80,7 +80,7 @@ class CudaPoolView(PoolView):
         return self._side.tensor(self._arena, spec, 0)
 
     def take_slice(self, size_bytes: int) -> None:
-        """From now on programs allocate behind the arena; call once, before any other thread."""
+        """Let programs allocate behind the arena; call it once, before any other thread."""
         self._side.take_slice(self._base + self._arena_bytes, size_bytes)
         self.can_step_aside = False  # who comes meanwhile computes there, too
 
@@ -95,7 +95,8 @@ class CudaPoolView(PoolView):
         return lambda bound: DeviceProgram(bound, self.device, recorder, budget)
 
     def program(self, bound: BoundProgram) -> DeviceProgram:
-        """The program as this device runs it: inputs copied in, groups as graphs if allowed."""
+        """Return the program as this device runs it: inputs copied in, groups as graphs if
+        allowed."""
         return self._program_maker(bound)
 
     def kernels(self) -> PackedKernels:
@@ -109,7 +110,7 @@ class CudaPoolView(PoolView):
         return bool(getattr(program, "is_capture_wanted", False))
 
     def improve(self, program: BoundProgram) -> None:
-        """An idle moment of this worker: capture graphs of what ran eagerly, if that is wanted."""
+        """Capture graphs of programs that ran eagerly, in an idle moment, if that is wanted."""
         from .graphs import DeviceProgram
 
         if isinstance(program, DeviceProgram):
@@ -117,7 +118,7 @@ class CudaPoolView(PoolView):
                 program.improve()
 
     def drop(self, program: BoundProgram) -> None:
-        """The program is bound anew elsewhere, or forgotten: its graphs go."""
+        """Drop the graphs of a program that is bound anew elsewhere, or no longer used."""
         from .graphs import DeviceProgram
 
         if isinstance(program, DeviceProgram):

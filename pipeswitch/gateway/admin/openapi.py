@@ -32,7 +32,7 @@ class Route:
     gives: str = "application/json"
 
     def names_in(self, parts: Sequence[str]) -> dict[str, str] | None:
-        """The names of a path's parts; None: it is another route's."""
+        """Return the names in a path's parts; None if the path belongs to another route."""
         wanted = self.path.split("/")
         if len(wanted) != len(parts):
             return None
@@ -46,7 +46,7 @@ class Route:
 
 
 def document(routes: Iterable[Route], *, prefix: str, version: str) -> dict[str, Any]:
-    """All routes by path and method.
+    """Return all routes by path and method.
 
     Args:
         prefix: before each path.

@@ -114,7 +114,8 @@ class Stream(Protocol):
     """A body that comes bit by bit. It holds what it needs until it is closed."""
 
     async def next(self) -> bytes:
-        """The next piece, made when the peer has taken those before it; empty: the end."""
+        """Return the next piece, made when the peer has taken the earlier ones; empty at the
+        end."""
         ...
 
     def close(self) -> None: ...
@@ -194,7 +195,7 @@ class HttpServer:
         self._claims: dict[str | None, tuple[float, list[tuple[Claim, Connection]]]] = {}
 
     def __call__(self) -> Connection:
-        """The protocol of one more connection, for ``loop.create_server``."""
+        """Return the protocol of one more connection, for ``loop.create_server``."""
         return Connection(self)
 
     def admit_anew(self) -> None:
@@ -378,7 +379,8 @@ class _Reading:
             self.rest = self._body[self.received_bytes :]
 
     def repeats(self, nbytes: int, before: bytes, behind: bytes, work: Work, path: str) -> bool:
-        """One whole request with the last one's head, and no more: then it is queued."""
+        """Queue a message that is exactly one request with the last one's head; return True if
+        it is."""
         if not self._is_between:
             return False
         data, at = bytes(_scratch[:nbytes]), len(before)
@@ -392,7 +394,7 @@ class _Reading:
         return True
 
     def _learn(self, nbytes: int, asked: _Asked) -> None:
-        """The head of a request that came whole, and alone."""
+        """Learn the head of a request that arrived whole, and alone."""
         self.known, size = None, nbytes - len(asked.body)
         if isinstance(asked.work, Answer) or asked.is_compressed or not asked.is_kept:
             return
@@ -641,7 +643,7 @@ class Connection(asyncio.BufferedProtocol):
             self._task = None
 
     async def _answer_all(self) -> None:
-        """Every request that is whole, in order; then this task is over."""
+        """Answer every complete request in order; then the task ends."""
         try:
             while self.queue:
                 if self._server.by_peer[self.peer] > CROWD:
@@ -761,8 +763,8 @@ class Connection(asyncio.BufferedProtocol):
         self._end()
 
     def _end(self) -> None:
-        """No more answers. What the peer still sends is read for a while: hung up on at once, it
-        might not see the last one."""
+        """Send no more answers, but read for a while: a peer cut off at once might miss the last
+        answer."""
         self.stop_reading()
         self.since_s = time.monotonic()
         self._transport.resume_reading()
@@ -868,7 +870,8 @@ def _chunk(piece: bytes) -> bytes:
 
 
 def _head_of(answer: Answer, size: int | None, *, is_kept: bool, is_chunked: bool = False) -> bytes:
-    """``size``: of the body in bytes; None: it comes in chunks, or ends with the connection."""
+    """Return the head; ``size``: of the body in bytes, or None for chunks or until the
+    connection ends."""
     lines = [
         f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}",
         f"Content-Type: {answer.content_type}",
@@ -881,7 +884,7 @@ def _head_of(answer: Answer, size: int | None, *, is_kept: bool, is_chunked: boo
 
 
 def _bytes_of(answer: Answer, *, is_kept: bool, has_body: bool = True) -> bytes:
-    """All of a short one."""
+    """Return all bytes of a short answer."""
     head = _head_of(answer, sum(map(len, answer.parts)), is_kept=is_kept)
     return b"".join([head, *answer.parts]) if has_body else head
 

@@ -101,7 +101,7 @@ class Answering:
         self._begin = msgspec.structs.replace(self._begin, prompt="", messages=None)
 
     async def next(self) -> Token | None:
-        """The next token; None: that was the last."""
+        """Return the next token, or None after the last."""
         while not self._came and self.step.reason is None:
             if self._request is None:
                 self._request = self._sent()

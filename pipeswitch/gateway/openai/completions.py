@@ -273,7 +273,7 @@ class _OpenAi:
     def __init__(
         self, choices: Choices, said: Said, prompts: Sequence[str | list[int]], n: int
     ) -> None:
-        """A client that asks in token ids gets them, beside the text."""
+        """Prepare the format: a client that sent token ids receives ids beside the text."""
         self._choices, self._has_ids = choices, isinstance(prompts[0], list)
         self._echo = [str(one) if said.echo else "" for one in prompts for _ in range(n)]
         self._is_chat, self._created_s = said.messages != ABSENT, int(time.time())

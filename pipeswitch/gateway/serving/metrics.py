@@ -69,7 +69,7 @@ class Metrics:
         self._registry.register(self._server)
 
     def text(self, accept: str, facts: Mapping[str, Any] | None) -> tuple[bytes, str]:
-        """The page and its type.
+        """Return the page and its type.
 
         Args:
             accept: the scraper's ``Accept``.

@@ -129,7 +129,7 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
-    """A request's body.
+    """Decode a request's body.
 
     Args:
         body: a buffer; the frames of the result share its memory.
@@ -231,7 +231,8 @@ def _parsed(whole: memoryview, end: int) -> _Body:
 
 
 def raw_request(body: Any, row: Mapping[str, Any]) -> InferRequest:
-    """A body that is nothing but the bytes of a model's only input (Triton's raw binary request).
+    """Decode a body that is only the bytes of a model's single input (Triton's raw binary
+    request).
 
     Args:
         body: a buffer.
@@ -270,7 +271,7 @@ def raw_request(body: Any, row: Mapping[str, Any]) -> InferRequest:
 def encode_answer(
     model: str, asked: InferRequest, outputs: Sequence[Output], bill: Mapping[str, Any]
 ) -> tuple[list[Any], int | None]:
-    """An answer's body in parts, and how many bytes of it are JSON if there are others.
+    """Return an answer's body in parts, and how many bytes of it are JSON if there are others.
 
     Raises:
         InvalidInput: an output is asked for that the model does not have.
@@ -324,7 +325,7 @@ def _numbers_of(chosen: Sequence[tuple[Output, bool]]) -> int:
 
 
 def wanted(asked: InferRequest, outputs: Sequence[Output]) -> list[tuple[Output, bool]]:
-    """The outputs that are asked for, in the order asked, and whether each is to be binary.
+    """Return the requested outputs in that order, and whether each is to be binary.
 
     Raises:
         InvalidInput: the model has none of a name.
@@ -377,7 +378,7 @@ def _whole(name: str, parameters: Mapping[str, Any], high: int) -> int:
 
 
 def flag(name: str, parameters: Mapping[str, Any], *, default: bool = False) -> bool:
-    """A parameter that is true or false.
+    """Return a boolean parameter.
 
     Raises:
         InvalidInput: it is neither.
@@ -470,7 +471,8 @@ def check_bytes(name: str, dtype: str, shape: Sequence[int], data: Any, size: in
 
 
 def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> memoryview:
-    """The bytes of numbers, flat or nested, in row-major order; too large ones are infinite.
+    """Return the bytes of numbers, flat or nested, in row-major order; too large ones are
+    infinite.
 
     None is not-a-number, for which JSON has no word.
 
@@ -535,8 +537,10 @@ def _are_numbers(array: Any) -> bool:
 
 
 def as_numbers(output: Output) -> list[Any]:
-    """An output's values, flat, in row-major order. What is no finite number becomes null, the one
-    word that every client's parser takes: orjson and rapidjson refuse 1e999, most others Infinity.
+    """Return an output's values, flat, in row-major order.
+
+    A number that is not finite becomes null, the one word that every client's parser takes: orjson
+    and rapidjson refuse 1e999, most others Infinity.
 
     Raises:
         InvalidInput: a byte string that is no text.
@@ -559,7 +563,8 @@ def as_numbers(output: Output) -> list[Any]:
 
 
 def _to_bfloat16(values: Any) -> Any:
-    """The upper halves of float32, rounded to the nearest even one; not-a-number stays one."""
+    """Return the upper halves of float32, rounded to the nearest even one; not-a-number stays
+    so."""
     bits = values.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
@@ -571,7 +576,7 @@ def _dense(array: Any) -> memoryview:
 
 
 def shown(extents: Sequence[int | str]) -> list[int]:
-    """A signature's shape as the protocol writes it: -1 is any."""
+    """Return a signature's shape as the protocol writes it: -1 is any."""
     return [extent if isinstance(extent, int) else -1 for extent in extents]
 
 
@@ -632,7 +637,7 @@ def config(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ensemble(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A chain's steps; what a step returns is called ``STEP.OUTPUT`` inside."""
+    """Return a chain's steps; a step's result is called ``STEP.OUTPUT`` inside."""
     return {
         "step": [
             {"model_name": step["model"], "model_version": -1, "input_map": step["inputs"]}

@@ -87,7 +87,7 @@ class Service:
         return self._regions
 
     async def is_live(self) -> bool:
-        """The server answers."""
+        """Return True if the server answers."""
         try:
             await self._upstream.ask("ping")
         except ServerUnavailable:
@@ -95,7 +95,7 @@ class Service:
         return True
 
     async def is_ready(self) -> bool:
-        """The server would serve a request now."""
+        """Return True if the server would serve a request now."""
         try:
             return bool((await self._upstream.ask("ping"))["ready"])
         except ServerUnavailable:
@@ -128,7 +128,7 @@ class Service:
         return {"model_stats": [self._tally.row(row["name"], row["version"]) for row in rows]}
 
     async def index(self, caller: Standing, *, ready_only: bool = False) -> list[dict[str, Any]]:
-        """The repository's index."""
+        """Return the repository's index."""
         rows = [
             {
                 "name": row["name"],
@@ -168,8 +168,11 @@ class Service:
         self, caller: Standing, model: str, version: str, asked: InferRequest,
         carrier: Mapping[str, str] = MappingProxyType({}), address: str = "",
     ) -> tuple[list[Output], dict[str, Any]]:  # fmt: skip
-        """The outputs, and the bill with what the gateway added; ``carrier``: headers that may
-        name the caller's trace; ``address``: the caller's, which has its turns."""
+        """Return the outputs, and the bill with the gateway's own share.
+
+        ``carrier``: headers that may name the caller's trace; ``address``: the caller's, which
+        takes turns.
+        """
         require(caller, "infer")
         if asked.priority == URGENT_PRIORITY:
             require_role(caller, Role.URGENT, "priority high")
@@ -302,7 +305,7 @@ class Service:
         return dict(current)
 
     async def row(self, caller: Standing, model: str) -> dict[str, Any]:
-        """A model that is built, as far as the caller may know it."""
+        """Return the row of a built model, as far as the caller may see it."""
         return _built(await self._row(caller, model, ""))
 
     async def _row(self, caller: Standing, model: str, version: str) -> dict[str, Any]:
@@ -332,7 +335,7 @@ async def _copied(tensors: Sequence[Place | Output], copy: Callable[..., R], *ar
 
 
 def number_of(model: str, version: str) -> int:
-    """A version as the wire has it; 0: the current one."""
+    """Return the version's number from the wire; 0: the current one."""
     if version and not re.fullmatch("[1-9][0-9]{0,8}", version):
         raise NotFound(
             f'"{model}" has no version {version[:40]!r}', hint="versions are numbers from 1 on"

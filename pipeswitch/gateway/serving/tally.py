@@ -96,9 +96,11 @@ class Tally:
             part.counts[bisect_left(_ENDS_MS, ms)] += 1
 
     def failed(self, model: str, outcome: str, took_ms: float | None = None) -> bool:
-        """``outcome``: the error's name; ``took_ms``: None where it is not the model's. False: it
-        is not counted: not every failure tells that there is such a model, and a stranger can ask
-        for one name after the other."""
+        """Count a failure; return False if it is not counted.
+
+        ``outcome``: the error's name; ``took_ms``: None where the model did not cause it. A failure
+        may name a model that does not exist, and a stranger could send one name after the other.
+        """
         is_full = self._counted >= MAX_COUNTED or len(model) > MAX_NAME_CHARS
         if is_full and outcome not in self._models.get(model, _Model()).outcomes:
             return False
@@ -120,7 +122,7 @@ class Tally:
             self._counted -= len(self._models.pop(name).outcomes)
 
     def row(self, model: str, version: int) -> dict[str, Any]:
-        """One of ``model_stats``: what was counted of a name, at its current version."""
+        """Return a row of ``model_stats``: the counts of a name, at its current version."""
         seen = self._models.get(model, _Model())
         ok_count = seen.outcomes.get(OK, 0)
         phases = {

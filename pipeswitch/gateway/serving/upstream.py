@@ -94,18 +94,18 @@ class Upstream:
         return self._connection.ask("generate", model=model, convert=_tokens, **asked.options)
 
     async def show(self, model: str, version: int = 0) -> dict[str, Any]:
-        """A model's row; of the current version, or another."""
+        """Return a model's row, of the current version or another."""
         body = {"version": version} if version else None
         return dict((await self.ask("show", model, body=body))["model"])
 
     async def ask(
         self, op: str, model: str = "", *, body: dict[str, Any] | None = None, is_safe: bool = True
     ) -> dict[str, Any]:
-        """The answer to a verb; ``is_safe``: it may be asked twice."""
+        """Return the answer to a verb; ``is_safe``: it may be sent twice."""
         return dict((await self._connection.ask(op, model=model, body=body, is_safe=is_safe)).body)
 
     async def job(self, name: str, action: str, **fields: Any) -> dict[str, Any]:
-        """One action on a job, as ``Client.job``."""
+        """Perform one action on a job, as ``Client.job``."""
         body = {"name": name, "action": action, **fields}
         return await self.ask("job", body=body, is_safe=action in ("show", "logs"))
 
@@ -121,7 +121,7 @@ class Upstream:
         return f"put:{digest}"
 
     async def follow(self, take: Take) -> None:
-        """Have ``take`` called with all events from now on; only the first call counts.
+        """Call ``take`` with all events from now on; only the first call counts.
 
         Raises:
             ServerUnavailable: there is no server now.

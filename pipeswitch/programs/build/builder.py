@@ -30,7 +30,8 @@ from . import hub
 
 
 def exports(settings: BuildSettings) -> bool:
-    """The source is exported here; a bundle was by its client. Never raises."""
+    """Return True if the source is exported here; a client exports a bundle itself. Never
+    raises."""
     try:
         spec = msgspec.msgpack.decode(settings.spec, type=BuildSpec)
     except Exception:  # for the build to refuse
@@ -128,7 +129,7 @@ def _metered(
 
 
 def _limit(settings: BuildSettings) -> None:
-    """The kernel ends a build that takes too long, and refuses it more memory than its share."""
+    """Let the kernel end a build that takes too long, and deny it more memory than its share."""
     if settings.timeout_s:
         signal.setitimer(signal.ITIMER_REAL, settings.timeout_s)  # SIGALRM, which nothing catches
         cpu_s = math.ceil(settings.timeout_s * (settings.threads + 1))

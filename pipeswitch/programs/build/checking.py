@@ -91,7 +91,7 @@ def is_rounded(found: torch.Tensor, own: torch.Tensor, least: float = 0.0) -> bo
 
 @contextlib.contextmanager
 def workers_default_dtype() -> Iterator[None]:
-    """A worker computes with torch's own default dtype, whatever this process has set."""
+    """Use torch's own default dtype, as a worker does, whatever this process has set."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -293,7 +293,7 @@ def all_same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> boo
 def resized(
     shapes: Sequence[Shape], inputs: Sequence[torch.Tensor], values: Values
 ) -> list[torch.Tensor]:
-    """The inputs at other extents: repeated as often as needed, and cut."""
+    """Return the inputs at other extents: repeated as often as needed, and cut."""
     found = []
     for shape, value in zip(shapes, inputs, strict=True):
         for axis, extent in enumerate(shape_at(shape, values)):
@@ -344,7 +344,7 @@ def _like(made: torch.Tensor, example: torch.Tensor, way: int) -> torch.Tensor:
 
 
 def moved(value: torch.Tensor) -> torch.Tensor:
-    """The same values in other places, and, where they may have fractions, halves of them."""
+    """Return the values in other places and, for dtypes with fractions, halved."""
     rolled = value.flatten().roll(1).reshape(value.shape)
     return rolled * 0.5 if value.is_floating_point() else rolled
 

@@ -89,7 +89,7 @@ class Decoder(nn.Module):
         return {LOGITS: logits[:, 0], CACHE_NEW: torch.cat(rows, -1)}
 
     def _past(self, cache: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each layer's keys and values, [batch, heads, past, size]: views."""
+        """Yield each layer's keys and values, [batch, heads, past, size], as views."""
         parts = iter(torch.split(cache, self._sizes, -1))
         batch, past = cache.shape[:2]
         for heads, key_size, value_size in self.shapes:
@@ -113,7 +113,8 @@ class Decoder(nn.Module):
 
     @contextlib.contextmanager
     def _as_decoder(self, count: torch.Tensor) -> Iterator[None]:
-        """The model with our attention, and logits of each sequence's last real token alone."""
+        """Run the model with our attention, and with logits for each sequence's last real token
+        only."""
 
         def last(head: nn.Module, hidden: tuple[torch.Tensor]) -> torch.Tensor:
             batch = torch.arange(count.shape[0], device=count.device)
@@ -219,7 +220,7 @@ def _text_config(model: Any) -> Any:
 
 
 def _cache_layers(model: Any, keyword: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each layer's keys and values of two tokens; refused where a layer keeps something else."""
+    """Return each layer's keys and values of two tokens; refuse layers that keep anything else."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     refuse_encoder(model.config)
@@ -282,7 +283,7 @@ def _attention(
 
 
 def _packed(mask: torch.Tensor, groups: int) -> torch.Tensor:
-    """The mask of packed heads, made once for all layers: kept on the mask, which is one call's."""
+    """Return the mask of packed heads, made once for all layers and kept on the call's own mask."""
     if groups == 1:
         return mask
     made: dict[int, torch.Tensor] = vars(mask).setdefault("of_groups", {})

@@ -44,7 +44,7 @@ class NotDynamic(Exception):
 
 
 def narrowed(axes: Axes, shapes: Sequence[Sequence[int]], works: Works) -> Axes:
-    """The same dimensions with the ranges that work; the same where none is narrower."""
+    """Return the same dimensions with the ranges that work; equal ones if none is narrower."""
     given = {dim.name: shapes[number][axis] for (number, axis), dim in axes.items()}
     found = {}
     for place, dim in axes.items():
@@ -103,8 +103,10 @@ def asked_axes(names: Sequence[str], shapes: Sequence[Sequence[int]], dynamic: D
 
 
 def _by_input(names: Sequence[str], dynamic: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Each input's ranges: under its name, or a pattern (``cache.*.k``); as torch's
-    ``dynamic_shapes`` they may also be in the inputs' order, or None."""
+    """Yield each input's ranges: under its name, or a pattern (``cache.*.k``).
+
+    Like torch's ``dynamic_shapes``, they may also be in the inputs' order, or None.
+    """
     if isinstance(dynamic, list | tuple):
         dynamic = dict(zip(names, dynamic, strict=False))
     for pattern, wanted in dynamic.items():
@@ -149,7 +151,7 @@ def _end(end: Any, default: int) -> int:
 def _named(
     free: Iterable[str], low: int, high: int, extent: int, taken: dict[str, tuple[Dim, int]]
 ) -> Dim:
-    """A dimension of the first name that is free, or is the same one."""
+    """Return a dimension of the first name that is free, or has the same range."""
     for name in free:
         dim, known = taken.setdefault(name, (Dim(name, low, high), extent))
         if (dim.low, dim.high, known) == (low, high, extent):

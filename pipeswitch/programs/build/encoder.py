@@ -159,7 +159,7 @@ class Encoder:
         return source[target].detach()
 
     def _weight(self, target: str, tensor: Any) -> Any:
-        """A weight's value; tensors that are one stay one, odd strides become a permutation."""
+        """Return a weight's value; tied tensors share one, odd strides become a permutation."""
         key = _identity(tensor)
         name = self._first_names.get(key, target).removeprefix(_PREFIX)
         dtype_name(tensor.dtype, f"weight {name!r}")
@@ -180,7 +180,7 @@ class Encoder:
         return {"v": ("w", self._tensors[key])}
 
     def _value(self, name: str) -> Any:
-        """A node's value; a permuted weight's permutation is emitted right at its first use."""
+        """Return a node's value; emit a weight's permutation just before its first use."""
         if name in self._wrapped:
             target, tensor = self._wrapped[name]
             refuse_wrapped(target, tensor)
@@ -349,7 +349,7 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _needed(exported: torch.export.ExportedProgram) -> set[Any]:
-    """The calls whose result is one of the outputs', or that write; a dropped check needs none."""
+    """Return the calls that write or that the outputs need; a dropped check needs none."""
     needed: set[Any] = set()
     for node in reversed(exported.graph.nodes):
         target = node.target

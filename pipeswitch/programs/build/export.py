@@ -301,7 +301,7 @@ def _scripted_names(module: Any) -> list[str] | None:
 
 
 def _traceable(module: Any, example: Example) -> Any:
-    """The module; of TorchScript, the same calls as a graph that torch can export."""
+    """Return the module, or for TorchScript the same calls as a graph that torch can export."""
     if not _is_scripted(module):
         return module
     from torch._export.converter import TS2EPConverter  # imports torch's own exporter, and more

@@ -64,7 +64,7 @@ def _parameter_names(module: nn.Module, count: int) -> list[str]:
 
 
 def _replaced(value: Any, is_leaf: Callable[[Any], bool], make: Callable[[Any], Any]) -> Any:
-    """A value of the same classes with what ``make`` makes of its leaves, in their order."""
+    """Return a value of the same classes, with each leaf, in order, replaced by ``make``."""
     if is_leaf(value):
         return make(value)
     inner = items_of(value)

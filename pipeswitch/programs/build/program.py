@@ -184,9 +184,9 @@ def _write_weights(path: Path, bundle: Bundle, weights: Mapping[str, Weight], pa
 
 
 def _build_version(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int) -> Manifest:
-    """The same program with a job's weights: nothing is traced anew, everything is checked anew.
+    """Build the same program with a job's weights: check all anew, but trace nothing anew.
 
-    A module's is made by its factory.
+    A module is made by its factory.
     """
     record, weights = load_weights(Path(spec.weights))
     job = Path(spec.weights).name.partition("@")[0]

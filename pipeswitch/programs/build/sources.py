@@ -214,7 +214,7 @@ def _with_state(module: nn.Module, spec: BuildSpec, construct: Callable[[], nn.M
 
 
 def _tokenizer(spec: BuildSpec) -> Any:
-    """The model's own, of the folder or hub that it comes from; None: it has none there."""
+    """Return the model's own tokenizer from its folder or hub; None if it has none."""
     from transformers import AutoTokenizer
     from transformers.utils import cached_file
 
@@ -377,8 +377,10 @@ def _refuse_missing(part: str, missing: Sequence[str], what: str) -> None:
 
 
 def _refuse_kernels(name: str, config: Any) -> None:
-    """A configuration is data, but it may name a repository whose compiled attention transformers
-    would load (``org/kernel``)."""
+    """Refuse a configuration that names a repository of compiled attention (``org/kernel``).
+
+    A configuration is data, but transformers would load that code.
+    """
     parts = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))]
     named = [str(getattr(part, "_attn_implementation", None) or "") for part in parts]
     for kernel in named:
@@ -389,7 +391,7 @@ def _refuse_kernels(name: str, config: Any) -> None:
 
 
 def _class(transformers: Any, wished: str, config: Any) -> Any:
-    """The class that was wished for, or the configuration's own; None where neither says.
+    """Return the requested class, or the configuration's own; None if neither names one.
 
     Raises:
         RegistrationRefused: transformers has no such model, or not for this configuration.
@@ -411,8 +413,10 @@ def _class(transformers: Any, wished: str, config: Any) -> Any:
 
 
 def _usual_inputs(cls: Any, config: Any) -> OpenShapes:
-    """A text of any length up to 512 tokens, or a picture of the model's own size or less; else
-    they must be given."""
+    """Return a text of any length up to 512 tokens, or a picture of at most the model's size.
+
+    Other models need declared inputs.
+    """
     main = getattr(cls, "main_input_name", "input_ids")
     if main == "pixel_values":
         size = getattr(config, "image_size", 224)
@@ -572,7 +576,7 @@ def _tied_names(module: nn.Module) -> list[list[str]]:
 
 
 def checked_inputs(inputs: OpenShapes) -> tuple[InputShapes, Dynamic]:
-    """The example's shapes, and the ranges of the extents that have one."""
+    """Return the example's shapes, and the ranges of the extents that have one."""
     if not inputs:
         raise RegistrationRefused("inputs", "this source needs them: --input 8x3x224x224:float32")
     shapes: InputShapes = {}
@@ -598,5 +602,5 @@ def _example(axis_and_extent: tuple[int, Any]) -> int:
 
 
 def example_specs(inputs: InputShapes) -> list[ValueSpec]:
-    """The declared inputs as value specs with a fixed shape."""
+    """Return the declared inputs as value specs with a fixed shape."""
     return [ValueSpec(name=n, dtype=d, shape=tuple(s)) for n, (s, d) in inputs.items()]

@@ -28,7 +28,7 @@ _RELATIONS: Final[Mapping[type, Any]] = {
 
 
 def extent_of(expression: Any, names: Mapping[Any, str], *, divides_by_any: bool = False) -> Extent:
-    """An extent, of a symbolic expression over ``names``.
+    """Convert a symbolic expression over ``names`` to an extent.
 
     Args:
         expression: torch's.

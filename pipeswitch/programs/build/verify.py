@@ -78,7 +78,7 @@ def _takes(plain: Plain, inputs: Sequence[torch.Tensor]) -> bool:
 
 
 def load_image(path: Path, manifest: Manifest) -> torch.Tensor:
-    """The packed region image, as the host store will hold it; paddings are zero."""
+    """Return the packed region image, as the host store will hold it; paddings are zero."""
     image = torch.zeros(max(manifest.total_bytes, 1), dtype=torch.uint8)
     view = image.numpy().data
     with path.open("rb") as file:

@@ -108,7 +108,7 @@ class Answer:
         self.reason: Reason | None = None
 
     def push(self, token: int) -> str:
-        """The text that may be shown now; ``reason`` says when this was the last token."""
+        """Return the text that may be shown now; ``reason`` is set if this was the last token."""
         self.tokens.append(token)
         is_end = token in self._ending.eos_ids
         is_full = len(self.tokens) >= self._ending.max_new_tokens

@@ -90,7 +90,7 @@ Tokenizer = tuple[Callable[..., list[int]], Decode]
 
 
 def tokenizer_of(facts: Facts) -> Tokenizer:
-    """The model's own, by the library ``tokenizers``.
+    """Return the model's own tokenizer, made by the library ``tokenizers``.
 
     Raises:
         InvalidInput: it has none; the library is not installed.

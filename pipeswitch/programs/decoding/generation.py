@@ -85,7 +85,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def decode_generation(text: str) -> Generation:
-    """From a bundle's metadata; ``check_generation`` comes next.
+    """Decode a bundle's metadata; ``check_generation`` must follow.
 
     Raises:
         RegistrationRefused: it is not one.
@@ -193,7 +193,7 @@ def packed_tokenizer(text: str) -> bytes:
 
 
 def tokenizer_json(packed: bytes) -> str:
-    """The text of ``tokenizer.json``; empty where there is none.
+    """Return the text of ``tokenizer.json``; empty where there is none.
 
     Raises:
         RegistrationRefused: it is damaged, or unfolds to more than is accepted.

@@ -170,7 +170,7 @@ def next_token(
 
 
 def _likeliest(weights: NDArray[np.float64], top_p: float) -> NDArray[np.intp]:
-    """The fewest tokens that have ``top_p`` of all together, likeliest first."""
+    """Return the smallest set of tokens that has ``top_p`` of the total, likeliest first."""
     total = float(weights.sum())
     # All that are lighter than this have less than the rest together, so no one asks their order.
     [heavy] = np.nonzero(weights >= (1.0 - top_p) * total / len(weights))
@@ -180,6 +180,6 @@ def _likeliest(weights: NDArray[np.float64], top_p: float) -> NDArray[np.intp]:
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1), by Philox: counted, so none depends on one before it."""
+    """Return a number in [0, 1), by Philox: counted, so none depends on an earlier one."""
     word = np.random.Philox(key=seed, counter=position).random_raw()
     return float(int(word) >> 11) / float(1 << 53)

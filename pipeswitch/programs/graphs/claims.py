@@ -90,7 +90,7 @@ def _check_texts(manifest: Manifest) -> None:
 
 
 def check_tensors(tensors: Sequence[TensorSpec], total_bytes: int) -> None:
-    """One after the other, as large as their shapes, and nothing behind them.
+    """Refuse tensors with gaps, with sizes other than their shapes', or with bytes after them.
 
     Raises:
         RegistrationRefused: names the tensor.

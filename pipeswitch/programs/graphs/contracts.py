@@ -39,7 +39,7 @@ _Options = ParamSpec("_Options")
 def _with_options(
     check: Callable[Concatenate[Arguments, _Options], None],
 ) -> Callable[_Options, Contract]:
-    """The contract that ``check`` is, made from what it takes beside a call's arguments."""
+    """Return a factory of contracts from ``check``, whose options come after a call's arguments."""
     return lambda *options, **named: lambda given: check(given, *options, **named)
 
 
@@ -183,7 +183,7 @@ def _weight_norm(given: Arguments) -> None:
 
 @_with_options
 def _recurrent(given: Arguments, gates: int, states: int) -> None:
-    """Every parameter of every layer and direction, and the states, have the extents they need."""
+    """Check the extents of every parameter of every layer and direction, and of the states."""
     value, params = given["input"], given["params"]
     hidden_states = given["hx"] if states == 2 else [given["hx"]]
     _need(given["train"] is False, "it trains")
@@ -264,7 +264,7 @@ def _convolution(given: Arguments) -> None:
 
 
 def _each(numbers: Any, rank: int) -> list[int]:
-    """One number for each dimension; torch takes one for all of them too."""
+    """Return one number for each dimension; torch also takes one for all of them."""
     found = list(numbers) if isinstance(numbers, list | tuple) else [numbers]
     found = found * rank if len(found) == 1 else found
     _need(len(found) == rank, f"{len(found)} numbers for {rank} dimensions")
@@ -570,10 +570,11 @@ def recurrent_results(
 
 
 def _known_result(name: str, args: tuple[Any, ...]) -> Any:
-    """The result of frequent operators whose extents follow from the contract; else None.
+    """Return the result of a frequent operator whose extents follow from the contract, else
+    None.
 
-    Torch's own functions without data are in Python for these, and take a millisecond each:
-    a program is tried at each of its batches.
+    Torch's own functions without data are in Python for these, and take a millisecond each: a
+    program is tried at each of its batches.
     """
     first = args[0] if args else None
     if not isinstance(first, torch.Tensor) or not first.is_floating_point():

@@ -57,7 +57,7 @@ def _bounded(compute: Callable[..., Any]) -> Callable[..., int]:
 
 
 def behind_contract(target: str) -> Callable[..., Any]:
-    """The callable a node names, which looks at its arguments first."""
+    """Return the callable that a node names, with its contract checked first."""
     call = resolve(target)
     return contracted(call) if isinstance(call, torch._ops.OpOverload) else call
 
@@ -82,7 +82,7 @@ _OPERATORS: Final[Mapping[str, Callable[..., Any]]] = {
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """The callable a node names.
+    """Return the callable that a node names.
 
     Raises:
         RegistrationRefused: not on the closed list, or this torch has no such overload.
@@ -100,7 +100,7 @@ def resolve(target: str) -> Callable[..., Any]:
 
 
 def _signature(target: str, call: Any, node: Node) -> dict[str, tuple[Any, Any]]:
-    """Each given argument by name, with its schema entry; refused when they do not fit."""
+    """Return each given argument by name, with its schema entry; refuse those that do not fit."""
     entries = call._schema.arguments
     positional = [entry for entry in entries if not entry.kwarg_only]
     if len(node.args) > len(positional):
@@ -278,13 +278,14 @@ class CompiledGraph:
         self.calls: list[GroupCall] = [self._compile(*span) for span in spans]
 
     def start(self, inputs: Sequence[torch.Tensor]) -> Environment:
-        """A fresh environment over the inputs."""
+        """Return a fresh environment over the inputs."""
         return dict(enumerate(inputs))
 
     def finish(
         self, environment: Environment, weights: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The outputs. A result may be an input or a weight itself: no copy is made here."""
+        """Return the outputs; one may be an input or a weight itself, since no copy is made
+        here."""
         first_weight = len(self._graph.inputs)
         return [
             weights[value - first_weight]
@@ -410,7 +411,7 @@ def check_shapes(graph: Graph, weights: Sequence[torch.Tensor]) -> Checked:
 
 
 def check_on_meta(graph: Graph, weights: Sequence[torch.Tensor], shapes: Iterable[Values]) -> Held:
-    """The most that the graph holds at any of some shapes; raises as ``Rehearsal.at``."""
+    """Return the most that the graph holds at any of some shapes; raises as ``Rehearsal.at``."""
     rehearsal = Rehearsal(graph, weights)
     found = [rehearsal.at(values) for values in shapes]
     return Held(*map(max, zip(*found, strict=True)))
@@ -490,7 +491,7 @@ class Rehearsal:
 
 
 def _is_view(target: str) -> bool:
-    """The operator's schema says that what it returns is its argument's memory."""
+    """Return True if the operator's schema says that a result shares its argument's memory."""
     call = resolve(target)
     return isinstance(call, torch._ops.OpOverload) and any(
         result.alias_info is not None for result in call._schema.returns
@@ -532,7 +533,7 @@ class _Rehearsed:
 
 
 def _extents_of(argument: Any) -> Any:
-    """All that a call without data depends on, as a key; 1, 1.0 and True are three."""
+    """Return a key of all that a call without data depends on; 1, 1.0 and True differ."""
     if isinstance(argument, torch.Tensor):
         return (argument.dtype, argument.shape, argument.stride())
     if isinstance(argument, list | tuple):

@@ -26,7 +26,7 @@ _SEVERAL: Final = "List[Tensor]"
 
 
 def returned(schema: Any) -> str:
-    """The kind of a call's value, by its operator's schema."""
+    """Return the kind of a call's value, by its operator's schema."""
     kinds = [str(result.real_type) for result in schema.returns]
     return kinds[0] if len(kinds) == 1 else _SEVERAL
 

@@ -21,7 +21,7 @@ SWITCH: Final = "FLAGS_caffe2_cpu_allocator_do_zero_fill"  # of libc10, for ever
 
 
 def on_zeros(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same call; what it allocates on cpu begins as zeros."""
+    """Wrap a call so that memory that it allocates on the cpu begins as zeros."""
     switch = allocator_switch()
     if switch is None:
         return call

@@ -45,7 +45,7 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     dims: tuple[Dim, ...] = ()
 
     def needed(self, number: int) -> set[str]:
-        """The values that are read from this step on."""
+        """Return the values that are read from this step on."""
         later = (step.inputs.values() for step in self.steps[number:])
         return set(self.returns.values()).union(*later)
 
@@ -61,7 +61,7 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 def chain_of(
     name: str, steps: Sequence[Step], returns: Mapping[str, str], models: Mapping[str, Manifest]
 ) -> Chain:
-    """The chain that was declared.
+    """Return the declared chain.
 
     Args:
         returns: the answer's outputs by name; none: all of the last step.
@@ -152,8 +152,10 @@ class _Resolver:
         self, extent: Extent, bound: dict[str, Extent], ranges: Mapping[str, Dim], step: Step,
         is_input: bool = False,
     ) -> Extent:  # fmt: skip
-        """A model's extent in the chain's dimensions. One that nothing has bound is a new one, and
-        so is a request's where it is computed."""
+        """Return a model's extent in the chain's dimensions.
+
+        An unbound one becomes a new dimension, and so does a request's computed extent.
+        """
         if isinstance(extent, Expr):
             parts = [self._extent(one, bound, ranges, step) for one in extent.args]
             return Expr(extent.op, tuple(parts))

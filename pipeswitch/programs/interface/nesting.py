@@ -162,7 +162,7 @@ def unflatten(tree: Tree, values: Mapping[str, Any]) -> Any:
 
 
 def arguments(takes: Tree, values: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's arguments by name, of its inputs; without a tree each input is one."""
+    """Return a model's arguments by name; without a tree each input is an argument."""
     return dict(values) if takes is None else unflatten(takes, values)
 
 

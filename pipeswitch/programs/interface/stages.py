@@ -39,7 +39,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def public(self, manifest: Manifest) -> Manifest:
-        """A model as its clients see it."""
+        """Return the manifest that a model's clients see."""
         if self.function:
             outputs, dims = manifest.outputs, (*self.dims, *manifest.dims)
             manifest = msgspec.structs.replace(self.raw(manifest), outputs=outputs, dims=dims)
@@ -50,7 +50,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stage(function: str, raw: Raw, after: str = "", returns: Raw | None = None) -> Stage | None:
-    """None: clients send what the model takes, and get what it returns."""
+    """Return the stage, or None if clients send and get what the model takes and returns."""
     if not function and not after:
         return None
     inputs, dims = _declared(raw)
@@ -60,7 +60,7 @@ def stage(function: str, raw: Raw, after: str = "", returns: Raw | None = None) 
 
 
 def _declared(declared: Raw) -> tuple[tuple[ValueSpec, ...], tuple[Dim, ...]]:
-    """Each range is a dimension of its own, called after its value: ``image.0``."""
+    """Return the declared values; each range is a dimension named after its value: ``image.0``."""
     inputs: list[ValueSpec] = []
     dims: list[Dim] = []
     for name, (shape, dtype) in declared.items():

@@ -207,7 +207,7 @@ class GraphProgram:
         return self._is_whole or _key(self._values(shapes)) in self._tried
 
     def asking(self) -> Sequence[GroupCall]:
-        """The groups for shapes that were not tried: each call asks its contract first."""
+        """Return the groups for untried shapes: each call checks its contract first."""
         if self._asking is None:
             self._asking = CompiledGraph(
                 self.graph, self._spans, self._device, self._look_up_asking
@@ -268,7 +268,7 @@ class BoundGraph:
         ]
 
     def start(self, inputs: Sequence[torch.Tensor]) -> Environment:
-        """A fresh environment: the values that are alive between groups."""
+        """Return a fresh environment: the values that are alive between groups."""
         if len(inputs) != len(self.manifest.inputs):
             raise LocalProtocolError(
                 f"{len(inputs)} inputs given, the program takes {len(self.manifest.inputs)}"
@@ -288,7 +288,7 @@ class BoundGraph:
         self._compiled.calls[index](environment, self._arguments[index])
 
     def finish(self, environment: Environment) -> list[torch.Tensor]:
-        """The outputs, in the manifest's order."""
+        """Return the outputs, in the manifest's order."""
         return self._compiled.finish(environment, self._weights)
 
     def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:

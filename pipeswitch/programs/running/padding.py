@@ -14,7 +14,7 @@ def padded_shape(parts: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def padded(parts: Sequence[torch.Tensor], found: torch.Tensor | None = None) -> torch.Tensor:
-    """The rows of all; in ``found``, which has their shape, where it is given."""
+    """Return the rows of all parts, in ``found`` if it is given, which has their shape."""
     if found is None:
         found = parts[0].new_empty(padded_shape(parts))
     counts = [part.shape[0] for part in parts]
