@@ -91,6 +91,38 @@ def config_schema() -> None:
     views.print_json(schema())
 
 
+state_option = click.option("--state-dir", type=click.Path(), help="The server's, as in serve.")
+
+
+@click.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@state_option
+@json_option
+def backup(folder: Path, state_dir: str | None, as_json: bool) -> None:
+    """Copy the state directory to a new folder, while its server runs or not."""
+    _copied("backup", _state_dir(state_dir), folder, as_json)
+
+
+@click.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@state_option
+@json_option
+def restore(folder: Path, state_dir: str | None, as_json: bool) -> None:
+    """Make a state directory, for a server to start in, from what backup wrote."""
+    _copied("restore", folder, _state_dir(state_dir), as_json)
+
+
+def _copied(verb: str, source: Path, target: Path, as_json: bool) -> None:
+    row = part("pipeswitch.controller.backup", verb)(source, target)
+    print_done(row, f"{target}: {row['models']} models, {row['jobs']} jobs", as_json)
+
+
+def _state_dir(given: str | None) -> Path:
+    from ..base.config import load
+
+    return Path(load(None, flags={"server": {"state_dir": given}}).server.state_dir)
+
+
 @click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:

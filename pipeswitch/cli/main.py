@@ -111,7 +111,8 @@ VERBS = (
     infer.infer, infer.generate, chat.chat, chat.run, models.sequences,
     jobs.train, jobs.jobs,
     keys,
-    machine.demo, machine.doctor, machine.config, machine.completion,
+    machine.demo, machine.doctor, machine.config, machine.completion, machine.backup,
+    machine.restore,
 )  # fmt: skip
 for verb in VERBS:
     main.add_command(verb)
