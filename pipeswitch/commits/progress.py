@@ -1,9 +1,9 @@
-"""How far a job has come, in a file that outlives the server.
+"""Progress of a job, in a file that outlives the server.
 
-A commit says what can be resumed from; this says what has been done, so that the next server can
-tell how many steps are done again. The job's process writes it through a mapping: a store for each
-step, no system call, and a ``kill -9`` of everything leaves it to the kernel. A power loss may
-take it, which costs a count and no state.
+A commit says from where a job can resume; this says how far it came, so that the next server can
+count the steps that are repeated. The job's process writes it through a mapping: a store for each
+step, no system call, and a ``kill -9`` of everything leaves it to the kernel. A power loss may take
+it, which costs a count and no state.
 """
 
 from __future__ import annotations

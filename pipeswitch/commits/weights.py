@@ -1,8 +1,8 @@
-"""What a commit holds of the models themselves, as anybody else would name it. No torch.
+"""Weights of a job's models in a commit, by the names that others know. No torch.
 
 An image also holds optimizer state, gradients and the script's own objects; its tensors lie with
 the strides that the script gave them. Here they are parameters and buffers in row-major order, by
-the names that ``state_dict()`` has, behind the name of the part of the job that they are of.
+the names in ``state_dict()``, each after the name of the job's part that has it.
 """
 
 from __future__ import annotations

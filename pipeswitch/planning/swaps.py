@@ -1,16 +1,17 @@
-"""Which saved tensors of a training step leave the device, and when they come back. Pure.
+"""Choice of a training step's saved tensors that leave the device, and of their return. Pure.
 
-vDNN (MICRO'16): what forward saves goes to the host while later layers compute, and comes back
-ahead of its use in backward. SwapAdvisor (ASPLOS'20): a genetic search over what leaves and comes
-when, a simulator its fitness. We differ: storages are chosen, by what one step has shown, and only
-as many as the budget asks for; operators stay in the script's order, which nobody can change.
+vDNN (MICRO'16): tensors that forward saves go to the host while later layers compute, and come back
+ahead of their use in backward. SwapAdvisor (ASPLOS'20): a genetic search over what leaves and comes
+when, with a simulator as its fitness. We differ: storages are chosen by what one step has shown,
+and only as many as the budget asks for; operators stay in the script's order, which nobody can
+change.
 
-The model has three lanes: compute, out, in. Each of the two that copy carries in the order in which
-it is asked. Out is asked at the save. Forward waits at a save that has no room yet; backward at a
-use whose bytes are not back yet. From the first use on bytes are asked back in the order of use,
-each as soon as there is room for it. ``forecast`` runs a step by these rules, which are the
-executor's (``workers/training/activations.py``). Another order, or a later way out, gains nothing
-(ADR 47): what leaves is the whole plan.
+The model has three lanes: compute, out, in. Both copying lanes carry tensors in the order of the
+requests. A copy out is requested at the save. Forward waits at a save that has no room yet;
+backward waits at a use whose bytes are not back yet. From the first use on, bytes are requested
+back in the order of use, each as soon as there is room for it. ``forecast`` runs a step by these
+rules, which are the executor's (``workers/training/activations.py``). Another order, or a later way
+out, gains nothing (ADR 47): the set of leaving tensors is the whole plan.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Processes(ABC):
         yield from self.builders
 
     def require_one(self) -> None:
-        """Of the workers of a device at most one uses it."""
+        """Check that at most one worker of a device uses it."""
         computing = [worker for worker in self.workers.values() if worker.computes]
         devices = {worker.scene.index for worker in computing}
         names = [worker.name for worker in computing]
@@ -105,7 +105,7 @@ class Processes(ABC):
         return found + daemon.users() if daemon is not None else found
 
     def claims(self, index: int) -> list[User]:
-        """Those, and every slice that is still to be copied or zeroed."""
+        """Return the users, and every slice that is still to be copied or zeroed."""
         daemon = self.daemons.get(index)
         return self.users(index) + (daemon.readers() if daemon is not None else [])
 
@@ -179,7 +179,7 @@ class Processes(ABC):
                 require(not both, f"{other.name} may still write the reply of {sorted(both)} (I4)")
 
     def _replace(self, before: SimulatedWorker, worker: SimulatedWorker) -> None:
-        """By a process that may run what the one before may not, or no more."""
+        """Replace a worker by a process that may run what the old one may not."""
         is_idle = before.script is None and not before.orders and before.lease is None
         require(is_idle, f"{before.name} is replaced with a task in it")
         worker.is_replacement = True
@@ -190,7 +190,7 @@ class Processes(ABC):
         self.handle(ev.Received(process.address, message))
 
     def reap_worker(self, worker: SimulatedWorker) -> None:
-        """It is gone for good, and the scheduler hears of it."""
+        """Remove a worker for good, and tell the scheduler."""
         if worker in self.dying:
             self.dying.remove(worker)
         else:
