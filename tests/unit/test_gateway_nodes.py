@@ -195,16 +195,6 @@ def test_a_node_that_is_drained_answers_what_it_has(rig: Rig) -> None:
     assert rig.run(work) == ["b", "c"]
 
 
-def test_a_text_begins_where_a_request_would(rig: Rig) -> None:
-    rig.table("ab")
-    body = {"sequence": "s", "choose": {}}
-
-    async def work(nodes: Nodes) -> list[str]:
-        return [await infer(nodes, body={**body, **more}) for more in ({"start": True}, {})]
-
-    assert rig.run(work) == ["a", "a"]
-
-
 def test_a_sequence_stays_on_its_node_and_ends_with_that(rig: Rig) -> None:
     rig.table("bc")
 
