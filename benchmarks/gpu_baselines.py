@@ -106,7 +106,7 @@ class Arms:
 
 
 def answer(order: dict[str, Any]) -> None:
-    """One JSON line for each line ``arm batch``."""
+    """Print one JSON line for each line ``arm batch``."""
     arms = Arms(order)
     calls = {
         "ready-eager": arms.ready_eager,
