@@ -206,8 +206,10 @@ class CudaDeviceMemory(DeviceMemory):
     # -- device to host ------------------------------------------------------------------------
 
     def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
-        """Read ranges; the worker has waited for its kernels before it asked
-        (``PoolView.settle``)."""
+        """Read ranges; the worker has waited for its kernels (``PoolView.settle``).
+
+        Two pinned buffers take turns: ``into`` is a job's commit area, which is not pinned.
+        """
         target = np.frombuffer(into, dtype=np.uint8)
         filling: deque[tuple[int, int, int]] = deque()  # (buffer, position, size)
         with self._watched():
