@@ -22,7 +22,7 @@ def small_mlp() -> nn.Module:
 
 
 class FirstColumn(nn.Module):
-    """Reads next to nothing of its input: what remains is the request's path."""
+    """Model that reads almost nothing of its input: only the request's path remains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def tower_24() -> nn.Module:
 
 def bert_base_like() -> nn.Module:
     """Return an encoder of BERT-base's shape over embeddings: 12 layers, 768 wide, 12 heads, 85
-    M."""
+    M"""
     layer = nn.TransformerEncoderLayer(
         768, 12, dim_feedforward=3072, batch_first=True, activation="gelu"
     )

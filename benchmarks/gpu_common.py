@@ -71,8 +71,7 @@ def device_nodes() -> list[str]:
 
 
 def rung_environment() -> dict[str, str]:
-    """Return the rungs of the self-test stage, so that servers start without a test of their
-    own."""
+    """Return the rungs of the self-test stage, so that servers start without their own test."""
     rungs = json.loads(os.environ.get(RUNGS, "{}"))
     return {f"PIPESWITCH_DEVICE__{key.upper()}": value for key, value in rungs.items()}
 
@@ -123,8 +122,7 @@ def _images(side: int) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def models() -> dict[str, GpuModel]:
-    """Return the models by name; BERT-base is transformers' if installed, else of the same
-    shape."""
+    """Return the models by name; BERT-base is transformers' if installed, else a look-alike."""
     import importlib.util
 
     if is_fake():

@@ -82,8 +82,7 @@ def busy_s() -> float:
 
 
 def _commit() -> tuple[str, bool]:
-    """Return the checkout's commit, and whether files differ from it; the version when
-    installed."""
+    """Return the checkout's commit, and whether files differ; the version when installed."""
     here = Path(__file__).resolve().parent
 
     def git(*words: str) -> str:

@@ -115,8 +115,7 @@ class LlamaCpp:
         }
 
     def _decode(self, rows: list[tuple[int, int, int]], count: int) -> list[int]:
-        """Compute sequence, position and token of each row in one call; return each last row's
-        next one."""
+        """Compute all rows in one call; return the next token of each sequence."""
         batch, last = self._batch, {number: row for row, (number, _, _) in enumerate(rows)}
         batch.n_tokens = len(rows)
         for row, (number, position, token) in enumerate(rows):
@@ -132,8 +131,7 @@ class LlamaCpp:
         return np.ctypeslib.as_array(found, (self._vocabulary,))
 
     def _load(self, model: int, room: int) -> None:
-        """Load a model with room for ``room`` sequences' keys and values: clearing them takes
-        time."""
+        """Load a model with room for ``room`` sequences: clearing keys and values takes time."""
         lib, order = self._lib, self._order
         if self._model is not None:
             lib.llama_free(self._context)

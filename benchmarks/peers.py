@@ -197,8 +197,7 @@ def _library(place: lm.Place, name: str) -> Iterator[list[lm.Peer]]:
 
 
 def _first(place: lm.Place, peers: Sequence[lm.Peer]) -> None:
-    """Measure one token of a new prompt, after a request for the same model or for the other
-    one."""
+    """Measure one token of a new prompt, after a request for the same or for the other model."""
     bench, size = place.bench, place.size
     holders = [one for one in peers if not one.name.startswith(("vLLM", RIGHT))]
     for words, before, chosen in (

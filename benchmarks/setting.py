@@ -100,8 +100,7 @@ class Baseline:
 def spawn(
     verb: str, order: dict[str, Any], *, module: str = "child", keep: tuple[int, ...] = ()
 ) -> subprocess.Popen[str]:
-    """Start one of our children with pipes at both ends; it also inherits descriptors in
-    ``keep``."""
+    """Start one of our children with pipes at both ends; it inherits ``keep``'s descriptors."""
     name = f"{__package__}.{module}"
     command = [sys.executable, "-P", "-m", name, verb, json.dumps(order)]
     return subprocess.Popen(

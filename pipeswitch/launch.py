@@ -155,8 +155,7 @@ class ForkServer:
 
 
 def import_for_children(names: Sequence[str]) -> None:
-    """Import modules, and freeze torch's 190,000 objects out of the children's garbage
-    collections.
+    """Import modules, and freeze torch's 190,000 objects out of the children's collections.
 
     A collection would take 0.2 s in the middle of a task, and copy the pages of those objects in
     each child.

@@ -62,7 +62,8 @@ class Notifier:
             log.debug("systemd not told: %s", error)
 
     def beat(self, now_s: float) -> None:
-        """Once a turn of the loop; tells the manager as often as it wants to hear it.
+        """Send a beat to the manager, once a turn of the loop, as often as the manager asks for
+        it.
 
         It watches from READY on. What is told before would only fill its queue, of ten messages.
         """

@@ -196,8 +196,7 @@ def ping(deep: bool, wait: str, as_json: bool) -> None:
 
 
 def _ping_until(until_s: float, deep: bool) -> dict[str, Any]:
-    """Return the first answer that says ready, or the last one; each try looks for the server
-    anew."""
+    """Return the first answer that says ready, or the last one; each try connects anew."""
     while True:
         is_last = time.monotonic() >= until_s
         try:

@@ -83,8 +83,7 @@ BILL_COLUMNS: Final = tuple(name for name in PARTS if name not in SELDOM)
 
 
 def console() -> Console:
-    """Return the console for tables. A pipe has no width, so nothing is cut; rich handles
-    NO_COLOR."""
+    """Return the console for tables. A pipe has no width: nothing is cut. rich handles NO_COLOR."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 

@@ -161,8 +161,7 @@ class CudaDeviceMemory(DeviceMemory):
         return ended
 
     def _pin_store(self) -> None:
-        """Pin queued ranges for later copies; a copy that runs meanwhile has the same bytes
-        either way."""
+        """Pin queued ranges for later copies; a copy meanwhile has the same bytes either way."""
         with self._watched():
             self._cuda.set_device(INDEX)
             while (place := self._to_pin.get()) is not None:
@@ -248,8 +247,7 @@ class CudaDeviceMemory(DeviceMemory):
     # -- end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free the memory; workers must be gone or have closed their mapping: else it is
-        undefined."""
+        """Free the memory; undefined unless workers are gone or have closed their mapping."""
         super().close()
         self._to_pin.put(None)
         self._pinner.join()
