@@ -45,8 +45,7 @@ def tower_24() -> nn.Module:
 
 
 def bert_base_like() -> nn.Module:
-    """Return an encoder of BERT-base's shape over embeddings: 12 layers, 768 wide, 12 heads, 85
-    M"""
+    """Return a BERT-base-shaped encoder over embeddings: 12 layers, 768 wide, 12 heads, 85 M."""
     layer = nn.TransformerEncoderLayer(
         768, 12, dim_feedforward=3072, batch_first=True, activation="gelu"
     )
