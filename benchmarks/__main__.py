@@ -100,7 +100,7 @@ def _command(name: str, models: Sequence[str], is_quick: bool, trials: int) -> s
 
 
 def listing() -> list[str]:
-    """Each benchmark with the minutes that its newest kept run took."""
+    """List each benchmark with the minutes that its newest kept run took."""
     results = newest(ROOT / "benchmarks" / "results")
     lines = ["Name one or several, or all (without switchflow, which runs others again):"]
     for name in NAMES:

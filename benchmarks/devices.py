@@ -21,7 +21,7 @@ QUICK_WINDOW_S: Final = 6.0
 
 
 def run(bench: Run, _: Any = ()) -> None:
-    """The case, on two devices; each may serve one of the twins."""
+    """Run the case on two devices; each may serve one of the twins."""
     with serving(
         MODELS[MODEL], 1, bench.seed, devices=(HOME, AWAY), are_pinned=True,
         slices_bytes=SLICES_BYTES,

@@ -22,19 +22,19 @@ def small_mlp() -> nn.Module:
 
 
 class FirstColumn(nn.Module):
-    """Reads next to nothing of its input: what remains is the request's path."""
+    """Model that reads almost nothing of its input: only the request's path remains."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``: [1, n] float32. Returns [1]."""
+        """Return the weighted first column, [1], of ``x``: [1, n] float32."""
         return (x[:, :1] * self.weight).sum(dim=1)
 
 
 def first_column() -> nn.Module:
-    """A model whose computation costs the same for any size of input: nearly nothing."""
+    """Return a model with nearly no computation, whatever the size of its input."""
     return FirstColumn()
 
 
@@ -45,7 +45,7 @@ def tower_24() -> nn.Module:
 
 
 def bert_base_like() -> nn.Module:
-    """An encoder of BERT-base's shape over embeddings: 12 layers, 768 wide, 12 heads, 85 M."""
+    """Return a BERT-base-shaped encoder over embeddings: 12 layers, 768 wide, 12 heads, 85 M."""
     layer = nn.TransformerEncoderLayer(
         768, 12, dim_feedforward=3072, batch_first=True, activation="gelu"
     )

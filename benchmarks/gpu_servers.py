@@ -89,7 +89,7 @@ def _switch(model: gpu.GpuModel, folder: Path) -> None:
 
 
 def _inputs(model: gpu.GpuModel) -> dict[str, Any]:
-    """One request's arrays at the largest batch, by input name."""
+    """Return one request's arrays at the largest batch, by input name."""
     from pipeswitch.programs.build.sources import example_specs, load_source
     from pipeswitch.programs.interface.requests import random_inputs
     from pipeswitch.programs.spec import BuildSpec

@@ -53,7 +53,7 @@ class Others:
     own_s: float = field(default_factory=lambda: own_s())
 
     def share(self) -> float:
-        """Their share of all cores' time until now."""
+        """Return the share of all cores' time that other processes have used until now."""
         others_s = busy_s() - self.busy_s - (own_s() - self.own_s)
         elapsed_s = max(time.monotonic() - self.began_s, 1e-3)
         return max(0.0, others_s / (elapsed_s * (os.cpu_count() or 1)))
@@ -82,7 +82,7 @@ def busy_s() -> float:
 
 
 def _commit() -> tuple[str, bool]:
-    """The checkout's commit, and whether files differ from it; the version when installed."""
+    """Return the checkout's commit, and whether files differ; the version when installed."""
     here = Path(__file__).resolve().parent
 
     def git(*words: str) -> str:

@@ -252,7 +252,7 @@ SOURCES: Final = {
 
 
 def page(results: Results) -> list[str]:
-    """The paragraphs of ``docs/papers.md``."""
+    """Return the paragraphs of ``docs/papers.md``."""
     parts = []
     for name, (citation, claims) in SOURCES.items():
         rows = [_row(claim, results) for claim in claims]

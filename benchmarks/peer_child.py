@@ -33,7 +33,7 @@ class Engine(Protocol):
 
 
 def convert(order: dict[str, Any]) -> None:
-    """A GPT-2 in float32. Its tokens are letters of one character each, and none ends an answer."""
+    """Convert a GPT-2 in float32. Its tokens are single letters, and none ends an answer."""
     import gguf
 
     for folder, path in order["files"]:
@@ -94,7 +94,7 @@ class LlamaCpp:
         self._batch: Any = llama_cpp.llama_batch_init(order["context"], 0, order["together"])
 
     def ask(self, model: int, prompts: list[list[int]], new: int) -> dict[str, Any]:
-        """Another model than the last one's is loaded in its place."""
+        """Answer the prompts; another model than the last one's is loaded in its place."""
         lib, began_s = self._lib, time.monotonic()
         if model != self._loaded or len(prompts) > self._room:
             self._load(model, len(prompts))
@@ -115,7 +115,7 @@ class LlamaCpp:
         }
 
     def _decode(self, rows: list[tuple[int, int, int]], count: int) -> list[int]:
-        """One call with sequence, position and token of each; what comes after each's last."""
+        """Compute all rows in one call; return the next token of each sequence."""
         batch, last = self._batch, {number: row for row, (number, _, _) in enumerate(rows)}
         batch.n_tokens = len(rows)
         for row, (number, position, token) in enumerate(rows):
@@ -131,8 +131,7 @@ class LlamaCpp:
         return np.ctypeslib.as_array(found, (self._vocabulary,))
 
     def _load(self, model: int, room: int) -> None:
-        """Load a model with room for ``room`` sequences' keys and values: clearing them takes
-        time."""
+        """Load a model with room for ``room`` sequences: clearing keys and values takes time."""
         lib, order = self._lib, self._order
         if self._model is not None:
             lib.llama_free(self._context)

@@ -95,7 +95,7 @@ class OverHttp(lm.Peer):
 
 
 def _stream(address: str, body: str) -> tuple[str, float]:
-    """A completion's text, and when its first letter came."""
+    """Return a completion's text, and when its first letter arrived."""
     connection, began_ms, first_ms = http.client.HTTPConnection(address), now_ms(), 0.0
     try:
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
@@ -197,7 +197,7 @@ def _library(place: lm.Place, name: str) -> Iterator[list[lm.Peer]]:
 
 
 def _first(place: lm.Place, peers: Sequence[lm.Peer]) -> None:
-    """One token of a new prompt, after a request of the same model's, or of the other one's."""
+    """Measure one token of a new prompt, after a request for the same or for the other model."""
     bench, size = place.bench, place.size
     holders = [one for one in peers if not one.name.startswith(("vLLM", RIGHT))]
     for words, before, chosen in (

@@ -42,7 +42,7 @@ def newest(folder: Path) -> dict[str, tuple[str, Document]]:
 
 
 def front_page(results: Results) -> list[str]:
-    """The paragraphs of README: the demo in a sentence, how many targets are met."""
+    """Return the paragraphs of README: the demo in a sentence, how many targets are met."""
     parts = []
     if DEMO in results:
         parts.append(demo_sentence(*results[DEMO]))
@@ -57,7 +57,8 @@ def front_page(results: Results) -> list[str]:
 
 
 def results_page(results: Results) -> list[str]:
-    """The paragraphs of ``benchmarks/results/README.md``: all targets, then each benchmark."""
+    """Return the paragraphs of ``benchmarks/results/README.md``: all targets, then each
+    benchmark."""
     measured = _measured(results)
     parts = [target_table(measured)] if measured else []
     own = {"switch": switch_table, DEMO: demo_table, "peers": peers_table}
@@ -79,7 +80,7 @@ PAGES: Final[Mapping[str, Callable[[Results], list[str]]]] = {
 
 
 def replaced(page: str, paragraphs: Sequence[str]) -> str:
-    """The page with these paragraphs between its marks.
+    """Return the page with these paragraphs between its marks.
 
     Raises:
         ValueError: it does not have the two marks, once each and in order.
@@ -148,7 +149,7 @@ def demo_table(file: str, demo: Document) -> str:
 
 
 def switch_table(file: str, document: Document) -> str:
-    """One request that preempts training, p50 and p99 by model and way to serve it."""
+    """Return a table of a request that preempts training: p50 and p99 by model and server."""
     rows = {
         (row["case"], row["arm"]): row for row in document["summary"] if row["number"] == "total_ms"
     }
@@ -165,7 +166,7 @@ def switch_table(file: str, document: Document) -> str:
 
 
 def peers_table(file: str, document: Document) -> str:
-    """Each case of language models by who answers, p50; the best one of a row is marked."""
+    """Return a table of language models' cases by peer, p50; the best in a row is marked."""
     p50 = {
         (row["case"], row["arm"]): row["p50"]
         for row in document["summary"]
@@ -210,7 +211,7 @@ def target_table(results: Results) -> str:
 
 
 def findings_table(file: str, document: Document) -> str:
-    """Every target that is missed; of a benchmark without targets all that it found."""
+    """Return every missed target; for a benchmark without targets, all of its findings."""
     judged = _judged(document)
     shown = [row for row in judged if not row["is_met"]] if judged else document["findings"]
     rows = [
@@ -235,7 +236,7 @@ def _commit(document: Document) -> str:
 
 
 def _columns(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table whose first column has no name."""
+    """Return a table whose first column has no name."""
     _, *lines = table(" | ".join(["", *names]), rows)
     return [f"| | {' | '.join(names)} |", *lines]
 

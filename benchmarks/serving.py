@@ -71,7 +71,7 @@ def serving(
 
 
 def ask(client: Client, name: str, inputs: Any, *, is_resident: bool) -> tuple[Result, Numbers]:
-    """One request: the client's clock around it, and its bill. Wrong residency is an error."""
+    """Send one request; return the client's time and its bill. Wrong residency is an error."""
     began_ms = now_ms()
     result = client.infer(name, inputs)
     total_ms = now_ms() - began_ms

@@ -100,7 +100,7 @@ class Baseline:
 def spawn(
     verb: str, order: dict[str, Any], *, module: str = "child", keep: tuple[int, ...] = ()
 ) -> subprocess.Popen[str]:
-    """A child of ours with pipes at both ends; descriptors in ``keep`` are its too."""
+    """Start one of our children with pipes at both ends; it inherits ``keep``'s descriptors."""
     name = f"{__package__}.{module}"
     command = [sys.executable, "-P", "-m", name, verb, json.dumps(order)]
     return subprocess.Popen(
@@ -114,7 +114,7 @@ def spawn(
 
 
 def tell(child: subprocess.Popen[str], **values: Any) -> None:
-    """One JSON line to its standard input."""
+    """Write one JSON line to the child's standard input."""
     assert child.stdin is not None
     child.stdin.write(json.dumps(values) + "\n")
 

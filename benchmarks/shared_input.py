@@ -56,7 +56,7 @@ CASES: Final = (
 
 
 def run(bench: Run, _: Any = ()) -> None:
-    """All cases on one server."""
+    """Run all cases on one server."""
     one, many = _measured(1, WIDTH), _measured(MANY_UNITS, WIDTH)
     unit_ms = (many["load_ms"] - one["load_ms"]) / (MANY_UNITS - 1)
     train_ms = {WIDTH: one["train_ms"], NARROW: _measured(1, NARROW)["train_ms"]}

@@ -36,7 +36,7 @@ def johnson(jobs: Sequence[Job]) -> Order:
 
 
 def exhaustive(jobs: Sequence[Job], memory: Memory = UNLIMITED) -> Order:
-    """The best of all orders; for ten jobs at most, by the factorial."""
+    """Return the best of all orders; at most for ten jobs, since the time is factorial."""
     best: tuple[float, Order] = (math.inf, ())
 
     def extend(order: Order, left: tuple[int, ...]) -> None:

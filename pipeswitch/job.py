@@ -228,7 +228,7 @@ def publish(name: str, part: str = "") -> None:
 
 
 def as_number(value: Any) -> float:
-    """A number, or a one-element tensor or array, as a float."""
+    """Return a number, or a one-element tensor or array, as a float."""
     return float(value.item() if hasattr(value, "item") else value)
 
 
@@ -289,7 +289,7 @@ _session: Session = _PlainSession()
 
 
 def _install(session: Session | None) -> None:
-    """The worker puts its session behind ``job`` before the script runs; None takes it away."""
+    """Put the worker's session behind ``job`` before the script runs; None removes it."""
     global _session
     _session = _PlainSession() if session is None else session
 

@@ -259,8 +259,7 @@ class Worker:
     # -- termination thread --------------------------------------------------------------------
 
     def _listen_or_leave(self) -> None:
-        """Listen; on any error exit at once, to be replaced: a worker without this thread is
-        useless.
+        """Listen; on any error exit at once, to be replaced: the worker needs this thread.
 
         One cause is a device context that broke while the thread waited for the queue to drain.
         """
@@ -318,7 +317,7 @@ class Worker:
         )
 
     def _on_parked(self, turn: int, next_turn: int, where: Where) -> None:
-        """Called by the thread that parks, with the gate's lock held: pass the device on."""
+        """Pass the device on; called by the thread that parks, with the gate's lock held."""
         self._view.settle()  # what is queued on the device runs on: two groups at most
         reach("job.park")
         parked_at_ms = now_ms()  # before the wake-up: its worker may take this thread's core

@@ -122,7 +122,7 @@ def _error_of(body: bytes, model: str) -> PipeSwitchError:
 
 
 def options(command: Any) -> Any:
-    """The options of ``chat`` and ``run``."""
+    """Return the options of ``chat`` and ``run``."""
     for option in (
         click.option("--system", default="", metavar="TEXT", help="What the chat begins with."),
         click.option("--temperature", type=float, help="0: always the likeliest token."),

@@ -78,7 +78,7 @@ def up(
 
 
 def _start_ray() -> Any:
-    """One of this machine's own: no dashboard, no client's port; its token is its user's."""
+    """Start a Ray for this machine: no dashboard, no client port; its token is the user's."""
     need_ray()
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
         _check_token(Path.home() / ".ray" / "auth_token")

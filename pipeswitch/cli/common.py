@@ -56,7 +56,7 @@ class Group(click.Group):
 
 @contextlib.contextmanager
 def connected() -> Iterator[Any]:
-    """A client of the server that was named, or of the default one.
+    """Connect to the named server, or to the default one.
 
     The SDK waits a while for a server that is being started; who types a verb wants to know now.
     """
@@ -69,13 +69,13 @@ def connected() -> Iterator[Any]:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Before a long run, not after it."""
+    """Check a folder before a long run, not after it."""
     if not os.access(path.parent, os.W_OK):
         raise InvalidInput(f"{option} {path}: no folder that can be written to")
 
 
 def checked_plot(path: Path) -> str:
-    """Before a long run, too; a name without an ending is a PNG's."""
+    """Check a plot's path before a long run; a name without an ending becomes a PNG."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InvalidInput("--plot needs matplotlib", hint="pip install 'pipeswitch[bench]'")
     from matplotlib.backend_bases import FigureCanvasBase
@@ -132,7 +132,7 @@ def print_done(row: Any, text: str, as_json: bool) -> None:
 
 
 def part(module: str, name: str) -> Any:
-    """A function of a part that only some commands need."""
+    """Return a function of a module that only some commands need."""
     return getattr(importlib.import_module(module), name)
 
 

@@ -180,7 +180,7 @@ def _print_summary(summary: dict[str, Any]) -> None:
 
 
 def _check_output(path: str) -> None:
-    """Before anything is asked: a result that cannot be written is lost."""
+    """Check before the request that its result can be written; it would be lost otherwise."""
     folder = Path(path).absolute().parent
     if not path.endswith((".npy", ".npz")):
         raise click.BadParameter(f"{path!r} is neither .npy nor .npz", param_hint="--output")

@@ -156,7 +156,7 @@ def jobs_show(
 
 
 def _plot(name: str, rows: list[dict[str, Any]], columns: Sequence[str], path: str) -> None:
-    """A panel for each value, over the steps."""
+    """Draw a panel for each value, over the steps."""
     if not rows:
         raise InvalidInput(f'job "{name}" has reported nothing', hint="job.log(loss=loss)")
     from matplotlib.figure import Figure
@@ -173,7 +173,7 @@ def _plot(name: str, rows: list[dict[str, Any]], columns: Sequence[str], path: s
 
 
 def _job_verb(verb: str, help_text: str) -> None:
-    """One of the verbs that steer a job; they differ in nothing else."""
+    """Add one of the verbs that steer a job; they differ in nothing else."""
 
     @jobs.command(verb, help=help_text)
     @common.job_argument

@@ -55,7 +55,7 @@ class Cli(Group):
 
 
 def _open_standard_streams() -> None:
-    """A closed one (``>&-``) is /dev/null: else the next file that opens would get its text."""
+    """Open /dev/null for a closed stream (``>&-``): the next file would receive its text."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

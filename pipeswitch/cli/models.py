@@ -244,7 +244,7 @@ def _publish(name: str, from_job: str, part: str, as_json: bool) -> None:
 def _converted(
     source: str, signature: dict[str, Any], stack: contextlib.ExitStack
 ) -> tuple[str, list[str]]:
-    """A file of torch's as a bundle, with notes; its loaders are torch's, so a child does it."""
+    """Convert a torch file to a bundle, with notes; torch's loaders run in a child."""
     if not Path(source).is_file():
         raise InvalidInput(f"no file {source!r}")
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeswitch-convert-"))
@@ -259,7 +259,7 @@ def _converted(
 
 
 def _model_verb(verb: str, done: str, help_text: str) -> click.Command:
-    """One of the verbs that take a name; they differ in nothing else."""
+    """Add one of the verbs that take a name; they differ in nothing else."""
 
     @click.command(verb, help=help_text)
     @common.name_argument

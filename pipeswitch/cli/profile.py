@@ -25,7 +25,7 @@ JOB_COLUMNS: Final = ("job", "size", "saved", "memory", "offloaded", "planned_st
 
 
 def profile_view(row: Mapping[str, Any]) -> RenderableType:
-    """A profile in a screen: link, overheads, batches, and how good the predictions are."""
+    """Return a profile in a screen: link, overheads, batches, and accuracy of the predictions."""
     profile = msgspec.convert(row, Profile)
     link, overheads, ours = profile.link, profile.overheads, profile.identity
     sizes = sum(layer.size_bytes for layer in profile.layers)
@@ -88,7 +88,7 @@ def parse_deadlines(texts: Sequence[str]) -> dict[str, float]:
 def report(
     answer: Mapping[str, Any], deadlines: Mapping[str, float], only: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The capacity report of a server's profiles, and the models it can say nothing about.
+    """Return the capacity report of a server's profiles, and the models that have none.
 
     Args:
         only: the models to report; none: all.
@@ -144,7 +144,7 @@ def _job_row(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def report_view(made: Mapping[str, Any]) -> RenderableType:
-    """The report as a table; models without a profile stand below, with what to do."""
+    """Return the report as a table; models without a profile are below, with what to do."""
     capacity = msgspec.convert(
         {key: made[key] for key in CapacityReport.__struct_fields__}, CapacityReport
     )

@@ -59,7 +59,7 @@ def rehearse(entry: str, args: Sequence[str]) -> Measured:
 
 
 def report(entry: str, measured: Measured, budget_bytes: int | None) -> dict[str, Any]:
-    """The plans of a budget, or of several shares of what a step needs.
+    """Return the plans of a budget, or of several shares of what a step needs.
 
     Raises:
         OutOfDeviceMemory: no plan keeps to ``budget_bytes``; says which is the least that one does.

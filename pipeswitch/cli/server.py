@@ -129,7 +129,7 @@ def stop(drain: str, as_json: bool) -> None:
 
 
 def _exit_watcher(pid: int, stack: contextlib.ExitStack) -> int | None:
-    """A descriptor that is readable when the server has left; None: its pid is not of here."""
+    """Return a descriptor that is readable after the server's exit; None for a foreign pid."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:
@@ -196,7 +196,7 @@ def ping(deep: bool, wait: str, as_json: bool) -> None:
 
 
 def _ping_until(until_s: float, deep: bool) -> dict[str, Any]:
-    """The first answer that says ready, or the last one; each try looks for the server anew."""
+    """Return the first answer that says ready, or the last one; each try connects anew."""
     while True:
         is_last = time.monotonic() >= until_s
         try:

@@ -222,7 +222,7 @@ class _Comparison:
         self.sizes = {model.name: model.size_bytes for model in self.models}
 
     def settings(self) -> list[tuple[str, Setting]]:
-        """Each memory, policy and order of jobs, with the memory as it was written."""
+        """Yield each memory, policy and order of jobs, with the memory as it was written."""
         given, link = self.given, self.hardware.link
         needed = {**self.sizes, **{f"job {job.name}": job.memory_bytes for job in self.jobs}}
         if given.memory is None:
@@ -297,7 +297,7 @@ def _compare(name: str, as_json: bool, options: Mapping[str, Any]) -> None:
 
 
 def _replayed(of: _Comparison, drawn: Timeline | None, *, is_watched: bool) -> list[Run]:
-    """The same arrivals on each server or cluster; the label of its memory goes along."""
+    """Run the same arrivals on each server or cluster; each run has the label of its memory."""
     settings, models, asked = of.settings(), of.models, of.requests
     runs: list[Run] = []
     with views.progress_bar(is_watched, f"{len(asked)} requests") as bar:
@@ -351,7 +351,7 @@ def _read(option: str, text: str, read: Callable[[object], Any]) -> Any:
 
 
 def _file(path: str) -> str:
-    """A user's file, no larger than is reasonable."""
+    """Return the content of a user's file, up to a maximum size."""
     file = Path(path)
     if file.stat().st_size > MAX_FILE_BYTES:
         raise InvalidInput(f"{path} is larger than {format_bytes(MAX_FILE_BYTES)}")
@@ -365,7 +365,7 @@ def _data(name: str) -> str:
 def _trace(
     name: str, speed_up: float, seed: int, requests: int | None, *, has_tokens: bool
 ) -> tuple[arrivals.Trace, list[str]]:
-    """The trace, and its models' names where it has any."""
+    """Return the trace, and its models' names where it has any."""
     kind, _, rate = name.partition(":")
     if name == "none":
         return arrivals.Trace(name, (), 0), []
@@ -459,7 +459,7 @@ def _equal(name: str, size_bytes: int, compute_ms: float, layers: int) -> PaperM
 
 
 def _served() -> list[PaperModel]:
-    """The running server's models that have a profile."""
+    """Return the running server's models that have a profile."""
     with connected() as client:
         rows = client.plan()["models"]
     found = [
@@ -473,7 +473,7 @@ def _served() -> list[PaperModel]:
 
 
 def _assigned(known: Sequence[PaperModel], names: Sequence[str], count: int) -> list[PaperModel]:
-    """A model for each of the trace's: by name where it has names, else in turn."""
+    """Return a model for each of the trace's: by name where it has names, else in turn."""
     by_name = {model.name: model for model in known}
     if names and any(name in by_name for name in names):
         for name in names:
@@ -557,7 +557,7 @@ def _shares(percents: Sequence[int], sizes: Mapping[str, int]) -> list[str]:
 
 
 def _least(sizes: Mapping[str, int]) -> tuple[str, int]:
-    """The largest, and of all bytes the least whole percentage that it fits into."""
+    """Return the largest model, and the least whole percentage of all bytes that it fits into."""
     largest = max(sizes, key=lambda name: sizes[name])
     return largest, -(-100 * sizes[largest] // sum(sizes.values()))
 

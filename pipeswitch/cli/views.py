@@ -83,8 +83,7 @@ BILL_COLUMNS: Final = tuple(name for name in PARTS if name not in SELDOM)
 
 
 def console() -> Console:
-    """Return the console for tables. A pipe has no width, so nothing is cut; rich handles
-    NO_COLOR."""
+    """Return the console for tables. A pipe has no width: nothing is cut. rich handles NO_COLOR."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 
@@ -117,7 +116,7 @@ def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document."""
+    """Print one JSON document."""
     sys.stdout.write(json.dumps(_finite(value), indent=2, default=str) + "\n")
 
 
@@ -205,7 +204,7 @@ def _total(widths: Mapping[str, int]) -> int:
 
 
 def shortened(text: Text, width: int) -> Text:
-    """A name of at most ``width`` characters: its beginning and its end."""
+    """Return a name of at most ``width`` characters: its beginning and its end."""
     plain = text.plain
     if len(plain) <= width:
         return text
@@ -241,7 +240,7 @@ def add_rates(rows: Sequence[dict[str, Any]], since: Mapping[str, int], took_s: 
 
 
 def cell(column: str, value: Any) -> Text:
-    """One value as people read it; what others wrote is shown and not obeyed."""
+    """Return a value as people read it; control characters of foreign text have no effect."""
     value = printed(value)
     if value is None or value == "":
         return Text("")
@@ -268,7 +267,7 @@ def _duration(seconds: float) -> str:
 
 
 def details(row: Mapping[str, Any]) -> Table:
-    """One record, a line for each value that says something."""
+    """Return one record, with a line for each value that is not empty."""
     view = Table.grid(padding=(0, 2))
     for key, value in row.items():
         shown = cell("bytes" if key.endswith("bytes") else key, _plain(key, value))
@@ -279,7 +278,7 @@ def details(row: Mapping[str, Any]) -> Table:
 
 
 def _plain(key: str, value: Any) -> Any:
-    """A value of several parts as one text: ``x [batch, 3] float32; y [batch] int64``."""
+    """Return a value of several parts as one text: ``x [batch, 3] float32; y [batch] int64``."""
     if isinstance(value, Mapping):
         parts = [f"{name} {_plain(f'{key} {name}', item)}" for name, item in value.items()]
         return ("; " if any(isinstance(one, list) for one in value.values()) else ", ").join(parts)
@@ -349,7 +348,7 @@ def show(render: Callable[[], RenderableType], *, watch: bool) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[list[int]]:
-    """The terminal's descriptor, whose keys are read one by one; none if there is no terminal."""
+    """Yield the terminal's descriptor, whose keys are read singly; none without a terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield []
         return
@@ -395,7 +394,7 @@ def _bar(used: int, capacity: int, width: int = 30) -> str:
 
 @contextlib.contextmanager
 def progress_bar(enabled: bool, title: str) -> Iterator[Callable[[str, float], None] | None]:
-    """A bar for registration; None where it is not watched."""
+    """Yield a progress bar for registration, or None if nobody watches."""
     if not enabled:
         yield None
         return

@@ -39,8 +39,11 @@ class ChosenDevice:
 
 
 class DeviceKind(Protocol):
-    """One for each folder (``kinds.py`` has them all). The controller and the CLI ask; the methods
-    that open something run in its processes, after the fork."""
+    """Kind of devices, one for each folder (``kinds.py`` has them all).
+
+    The controller and the CLI call it; the methods that open something run in its processes, after
+    the fork.
+    """
 
     opened: str  # what its processes open, and what a profile is of: ``cpu``, ``cuda:0``
     is_host: bool  # it computes on the machine's cores, in the machine's memory

@@ -84,8 +84,7 @@ class DeviceMemory:
     # -- what workers map ----------------------------------------------------------------------
 
     def export_descriptors(self) -> list[int]:
-        """Return the descriptors that a worker maps, in its view's order; they stay this
-        object's."""
+        """Return the descriptors that a worker maps, in its view's order; this object owns them."""
         raise NotImplementedError
 
     def export_handle(self) -> bytes:
@@ -103,7 +102,7 @@ class DeviceMemory:
     # -- host store and slices -----------------------------------------------------------------
 
     def store_view(self, offset_bytes: int, size_bytes: int) -> memoryview:
-        """Return a writable view of the host store, its pages taken, for loading a model
+        """Return a writable view of the host store, its pages taken, to load a model into
         (blocks).
 
         Raises:

@@ -89,8 +89,7 @@ class Signals:
         return now_ms() - began_at_ms
 
     def tell_computed(self, epoch: Epoch, count: int) -> None:
-        """Report that ``count`` groups of a copy have computed, so others may land in their
-        places."""
+        """Report that ``count`` groups of a copy have computed: others may land in their places."""
         self.quiesce()
         self.board.write_computed(epoch, count)
         ring(self._bells[-1])
@@ -227,8 +226,7 @@ class PoolView(Signals):
         return False
 
     def fault(self) -> PipeSwitchError | None:
-        """Return, after a loss, the task's own fault, if it would do the same to the next
-        worker."""
+        """Return, after a loss, the task's own fault, if the next worker would suffer it too."""
         return None
 
     def close(self) -> None:

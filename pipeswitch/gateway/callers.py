@@ -88,8 +88,7 @@ class Callers:
         return Standing(tenant=found.tenant, roles=found.roles | self._roles)
 
     def check_host(self, host: str) -> None:
-        """Refuse a foreign ``Host``: another site's page can send requests here, but not forge
-        this header.
+        """Refuse a foreign ``Host``: a page of another site can send requests, but not forge it.
 
         Raises:
             WrongHost: the ``Host`` is another one.

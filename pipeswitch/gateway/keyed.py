@@ -285,8 +285,7 @@ class KeyedDoor:
             self._send(caller, stream, [caller.routing_id, *messages[0].parts])
 
     def _send(self, caller: Caller, stream: Stream, frames: list[Any]) -> None:
-        """Send to a client; one that does not read blocks its own stream only, whose reader
-        pauses."""
+        """Send to a client; one that does not read pauses the reader of its own stream only."""
         if caller.stream is not stream:
             return
         is_large = any(len(frame) >= sockets.ZERO_COPY_BYTES for frame in frames)

@@ -13,11 +13,11 @@ RETRY_AFTER_S: Final = 1  # a queue drains, and a server restarts, in about this
 
 
 class Unauthenticated(errors.PipeSwitchError):
-    """No token where one is asked for, or one that is not in the file."""
+    """Missing token where one is required, or a token that is not in the file."""
 
 
 class NotFound(errors.PipeSwitchError):
-    """No such path, or no such version of a model."""
+    """Unknown path, or unknown version of a model."""
 
 
 class MethodNotAllowed(errors.PipeSwitchError):

@@ -291,8 +291,7 @@ def _check_method(head: Head, method: str) -> None:
 
 
 def _state(facts: dict[str, Any], why: str) -> Answer:
-    """Return a health endpoint's answer: its facts always, and a refusal's fields if one is
-    False."""
+    """Return a health endpoint's answer: the facts, and a refusal's fields if one is False."""
     if all(facts.values()):
         return json_answer(facts)
     error = ServerUnavailable(why, hint="ask again in a moment")

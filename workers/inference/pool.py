@@ -61,8 +61,7 @@ class RequestPool:
         return int(self.own(slab).item())
 
     def joined(self, columns: Iterable[Sequence[SlabTensor]], model: str) -> list[torch.Tensor]:
-        """Return for each input the rows of several requests, one after the other, in private
-        memory.
+        """Return for each input the rows of several requests in sequence, in private memory.
 
         The model's next requests reuse that memory: taking fresh pages costs five times the copy.
         """

@@ -82,8 +82,7 @@ class Caches:
         return order, self._rows[:count, :extent]
 
     def _make_room(self, like: torch.Tensor, count: int, extent: int) -> None:
-        """Make room for the rows; reuse old pages, since a copy to fresh ones takes five times
-        as long."""
+        """Make room for the rows, in old pages: a copy to fresh ones takes five times as long."""
         shape = (count, extent, like.shape[2])
         size_bytes = math.prod(shape) * like.itemsize
         if size_bytes > len(self._memory):
@@ -108,7 +107,7 @@ class Stepping:
         self, message: RunInference, bound: BoundProgram, pool: RequestPool, device: str,
         is_over: Callable[[], bool],
     ) -> Steps | None:  # fmt: skip
-        """Return the run's steps, or None if no request selects tokens here; ``is_over``: others
+        """Return the run's steps; None: no request selects tokens here. ``is_over``: others
         wait."""
         requests: Requests = (message, *message.joined)
         if not any(one.choosing for one in requests):
@@ -117,8 +116,7 @@ class Stepping:
         return Steps(bound, requests, most, self.caches, pool, device, is_over)
 
     def _most(self, message: RunInference, requests: Requests, manifest: Manifest) -> int:
-        """Return how many steps may follow one another; 0: a single step, in the pool's own
-        memory.
+        """Return how many steps may follow one another; 0: one step, in the pool's memory.
 
         A prompt is a single step, as is the first step that this process computes, whose time it
         learns.

@@ -190,8 +190,8 @@ def warm_up() -> None:
 
 
 class _Groups:
-    """Called before each group: waits for its arrival word, shows its weights to the kernels,
-    keeps the times for the bill."""
+    """Callback before each group: wait for its arrival word, show its weights to the kernels,
+    keep the times for the bill."""
 
     def __init__(
         self, view: PoolView, message: RunInference, manifest: Manifest, task: Channel, slot: int
@@ -232,8 +232,7 @@ class _Groups:
         self.ends_ms.append(now_ms())
 
     def _step_aside(self) -> None:
-        """Leave the device to another task until the turn word is ours; nothing computes
-        meanwhile."""
+        """Leave the device to another task until the turn word is ours; compute nothing."""
         board = self._view.board
         board.write_stop(self._slot, 0)  # it is written again when the next one waits
         board.write_turn(0)

@@ -158,8 +158,7 @@ class Activations:
     def of_loop(
         cls, before: Activations | None, asked_for: AskedFor, host: JobHost, gate: Gate
     ) -> Activations | None:
-        """Return the activations of a loop that asks for them; reuse ``before`` for equal
-        settings."""
+        """Return a loop's activations, if it asks for them; reuse ``before`` for equal settings."""
         if before is not None and before.asked_for == asked_for:
             return before
         if before is not None:
@@ -350,8 +349,7 @@ class Activations:
         return True
 
     def _drop_a_copy(self) -> bool:
-        """Drop the device copy of a returned tensor: used ones first (``retain_graph``), then
-        last-used."""
+        """Drop the device copy of a returned tensor: used (``retain_graph``), then last-used."""
         came = [one for one in self._alive if one.host is not None and one.device is not None]
         if not came:
             return False
@@ -362,8 +360,7 @@ class Activations:
         return True
 
     def _send_another(self) -> bool:
-        """Send the tensor that was saved first, whose use is the farthest; return False if there
-        is none."""
+        """Send the tensor saved first, whose use is the farthest; return False without one."""
         if self.room.budget < UNLIMITED:
             for saved in self._alive:
                 if saved.place is Place.DEVICE and saved.may_leave and saved.host is None:
@@ -399,8 +396,7 @@ class Activations:
             saved.copy, saved.place = None, Place.DEVICE
 
     def _forget_bytes(self, saved: Saved) -> None:
-        """Drop the device copy of bytes on the host; if autograd may use it, it counts until it
-        is freed."""
+        """Drop the device copy; while autograd may compute with it, its bytes still count."""
         assert saved.device is not None
         storage, saved.device = saved.device.untyped_storage(), None
         saved.place = Place.HOST

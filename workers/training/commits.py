@@ -124,7 +124,7 @@ class Committer:
         return all(version(p) == mark[0] for p, mark in zip(parameters, point.marks, strict=True))
 
     def sum_of_parameters(self) -> int:
-        """Tells of writes that versions do not show; a pass over the parameters."""
+        """Return a sum over the parameters, which shows writes that versions do not."""
         return self._layout.sum_of_parameters()
 
     def is_intact(self, point: Point) -> bool:

@@ -295,7 +295,7 @@ def _overrides(callback: Any, method: str) -> bool:
 
 
 class TrainerLoop:
-    """One trainer's; its state, as an ``extra_state``, is what the trainer itself keeps."""
+    """State of one trainer's loop; as an ``extra_state`` it is what the trainer itself keeps."""
 
     def __init__(self, session: Any, trainer: Any) -> None:
         self.session, self.trainer = session, trainer

@@ -83,8 +83,7 @@ class Area:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return True if the elements fill one stretch of memory without holes or overlap, in any
-    order."""
+    """Return True if the elements fill one stretch without holes or overlap, in any order."""
     expected = 1
     for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if extent == 1:

@@ -53,8 +53,7 @@ class Reports:
         return known
 
     def was_away(self, ms: float) -> None:
-        """Record time off the device, for a batch or for the last step's copies; others could
-        compute."""
+        """Record time off the device, for a batch or for the last step's copies."""
         self._away_ms.append(ms)
 
     def progress(self, step: int, epoch: int, left: int, **activations: Any) -> None:

@@ -407,8 +407,7 @@ class TrainingSession:
         self._gate.check("boundary")
 
     def _end_loop(self) -> None:
-        """End a loop after its last batch, or a ``break``; later code must find the current
-        state."""
+        """End a loop after its last batch, or a ``break``; later code finds the current state."""
         self._has_failed = False
         self._watch_script()
         phase, self._watch.is_in_body = self._phase, False

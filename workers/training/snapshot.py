@@ -364,8 +364,7 @@ class DataPosition:
     def open_at(
         self, batches: int, state: DataState, begin: DataState | None = None
     ) -> Iterator[Any]:
-        """Return an iterator that continues after ``batches``; the generators are as at loop
-        entry.
+        """Return an iterator that continues after ``batches``; generators as at loop entry.
 
         Args:
             begin: the start of the loop; the object behind a wrapper is restored to it.

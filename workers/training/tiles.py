@@ -49,7 +49,7 @@ class Tiles:
 
     @property
     def can_wait(self) -> bool:
-        """One that is in its step goes on, and will let go."""
+        """True if a job in its step will continue, and release memory."""
         return any(claim and least >= 0 for claim, least in zip(*self._others(), strict=True))
 
     def learn(self, least_bytes: int) -> None:
@@ -58,8 +58,7 @@ class Tiles:
         self.is_known = True
 
     def forget(self) -> None:
-        """Reset ``least`` to all tiles, because the steps changed: the job is to have them
-        alone."""
+        """Reset ``least`` to all tiles: the steps changed, so the job is to have them alone."""
         self.least, self.is_known = self._total, False
 
     def enter_step(self, *, is_in: bool = True) -> None:

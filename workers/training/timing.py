@@ -51,11 +51,11 @@ class CommitTiming:
 
 
 class WriteWatch:
-    """Do the script's bodies write parameters before the optimizer does?
+    """Watch for bodies that write parameters before the optimizer does.
 
     Version counters tell of most writes; ``.data`` passes them by, so the first bodies, and those
-    behind a commit, are watched by a sum over the parameters. A body that writes must not overlap
-    a commit, nor may its point be committed in mid-step.
+    behind a commit, are watched by a sum over the parameters. A body that writes must not overlap a
+    commit, nor may its point be committed in mid-step.
 
     Args:
         was_watched, writes_unseen: what an earlier life of the script has shown.

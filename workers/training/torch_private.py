@@ -157,8 +157,7 @@ def root(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def optimizer_was_called(optimizer: torch.optim.Optimizer) -> bool:
-    """Return the flag by which a scheduler detects ``scheduler.step()`` before
-    ``optimizer.step()``."""
+    """Return the flag that shows a scheduler if ``optimizer.step()`` was called first."""
     return bool(getattr(optimizer, "_opt_called", False))
 
 

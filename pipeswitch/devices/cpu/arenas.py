@@ -95,7 +95,8 @@ class _TenantsFile:
 
 
 class FilePerTenant:
-    """One sparse file for each, with the same places in each: one ledger leases them all.
+    """Sparse files, one for each tenant, with the same places in each: one ledger leases them
+    all.
 
     Invariant (after ``tidy``): a page exists in the file of the tenant that has its place, so that
     all files together hold no more than the arena, and the arrival words of each.
@@ -140,8 +141,7 @@ class FilePerTenant:
             keep_only(file.descriptor, [words, *own], self._arena_bytes)
 
     def write(self, tenant: str, start: int, source: Bytes) -> None:
-        """Write by a system call, which takes new pages without clearing them, and maps none
-        here."""
+        """Write by a system call: it takes new pages without clearing them, and maps none here."""
         descriptor, left = self._files[tenant].descriptor, source.data
         while left:
             count = os.pwrite(descriptor, left, start)

@@ -70,7 +70,7 @@ call fails too, and only a new process gets a working context."""
 
 
 class NoCudaDevice(ConfigError):
-    """There is no GPU to be had; ``kind`` is ``no driver``, ``no device`` or ``no bindings``."""
+    """Missing GPU; ``kind`` is ``no driver``, ``no device`` or ``no bindings``."""
 
 
 def no_driver(**data: Any) -> NoCudaDevice:
@@ -291,7 +291,7 @@ class Cuda(Queues):
         return int(self._ask("cudaMalloc", size_bytes))
 
     def free(self, pointer: int) -> None:
-        """Waits for the device."""
+        """Free memory; waits for the device."""
         self._do("cudaFree", pointer)
 
     def fill(self, pointer: int, value: int, size_bytes: int, stream: int) -> None:

@@ -161,8 +161,7 @@ class CudaDeviceMemory(DeviceMemory):
         return ended
 
     def _pin_store(self) -> None:
-        """Pin queued ranges for later copies; a copy that runs meanwhile has the same bytes
-        either way."""
+        """Pin queued ranges for later copies; a copy meanwhile has the same bytes either way."""
         with self._watched():
             self._cuda.set_device(INDEX)
             while (place := self._to_pin.get()) is not None:
@@ -206,8 +205,10 @@ class CudaDeviceMemory(DeviceMemory):
     # -- device to host ------------------------------------------------------------------------
 
     def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
-        """Read ranges; the worker has waited for its kernels before it asked
-        (``PoolView.settle``)."""
+        """Read ranges; the worker has waited for its kernels (``PoolView.settle``).
+
+        Two pinned buffers take turns: ``into`` is a job's commit area, which is not pinned.
+        """
         target = np.frombuffer(into, dtype=np.uint8)
         filling: deque[tuple[int, int, int]] = deque()  # (buffer, position, size)
         with self._watched():
@@ -246,8 +247,7 @@ class CudaDeviceMemory(DeviceMemory):
     # -- end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free the memory; workers must be gone or have closed their mapping: else it is
-        undefined."""
+        """Free the memory; undefined unless workers are gone or have closed their mapping."""
         super().close()
         self._to_pin.put(None)
         self._pinner.join()

@@ -1,4 +1,4 @@
-"""Everything a worker needs of ``torch.cuda``, and the private names of torch it is done with.
+"""Worker's use of ``torch.cuda``, and the private names of torch that it needs.
 
 A stand-in for the bindings (``fake_cuda`` of the tests) brings its own ``torch_side``, so that the
 whole system runs over a fake GPU: there tensors are host tensors over the fake's memory.

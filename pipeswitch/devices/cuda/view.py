@@ -95,8 +95,7 @@ class CudaPoolView(PoolView):
         return lambda bound: DeviceProgram(bound, self.device, recorder, budget)
 
     def program(self, bound: BoundProgram) -> DeviceProgram:
-        """Return the program as this device runs it: inputs copied in, groups as graphs if
-        allowed."""
+        """Return the program for this device: inputs copied in, groups as graphs if allowed."""
         return self._program_maker(bound)
 
     def kernels(self) -> PackedKernels:
@@ -190,7 +189,7 @@ class CudaPoolView(PoolView):
         return CudaCopies(INDEX)
 
     def pacer(self) -> Callable[[], None]:
-        """Keeps a training script at most two groups ahead (``RunAhead``)."""
+        """Return the pacer that keeps a training script at most two groups ahead (``RunAhead``)."""
         return RunAhead(self._cuda, self._side.current_stream).look
 
     def is_lost(self, error: BaseException) -> bool:
@@ -244,7 +243,7 @@ class CudaPoolView(PoolView):
 
 
 class RunAhead:
-    """Called at every gate point of a script; at most two groups are queued behind the running one
+    """Pacer for every gate point of a script: at most two groups queue behind the running one
     (ADR 14).
 
     So a request waits for no more than that after a stop. Used by the script's thread alone.

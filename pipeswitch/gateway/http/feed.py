@@ -47,8 +47,7 @@ class Feed:
         return self._name.encode()
 
     def read(self, peer: str, topics: Sequence[str] = (), last_id: str = "") -> Reader:
-        """Return a reader from now on, or behind ``last_id``, an earlier reader's
-        ``Last-Event-ID``.
+        """Return a reader from now on, or behind ``last_id``, a reader's ``Last-Event-ID``.
 
         Args:
             peer: its address.

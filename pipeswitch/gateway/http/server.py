@@ -114,8 +114,7 @@ class Stream(Protocol):
     """A body that comes bit by bit. It holds what it needs until it is closed."""
 
     async def next(self) -> bytes:
-        """Return the next piece, made when the peer has taken the earlier ones; empty at the
-        end."""
+        """Return the next piece, made when the peer has taken the earlier ones; empty: the end."""
         ...
 
     def close(self) -> None: ...
@@ -239,8 +238,7 @@ class HttpServer:
         return True
 
     def _least(self, peer: str | None) -> Connection | None:
-        """Return the connection with the weakest claim, of that address or of all; None if all
-        may stay.
+        """Return the connection with the weakest claim, of an address or of all; None: all stay.
 
         A crowd arrives too fast to compare all connections each time, so one comparison serves for
         a while: it keeps those that never sent a request, which are evicted first.
@@ -379,8 +377,8 @@ class _Reading:
             self.rest = self._body[self.received_bytes :]
 
     def repeats(self, nbytes: int, before: bytes, behind: bytes, work: Work, path: str) -> bool:
-        """Queue a message that is exactly one request with the last one's head; return True if
-        it is."""
+        """Queue a message that is exactly one request with the last one's head; False: it is
+        not."""
         if not self._is_between:
             return False
         data, at = bytes(_scratch[:nbytes]), len(before)
@@ -522,7 +520,7 @@ class _Reading:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One peer: what it is answered, and for how long it is waited for."""
+    """Connection to one peer: its answers, and the time limits of each wait."""
 
     def __init__(self, server: HttpServer) -> None:
         self._server = server
@@ -763,8 +761,7 @@ class Connection(asyncio.BufferedProtocol):
         self._end()
 
     def _end(self) -> None:
-        """Send no more answers, but read for a while: a peer cut off at once might miss the last
-        answer."""
+        """Send no more answers, but read for a while, or the peer might miss the last answer."""
         self.stop_reading()
         self.since_s = time.monotonic()
         self._transport.resume_reading()
@@ -779,8 +776,7 @@ class Connection(asyncio.BufferedProtocol):
     # ---- what takes too long -------------------------------------------------------------------
 
     def claim(self, now_s: float) -> Claim | None:
-        """Return the connection's claim to stay when there are too many; None if it may not be
-        evicted.
+        """Return the connection's claim to stay in a crowd; None if it may not be evicted.
 
         A connection that asked and read before ranks first, then one that moved recently. One that
         is at work, or was just now, may not be evicted.
@@ -794,8 +790,10 @@ class Connection(asyncio.BufferedProtocol):
         return is_known, since_s
 
     def look(self, now_s: float) -> None:
-        """Cut off what has had its time. An answer's time is the server's business, until the peer
-        does not take it."""
+        """Cut off a connection whose time is over.
+
+        An answer's time is the server's responsibility, until the peer does not take it.
+        """
         unread = self._transport.get_write_buffer_size()
         if not unread or unread != self._unread_bytes:
             self._unread_bytes, self._unread_since_s = unread, now_s
@@ -870,8 +868,7 @@ def _chunk(piece: bytes) -> bytes:
 
 
 def _head_of(answer: Answer, size: int | None, *, is_kept: bool, is_chunked: bool = False) -> bytes:
-    """Return the head; ``size``: of the body in bytes, or None for chunks or until the
-    connection ends."""
+    """Return the head; ``size``: of the body in bytes; None: in chunks, or until the end."""
     lines = [
         f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}",
         f"Content-Type: {answer.content_type}",

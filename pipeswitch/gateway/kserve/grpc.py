@@ -362,8 +362,7 @@ class Calls:
             return await self._shared.aside.run(address, joined, parts)
 
     async def _stream(self, _: object, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        """Yield one answer for each request, in order; an error is an answer too and ends
-        nothing."""
+        """Yield one answer for each request, in order; an error is an answer and ends nothing."""
         response = INFERENCE["ModelStreamInferResponse"]
         streamed = functools.partial(self._infer, is_streamed=True)
         try:

@@ -233,8 +233,7 @@ def compiled(template: str) -> Callable[..., str]:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Marked(Extension):
-        """Extension for the tag that marks the model's own text; only training needs it, so it
-        is ignored."""
+        """Extension for the tag around the model's own text; only training needs it: ignored."""
 
         def __init__(self, environment: Any) -> None:
             super().__init__(environment)

@@ -54,7 +54,7 @@ BINARY_TYPE: Final = "application/octet-stream"
 
 
 class RequestedOutput(msgspec.Struct, kw_only=True):
-    """One of ``outputs``: which, and how it is to come back."""
+    """Requested output: its name, and how it is to be returned."""
 
     name: str
     parameters: dict[str, Any] | None = None
@@ -116,7 +116,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
-    """One of an answer's tensors."""
+    """Tensor of an answer."""
 
     name: str
     dtype: str
@@ -471,8 +471,7 @@ def check_bytes(name: str, dtype: str, shape: Sequence[int], data: Any, size: in
 
 
 def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> memoryview:
-    """Return the bytes of numbers, flat or nested, in row-major order; too large ones are
-    infinite.
+    """Return the bytes of flat or nested numbers in row-major order; too large ones: infinite.
 
     None is not-a-number, for which JSON has no word.
 
@@ -563,8 +562,7 @@ def as_numbers(output: Output) -> list[Any]:
 
 
 def _to_bfloat16(values: Any) -> Any:
-    """Return the upper halves of float32, rounded to the nearest even one; not-a-number stays
-    so."""
+    """Return the upper halves of float32, rounded to the nearest even one; NaN stays NaN."""
     bits = values.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)

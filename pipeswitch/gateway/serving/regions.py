@@ -123,8 +123,7 @@ class Regions:
         return rows
 
     def filled(self, caller: Standing, asked: InferRequest) -> InferRequest:
-        """Return a request with the bytes of its inputs that lie in regions; blocks while it
-        reads.
+        """Return a request with the bytes of its inputs in regions; blocks while it reads.
 
         Raises:
             PermissionDenied, NotFound, InvalidInput, TooLarge: also for its outputs' places, before

@@ -27,7 +27,7 @@ Take = Callable[[str, dict[str, Any]], None]
 
 
 class _Connection(LoopConnection):
-    """One to a server that may be away: callers are not told of whose."""
+    """Connection to one server that may be absent; errors do not name it to callers."""
 
     def _fail(self, call: Call, error: PipeSwitchError) -> None:
         if isinstance(error, ServerUnavailable):

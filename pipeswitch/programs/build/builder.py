@@ -30,8 +30,7 @@ from . import hub
 
 
 def exports(settings: BuildSettings) -> bool:
-    """Return True if the source is exported here; a client exports a bundle itself. Never
-    raises."""
+    """Return True if the source is exported here: a bundle's is not. Never raises."""
     try:
         spec = msgspec.msgpack.decode(settings.spec, type=BuildSpec)
     except Exception:  # for the build to refuse
@@ -154,8 +153,7 @@ def _check_memory(manifest: Manifest, limit_bytes: int) -> None:
 
 
 def work_prefix(epoch: int) -> str:
-    """Return the folder name prefix of an unfinished build; a killed builder leaves its folder
-    behind."""
+    """Return the folder prefix of an unfinished build; a killed builder leaves the folder."""
     return f".build-{epoch}-"
 
 

@@ -1,8 +1,8 @@
-"""Does what was exported compute the plain module's bits? Asked before it is sent.
+"""Check that an exported graph computes the plain module's bits, before it is sent.
 
 A graph can differ from the module it was made from: torch has fused kernels that export does not
-see, and what a process has set (its default dtype) does not travel. The server that gets the
-graph alone could not tell.
+see, and what a process has set (its default dtype) does not travel. The server that gets the graph
+alone could not tell.
 """
 
 from __future__ import annotations

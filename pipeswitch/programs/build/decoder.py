@@ -97,8 +97,8 @@ class Decoder(nn.Module):
             yield keys, next(parts).view(batch, past, heads, value_size).transpose(1, 2)
 
     def _mask(self, step: torch.Tensor, used: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-        """Return the attention mask: a new token sees the rows in use, itself and earlier new
-        tokens.
+        """Return the attention mask: new tokens see the rows in use, themselves and earlier
+        ones.
 
         It is added to the scores: [batch, 1, length, past + length].
         """
@@ -113,8 +113,7 @@ class Decoder(nn.Module):
 
     @contextlib.contextmanager
     def _as_decoder(self, count: torch.Tensor) -> Iterator[None]:
-        """Run the model with our attention, and with logits for each sequence's last real token
-        only."""
+        """Run the model with our attention, and with logits of each last real token only."""
 
         def last(head: nn.Module, hidden: tuple[torch.Tensor]) -> torch.Tensor:
             batch = torch.arange(count.shape[0], device=count.device)

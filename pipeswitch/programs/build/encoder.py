@@ -1,4 +1,4 @@
-"""From what ``torch.export`` made to a program: its graph, its weights in order of first use."""
+"""Encoder of a ``torch.export`` result: its graph, and its weights in order of first use."""
 
 from __future__ import annotations
 
@@ -363,8 +363,7 @@ def _needed(exported: torch.export.ExportedProgram) -> set[Any]:
 
 
 def _takes_default_dtype(node: Any) -> bool:
-    """Return True if the node creates a tensor of a process-wide default dtype that workers
-    lack."""
+    """Return True if the node creates a tensor of a default dtype that workers lack."""
     if torch.get_default_dtype() is torch.float32 or not isinstance(
         node.target, torch._ops.OpOverload
     ):

@@ -183,8 +183,7 @@ _RELATED: Final = re.compile(r"(\w+) = (.*[A-Za-z].*)")
 
 
 def _not_dynamic(error: BaseException) -> NotDynamic:
-    """Build a NotDynamic from the dimensions that torch suggests, or from the error's first
-    line."""
+    """Build a NotDynamic from the dimensions that torch suggests, or from the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or not lines[0].startswith("Constraints violated"):
         return NotDynamic(f"torch.export: {first_line(error)}")

@@ -341,8 +341,7 @@ class _Fusing:
         return _Form(node, new, run, given, (*key, "add"))
 
     def _is_channels_last(self, argument: Any) -> bool:
-        """Return True if a packed convolution gave the value channels-last layout and the calls
-        since then keep it."""
+        """Return True if a packed convolution's channels-last layout reaches the value."""
         value = argument["v"]
         while value >= self._graph.first_node_value:
             node = self._graph.nodes[value - self._graph.first_node_value]
@@ -437,8 +436,7 @@ class _Fusing:
         return renumbered(graph, kept, results, weights, self._plain_count)
 
     def _needs_copy(self, position: int) -> bool:
-        """Return True if a call takes a view of a value that channels-last memory does not
-        allow."""
+        """Return True if a call takes a view that channels-last memory does not allow."""
         node = self._graph.nodes[position]
         given = node.args[0] if node.args else None
         if node.target != "aten.view.default" or not isinstance(given, dict) or "v" not in given:

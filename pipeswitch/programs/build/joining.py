@@ -119,8 +119,7 @@ def _is_exact(
 
 
 def _is_exact_padded(manifest: Manifest, low: int, size: int, compute: Plain, most: float) -> bool:
-    """Return True like ``_is_exact``, for requests of varied extents from each dimension's low
-    end."""
+    """Return True like ``_is_exact``, for requests of varied extents from the low ends up."""
     requests, extents = [], []
     for number in range(size // low):
         values = {d.name: d.low + number * (2 * k + 1) % min(9, d.high - d.low + 1)

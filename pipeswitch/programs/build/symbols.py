@@ -1,4 +1,4 @@
-"""From the symbols of an export to our extents, and what the export assumed of them."""
+"""Conversion of an export's symbols to our extents, with the assumptions of the export."""
 
 from __future__ import annotations
 

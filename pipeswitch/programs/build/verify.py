@@ -1,4 +1,4 @@
-"""Does a program compute the plain module's bits? Used by registration, and by tests."""
+"""Check that a program computes the plain module's bits; for registration and tests."""
 
 from __future__ import annotations
 

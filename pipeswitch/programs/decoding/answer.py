@@ -1,4 +1,4 @@
-"""From tokens to a text that is shown as it comes, and when it ends. Pure, no clock.
+"""Conversion of tokens to a text that is shown as it arrives, and its end. Pure, no clock.
 
 A text once shown is never taken back: a character is shown when all its bytes are there, and what
 could be the beginning of a stop string waits until it is not.

@@ -570,8 +570,7 @@ def recurrent_results(
 
 
 def _known_result(name: str, args: tuple[Any, ...]) -> Any:
-    """Return the result of a frequent operator whose extents follow from the contract, else
-    None.
+    """Return a frequent operator's result, if its extents follow from the contract, else None.
 
     Torch's own functions without data are in Python for these, and take a millisecond each: a
     program is tried at each of its batches.

@@ -1,4 +1,4 @@
-"""From a bundle's graph to callables: one per layer group.
+"""Conversion of a bundle's graph to callables: one per layer group.
 
 Nothing is looked up that ``operators.split_target`` has not let through, and the source compiled
 here is made of value numbers alone: every operator and constant is passed in, never spelt out.
@@ -284,8 +284,7 @@ class CompiledGraph:
     def finish(
         self, environment: Environment, weights: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return the outputs; one may be an input or a weight itself, since no copy is made
-        here."""
+        """Return the outputs, without copies: one may be an input or a weight itself."""
         first_weight = len(self._graph.inputs)
         return [
             weights[value - first_weight]

@@ -176,8 +176,7 @@ _ATEN: Final = re.compile(r"aten\.(\w{1,64})\.(\w{1,64})", re.ASCII)
 
 @functools.cache
 def checked_by() -> str:
-    """Return the version of the checks: programs checked by another are checked again before a
-    run.
+    """Return the checks' version: programs checked by another are checked again before a run.
 
     Kernels, and the arguments that they accept without data, depend on torch, so its version is
     included.

@@ -167,8 +167,7 @@ def check_dims(dims: Sequence[Dim]) -> None:
 
 
 def match(shape: Sequence[Extent], found: Sequence[int], values: dict[str, int]) -> bool:
-    """Return True if ``found`` matches an input's shape; add the sizes of its names to
-    ``values``.
+    """Return True if ``found`` matches an input's shape; add its names' sizes to ``values``.
 
     Ranges are not checked.
     """
@@ -184,8 +183,7 @@ def match(shape: Sequence[Extent], found: Sequence[int], values: dict[str, int])
 def values_of(
     shapes: Iterable[Sequence[Extent]], found: Iterable[Sequence[int]]
 ) -> dict[str, int] | None:
-    """Return the size of each name in a request's shapes; None where they contradict the
-    signature."""
+    """Return each name's size in a request's shapes; None if they contradict the signature."""
     values: dict[str, int] = {}
     fits = [match(shape, numbers, values) for shape, numbers in zip(shapes, found, strict=True)]
     return values if all(fits) else None

@@ -75,8 +75,7 @@ class ValueSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Batching(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Batching of a program's requests along the first dimension of each input and output (ADR
-    28)."""
+    """Batching of requests along the first dimension of each input and output (ADR 28)."""
 
     limit: int  # of the joined batch
     delay_ms: float  # for which one waits for others though the device could begin it

@@ -237,8 +237,7 @@ class GraphProgram:
         self._tried.add(_key(values))
 
     def _values(self, shapes: Shapes) -> Values:
-        """Return the sizes of the dimensions: fewer bytes than the shapes, which a bundle may
-        repeat."""
+        """Return the dimensions' sizes: fewer bytes than shapes, which a bundle may repeat."""
         values = values_of((spec.shape for spec in self.manifest.inputs), shapes)
         if values is None:
             raise InvalidInput(f"the inputs' shapes {list(shapes)} are not of the signature")
@@ -276,8 +275,7 @@ class BoundGraph:
         return self._compiled.start(inputs)
 
     def is_tried(self, shapes: Shapes) -> bool:
-        """Return True if ``run_group``, which checks no contract, may run with these input
-        shapes."""
+        """Return True if ``run_group``, which checks no contract, may run at these shapes."""
         return self._program.is_tried(shapes)
 
     def run_group(self, index: int, environment: Environment) -> None:
