@@ -195,6 +195,37 @@ def test_a_node_that_is_drained_answers_what_it_has(rig: Rig) -> None:
     assert rig.run(work) == ["b", "c"]
 
 
+@pytest.mark.parametrize(("holders", "node"), [("ab", "a"), ("bc", "b")])
+def test_a_generation_goes_where_a_request_would_and_on_to_another_node_with_its_tokens(
+    rig: Rig, holders: str, node: str
+) -> None:
+    """The node dies after two tokens, which its link's thread tells."""
+    rig.table(holders)
+    came: list[int] = []
+    body: dict[str, Any] = {"so_far": []}
+
+    def on_progress(reply: dict[str, Any]) -> None:
+        came.extend(reply["tokens"])
+        body["so_far"].extend(reply["tokens"])
+
+    async def work(nodes: Nodes) -> str:
+        dying = rig.servers[node]
+        dying.pending = Future()
+        asked = nodes.ask("generate", model="m", is_safe=True, body=body, on_progress=on_progress)
+        task = asyncio.ensure_future(asked)
+        while not dying.asked:
+            await asyncio.sleep(0)
+        tell = dying.asked[0]["on_progress"]
+        await asyncio.to_thread(tell, {"tokens": [7, 8]})
+        dying.pending.set_exception(errors.ServerUnavailable("gone"))
+        return str((await task).body["node"])
+
+    [other] = set(holders) - {node}
+    assert rig.run(work) == other
+    assert came == [7, 8]
+    assert rig.servers[other].asked[0]["body"]["so_far"] == [7, 8]
+
+
 def test_a_sequence_stays_on_its_node_and_ends_with_that(rig: Rig) -> None:
     rig.table("bc")
 
