@@ -280,7 +280,11 @@ def details(row: Mapping[str, Any]) -> Table:
 def _plain(key: str, value: Any) -> Any:
     """Return a value of several parts as one text: ``x [batch, 3] float32; y [batch] int64``."""
     if isinstance(value, Mapping):
-        parts = [f"{name} {_plain(f'{key} {name}', item)}" for name, item in value.items()]
+        parts = [
+            f"{name} {_plain(f'{key} {name}', item)}"
+            for name, item in value.items()
+            if item is not None
+        ]
         return ("; " if any(isinstance(one, list) for one in value.values()) else ", ").join(parts)
     if isinstance(value, list | tuple) and key.partition(" ")[0] in ("batch", "dims"):
         return " to ".join(map(str, value))
@@ -291,7 +295,8 @@ def _plain(key: str, value: Any) -> Any:
         )
     if isinstance(value, float) and " " in key:
         return f"{value:.2f}"
-    return format_bytes(value) if key.endswith("bytes") and " " in key else value
+    is_size = isinstance(value, int) and key.endswith("bytes") and " " in key
+    return format_bytes(value) if is_size else value
 
 
 class Scrolled:

@@ -159,7 +159,7 @@ class Device:
                 self.core.counts["stale_messages"] += 1
 
     def worker_exited(self, event: Exited) -> None:
-        """Handle a reaped worker: only now may another owner get its memory (invariant I5)."""
+        """Handle a reaped worker: only now may another owner get its memory (invariant I4)."""
         worker = self.speaker(event.source)
         if worker is None:
             return

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, get_type_hints
 
 import msgspec
 
+# Fields that are left out when they are empty, and are no column of ``infer``.
 SELDOM: Final = (
     "preprocess_ms", "postprocess_ms", "kept_bytes", "streamed", "device", "placed", "precision",
     "steps",

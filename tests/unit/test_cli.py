@@ -788,7 +788,7 @@ def test_a_record_shows_sizes_shapes_and_ranges_and_leaves_out_what_is_empty() -
         "dims": {"batch": [1, 64]},
         "device_s": {"infer": 0.123456},
         "plan": None,
-        "memory": {"free_bytes": 3 << 20},
+        "memory": {"free_bytes": 3 << 20, "least_bytes": None},
     }
     lines = [line.split(maxsplit=1) for line in narrow(views.details(row))]
     assert [(key, value.strip()) for key, value in lines[:3]] == [
