@@ -57,9 +57,9 @@ lint: $(STAMP)  ## ruff, its formatter, the bans, plain language, mypy.
 	$(BIN)/mypy
 
 bench-quick: $(STAMP)  ## Short runs of all benchmarks, results in out/.
-	$(BIN)/python -m benchmarks --quick --out out
+	$(BIN)/python -m benchmarks all --quick --out out
 
-bench: $(STAMP)  ## One benchmark: make bench NAME=switch ARGS='--trials 5'; benchmarks/README.md names them.
+bench: $(STAMP)  ## One benchmark: make bench NAME=switch ARGS='--trials 5'; without NAME it lists them.
 	$(BIN)/python -m benchmarks $(NAME) $(ARGS)
 
 chaos: $(STAMP)  ## Random faults under load: make chaos MINUTES=10 SEED=7 (POLICY=each FAULTS=20: with each policy); report in out/chaos.json.

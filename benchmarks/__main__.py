@@ -1,4 +1,4 @@
-"""What ``python -m benchmarks`` runs. Imports no torch: whatever computes is a child process."""
+"""Entry point of ``python -m benchmarks``. Imports no torch: computation is left to children."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from pipeswitch.cli.common import check_folder, json_option
 
 from .machine import machine_facts
 from .models import MODELS
+from .precision import CASES as PRECISION_CASES
+from .readme import newest
 from .trials import Run
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -37,6 +39,7 @@ NAMES: Final = (
     "switchflow",
     "generation",
     "peers",
+    "precision",
 )
 BENCHMARKS: Final = {name: name.replace("-", "_") for name in NAMES}
 """Name on the command line to module of ``benchmarks``; each has ``run``."""
@@ -66,8 +69,9 @@ def run(
     """
     for unknown in [name for name in names if name not in BENCHMARKS]:
         raise InvalidInput(f"no benchmark {unknown!r}", hint=f"one of {', '.join(BENCHMARKS)}")
-    for unknown in [name for name in models if name not in MODELS]:
-        raise InvalidInput(f"no model {unknown!r} here", hint=f"one of {', '.join(MODELS)}")
+    known = {*MODELS, *PRECISION_CASES}
+    for unknown in [name for name in models if name not in known]:
+        raise InvalidInput(f"no model {unknown!r} here", hint=f"one of {', '.join(sorted(known))}")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         check_folder("--out", out / "report.md")
@@ -88,14 +92,26 @@ def run(
 
 
 def _command(name: str, models: Sequence[str], is_quick: bool, trials: int) -> str:
-    """As it can be typed again."""
+    """Return the command line that repeats this run."""
     words = ["python", "-m", "benchmarks", name]
     words += ["--models", ",".join(models)] if models else []
     words += ["--trials", str(trials)] if trials else []
     return " ".join(words + ["--quick"] * is_quick)
 
 
-@click.command(epilog=f"{', '.join(NAMES)}. switchflow has some of the others again.")
+def listing() -> list[str]:
+    """List each benchmark with the minutes that its newest kept run took."""
+    results = newest(ROOT / "benchmarks" / "results")
+    lines = ["Name one or several, or all (without switchflow, which runs others again):"]
+    for name in NAMES:
+        kept = results[name][1] if name in results else {}
+        quick = " (--quick)" if kept.get("is_quick") else ""
+        told = f"{kept['duration_s'] / 60:.0f} min{quick}" if "duration_s" in kept else "not kept"
+        lines.append(f"  {name:<14}{told}")
+    return lines
+
+
+@click.command(epilog=f"{', '.join(NAMES)}, or all. switchflow has some of the others again.")
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--models", default="", help="Such as resnet152,inception_v3,bert-base,mlp.")
 @click.option("--quick", is_flag=True, help="Under two minutes each, few trials.")
@@ -107,7 +123,11 @@ def main(
     names: tuple[str, ...], models: str, quick: bool, trials: int, out: str | None, seed: int,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Measure this machine (none named: all)."""
+    """Measure this machine with one or several benchmarks; none named: list them."""
+    if not names:
+        click.echo("\n".join(listing()))
+        return
+    names = () if names == ("all",) else names
     # Servers and rivals import this package too: its models are their factories.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))
     chosen = [model for model in models.split(",") if model]

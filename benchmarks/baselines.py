@@ -1,4 +1,4 @@
-"""What PipeSwitch is compared with. A later baseline is one more entry of ``BASELINES``."""
+"""Baselines of the comparison with PipeSwitch. A new one is one more entry of ``BASELINES``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StopAndStart(Baseline):
         self._running: subprocess.Popen[str] | None = None
 
     def prepare(self) -> None:
-        """A training process that computes, on as many threads as the server's."""
+        """Start a training process that computes, on as many threads as the server's."""
         end(self._running)
         command = [sys.executable, "-P", "-m", TRAIN_MODULE, "--announce", "3"]
         command += ["--threads", str(self._setting.threads)]
@@ -65,7 +65,7 @@ class StopAndStart(Baseline):
         return {"total_ms": ended_ms - began_ms, "kill_ms": killed_ms - began_ms} | numbers
 
     def again(self) -> Numbers:
-        """One more answer of the process that was started."""
+        """Return one more answer of the started process."""
         assert self._running is not None
         return next_answer(self._running)
 

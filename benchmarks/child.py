@@ -25,7 +25,7 @@ STARTED_AT_MS = time.monotonic() * 1000
 
 
 def write_weights(order: dict[str, Any]) -> None:
-    """All tensors (buffers that are not persistent included), and one request's inputs.
+    """Write all tensors (buffers that are not persistent included), and one request's inputs.
 
     The same model once more, packed group by group for the baselines that stream it.
     """
@@ -85,7 +85,7 @@ def ready(order: dict[str, Any]) -> None:
 
 
 def _answer(module: nn.Module, inputs: list[torch.Tensor]) -> None:
-    """One timed run for each line that comes in."""
+    """Do one timed run for each input line."""
     import torch
 
     from . import plain
@@ -147,7 +147,7 @@ def _assign(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def tensors(order: dict[str, Any]) -> None:
-    """The sizes of a model's tensors, then for each line: allocate and copy every one."""
+    """Print the sizes of a model's tensors, then for each line allocate and copy every one."""
     import torch
 
     from . import plain
@@ -167,7 +167,7 @@ VERBS = {"weights": write_weights, "ready": ready, "once": once, "tensors": tens
 
 
 def main(verb: str, order: str) -> None:
-    """A child's whole life. Ctrl-C reaches it beside the benchmark, which says so for both."""
+    """Run a child. Ctrl-C reaches it beside the benchmark, which reports it for both."""
     try:
         VERBS[verb](json.loads(order))
     except KeyboardInterrupt:

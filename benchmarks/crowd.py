@@ -52,7 +52,7 @@ MAX_GROWTH: Final = 1.5  # of a process at rest
 
 
 class Addresses(NamedTuple):
-    """Where a server listens."""
+    """Addresses on which a server listens."""
 
     http: str
     grpc: str

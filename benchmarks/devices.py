@@ -21,7 +21,7 @@ QUICK_WINDOW_S: Final = 6.0
 
 
 def run(bench: Run, _: Any = ()) -> None:
-    """The case, on two devices; each may serve one of the twins."""
+    """Run the case on two devices; each may serve one of the twins."""
     with serving(
         MODELS[MODEL], 1, bench.seed, devices=(HOME, AWAY), are_pinned=True,
         slices_bytes=SLICES_BYTES,
@@ -40,7 +40,7 @@ def _bring(job: Training, device: str) -> None:
 
 
 def _requests_stay(bench: Run, running: RunningServer, job: Training, inputs: Any) -> None:
-    """What the job gets done, and the requests beside it."""
+    """Measure the job's progress, and the requests beside it."""
     case, seconds = "requests stay", QUICK_WINDOW_S if bench.is_quick else WINDOW_S
 
     def held(meanwhile: Callable[[], Any]) -> Numbers:

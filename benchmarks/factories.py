@@ -22,19 +22,19 @@ def small_mlp() -> nn.Module:
 
 
 class FirstColumn(nn.Module):
-    """Reads next to nothing of its input: what remains is the request's path."""
+    """Model that reads almost nothing of its input: only the request's path remains."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``: [1, n] float32. Returns [1]."""
+        """Return the weighted first column, [1], of ``x``: [1, n] float32."""
         return (x[:, :1] * self.weight).sum(dim=1)
 
 
 def first_column() -> nn.Module:
-    """A model whose computation costs the same for any size of input: nearly nothing."""
+    """Return a model with nearly no computation, whatever the size of its input."""
     return FirstColumn()
 
 
@@ -45,7 +45,7 @@ def tower_24() -> nn.Module:
 
 
 def bert_base_like() -> nn.Module:
-    """An encoder of BERT-base's shape over embeddings: 12 layers, 768 wide, 12 heads, 85 M."""
+    """Return a BERT-base-shaped encoder over embeddings: 12 layers, 768 wide, 12 heads, 85 M."""
     layer = nn.TransformerEncoderLayer(
         768, 12, dim_feedforward=3072, batch_first=True, activation="gelu"
     )
@@ -55,3 +55,60 @@ def bert_base_like() -> nn.Module:
 def tiny() -> nn.Module:
     """Return what the GPU stages have without a GPU."""
     return nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(64, 64), nn.ReLU())))
+
+
+class _FirstOutput(nn.Module):
+    """A model of transformers whose first output is its only one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        first: torch.Tensor = self.model(input_ids=input_ids, return_dict=False)[0]
+        return first
+
+
+def bert_base() -> nn.Module:
+    """Return BERT-base without its files."""
+    from transformers import BertConfig, BertModel
+
+    return _FirstOutput(BertModel(BertConfig()))
+
+
+def distilbert() -> nn.Module:
+    """Return DistilBERT without its files."""
+    from transformers import DistilBertConfig, DistilBertModel
+
+    return _FirstOutput(DistilBertModel(DistilBertConfig()))
+
+
+def gpt2() -> nn.Module:
+    """Return GPT-2 without its files; it keeps no cache."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return _FirstOutput(GPT2LMHeadModel(GPT2Config(use_cache=False)))
+
+
+class _Residual(nn.Module):
+    """Three convolutions; the last one is added to the first."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, width, 3, padding=1)
+        self.second = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.third = nn.Conv2d(width, width, 1)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = torch.relu(self.first(x))
+        y = torch.relu(self.norm(self.second(first)))
+        y = torch.relu(self.third(y) + first)
+        logits: torch.Tensor = self.head(y.mean((2, 3)))
+        return logits
+
+
+def residual() -> nn.Module:
+    """Return a small module of our own with BatchNorm and a residual addition."""
+    return _Residual(64)

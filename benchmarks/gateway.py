@@ -90,19 +90,19 @@ async def ask(
 
 
 def infer_message(model: str, x: Any, name: str) -> bytes:
-    """A ``ModelInferRequest`` with one raw tensor, without a protobuf library between."""
+    """Return a ``ModelInferRequest`` with one raw tensor, made without a protobuf library."""
     tensor = _field(1, name.encode()) + _field(2, b"FP32")
     tensor += _field(3, b"".join(map(_number, x.shape)))
     return _field(1, model.encode()) + _field(5, tensor) + _field(7, x.tobytes())
 
 
 def _field(number: int, data: bytes) -> bytes:
-    """A protobuf field of bytes."""
+    """Return a protobuf field of bytes."""
     return _number(number << 3 | 2) + _number(len(data)) + data
 
 
 def _number(value: int) -> bytes:
-    """A varint."""
+    """Return a varint."""
     found = bytearray()
     while value > 127:
         found.append(value & 127 | 128)

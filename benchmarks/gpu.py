@@ -82,6 +82,7 @@ STAGES = (
     _serving(60, "switch", "bert-base"),
     _serving(80, "training"),
     _serving(70, "soak"),
+    _serving(60, "precision"),
     _serving(60, "switch", "inception_v3"),
     _serving(90, "switch", "vit_l_16"),
 )
@@ -89,7 +90,7 @@ STAGES = (
 
 @dataclass
 class Outcome:
-    """How a stage ended, and what it found."""
+    """Result of a stage: its status and its findings."""
 
     name: str
     status: str  # ok, failed, timed out, not run, needs a GPU
@@ -99,7 +100,7 @@ class Outcome:
     tail: str = ""
 
     def first(self, key: str) -> Any:
-        """The first value found under a key."""
+        """Return the first value found under a key."""
         return next((result[key] for result in self.results if key in result), None)
 
 
@@ -168,7 +169,7 @@ def _with_environment(entry: bytes) -> list[int]:
 
 
 def server_logs(since_s: float) -> list[str]:
-    """The ends of logs that servers left behind: one that was stopped well takes them along."""
+    """Return the ends of logs that servers left behind: a clean stop removes them."""
     lines = []
     for path in sorted(Path("/tmp").glob("pipeswitch-*/state/**/*.log")):
         with contextlib.suppress(OSError):
@@ -229,7 +230,7 @@ class Report:
         return {row["mechanism"]: str(row["text"]) for row in rows if row["outcome"] != "ok"}
 
     def verdict(self) -> str:
-        """The first broken rung; where all hold, the first stage that did not end well."""
+        """Return the first broken rung; where all hold, the first stage that did not end well."""
         for name, why in self.broken.items():
             return f"first broken rung: {name}: {why}"
         for outcome in self.outcomes:
@@ -240,7 +241,7 @@ class Report:
         return "every rung holds"
 
     def markdown(self) -> str:
-        """For people: the first broken rung, mechanisms, stages, then switches."""
+        """Return a report for people: first broken rung, mechanisms, stages, then switches."""
         lines = [f"# GPU run on {self.name}", "", f"`{self._command}`, commit {_commit()}", ""]
         lines += [f"**{self.verdict()}**", "", "| mechanism | outcome | finding | s |"]
         lines += ["|---|---|---|---|"]
@@ -283,7 +284,7 @@ def _commit() -> str:
 
 
 def child_environment() -> dict[str, str]:
-    """The checkout and the tests' stand-ins are importable in every child."""
+    """Return an environment in which children can import the checkout and the tests' stand-ins."""
     path = [str(ROOT), str(ROOT / "tests/fakes"), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -311,7 +312,7 @@ def main() -> int:
 
 
 def run_all(wanted: Sequence[Stage], folder: Path, budget_s: float, *, stops_early: bool) -> int:
-    """All stages in order; the exit status."""
+    """Run all stages in order; return the exit status."""
     ends_at_s = time.monotonic() + budget_s
     report = Report(folder, "python -m benchmarks.gpu " + " ".join(sys.argv[1:]))
     environment = child_environment()

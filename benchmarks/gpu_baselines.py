@@ -106,7 +106,7 @@ class Arms:
 
 
 def answer(order: dict[str, Any]) -> None:
-    """One JSON line for each line ``arm batch``."""
+    """Print one JSON line for each line ``arm batch``."""
     arms = Arms(order)
     calls = {
         "ready-eager": arms.ready_eager,
@@ -124,7 +124,7 @@ def answer(order: dict[str, Any]) -> None:
 
 
 def sums(output: Any) -> tuple[float, float]:
-    """To the host, as a request's output goes; its sum, and that of its absolute values."""
+    """Copy the output to the host, as for a request; return its sum and the sum of magnitudes."""
     value = output
     while not hasattr(value, "double"):
         value = value[0] if isinstance(value, tuple | list) else next(iter(value.values()))

@@ -1,4 +1,4 @@
-"""What the stages of ``gpu.py`` share: how they speak, the device they need, the models."""
+"""Shared parts of the stages of ``gpu.py``: their output, the device they need, the models."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ RUNGS = "PIPESWITCH_GPU_RUNGS"  # what the self-test chose, for the stages behin
 
 
 def put(**values: Any) -> None:
-    """One finding; the driver keeps every one, also of a stage that is killed later."""
+    """Print one finding; the driver keeps every one, also of a stage that is killed later."""
     sys.stdout.write(MARK + json.dumps(values, default=str) + "\n")
     sys.stdout.flush()
 
 
 def package() -> str:
-    """The bindings in use."""
+    """Return the name of the bindings in use."""
     return os.environ.get(BINDINGS, "cuda.bindings")
 
 
 def is_fake() -> bool:
-    """Over a stand-in everything is small, and a time means nothing."""
+    """Return True on a stand-in, where everything is small and a time means nothing."""
     return package() != "cuda.bindings"
 
 
 def require_gpu() -> dict[str, Any]:
-    """The device's facts; leaves with a sentence where it cannot be had."""
+    """Return the device's facts; exit with a sentence if there is no device."""
     from pipeswitch.base.errors import ConfigError
     from pipeswitch.devices.cuda.examine import examine
 
@@ -51,7 +51,7 @@ def require_gpu() -> dict[str, Any]:
 
 
 def end_without(why: str, kind: str) -> int:
-    """The exit status where no device could be had: a fault must never read as "needs a GPU".
+    """Return the exit status without a device: a fault must never read as "needs a GPU".
 
     Args:
         kind: of ``NoCudaDevice``; empty for any other fault.
@@ -65,13 +65,13 @@ def end_without(why: str, kind: str) -> int:
 
 
 def device_nodes() -> list[str]:
-    """Where a GPU shows itself to programs, WSL's included, whatever its driver says."""
+    """Return the device nodes of GPUs, WSL's included, whatever the driver says."""
     folder = Path(os.environ.get(DEV, "/dev"))
     return sorted(path.name for name in ("nvidia*", "dxg") for path in folder.glob(name))
 
 
 def rung_environment() -> dict[str, str]:
-    """The rungs that the self-test stage found, so that servers start without one of their own."""
+    """Return the rungs of the self-test stage, so that servers start without their own test."""
     rungs = json.loads(os.environ.get(RUNGS, "{}"))
     return {f"PIPESWITCH_DEVICE__{key.upper()}": value for key, value in rungs.items()}
 
@@ -122,7 +122,7 @@ def _images(side: int) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def models() -> dict[str, GpuModel]:
-    """By name. BERT-base is transformers' where that is installed, else an encoder of its shape."""
+    """Return the models by name; BERT-base is transformers' if installed, else a look-alike."""
     import importlib.util
 
     if is_fake():

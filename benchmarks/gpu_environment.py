@@ -85,7 +85,7 @@ def _machine() -> None:
 
 
 def _surroundings() -> None:
-    """What decides whether memory can be shared and pinned, before anything is tried."""
+    """Report the settings that decide whether memory can be shared and pinned, before any test."""
     put(device_nodes=device_nodes(), kernel_module=_text(Path("/proc/driver/nvidia/version")))
     words = ("CUDA", "NVIDIA", "PYTORCH", "TORCH", "NCCL")
     meminfo = Path("/proc/meminfo").read_text().splitlines()
@@ -109,8 +109,10 @@ def _bindings() -> None:
 
 
 def _torch() -> None:
-    """By itself, so that its own troubles are told from ours; and its files are in the page cache
-    when the mechanisms import it."""
+    """Test torch alone, to separate its own failures from ours.
+
+    Its files are then in the page cache when the mechanisms import it.
+    """
     if not is_fake():
         began_ms = now_ms()
         text = _said([sys.executable, "-c", TORCH], 100)
@@ -118,7 +120,7 @@ def _torch() -> None:
 
 
 def _said(command: list[str], limit_s: float) -> str:
-    """What a program prints, or how it ended."""
+    """Return a program's output, or how it ended."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -29,7 +29,7 @@ STEPS = 200
 
 
 def _pinned(rig: Rig) -> str:
-    """A memfd, mapped and registered. Where it is refused copies are staged: slower, as correct."""
+    """Test a memfd, mapped and registered; if refused, copies are staged: slower, as correct."""
     store = PinnedMapping(rig.cuda(), sealed_memfd("store", PIN_BYTES), PIN_BYTES)
     store.pin(0, PIN_BYTES)
     selftest.round_trip(rig.cuda(), store.address, store.array[:MIB])
@@ -39,7 +39,7 @@ def _pinned(rig: Rig) -> str:
 
 
 def _wait(rig: Rig) -> str:
-    """A copy behind a wait reads what another stream of this process sends; no torch, no IPC."""
+    """Test a copy behind a wait for another stream's data in this process; no torch, no IPC."""
     cuda = rig.cuda()
     base = cuda.malloc(selftest.HEAD_BYTES + selftest.GROUP_BYTES)
     selftest.fill(cuda, base, 0, selftest.HEAD_BYTES + selftest.GROUP_BYTES)
@@ -61,7 +61,7 @@ def _warm(rig: Rig) -> str:
 
 
 def _suspend(rig: Rig) -> str:
-    """A job drains its queue and parks; another process reads its memory back and scrubs it."""
+    """Test that a job drains its queue and parks; a peer reads and scrubs its memory."""
     _, peer = selftest.fork(partial(_be_suspended, rig))
     cuda = rig.cuda()
     block = selftest.share(cuda, peer, SUSPEND_BYTES, 0)

@@ -1,10 +1,12 @@
-"""Stages with a server on the GPU: ``switch MODEL``, ``training``, ``soak``.
+"""Stages with a server on the GPU: ``switch MODEL``, ``training``, ``precision``,
+``soak``.
 
 ``switch``: one model's cold switch against resident, ready-eager, ready-graph, serial, to-device
 and stop-and-start, in turns, at batch 8 and 1. *cold*: the arena holds one of two twins (same
 structure, other weights), the request is for the other. All arms start and end with tensors in
 host memory. Every answer is compared with ready-eager's: a fast wrong answer ends the stage.
 ``training``: what being preemptible costs a job, and how fast it leaves the device for a request.
+``precision``: bytes, error and times of one model in each precision.
 ``soak``: 2,000 cold switches; device bytes, descriptors and answers are the same behind them.
 """
 
@@ -87,7 +89,7 @@ def _switch(model: gpu.GpuModel, folder: Path) -> None:
 
 
 def _inputs(model: gpu.GpuModel) -> dict[str, Any]:
-    """One request's arrays at the largest batch, by input name."""
+    """Return one request's arrays at the largest batch, by input name."""
     from pipeswitch.programs.build.sources import example_specs, load_source
     from pipeswitch.programs.interface.requests import random_inputs
     from pipeswitch.programs.spec import BuildSpec
@@ -251,6 +253,29 @@ def _preemption(client: Any) -> None:
     put(preempting_request_ms=percentiles(totals))
 
 
+# ---- precision ---------------------------------------------------------------------------------
+
+
+def precision() -> None:
+    """Register one model in each precision; put bytes, error and times, cold and resident."""
+    source, shape, room_bytes = "torchvision:resnet50", [8, 3, 224, 224], 128 * MIB
+    if is_fake():
+        source, shape, room_bytes = "benchmarks.factories:tiny", [8, 64], 0
+    payload = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+    inputs = {"x": (tuple(shape), "float32")}
+    with served(str(room_bytes + 4 * MIB), "1GiB") as (_, client):
+        exact: Any = None
+        for form in ("exact", "fast", "bf16", "int8"):
+            row = client.register(form, source, weights="random:0", inputs=inputs, precision=form)
+            bills = [client.infer(form, payload) for _ in range(1 + REQUESTS)]
+            output = next(iter(bills[-1].outputs.values())).astype("float64")
+            exact = output if exact is None else exact
+            error = float(abs(output - exact).max() / abs(exact).max())
+            resident = percentiles([one.timing.compute_ms for one in bills[1:]])
+            put(precision=form, bytes=row["bytes"], notes=row["notes"], error=error,
+                cold_copy_ms=bills[0].timing.copy_ms, compute_ms=resident)  # fmt: skip
+
+
 # ---- soak --------------------------------------------------------------------------------------
 
 
@@ -309,5 +334,7 @@ def _look(client: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     gpu.require_gpu()
-    stages: dict[str, Callable[..., None]] = {"switch": switch, "training": training, "soak": soak}
+    stages: dict[str, Callable[..., None]] = {
+        "switch": switch, "training": training, "precision": precision, "soak": soak,
+    }  # fmt: skip
     stages[sys.argv[1]](*sys.argv[2:])

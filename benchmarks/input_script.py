@@ -1,7 +1,7 @@
-"""What ``bench shared-input`` trains, on images that take work to load.
+"""Training script of ``bench shared-input``, on images that are costly to load.
 
-The job's entry is ``benchmarks.input_script:main``. ``--measure`` says what training on
-a batch takes, and loading it.
+The job's entry is ``benchmarks.input_script:main``. ``--measure`` prints the times for training on
+a batch and for loading it.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ QUICK_WINDOW_S: Final = 1.0
 
 
 def run(bench: Run, models: Sequence[str] = ()) -> None:
-    """Each model with a server and a sharing process of its own."""
+    """Run each model with a server and a sharing process of its own."""
     for setting in settings(bench, models, DEFAULT_MODELS, DEFAULT_MODELS):
         _one_model(bench, setting)
     bench.notes.append("latency_ms: from the instant a request was due to its answer")
@@ -76,7 +76,7 @@ def _one_model(bench: Run, setting: Setting) -> None:
 
 
 def _take_turns(bench: Run, case: str, arms: Sequence[Arm]) -> None:
-    """One record per request, one more per segment."""
+    """Add one record per request, and one more per segment."""
     for arm, number, found in interleave(arms, bench.rounds(ROUNDS, QUICK_ROUNDS), warmup=1):
         for index, latency_ms in enumerate(found["latencies_ms"]):
             request = number * REQUESTS + index
@@ -86,7 +86,7 @@ def _take_turns(bench: Run, case: str, arms: Sequence[Arm]) -> None:
 
 
 class _Instants:
-    """When the requests of a segment are due, in seconds from its start."""
+    """Due times of a segment's requests, in seconds from its start."""
 
     def __init__(self, seed: int, rate_per_s: float) -> None:
         self._random, self._rate_per_s = random.Random(seed), rate_per_s

@@ -34,7 +34,7 @@ class Lane:
         self.store, self.arena = (bytes_of(mapping) for mapping in self._maps)
 
     def paths(self) -> tuple[str, str]:
-        """Where other processes of this user open store and arena while this one lives."""
+        """Paths by which this user's other processes open store and arena while this one lives."""
         store, arena = (f"/proc/{os.getpid()}/fd/{number}" for number in self._descriptors)
         return store, arena
 
@@ -74,7 +74,7 @@ def mapping(size_bytes: int) -> Bytes:
 
 
 def packed(folder: str) -> tuple[Manifest, Path]:
-    """The manifest of a packed model, and the file of its tensors."""
+    """Return the manifest of a packed model, and the file of its tensors."""
     manifest = load_manifest(folder)
     return manifest, Path(folder) / weights_file(manifest)
 
@@ -88,7 +88,7 @@ def copy_in_pieces(source: Bytes, target: Bytes, offset_bytes: int, size_bytes: 
 
 
 def fill(view: memoryview, weights: Path, manifest: Manifest) -> None:
-    """Each tensor from its file to its place in a store."""
+    """Copy each tensor from its file to its place in a store."""
     with weights.open("rb") as file:
         for tensor in manifest.tensors:
             file.seek(tensor.file_offset_bytes)
@@ -96,17 +96,17 @@ def fill(view: memoryview, weights: Path, manifest: Manifest) -> None:
 
 
 def bytes_of(mapping: mmap.mmap) -> Bytes:
-    """A mapping as an array."""
+    """Return a mapping as an array."""
     return np.frombuffer(mapping, dtype=np.uint8)
 
 
 def open_descriptor(path: str) -> int:
-    """What another process offers by ``Lane.paths``: writable where it is not sealed."""
+    """Open a path of another process's ``Lane.paths``: writable unless it is sealed."""
     return os.open(path, os.O_RDWR)
 
 
 def open_mapping(path: str, size_bytes: int) -> mmap.mmap:
-    """The same, mapped to read."""
+    """Open a path like ``open_descriptor``, and map it for reading."""
     descriptor = open_descriptor(path)
     try:
         return mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)

@@ -55,7 +55,7 @@ SIZES: Final = (SMALL, MIDDLE)
 
 @dataclass(frozen=True)
 class Place:
-    """Where some models of a size lie, for everybody who answers."""
+    """Folder with some models of a size, for every system that answers."""
 
     bench: Run
     size: Size
@@ -99,7 +99,8 @@ def served(
         running.client() as client,
     ):  # fmt: skip
         for number, folder in enumerate(place.folders):
-            client.register(f"lm-{number}", f"hf:{folder}", weights="pretrained", generate=True)
+            client.register(f"lm-{number}", f"hf:{folder}", weights="pretrained", generate=True,
+                            precision="exact")  # fmt: skip
         yield running, client
 
 
@@ -205,7 +206,7 @@ def speed(bench: Run, size: Size, peers: Sequence[Peer], rounds: int) -> Iterato
 
 
 def _agreement(found: Prompts, right: Prompts) -> Numbers:
-    """How many answers are token by token the same; the least that one has from its beginning."""
+    """Count the token-identical answers, and the shortest common beginning of any answer."""
     same = [
         next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
         for one, other in zip(found, right, strict=True)

@@ -20,7 +20,7 @@ STARTED_AT_MS = time.monotonic() * 1000
 
 
 def write(order: dict[str, Any]) -> None:
-    """A GPT-2 of this size for each folder, each with weights of its own."""
+    """Write a GPT-2 of this size to each folder, each with weights of its own."""
     import torch
     import transformers
 
@@ -37,7 +37,7 @@ def write(order: dict[str, Any]) -> None:
 
 
 def letters(count: int) -> Any:
-    """A tokenizer: each token is one character, so that a text says its tokens."""
+    """Return a tokenizer whose tokens are single characters, so that a text shows its tokens."""
     import transformers
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -51,7 +51,7 @@ def letters(count: int) -> Any:
 
 
 def serve(order: dict[str, Any]) -> None:
-    """Each line has ``ids`` (a list for each sequence) and ``new``: how many tokens each."""
+    """Answer each line of ``ids`` (a list for each sequence) and ``new`` (tokens for each)."""
     import torch
     import transformers
 

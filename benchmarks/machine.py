@@ -22,7 +22,7 @@ QUIET_SHARE: Final = 0.05  # of all cores' time, taken by others during the run
 
 
 def machine_facts() -> dict[str, Any]:
-    """What a reader needs to place the numbers: device, cores, versions, commit."""
+    """Return the facts that put the numbers in context: device, cores, versions, commit."""
     commit, is_dirty = _commit()
     return {
         "device": "cpu",
@@ -38,7 +38,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def python_build() -> str:
-    """How the interpreter was optimized: it is up to 14 % of what the server's own steps take."""
+    """Return the interpreter's optimizations: they are up to 14 % of the server's own step time."""
     args = sysconfig.get_config_var("CONFIG_ARGS") or ""
     flags = {"PGO": "--enable-optimizations", "LTO": "--with-lto"}
     return " and ".join(name for name, flag in flags.items() if flag in args) or "no PGO, no LTO"
@@ -53,14 +53,14 @@ class Others:
     own_s: float = field(default_factory=lambda: own_s())
 
     def share(self) -> float:
-        """Their share of all cores' time until now."""
+        """Return the share of all cores' time that other processes have used until now."""
         others_s = busy_s() - self.busy_s - (own_s() - self.own_s)
         elapsed_s = max(time.monotonic() - self.began_s, 1e-3)
         return max(0.0, others_s / (elapsed_s * (os.cpu_count() or 1)))
 
 
 def warnings_of(load_1m: float, others_share: float) -> list[str]:
-    """Why the numbers deserve less trust; empty on a quiet machine."""
+    """Return reasons to trust the numbers less; empty on a quiet machine."""
     found = []
     if load_1m > QUIET_LOAD:
         found.append(f"the machine was not quiet when this began: load average {load_1m:g}")
@@ -82,7 +82,7 @@ def busy_s() -> float:
 
 
 def _commit() -> tuple[str, bool]:
-    """The checkout's commit, and whether files differ from it; the version when installed."""
+    """Return the checkout's commit, and whether files differ; the version when installed."""
     here = Path(__file__).resolve().parent
 
     def git(*words: str) -> str:

@@ -27,7 +27,7 @@ SKIPPED: Final = {
 
 
 def run(bench: Run, models: Sequence[str] = ()) -> None:
-    """Each model on a rig of its own."""
+    """Run each model on a rig of its own."""
     for setting in settings(bench, models, DEFAULT_MODELS, QUICK_MODELS):
         _one_model(bench, setting)
     bench.skip(SKIPPED)

@@ -47,7 +47,7 @@ QUICK_MODELS: Final = ("resnet152",)
 
 
 def missing(name: str) -> str:
-    """Why a model cannot be measured here; empty when it can."""
+    """Return why a model cannot be measured here; empty when it can."""
     is_there = importlib.util.find_spec("transformers") is not None
     if MODELS[name].source.startswith("hf:") and not is_there:
         return "transformers is not installed: pip install 'pipeswitch[hf]'"

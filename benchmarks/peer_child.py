@@ -27,13 +27,13 @@ F32: Final = 0  # ggml's number: the default for keys and values is float16
 
 
 class Engine(Protocol):
-    """What answers; keys are those of a line."""
+    """Engine that answers prompts; the keys are those of an output line."""
 
     def ask(self, model: int, prompts: list[list[int]], new: int) -> dict[str, Any]: ...
 
 
 def convert(order: dict[str, Any]) -> None:
-    """A GPT-2 in float32. Its tokens are letters of one character each, and none ends an answer."""
+    """Convert a GPT-2 in float32. Its tokens are single letters, and none ends an answer."""
     import gguf
 
     for folder, path in order["files"]:
@@ -59,7 +59,7 @@ def convert(order: dict[str, Any]) -> None:
 
 
 def tensors(path: Path) -> Iterator[tuple[str, Any]]:
-    """Of a safetensors file in float32."""
+    """Yield the tensors of a safetensors file in float32."""
     data = np.memmap(path, np.uint8, "r")
     size = int(data[:8].view(np.uint64)[0])
     for name, told in json.loads(bytes(data[8 : 8 + size])).items():
@@ -69,7 +69,7 @@ def tensors(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def renamed(name: str, values: Any) -> tuple[str, Any]:
-    """As GGUF has it: linear layers' weights are outputs by inputs there."""
+    """Return name and values in GGUF's form: linear layers' weights are outputs by inputs there."""
     words = name.removeprefix("transformer.").split(".")
     if words[0] != "h":
         return f"{AROUND[words[0]]}.{words[-1]}", values
@@ -79,7 +79,7 @@ def renamed(name: str, values: Any) -> tuple[str, Any]:
 
 
 class LlamaCpp:
-    """Its library's own calls: sequences compute together, the largest logit is the token."""
+    """Engine on llama.cpp's library: sequences compute together, the largest logit is the token."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         import llama_cpp
@@ -94,7 +94,7 @@ class LlamaCpp:
         self._batch: Any = llama_cpp.llama_batch_init(order["context"], 0, order["together"])
 
     def ask(self, model: int, prompts: list[list[int]], new: int) -> dict[str, Any]:
-        """Another model than the last one's is loaded in its place."""
+        """Answer the prompts; another model than the last one's is loaded in its place."""
         lib, began_s = self._lib, time.monotonic()
         if model != self._loaded or len(prompts) > self._room:
             self._load(model, len(prompts))
@@ -115,7 +115,7 @@ class LlamaCpp:
         }
 
     def _decode(self, rows: list[tuple[int, int, int]], count: int) -> list[int]:
-        """One call with sequence, position and token of each; what comes after each's last."""
+        """Compute all rows in one call; return the next token of each sequence."""
         batch, last = self._batch, {number: row for row, (number, _, _) in enumerate(rows)}
         batch.n_tokens = len(rows)
         for row, (number, position, token) in enumerate(rows):
@@ -131,7 +131,7 @@ class LlamaCpp:
         return np.ctypeslib.as_array(found, (self._vocabulary,))
 
     def _load(self, model: int, room: int) -> None:
-        """With keys and values of so many sequences: to clear them takes time."""
+        """Load a model with room for ``room`` sequences: clearing keys and values takes time."""
         lib, order = self._lib, self._order
         if self._model is not None:
             lib.llama_free(self._context)
@@ -150,7 +150,7 @@ class LlamaCpp:
 
 
 class Vllm:
-    """Its ``LLM``, in this process alone."""
+    """Engine on vLLM's ``LLM``, in this process alone."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         from vllm import LLM, SamplingParams

@@ -33,7 +33,7 @@ F32: Final = 0  # ggml's number; the default for keys and values is float16
 
 
 def run(bench: Run, _: Sequence[str] = ()) -> None:
-    """Of each size: tokens a second, first tokens, and another model wanted."""
+    """Measure for each size: tokens a second, first tokens, and a switch to another model."""
     found = usable(bench, PEERS_FOLDER, PEERS)
     for size in lm.SIZES[:1] if bench.is_quick else lm.SIZES:
         with lm.placed(bench, size, TWO, has_letters=True) as place:
@@ -67,7 +67,7 @@ def _child_command(verb: str, order: Mapping[str, Any]) -> list[str]:
 
 
 def _environment(place: lm.Place) -> dict[str, str]:
-    """Nothing is fetched or sent, and nothing kept elsewhere."""
+    """Return an environment that downloads and sends nothing, and keeps files in this folder."""
     return environment() | {
         "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TMPDIR": str(place.folder),
         "VLLM_CACHE_ROOT": str(place.folder / "cache"), "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -78,7 +78,7 @@ def _environment(place: lm.Place) -> dict[str, str]:
 
 @dataclass
 class OverHttp(lm.Peer):
-    """By ``/v1/completions``: each prompt on a connection and a thread of its own."""
+    """Peer behind ``/v1/completions``: each prompt has a connection and a thread of its own."""
 
     address: str = ""
     more: Mapping[str, Any] = field(default_factory=dict)  # in the body
@@ -95,7 +95,7 @@ class OverHttp(lm.Peer):
 
 
 def _stream(address: str, body: str) -> tuple[str, float]:
-    """A completion's text, and when its first letter came."""
+    """Return a completion's text, and when its first letter arrived."""
     connection, began_ms, first_ms = http.client.HTTPConnection(address), now_ms(), 0.0
     try:
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
@@ -116,7 +116,7 @@ def _stream(address: str, body: str) -> tuple[str, float]:
 def _everyone(
     place: lm.Place, found: Sequence[str]
 ) -> Iterator[contextlib.AbstractContextManager[list[lm.Peer]]]:
-    """What is right comes first."""
+    """Yield each peer; the one with the reference answers comes first."""
     yield _transformers(place)
     yield _ours(place)
     for name, start in (("llama_cpp", _llama_server), ("vllm", _vllm_server)):
@@ -197,7 +197,7 @@ def _library(place: lm.Place, name: str) -> Iterator[list[lm.Peer]]:
 
 
 def _first(place: lm.Place, peers: Sequence[lm.Peer]) -> None:
-    """One token of a new prompt, after a request of the same model's, or of the other one's."""
+    """Measure one token of a new prompt, after a request for the same or for the other model."""
     bench, size = place.bench, place.size
     holders = [one for one in peers if not one.name.startswith(("vLLM", RIGHT))]
     for words, before, chosen in (

@@ -114,7 +114,7 @@ def _simple_plans(rig: Rig) -> dict[str, Plan]:
 
 
 def _calibrate(rig: Rig) -> LayerCosts:
-    """What each layer costs now, beside a copy: medians of some switches."""
+    """Measure each layer's current cost beside a copy: medians of some switches."""
     found: dict[str, list[Switch]] = {"per-layer": [], "one-shot": []}
     plans = _simple_plans(rig)
     for number in range(CALIBRATIONS + 1):

@@ -18,25 +18,25 @@ Order = dict[str, Any]
 
 
 def build_spec(order: Order) -> BuildSpec:
-    """The order in a registration's words."""
+    """Return the order as a registration's spec."""
     inputs = {name: (tuple(shape), dtype) for name, (shape, dtype) in order["inputs"].items()}
     weights = f"random:{order['seed']}"
     return BuildSpec(name="bench", source=order["source"], weights=weights, inputs=inputs)
 
 
 def load(order: Order) -> Loaded:
-    """The module with seeded random weights, as a registration would make it."""
+    """Return the module with seeded random weights, as a registration would make it."""
     return load_source(build_spec(order))
 
 
 def network(order: Order) -> nn.Module:
-    """That module, ready to answer with the order's threads."""
+    """Load the order's module, ready to answer with the order's threads."""
     torch.set_num_threads(order["threads"])
     return load(order).module.eval()
 
 
 def structure(order: Order) -> nn.Module:
-    """The module on meta: no memory is touched and no random number drawn."""
+    """Return the module on meta: no memory is touched and no random number drawn."""
     construct, _ = _constructor(build_spec(order))
     with torch.device("meta"):
         module = construct()
@@ -44,13 +44,13 @@ def structure(order: Order) -> nn.Module:
 
 
 def inputs_of(order: Order) -> list[torch.Tensor]:
-    """One request's inputs, in call order."""
+    """Return one request's inputs, in call order."""
     with np.load(order["inputs_path"]) as arrays:
         return [torch.from_numpy(arrays[name]) for name in arrays.files]
 
 
 def checksum(output: Any) -> float:
-    """Of the first output: whatever is compared must agree in it."""
+    """Return the sum of the first output, in which all compared runs must agree."""
     first = next(iter(flatten_outputs(output).values()))
     return float(first.double().sum())
 

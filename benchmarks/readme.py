@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from . import papers
 from .trials import table
 
 BEGIN: Final = "<!-- results: written by python -m benchmarks.readme, do not edit -->"
 END: Final = "<!-- end of results -->"
 SWITCH_ARMS: Final = (
-    "ready", "resident", "cold", "pipeswitch-style", "serial", "to-device", "stop-and-start",
+    "ready", "resident", "cold", "resident, fast", "cold, fast", "pipeswitch-style", "serial",
+    "to-device", "stop-and-start",
 )  # fmt: skip
 DEMO: Final = "demo"
 SECOND_MS: Final = 1000.0
@@ -29,7 +31,7 @@ Results = Mapping[str, tuple[str, Document]]
 
 
 def newest(folder: Path) -> dict[str, tuple[str, Document]]:
-    """By benchmark of the cpu device: the newest result's file name and content.
+    """Return the newest result of each cpu benchmark: its file name and content.
 
     Names are ``<what>_cpu_<date>.json``. Other devices' results have a page of their own.
     """
@@ -40,7 +42,7 @@ def newest(folder: Path) -> dict[str, tuple[str, Document]]:
 
 
 def front_page(results: Results) -> list[str]:
-    """The paragraphs of README: the demo in a sentence, how many targets are met."""
+    """Return the paragraphs of README: the demo in a sentence, how many targets are met."""
     parts = []
     if DEMO in results:
         parts.append(demo_sentence(*results[DEMO]))
@@ -55,29 +57,30 @@ def front_page(results: Results) -> list[str]:
 
 
 def results_page(results: Results) -> list[str]:
-    """The paragraphs of ``benchmarks/results/README.md``: switch, demo, all targets."""
-    parts = []
-    if "switch" in results:
-        parts.append(switch_table(*results["switch"]))
-    if DEMO in results:
-        parts.append(demo_table(*results[DEMO]))
-    if "peers" in results:
-        parts.append(peers_table(*results["peers"]))
+    """Return the paragraphs of ``benchmarks/results/README.md``: all targets, then each
+    benchmark."""
     measured = _measured(results)
-    if measured:
-        parts += [target_table(measured), missed_table(measured)]
+    parts = [target_table(measured)] if measured else []
+    own = {"switch": switch_table, DEMO: demo_table, "peers": peers_table}
+    for name in sorted(results):
+        parts.append(f"### {name}")
+        if name in own:
+            parts.append(own[name](*results[name]))
+        if name in measured and name != "peers":
+            parts.append(findings_table(*results[name]))
     return parts
 
 
 PAGES: Final[Mapping[str, Callable[[Results], list[str]]]] = {
     "README.md": front_page,
     "benchmarks/results/README.md": results_page,
+    "docs/papers.md": papers.page,
 }
 """Every page with a section of results, and what makes its paragraphs."""
 
 
 def replaced(page: str, paragraphs: Sequence[str]) -> str:
-    """The page with these paragraphs between its marks.
+    """Return the page with these paragraphs between its marks.
 
     Raises:
         ValueError: it does not have the two marks, once each and in order.
@@ -95,12 +98,16 @@ def demo_sentence(file: str, demo: Document) -> str:
     """``make demo`` in one sentence."""
     ours, training = demo["pipeswitch"], demo["training"]
     same = "bit-equal" if demo["largest_difference"] == 0 else "not equal"
+    fast = ""
+    if "fast" in demo:
+        fast_ms, error = demo["fast"]["pipeswitch"]["p50_ms"], demo["fast"]["largest_error"]
+        fast = f"; in `fast` p50 is {_ms(fast_ms)} and the error {error:.0e} of the largest output"
     return (
         f"`make demo`, {ours['count']} requests for {len(demo['plan']['models'])} models on a "
         f"device that holds two: p50 {_ms(ours['p50_ms'])}; {_ms(demo['ready_model']['p50_ms'])} "
         f"with models that are always loaded, {_ms(demo['stop_and_start']['p50_ms'])} with a "
         f"process per request. The training job beside it lost {training['steps_lost']} steps; "
-        f"all answers were {same} to the plain models' "
+        f"all answers in precision `exact` were {same} to the plain models'{fast} "
         f"([{file}](benchmarks/results/{file}))."
     )
 
@@ -110,6 +117,9 @@ def demo_table(file: str, demo: Document) -> str:
     ours, machine = demo["pipeswitch"], demo["machine"]
     parts = ("p50", "p99", "queue", "switch", "copy", "stall", "compute")
     rows = [("pipeswitch", *(_ms(ours[f"{part}_ms"]) for part in parts))]
+    if "fast" in demo:
+        fast = demo["fast"]["pipeswitch"]
+        rows.append(("pipeswitch, precision fast", *(_ms(fast[f"{part}_ms"]) for part in parts)))
     for key, name in (
         ("ready_model", "ready model (lower bound)"),
         ("stop_and_start", "stop-and-start"),
@@ -139,7 +149,7 @@ def demo_table(file: str, demo: Document) -> str:
 
 
 def switch_table(file: str, document: Document) -> str:
-    """One request that preempts training, p50 and p99 by model and way to serve it."""
+    """Return a table of a request that preempts training: p50 and p99 by model and server."""
     rows = {
         (row["case"], row["arm"]): row for row in document["summary"] if row["number"] == "total_ms"
     }
@@ -156,7 +166,7 @@ def switch_table(file: str, document: Document) -> str:
 
 
 def peers_table(file: str, document: Document) -> str:
-    """Each case of language models by who answers, p50; the best one of a row is marked."""
+    """Return a table of language models' cases by peer, p50; the best in a row is marked."""
     p50 = {
         (row["case"], row["arm"]): row["p50"]
         for row in document["summary"]
@@ -188,7 +198,7 @@ def peers_table(file: str, document: Document) -> str:
 
 
 def target_table(results: Results) -> str:
-    """How many targets each benchmark meets, of which commit, and whether the machine was quiet."""
+    """Return a table of targets met by each benchmark, with commit and quietness of the machine."""
     rows = []
     for name, (file, document) in sorted(results.items()):
         judged = _judged(document)
@@ -200,16 +210,16 @@ def target_table(results: Results) -> str:
     return "\n".join(["**Targets** of the newest result of each benchmark.", "", *lines])
 
 
-def missed_table(results: Results) -> str:
-    """Every target that is missed."""
+def findings_table(file: str, document: Document) -> str:
+    """Return every missed target; for a benchmark without targets, all of its findings."""
+    judged = _judged(document)
+    shown = [row for row in judged if not row["is_met"]] if judged else document["findings"]
     rows = [
-        (name, row["name"], f"{row['value']:.3g} {row['unit']}".strip(), row["target"])
-        for name, (_, document) in sorted(results.items())
-        for row in _judged(document)
-        if not row["is_met"]
+        (row["name"], f"{row['value']:.3g} {row['unit']}".strip(), row["target"]) for row in shown
     ]
-    lines = table("benchmark | what | measured | target", rows)
-    return "\n".join(["**Missed**, all of them:", "", *lines])
+    missed = f"{len(rows)} of {len(judged)} targets are missed" if judged else "No targets are set"
+    about = f"{missed} ([{file.removesuffix('.json')}.md]({file.removesuffix('.json')}.md))."
+    return "\n".join([about, "", *table("what | measured | target", rows)] if rows else [about])
 
 
 def _measured(results: Results) -> Results:
@@ -226,7 +236,7 @@ def _commit(document: Document) -> str:
 
 
 def _columns(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table whose first column has no name."""
+    """Return a table whose first column has no name."""
     _, *lines = table(" | ".join(["", *names]), rows)
     return [f"| | {' | '.join(names)} |", *lines]
 

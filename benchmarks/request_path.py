@@ -140,7 +140,7 @@ def bare_server(largest_bytes: int) -> Iterator[list[Dealer]]:
 
 
 def _reply_bytes() -> int:
-    """The size of a reply header of ours, a full bill in it."""
+    """Return the size of a reply header of ours with a full bill."""
     bill = Bill(**dict.fromkeys(PARTS, 1.5), resident=True, worker=0, epoch=1000)  # type: ignore[arg-type]
     output = WireTensor(name="y", dtype="float32", shape=(1,), frame=0)
     header = ReplyHeader(

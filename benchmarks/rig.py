@@ -53,7 +53,7 @@ class Switch:
 
     @property
     def makespan_ms(self) -> float:
-        """From the order to copy until the last group has computed."""
+        """Time from the order to copy until the last group has computed."""
         return self.ends_ms[-1] - self.began_at_ms
 
     @property
@@ -66,7 +66,7 @@ class Switch:
         return [b - a for a, b in zip(starts, self.arrivals_ms, strict=True)]
 
     def numbers(self) -> Numbers:
-        """For a trial's record."""
+        """Return the numbers for a trial's record."""
         return {
             "makespan_ms": self.makespan_ms,
             "transfer_ms": sum(self.transfers_ms),
@@ -141,18 +141,18 @@ class Rig(Engine):
         return [layer.size_bytes for layer in self.layers]
 
     def fill_store(self) -> None:
-        """The weights from their file."""
+        """Fill the store with the weights from their file."""
         view = self.memory.store_view(0, self.store_bytes)
         fill(view, self._weights, self.manifest)
         view.release()
 
     def use(self, memory: CpuDeviceMemory) -> CpuDeviceMemory:
-        """Another arena from now on; the old one, for the caller to close."""
+        """Use another arena from now on; return the old one, for the caller to close."""
         old, self.memory = self.memory, memory
         return old
 
     def map_arena(self) -> None:
-        """The child maps the arena and binds the model's tensors to it."""
+        """Let the child map the arena and bind the model's tensors to it."""
         models, work = self.memory.export_descriptors()
         folder = f"/proc/{os.getpid()}/fd"
         order = {"models": f"{folder}/{models}", "work": f"{folder}/{work}"}
@@ -165,7 +165,7 @@ class Rig(Engine):
         self._ask("plan", plan=list(plan), nodes=[[g.first_node, g.end_node] for g in groups])
 
     def groups(self, plan: Sequence[int]) -> list[LayerSpan]:
-        """The layers merged to groups."""
+        """Return the layers merged to groups."""
         ends = [*plan[1:], len(self.layers)]
         return [_merged(self.layers[start:end]) for start, end in zip(plan, ends, strict=True)]
 
@@ -174,7 +174,7 @@ class Rig(Engine):
         self.memory._store_map.madvise(mmap.MADV_DONTNEED)
 
     def prefault(self) -> None:
-        """The child takes its page faults of the arena, as a standby worker does."""
+        """Let the child take its page faults of the arena, as a standby worker does."""
         self._ask("prefault")
 
     def switch(

@@ -123,7 +123,7 @@ class Runner:
             )
 
     def _groups(self, nodes: list[list[int]]) -> tuple[GroupSpec, ...]:
-        """As the manifest would have them; bytes are the sender's business."""
+        """Return the groups as in the manifest; bytes are set by the sender."""
         layers = layers_of_graph(self._graph)
         return tuple(
             GroupSpec(

@@ -64,7 +64,7 @@ class Rival(Baseline):
         self._receive()
 
     def measure(self) -> Numbers:
-        """One request; its parts as the coordinator and the worker saw them."""
+        """Measure one request and its parts, as the coordinator and the worker saw them."""
         began_ms = now_ms()
         self._client.send(("infer", self._inputs))
         outputs, parts = self._receive()
@@ -125,7 +125,10 @@ def coordinate(order: dict[str, Any], style: Style, client: Connection) -> None:
 
 
 def _next_order(client: Connection) -> tuple[str, Any] | None:
-    """None when the client has hung up; a worker's end of file is an error and passes through."""
+    """Return the next order; None when the client has hung up.
+
+    A worker's end of file is an error and passes through.
+    """
     try:
         verb, inputs = client.recv()
     except EOFError:
@@ -150,7 +153,7 @@ class Coordinator:
         self._active = 0
 
     def train(self) -> None:
-        """The next worker trains; returns after its first steps."""
+        """Let the next worker train; return after its first steps."""
         worker = self._next()
         worker.work.send(("train", None))
         worker.work.recv()
@@ -222,7 +225,7 @@ class Coordinator:
 
 
 def _work(*arguments: Any) -> None:
-    """Here, so that the coordinator need not import torch to name it."""
+    """Run the worker; the import is here, so that the coordinator need not import torch."""
     from .rival_worker import main
 
     main(*arguments)

@@ -39,12 +39,12 @@ class Termination:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def check(self) -> None:
-        """After a leaf module: everything before it has run. Leave if asked to."""
+        """Check after a leaf module, when everything before it has run: exit on request."""
         if self._is_asked.is_set():
             raise Terminated
 
     def acknowledge(self) -> None:
-        """The device is free."""
+        """Report that the device is free."""
         self._is_asked.clear()
         self._pipe.send("terminated")
 
@@ -162,4 +162,4 @@ class ServedModel:
 
 
 def _go_on(index: int) -> None:
-    """Everything has arrived."""
+    """Do nothing: all groups have arrived."""

@@ -26,6 +26,7 @@ POLL_S: Final = 0.01
 SETTLE_S: Final = 1.0  # a held job's worker is replaced, and the new one prepares its models
 STEPS_BETWEEN: Final = 2  # training is under way again before the next request
 TWINS: Final = ("twin-a", "twin-b")
+FAST_TWINS: Final = ("fast-a", "fast-b")
 SWITCH_INTERVAL_S: Final = 0.0005  # the clients are threads: one keeps another for no 5 ms
 BILL: Final = ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms")
 
@@ -40,16 +41,18 @@ def serving(
     devices: tuple[str, ...] = ("cpu",),
     are_pinned: bool = False,
     slices_bytes: int = SLICE_ROOM_BYTES,
+    has_fast: bool = False,
 ) -> Iterator[tuple[RunningServer, Client]]:
     """A server whose arena holds one of two twins of a model, never both (or both: 2 rooms).
 
     The twins differ in their weights only: asking for the one that is not there is always a cold
-    switch, of the same size. Pinned, each is limited to a device of its own.
+    switch, of the same size. Pinned, each is limited to a device of its own. ``has_fast``: there
+    are also two twins in precision ``fast``.
     """
     with (
         server(
             arena=str(rooms * model.room_bytes + slices_bytes),
-            host_store=str(2 * (model.room_bytes + slices_bytes)),  # a commit has two halves
+            host_store=str((2 + 2 * has_fast) * (model.room_bytes + slices_bytes)),
             devices=devices, args=("--threads", str(threads)),
         ) as running,
         running.client() as client,
@@ -59,11 +62,16 @@ def serving(
                 name, model.source, weights=f"random:{seed + number}", inputs=model.inputs,
                 devices=devices[number : number + 1] if are_pinned else (),
             )  # fmt: skip
+        for number, name in enumerate(FAST_TWINS if has_fast else ()):
+            client.register(
+                name, model.source, weights=f"random:{seed + number}", inputs=model.inputs,
+                precision="fast",
+            )  # fmt: skip
         yield running, client
 
 
 def ask(client: Client, name: str, inputs: Any, *, is_resident: bool) -> tuple[Result, Numbers]:
-    """One request: the client's clock around it, and its bill. Wrong residency is an error."""
+    """Send one request; return the client's time and its bill. Wrong residency is an error."""
     began_ms = now_ms()
     result = client.infer(name, inputs)
     total_ms = now_ms() - began_ms

@@ -1,4 +1,4 @@
-"""What every baseline is given, what it must be able to do, and how its processes are started."""
+"""Setting of every baseline: its inputs, its required abilities, and its processes' start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .trials import Numbers, Run
 
 @dataclass(frozen=True)
 class Setting:
-    """What every baseline is given: the model, its files, and as many threads as the server's."""
+    """Setting that every baseline shares: the model, its files, and the server's thread count."""
 
     model: BenchModel
     folder: Path
@@ -28,7 +28,7 @@ class Setting:
     seed: int
 
     def order(self) -> dict[str, Any]:
-        """For ``child.py``."""
+        """Return the order for ``child.py``."""
         return {
             "source": self.model.source,
             "inputs": dict(self.model.inputs),
@@ -66,12 +66,12 @@ def settings(
 
 @dataclass(frozen=True)
 class Style:
-    """How a rival serves a request (``rival.py``).
+    """Style in which a rival serves a request (``rival.py``).
 
-    ``transfer``: in groups while it computes; the whole model, then compute; or tensor by
-    tensor into memory allocated for each, which is what ``.to(device)`` does.
-    ``workers``: a standby is ready; the process that trained also infers; or a new process is
-    forked for the request while the old one stops (PipeSwitch's figure 9).
+    ``transfer``: in groups while it computes; the whole model, then compute; or tensor by tensor
+    into memory allocated for each, which is what ``.to(device)`` does. ``workers``: a standby is
+    ready; the process that trained also infers; or a new process is forked for the request while
+    the old one stops (PipeSwitch's figure 9).
     """
 
     name: str
@@ -100,7 +100,7 @@ class Baseline:
 def spawn(
     verb: str, order: dict[str, Any], *, module: str = "child", keep: tuple[int, ...] = ()
 ) -> subprocess.Popen[str]:
-    """A child of ours with pipes at both ends; descriptors in ``keep`` are its too."""
+    """Start one of our children with pipes at both ends; it inherits ``keep``'s descriptors."""
     name = f"{__package__}.{module}"
     command = [sys.executable, "-P", "-m", name, verb, json.dumps(order)]
     return subprocess.Popen(
@@ -114,13 +114,13 @@ def spawn(
 
 
 def tell(child: subprocess.Popen[str], **values: Any) -> None:
-    """One JSON line to its standard input."""
+    """Write one JSON line to the child's standard input."""
     assert child.stdin is not None
     child.stdin.write(json.dumps(values) + "\n")
 
 
 def read_line(child: subprocess.Popen[str]) -> Numbers:
-    """Its next JSON line."""
+    """Return the child's next JSON line."""
     assert child.stdout is not None
     line = child.stdout.readline()
     if not line:

@@ -56,7 +56,7 @@ CASES: Final = (
 
 
 def run(bench: Run, _: Any = ()) -> None:
-    """All cases on one server."""
+    """Run all cases on one server."""
     one, many = _measured(1, WIDTH), _measured(MANY_UNITS, WIDTH)
     unit_ms = (many["load_ms"] - one["load_ms"]) / (MANY_UNITS - 1)
     train_ms = {WIDTH: one["train_ms"], NARROW: _measured(1, NARROW)["train_ms"]}
@@ -112,6 +112,6 @@ class _Jobs:
 
 
 def _rate(instants_ms: Sequence[Sequence[float]]) -> Numbers:
-    """Of all jobs, from the first step of any to the last one."""
+    """Return the rate of all jobs together, from the first step of any to the last one."""
     seconds = (max(one[-1] for one in instants_ms) - min(one[0] for one in instants_ms)) / 1000.0
     return {"images_per_s": sum(map(len, instants_ms)) * BATCH / seconds, "window_s": seconds}

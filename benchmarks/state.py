@@ -30,7 +30,7 @@ MAX_OVER_PLAIN: Final = 1.25  # "time near bytes / bandwidth" for a model with s
 
 
 def run(bench: Run, _: Sequence[str] = ()) -> None:
-    """Each model of SwitchFlow's table that torchvision has."""
+    """Run each model of SwitchFlow's table that torchvision has."""
     for name in QUICK_MODELS if bench.is_quick else MODELS:
         _one_model(bench, name)
     bench.skip(SKIPPED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -15,12 +16,13 @@ from pipeswitch.planning.fit import quantile
 from .baselines import BASELINES, NEEDS_CUDA, ReadyModel, StopAndStart
 from .models import QUICK_MODELS, SWITCH_MODELS
 from .rival import PUBLISHED, SERIAL, TO_DEVICE
-from .serving import TWINS, Training, ask, serving
+from .serving import FAST_TWINS, TWINS, Training, ask, serving
 from .setting import Baseline, Setting, settings
 from .trials import Arm, Numbers, Run, paired_differences, ratio
 
 ROUNDS: Final = 12
 QUICK_ROUNDS: Final = 7
+MAX_FAST_RATIO: Final = 0.70  # of a cold fast request to the ready eager model
 MIN_RATIO: Final = 100.0  # of stop-and-start's overhead to ours, on the cpu device
 MIN_RIVAL_RATIO: Final = 3.0  # of the PipeSwitch-style one's
 RIVALS: Final = (PUBLISHED.name, SERIAL.name, TO_DEVICE.name)
@@ -39,18 +41,22 @@ def run(bench: Run, models: Sequence[str]) -> None:
 
 
 def compare(bench: Run, setting: Setting, baselines: Sequence[str]) -> None:
-    """Ours, cold and resident, in turns with these baselines."""
+    """Ours, cold and resident, exact and fast, in turns with these baselines."""
     name = setting.model.name
     with contextlib.ExitStack() as stack:
         rivals = []
         for baseline in baselines:
             rivals.append(BASELINES[baseline](setting))
             stack.callback(rivals[-1].close)
-        _, client = stack.enter_context(serving(setting.model, bench.threads, bench.seed))
+        _, client = stack.enter_context(
+            serving(setting.model, bench.threads, bench.seed, has_fast=True)
+        )
         requests = Requests(bench, client, setting)
         arms = [
             Arm("cold", requests.cold, requests.training.run),
             Arm("resident", requests.resident, requests.training.run),
+            Arm("cold, fast", partial(requests.cold, FAST_TWINS), requests.training.run),
+            Arm("resident, fast", partial(requests.resident, FAST_TWINS), requests.training.run),
             *(requests.arm_of(rival) for rival in rivals),
         ]
         bench.say(f"{name}: measuring")
@@ -58,27 +64,26 @@ def compare(bench: Run, setting: Setting, baselines: Sequence[str]) -> None:
 
 
 class Requests:
-    """What the arms share: which twin is on the device, the inputs, the training job."""
+    """State that the arms share: the twin on the device, the inputs, the training job."""
 
     def __init__(self, bench: Run, client: Client, setting: Setting) -> None:
         self._client = client
         self._inputs: Any = setting.arrays()
         self.training = Training(client, bench.threads, bench.seed)
-        self._here = 1  # neither; the first cold request is for twin 0
+        self._last = {TWINS: 1, FAST_TWINS: 1}  # the first cold request is for twin 0
         self._checksum: float | None = None
 
-    def cold(self) -> Numbers:
-        self._here = 1 - self._here
-        return self._ask(is_resident=False)
+    def cold(self, twins: tuple[str, str] = TWINS) -> Numbers:
+        self._last[twins] = 1 - self._last[twins]
+        return self._ask(twins, is_resident=False)
 
-    def resident(self) -> Numbers:
-        return self._ask(is_resident=True)
+    def resident(self, twins: tuple[str, str] = TWINS) -> Numbers:
+        return self._ask(twins, is_resident=True)
 
-    def _ask(self, *, is_resident: bool) -> Numbers:
-        result, numbers = ask(
-            self._client, TWINS[self._here], self._inputs, is_resident=is_resident
-        )
-        if self._here == 0:
+    def _ask(self, twins: tuple[str, str], *, is_resident: bool) -> Numbers:
+        name = twins[self._last[twins]]
+        result, numbers = ask(self._client, name, self._inputs, is_resident=is_resident)
+        if name == TWINS[0]:
             self._checksum = float(next(iter(result.outputs.values())).sum(dtype=np.float64))
         return numbers
 
@@ -95,7 +100,7 @@ class Requests:
         return Arm(baseline.name, measure, prepare, baseline.every, warms_up=baseline.every == 1)
 
     def _same(self, name: str, checksum: float) -> None:
-        """Whatever is compared has computed the same thing."""
+        """Raise unless the compared arm computed the same result."""
         assert self._checksum is not None
         if abs(checksum - self._checksum) > CHECKSUM_TOLERANCE * max(1.0, abs(self._checksum)):
             raise RuntimeError(f"{name} answers {checksum}, the server {self._checksum}")
@@ -123,6 +128,8 @@ def _findings(bench: Run, case: str) -> None:
     bench.find(f"{case}: the same from minimums", by_minimum, at_least=MIN_RATIO)
     _against_rivals(bench, case)
     bench.find(f"{case}: cold / ready, p50", quantile(cold, 0.5) / quantile(ready, 0.5))
+    fast = quantile(bench.values(case, "cold, fast", "total_ms"), 0.5) / quantile(ready, 0.5)
+    bench.find(f"{case}: cold, fast / ready, p50", fast, at_most=MAX_FAST_RATIO)
     bench.find(f"{case}: cold / ready, minimums", min(cold) / min(ready))
     bench.find(f"{case}: resident / ready, minimums", min(resident) / min(ready))
 

@@ -22,7 +22,7 @@ QUICK_MODELS: Final = ("resnet18",)
 
 
 def run(bench: Run, models: Sequence[str] = ()) -> None:
-    """All figures; ``models``: of those of requests."""
+    """Run all figures; ``models``: for those of requests."""
     for setting in settings(bench, models, DEFAULT_MODELS, QUICK_MODELS):
         interference.twice(bench, setting)
     interference.run(bench, models)

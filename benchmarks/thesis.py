@@ -36,7 +36,7 @@ def johnson(jobs: Sequence[Job]) -> Order:
 
 
 def exhaustive(jobs: Sequence[Job], memory: Memory = UNLIMITED) -> Order:
-    """The best of all orders; for ten jobs at most, by the factorial."""
+    """Return the best of all orders; at most for ten jobs, since the time is factorial."""
     best: tuple[float, Order] = (math.inf, ())
 
     def extend(order: Order, left: tuple[int, ...]) -> None:
@@ -52,7 +52,7 @@ def exhaustive(jobs: Sequence[Job], memory: Memory = UNLIMITED) -> Order:
 
 
 def _is_ready(jobs: Sequence[Job], index: int, left: Sequence[int]) -> bool:
-    """Whether no earlier job of its client, which are those of its model, is left."""
+    """Return True if no earlier job of the same client, hence of the same model, is left."""
     return not any(i < index and jobs[i].model == jobs[index].model for i in left)
 
 
@@ -86,4 +86,4 @@ def example() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    views.console().print(views.table(example(), ("way", "order", "total_ms")))
+    views.console().print(views.Listing(example(), ("way", "order", "total_ms")))

@@ -31,7 +31,7 @@ Ask = Callable[[], Numbers]
 
 
 def run(bench: Run, models: Sequence[str]) -> None:
-    """All cycles of each model."""
+    """Run all cycles of each model."""
     for setting in settings(bench, models, DEFAULT_MODELS, QUICK_MODELS):
         _one_model(bench, setting)
     bench.notes.append("throughput: requests of a cycle over the time until its last has ended")

@@ -71,7 +71,7 @@ def main() -> None:
 def network(
     width: int = WIDTH, layer_count: int = LAYERS, batch: int = BATCH
 ) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """The trained MLP, and a batch of inputs and targets; the same every time."""
+    """Return the trained MLP, and a batch of inputs and targets; the same every time."""
     torch.manual_seed(0)
     layers = [nn.Linear(width, width) for _ in range(layer_count)]
     model = nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))

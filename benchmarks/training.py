@@ -65,7 +65,7 @@ SHAPES: Final = {  # a training step's size, as train_script's arguments
 
 
 def run(bench: Run, _: Any = ()) -> None:
-    """All shapes on one server."""
+    """Run all shapes on one server."""
     with (
         tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder,
         server(
@@ -123,7 +123,7 @@ class _Runs:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Of each step after the warm-up; ``gaps_ms``: between neighbouring gate points."""
+    """Times of each step after the warm-up; ``gaps_ms``: between neighbouring gate points."""
 
     wall_ms: list[float]
     cpu_ms: list[float]  # of the script's thread
@@ -205,7 +205,7 @@ def _latency(bench: Run, shape: str, runs: _Runs, client: Client) -> None:
 
 
 def _longest_layer_ms(gaps: Sequence[Sequence[float]]) -> float:
-    """The longest of the medians of each place of a step."""
+    """Return the longest of the medians of each place of a step."""
     return max(quantile(place, 0.5) for place in zip(*gaps, strict=True))
 
 
@@ -227,7 +227,7 @@ class Suspensions:
             self._records = client.events("job.suspended", timeout_s=EVENTS_WAIT_S)
 
     def stop(self) -> list[dict[str, Any]]:
-        """All events, the last request's included."""
+        """Stop; return all events, the last request's included."""
         self._is_over.set()
         self._thread.join()
         return self._found

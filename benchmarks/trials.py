@@ -54,7 +54,7 @@ def table(head: str, rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def nothing() -> None:
-    """An arm that needs no preparation."""
+    """Do nothing: the arm needs no preparation."""
 
 
 def asked_for(
@@ -147,11 +147,11 @@ class Run:
         self.facts = self.facts | {"threads": self.threads, "seed": self.seed}
 
     def rounds(self, full: int, quick: int) -> int:
-        """How many rounds: as asked for, else the benchmark's own choice."""
+        """Return the number of rounds: the requested one, else the benchmark's own."""
         return self.trials_asked or (quick if self.is_quick else full)
 
     def usable(self, names: Sequence[str]) -> list[str]:
-        """Those models that can be measured here; the others are told as skipped."""
+        """Return the models that can be measured here; report the others as skipped."""
         reasons = {name: missing(name) for name in names}
         self.skip({name: reason for name, reason in reasons.items() if reason})
         return [name for name in names if not reasons[name]]
@@ -180,7 +180,7 @@ class Run:
             self.record(case, arm.name, number, numbers)
 
     def values(self, case: str, arm: str, key: str) -> list[float]:
-        """One number of all trials of an arm, in order."""
+        """Return one number of all trials of an arm, in order."""
         return [
             float(trial[key])
             for trial in self.trials
@@ -235,7 +235,7 @@ class Run:
         ]
 
     def document(self) -> dict[str, Any]:
-        """Everything, as it is written beside the Markdown."""
+        """Return the whole document, as it is written beside the Markdown."""
         return {
             "bench": self.what,
             "command": self.command,
@@ -250,14 +250,14 @@ class Run:
         }
 
     def compact_json(self) -> str:
-        """The document with one line per trial, so that a diff shows what changed."""
+        """Return the document with one line per trial, so that a diff shows what changed."""
         document = self.document()
         trials = ",\n".join(f"  {json.dumps(trial)}" for trial in document.pop("trials"))
         head = json.dumps(document, indent=1)[:-2]
         return f'{head},\n "trials": [\n{trials}\n ]\n}}\n'
 
     def markdown(self) -> str:
-        """The report for people."""
+        """Return the report for people."""
         facts = ", ".join(f"{key} {value}" for key, value in self.facts.items())
         lines = [f"# {self.what} on {self.facts['device']}", "", f"`{self.command}`", "", facts, ""]
         lines += [*(f"**Warning:** {text}." for text in self.warnings), ""] if self.warnings else []

@@ -53,9 +53,9 @@ class Commits:
         self._newest.pop(job, None)
 
     def was_accepted(self, order: CommitCopy) -> bool:
-        """Whether this copy, or a later one of its epoch, was ordered before.
+        """Return True if this copy, or a later one of its epoch, was ordered before.
 
-        The first order is answered, or was. By now the slice's owner may write it again.
+        The first order is or was answered. By now the slice's owner may write it again.
         """
         epoch, number = self._newest.get(order.job, NO_COPY)
         return order.epoch == epoch and order.number <= number

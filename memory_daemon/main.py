@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import logging.handlers
 import os
 import signal
 import sys
@@ -12,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeswitch.base.units import PrintableFormatter, printable
+from pipeswitch.base.units import LogFile, PrintableFormatter, printable
 from pipeswitch.devices.kinds import kind_of
 from pipeswitch.ipc.channel import Channel, name_event
 from pipeswitch.ipc.messages.daemon import DaemonSettings
@@ -58,7 +57,7 @@ def log_to(path: str, max_bytes: int) -> None:
     handler: logging.Handler = logging.StreamHandler()
     refusal = ""
     try:
-        handler = logging.handlers.RotatingFileHandler(path, maxBytes=max_bytes, backupCount=2)
+        handler = LogFile(path, maxBytes=max_bytes, backupCount=2)
     except OSError as error:
         refusal = error.strerror or ""
     handler.setFormatter(PrintableFormatter("%(levelname)s:%(name)s:event=%(event)d %(message)s"))

@@ -1,6 +1,6 @@
-"""Which transmissions may be: the daemon's own check of what the controller asks for.
+"""Guard of transmissions: the daemon's own check of the controller's orders.
 
-The controller's ledger leases the bytes; this guard refuses what would break invariant I4 (at
+The controller's ledger leases the bytes; this guard refuses whatever would break invariant I4 (at
 most one live writer of a range) if the ledger or a late message were wrong. It knows no device.
 """
 
@@ -101,7 +101,7 @@ class TransmitGuard:
 
 
 def _without(span: _Span, start: int, end: int) -> list[_Span]:
-    """What is left of ``span`` outside of start…end."""
+    """Return the parts of ``span`` outside of start…end."""
     if not span.overlaps(start, end):
         return [span]
     pieces = []

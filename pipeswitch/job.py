@@ -1,4 +1,4 @@
-"""What a training script sees: ``from pipeswitch import job``.
+"""Interface for training scripts: ``from pipeswitch import job``.
 
 Run by the server, ``job`` places the model in the device arena, steps aside for requests, commits
 and resumes. Run by hand, the same script is a plain loop. Importing this module is light: torch
@@ -10,8 +10,8 @@ is imported when ``job.device`` is asked for outside the server, not before.
             criterion(model(x), y).backward(); optimizer.step(); optimizer.zero_grad()
         scheduler.step()
 
-What resuming means for a script: it runs again from the top; finished epochs and finished loops
-are skipped, and the loop in which it stopped goes on with the next batch. So names first bound
+When a job resumes, its script runs again from the top: finished epochs and finished loops are
+skipped, and the loop in which it stopped continues with the next batch. So names first bound
 inside a loop body may be missing after a loop that had already finished: bind them before it;
 and count with ``job.step``, since ``enumerate`` (``islice``, ``zip`` with a range) starts over.
 ``job.step`` goes on from epoch to epoch; ``job.step_in_epoch`` begins each loop at 0, as
@@ -62,7 +62,7 @@ class NonFiniteLossWarning(UserWarning):
 
 
 class Session(Protocol):
-    """What stands behind ``job`` inside the server (``workers/training/session.py``)."""
+    """Implementation behind ``job`` inside the server (``workers/training/session.py``)."""
 
     @property
     def device(self) -> str: ...
@@ -132,7 +132,7 @@ def steps(
 
 
 def known_offload(offload: str, who: str = "job.steps") -> str:
-    """It, if it is one."""
+    """Return ``offload`` if it is valid, else raise InvalidInput."""
     if offload in OFFLOADS:
         return offload
     raise InvalidInput(
@@ -142,7 +142,7 @@ def known_offload(offload: str, who: str = "job.steps") -> str:
 
 
 def size_of(activation_memory: str | int, who: str = "job.steps") -> int:
-    """In bytes; at least one."""
+    """Return the size in bytes; it is at least one."""
     try:
         size_bytes = parse_size(activation_memory)
         if size_bytes:
@@ -228,7 +228,7 @@ def publish(name: str, part: str = "") -> None:
 
 
 def as_number(value: Any) -> float:
-    """A number, or a one-element tensor or array, as a float."""
+    """Return a number, or a one-element tensor or array, as a float."""
     return float(value.item() if hasattr(value, "item") else value)
 
 
@@ -289,7 +289,7 @@ _session: Session = _PlainSession()
 
 
 def _install(session: Session | None) -> None:
-    """The worker puts its session behind ``job`` before the script runs; None takes it away."""
+    """Put the worker's session behind ``job`` before the script runs; None removes it."""
     global _session
     _session = _PlainSession() if session is None else session
 

@@ -60,20 +60,20 @@ def set_process_name(name: str) -> None:
 
 
 def command(descriptor: int) -> list[str]:
-    """The command line of the fork server; ``-P`` keeps the current folder off its path."""
+    """Return the command line of the fork server; ``-P`` keeps the current folder off its path."""
     return [sys.executable, "-P", "-m", "pipeswitch.launch", str(descriptor)]
 
 
 def rehearsal_command(
     out: Path, device: str, link_bytes_per_s: float, entry: str, args: Sequence[str]
 ) -> list[str]:
-    """The command line that measures a training script's first steps."""
+    """Return the command line that measures a training script's first steps."""
     module = [sys.executable, "-P", "-m", "pipeswitch.workers.training.rehearsal"]
     return [*module, str(out), device, str(link_bytes_per_s), entry, *args]
 
 
 def without_threads(environment: Mapping[str, str]) -> dict[str, str]:
-    """Of a process that forks: OpenBLAS would start its threads as it is imported."""
+    """Return the environment of a process that forks: OpenBLAS may start no threads on import."""
     return {"OPENBLAS_NUM_THREADS": "1", **environment}
 
 
@@ -155,8 +155,11 @@ class ForkServer:
 
 
 def import_for_children(names: Sequence[str]) -> None:
-    """No child's garbage collector looks at torch's 190,000 objects again: that would take 0.2 s in
-    the middle of a task, and make each child a private copy of the pages they lie on."""
+    """Import modules, and freeze torch's 190,000 objects out of the children's collections.
+
+    A collection would take 0.2 s in the middle of a task, and copy the pages of those objects in
+    each child.
+    """
     for name in names:
         importlib.import_module(name)
     gc.collect()
@@ -164,7 +167,7 @@ def import_for_children(names: Sequence[str]) -> None:
 
 
 def _child(name: str, settings: Message, descriptors: Sequence[int]) -> NoReturn:
-    """The forked side: keep our own descriptors, run, leave without unwinding the parent."""
+    """Run the forked side: keep our own descriptors, run, leave without unwinding the parent."""
     status = 70
     try:
         reach("fork.child")
@@ -180,7 +183,8 @@ def _child(name: str, settings: Message, descriptors: Sequence[int]) -> NoReturn
 
 
 def _leave(status: int) -> NoReturn:
-    """Without unwinding: taking torch down takes a second on a busy machine and has no use."""
+    """Exit without unwinding: shutting torch down takes a second on a busy machine and has no
+    use."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -57,7 +57,7 @@ CALLS: Final = {
 
 
 def policy_call(frame: FrameType | None) -> tuple[FrameType, str] | None:
-    """Of a thread's stack: the call of a policy that it is in, and which one has not returned."""
+    """Return the unfinished policy call in a thread's stack, with a text that names it."""
     while frame is not None:
         if frame.f_code in CALLS:
             name = frame.f_locals["self"].name

@@ -62,7 +62,8 @@ class Notifier:
             log.debug("systemd not told: %s", error)
 
     def beat(self, now_s: float) -> None:
-        """Once a turn of the loop; tells the manager as often as it wants to hear it.
+        """Send a beat to the manager, once a turn of the loop, as often as the manager asks for
+        it.
 
         It watches from READY on. What is told before would only fill its queue, of ten messages.
         """
@@ -88,7 +89,7 @@ class TurnLooks:
         self._count = 0
 
     def is_hung(self, place: object) -> bool:
-        """A look; whether it is the last of ``LOOKS`` in a row that found this place."""
+        """Look once; return True if the last ``LOOKS`` looks in a row found this place."""
         self._count = self._count + 1 if place == self._seen else 0
         self._seen = place
         return self._count >= LOOKS
@@ -126,11 +127,11 @@ class LoopWatchdog:
             self._thread.join()
 
     def turned(self) -> None:
-        """The loop has come round; all that a turn pays."""
+        """Count a turn of the loop, at no further cost."""
         self._turns += 1
 
     def _call(self) -> tuple[FrameType, str] | None:
-        """Of a policy, where the thread is in one."""
+        """Return the policy call that the thread is in, else None."""
         return policy_call(sys._current_frames().get(self._watched))
 
     def _place(self) -> object:
@@ -149,7 +150,7 @@ class LoopWatchdog:
                 return
 
     def _give_up(self) -> None:
-        """No logging: its locks may be held by the thread that hangs."""
+        """Give up without logging: its locks may be held by the thread that hangs."""
         call = self._call()
         text = f"{self._what(call[1] if call else '')}\n".encode()
         for stream in self._streams:
@@ -160,7 +161,7 @@ class LoopWatchdog:
 
 
 class PolicyWatchdog(LoopWatchdog):
-    """Of a thread whose loop may take as long as it likes, but none of a policy's calls."""
+    """Watchdog of a thread whose loop may take any time, unlike a policy call inside it."""
 
     def _place(self) -> object:
         call = self._call()

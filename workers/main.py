@@ -86,7 +86,7 @@ def run(settings: WorkerSettings, descriptors: Sequence[int]) -> int:
 
 
 def _log_to_stderr(slot: int) -> None:
-    """Into the server's ``processes.log``; a script's own logging is left as it is."""
+    """Log to stderr, the server's ``processes.log``; a script's own logging is left as it is."""
     handler = logging.StreamHandler()
     form = f"worker={slot} %(levelname)s event=%(event)d %(name)s %(message)s"
     handler.setFormatter(PrintableFormatter(form))
@@ -153,7 +153,7 @@ class Worker:
     # -- main thread ---------------------------------------------------------------------------
 
     def serve(self) -> int:
-        """One blocking call, one task at a time, until told to leave."""
+        """Serve one blocking call after another, one task at a time, until the order to exit."""
         self._task.set_limit(REST_S)
         while True:
             try:
@@ -185,7 +185,7 @@ class Worker:
                     raise ValueError(f"a worker cannot take a {type(message).__name__}")
 
     def _make_ready_for(self, message: RunInference | PrepareModel, descriptors: list[int]) -> None:
-        """Before anything of a client's program is looked at, its worker enters the sandbox."""
+        """Enter the sandbox before any part of a client's program is examined."""
         if message.is_code:
             if self._is_confined:
                 raise ValueError(f"{message.model} is code, and this worker is in the sandbox")
@@ -247,8 +247,8 @@ class Worker:
         return 0
 
     def _keep_in_step(self) -> None:
-        """On a device that computes by itself: little run-ahead, and backward in this thread, where
-        the gate can park it."""
+        """Limit run-ahead on a device that computes on its own, and run backward in this thread,
+        where the gate can park it."""
         pace = self._view.pacer()
         use_pace(pace)
         if pace is not None:
@@ -259,8 +259,10 @@ class Worker:
     # -- termination thread --------------------------------------------------------------------
 
     def _listen_or_leave(self) -> None:
-        """A worker without this thread is of no use: one that cannot go on (its device's context
-        broke while it waited for the queue to drain) leaves at once, and is replaced."""
+        """Listen; on any error exit at once, to be replaced: the worker needs this thread.
+
+        One cause is a device context that broke while the thread waited for the queue to drain.
+        """
         try:
             self._listen()
         except BaseException:
@@ -315,7 +317,7 @@ class Worker:
         )
 
     def _on_parked(self, turn: int, next_turn: int, where: Where) -> None:
-        """Called by the thread that parks, with the gate's lock held: pass the device on."""
+        """Pass the device on; called by the thread that parks, with the gate's lock held."""
         self._view.settle()  # what is queued on the device runs on: two groups at most
         reach("job.park")
         parked_at_ms = now_ms()  # before the wake-up: its worker may take this thread's core

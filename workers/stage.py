@@ -44,7 +44,7 @@ MAX_ARRAYS, MAX_NAME = 64, 128  # of a model's inputs
 
 
 class Unusable(Exception):
-    """What a function is, or returned, is of no use; the text says why."""
+    """Unusable function or return value; the text says why."""
 
 
 def run(settings: StageSettings, channel: Channel, results: int) -> int:
@@ -119,13 +119,13 @@ def _load(name: str) -> Function:
 
 
 def _said(error: BaseException) -> str:
-    """Its type and text, also where that cannot be had or encoded."""
+    """Return the error's type and text, even if the text cannot be read or encoded."""
     text = "".join(traceback.format_exception_only(error)).strip()
     return text.encode(errors="replace").decode()[:1000]
 
 
 def _read(pool: int, slab: SlabTensor) -> Any:
-    """A copy of an input: the function may write to it, and the slab may become another's."""
+    """Return a copy of an input: the function may write to it, and the slab may be reused."""
     data = bytearray(slab.size_bytes)
     os.preadv(pool, [data], slab.offset_bytes)
     if slab.dtype == BYTES:

@@ -84,6 +84,7 @@ GatewayAddress = Annotated[
     str, _form(f"auto|off|({_HOST}):({_PORT})", "of the form 127.0.0.1:8000")
 ]
 Origin = Annotated[str, _form(_ORIGIN, "of the form https://app.example.com")]
+Alias = Annotated[str, _form(rf"[^=\s]+={NAME_PATTERN.pattern}", "of the form gpt-4o=chat")]
 RoleName = Literal["infer", "urgent", "register", "operate", "code"]
 Weight = Annotated[float, Meta(ge=0.01, le=100)]
 
@@ -183,7 +184,7 @@ class ServerConfig(Section, frozen=True):
     max_message: largest tensor or weight chunk a client may send
     pool: shared memory for waiting requests and replies
     shares: clients on the owner's socket hand over large tensors in shared memory: a quarter of
-        pool_bytes each, eight clients at once
+        pool each, eight clients at once
     max_upload: largest model file a client may send
     max_disk: programs, uploads and commits in state_dir, all together: auto (9/10 of its disk),
         100GiB or a fraction
@@ -191,8 +192,8 @@ class ServerConfig(Section, frozen=True):
         (half), 10GiB or a fraction
     max_models_per_client: models that one TCP client (a key's name) may have registered
     allow_code: module names and script paths TCP clients may name (shell wildcards)
-    tcp_roles: what every TCP client may do: infer, urgent (priority high), register, operate, code;
-        its key may say more
+    tcp_roles: what every TCP client may do: infer, urgent (priority high), register, operate, code,
+        or [], nothing; its key may say more
     auth: keys: TCP clients need an admitted key (pipeswitch keys); auto: only when other machines
         can reach the address
     keys_dir: the server's CURVE key and its clients'; empty: STATE_DIR/keys
@@ -412,7 +413,7 @@ class GatewayConfig(Section, frozen=True):
     grpc: where gRPC clients connect, if grpcio is installed; auto: 127.0.0.1:8001, another port if
         that is taken, and nowhere if http alone is named; off: nowhere
     roles: what every caller may do: infer, urgent (priority high), register, operate, code; its
-        token may say more
+        token may say more; []: nothing, callers need tokens
     tokens: file of bearer tokens, mode 0600: lines of NAME TOKEN ROLE,ROLE
     origins: pages of other sites that may ask here (CORS), such as https://app.example.com
     tls_cert: file of the certificate chain; with tls_key
@@ -423,6 +424,7 @@ class GatewayConfig(Section, frozen=True):
     max_connections: HTTP connections at once; half from one address
     text_processes: maximum number of language models with a tokenizer that have a text process at
         once; others wait for their turn
+    aliases: other names of models for OpenAI's clients, such as gpt-4o=chat
     cluster: file with the table of the cluster's nodes, written by the node; the gateway routes
         requests by it
     """
@@ -439,6 +441,7 @@ class GatewayConfig(Section, frozen=True):
     nv_metrics: bool = False
     max_connections: Annotated[int, Meta(ge=2)] = 1024
     text_processes: Count = 8
+    aliases: tuple[Alias, ...] = ()
     cluster: str = ""
 
 
@@ -455,7 +458,11 @@ class ModelConfig(Section, frozen=True):
     max_batch: largest dynamic batch; 0: 64
     batch: waiting requests are joined up to this batch; 0: never
     batch_delay: how long a request waits for others to join
-    precision: exact, or fast: packed weights and fused calls
+    precision: exact, fast (packed weights), bf16 or int8 (fewer bytes); empty: fast with generate,
+        else exact
+    max_error: largest error of that precision, relative to the largest output; 0: its default
+    generate: a causal language model of hf:, with its cache as a sequence's state
+    state: inputs that outputs become in a sequence, like h=h_out, or cache=rows+1 to append
     preprocess: package.module:function that makes its inputs from raw ones
     raw: what clients send it, like text=1..64:bytes
     postprocess: package.module:function that makes the answer from its outputs
@@ -472,7 +479,10 @@ class ModelConfig(Section, frozen=True):
     max_batch: Annotated[int, Meta(ge=0)] = 0
     batch: Annotated[int, Meta(ge=0)] = 0
     batch_delay_ms: Time = 0
-    precision: Literal["exact", "fast"] = "exact"
+    precision: Literal["", "exact", "fast", "bf16", "int8"] = ""
+    max_error: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    generate: bool = False
+    state: tuple[str, ...] = ()
     preprocess: str = ""
     raw: tuple[str, ...] = ()
     postprocess: str = ""

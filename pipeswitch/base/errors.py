@@ -142,7 +142,7 @@ class TaskFailed(PipeSwitchError):
 
 
 class ModelQuarantined(PipeSwitchError):
-    """This model killed too many workers and is no longer dispatched."""
+    """Model that killed too many workers and is no longer dispatched."""
 
 
 class OutOfDeviceMemory(PipeSwitchError):

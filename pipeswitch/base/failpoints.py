@@ -98,7 +98,7 @@ _seen: set[str] = set()  # by this process
 
 
 class Injected(RuntimeError):
-    """What the action ``error`` raises: no code expects it, which is the point."""
+    """Error that the action ``error`` raises. No code expects it, which is the point."""
 
 
 def enable(environment: Mapping[str, str]) -> None:
@@ -111,7 +111,7 @@ def enable(environment: Mapping[str, str]) -> None:
 
 
 def are_enabled() -> bool:
-    """Whether they may be armed: with files, which a confined process could not see."""
+    """Return True if failpoints may be armed, with files that a confined process cannot see."""
     return is_on
 
 

@@ -1,4 +1,4 @@
-"""This machine: memory within the cgroup's limit, cores this process may use, folders on disk."""
+"""Memory within the cgroup's limit, cores that this process may use, and folders on disk."""
 
 from __future__ import annotations
 

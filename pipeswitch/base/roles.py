@@ -1,13 +1,14 @@
-"""What a client may do: five roles. Which one a verb needs: ``frontend/verbs.py``.
+"""Roles of clients: five sets of rights. ``frontend/verbs.py`` says which one a verb needs.
 
-Every client that is let in has ``infer``; the address it came by (``[server] tcp_roles``) and its
-key (``pipeswitch keys``) may add others. The owner's socket has all (docs/adr/0021-roles.md).
+Every client has ``infer``, unless its address (``[server] tcp_roles``) gives none. The address and
+the client's key (``pipeswitch keys``) may add others. The owner's socket has all
+(docs/adr/0021-roles.md).
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,7 +18,7 @@ ANYONE: Final = "*"  # the tenant of clients without a key: no key's name has th
 
 
 class Role(enum.StrEnum):
-    """In order of what they give away."""
+    """Roles, in the order of the rights that they give away."""
 
     INFER = "infer"  # ask models, and list what can be asked
     URGENT = "urgent"  # ask with priority high, before others' requests; or register such models
@@ -51,7 +52,7 @@ MODEL_FACTS: Final = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """Who a client is, and what it may do."""
+    """Identity and roles of a client."""
 
     tenant: str  # its key's name; ANYONE without a key; empty: the server's owner
     roles: frozenset[Role] = LEAST
@@ -70,7 +71,7 @@ class Standing:
             raise self.refusal(role, what)
 
     def refusal(self, role: Role, what: str) -> PermissionDenied:
-        """Which role is missing, who lacks it, and the command that gives it."""
+        """Return the error that names the missing role, the client, and the granting command."""
         wanted = in_order({*self.roles, role})
         if self.tenant == ANYONE:
             who = "a TCP client without a key"
@@ -82,7 +83,7 @@ class Standing:
         has = ", ".join(in_order(self.roles)) or "none"
         return PermissionDenied(
             f'{what} needs the role "{role}", and {who} has {has}',
-            hint=f"use the server's ipc socket, or {hint}",
+            hint=f"as the server's user leave PIPESWITCH_HOST and --host out, or {hint}",
             role=role.value,
             client=self.tenant,
         )
@@ -101,6 +102,11 @@ def parse_roles(names: Iterable[str]) -> frozenset[Role]:
         return LEAST.union(Role(name) for name in names)
     except ValueError as error:
         raise InvalidInput(f"{error}: roles are {', '.join(Role)}") from None
+
+
+def address_roles(names: Sequence[str]) -> frozenset[Role]:
+    """Return the roles that an address gives to everybody; none of none, not even ``infer``."""
+    return parse_roles(names) if names else frozenset()
 
 
 def in_order(roles: Iterable[Role]) -> list[str]:

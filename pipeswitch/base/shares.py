@@ -1,9 +1,9 @@
-"""Who may have how much of what all share: bytes of memory or disk, places in a queue. Pure.
+"""Fair-share quotas on a shared resource: bytes of memory or disk, places in a queue. Pure.
 
-A holder may take more while what it has then is at most ``ALPHA`` times what stays free (a dynamic
-threshold: Choudhury and Hahne, 1998). So one alone has three quarters, and who comes next finds
-three quarters of the rest, however many places the first would still take: nothing is set aside for
-those who are not there, and no list of them is needed.
+A holder may take more while it holds at most ``ALPHA`` times what stays free (a dynamic threshold:
+Choudhury and Hahne, 1998). A single holder therefore gets three quarters, and the next one three
+quarters of the rest, however much the first could still use. Nothing is reserved for absent
+holders, and no list of them is needed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ ALPHA: Final = 3
 
 
 def left(size: int, held: int, own: int) -> int:
-    """How much more one may take that has ``own`` of the ``held`` of ``size``."""
+    """Return how much more a holder of ``own`` may take if ``held`` of ``size`` is in use."""
     return max(0, (ALPHA * (size - held) - own) // (ALPHA + 1))
 
 
 class Shares:
-    """Of one thing, by holder.
+    """Shares of one resource, by holder.
 
-    Invariants (``check``): what is held is the sum over holders.
+    Invariants (``check``): the total held is the sum over all holders.
     """
 
     def __init__(self, size: int, what: str = "") -> None:
@@ -36,15 +36,18 @@ class Shares:
         self._of: dict[str, int] = {}
 
     def of(self, holder: str) -> int:
-        """How much it has."""
+        """Return how much a holder has."""
         return self._of.get(holder, 0)
 
     def left(self, holder: str) -> int:
-        """How much more it may take."""
+        """Return how much more a holder may take."""
         return left(self.size, self.held, self._of.get(holder, 0))
 
     def refusal(self, holder: str, amount: int) -> QueueFull | None:
-        """Why it may not take so much; what is larger than any share it may if nothing is held."""
+        """Return the error if a holder may not take ``amount``, else None.
+
+        A request larger than any share is allowed if nothing is held.
+        """
         if not self.held or amount <= self.left(holder):
             return None
         return QueueFull(
@@ -66,7 +69,7 @@ class Shares:
         self._of[holder] = self._of.get(holder, 0) + amount
 
     def give(self, holder: str, amount: int) -> None:
-        """It has them no more."""
+        """Return ``amount`` from a holder to the resource."""
         self.held -= amount
         if rest := self._of.pop(holder, 0) - amount:
             self._of[holder] = rest

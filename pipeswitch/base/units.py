@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
+import logging.handlers
 import math
 import re
+import sys
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,7 +66,7 @@ def format_bytes(size_bytes: float) -> str:
 
 @dataclass(frozen=True)
 class Keep:
-    """How much of what is over stays: so many, the newest, or for so long."""
+    """Retention rule: a maximum count, the newest only, or a maximum age."""
 
     count: int = 1 << 30
     time_ms: float = 0.0  # 0: for ever
@@ -123,6 +126,25 @@ class PrintableFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
+
+
+class LogFile(logging.handlers.RotatingFileHandler):
+    """A log of bounded size. While it cannot be written, stderr says so in one line."""
+
+    _is_failing = False
+    _has_failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._has_failed = False
+        super().emit(record)
+        self._is_failing = self._has_failed
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        self._has_failed = True
+        if not self._is_failing:
+            why = getattr(sys.exc_info()[1], "strerror", None) or sys.exc_info()[1]
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"{self.baseFilename} cannot be written: {why}\n")
 
 
 def printable(text: str, keep: str = "\n\t") -> str:

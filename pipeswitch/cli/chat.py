@@ -9,8 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Generator, Iterator
-from pathlib import Path
+from collections.abc import Generator
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -24,7 +23,6 @@ from ..base.errors import (
     ServerUnavailable,
 )
 from ..base.units import printable
-from ..programs.interface.packing import PRECISIONS
 from . import common, views
 from .page import http_of
 
@@ -36,8 +34,6 @@ HELP: Final = f"""\
 Ctrl-C         stop the answer, or drop what you typed
 {FENCE}            begin and end a text of several lines; so does a \\ at the end of a line
 """
-HISTORY: Final = "chat_history"  # in the state directory, for the owner alone
-MAX_HISTORY: Final = 1000
 
 
 class Chat:
@@ -60,20 +56,26 @@ class Chat:
         Raises:
             PipeSwitchError: the server refused the message, which is then not in the chat.
         """
-        asked, pieces, clock = {"role": "user", "content": text}, list[str](), Clock()
+        asked, pieces, tokens = {"role": "user", "content": text}, list[str](), 0
+        began_s = first_s = time.monotonic()
         try:
             with contextlib.closing(self._events([*self.messages, asked])) as events:
                 for event in events:
-                    clock.saw(event)
-                    for choice in event.get("choices", ()):
+                    tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+                    for choice in event["choices"]:
                         if piece := choice["delta"].get("content"):
+                            first_s = first_s if pieces else time.monotonic()
                             pieces.append(piece)
                             yield piece
         finally:
+            self.summary, took_s = "", time.monotonic() - first_s
             if pieces:
-                answer = {"role": "assistant", "content": "".join(pieces)}
-                self.messages += [asked, answer]
-            self.summary = clock.summary()
+                self.messages += [asked, {"role": "assistant", "content": "".join(pieces)}]
+                count = tokens or len(pieces)  # of one that was stopped, about
+                self.summary = (
+                    f"{count} tokens, {(count - 1) / max(took_s, 1e-3):.1f} tokens/s, "
+                    f"the first after {first_s - began_s:.2f} s"
+                )
 
     def _events(self, messages: list[dict[str, str]]) -> Generator[dict[str, Any]]:
         body = {"model": self._model, "messages": messages, "stream": True,
@@ -106,30 +108,6 @@ class Chat:
                 raise ServerUnavailable("the answer was cut off", hint="ask again")
 
 
-class Clock:
-    """Times of one answer."""
-
-    def __init__(self) -> None:
-        self._began_s = self._first_s = self._last_s = time.monotonic()
-        self._tokens = self._chunks = 0
-
-    def saw(self, event: dict[str, Any]) -> None:
-        if event.get("usage"):
-            self._tokens = event["usage"]["completion_tokens"]
-        elif event.get("choices"):
-            self._last_s = time.monotonic()
-            self._first_s = self._last_s if not self._chunks else self._first_s
-            self._chunks += 1
-
-    def summary(self) -> str:
-        """Return the answer's speed; empty if no token came."""
-        tokens, took_s = self._tokens or self._chunks, self._last_s - self._first_s
-        if not tokens:
-            return ""
-        rate = f"{(tokens - 1) / took_s:.1f} tokens/s, " if took_s and tokens > 1 else ""
-        return f"{tokens} tokens, {rate}the first after {self._first_s - self._began_s:.2f} s"
-
-
 def _error_of(body: bytes, model: str) -> PipeSwitchError:
     try:
         told = json.loads(body)["error"]
@@ -144,12 +122,10 @@ def _error_of(body: bytes, model: str) -> PipeSwitchError:
 
 
 def options(command: Any) -> Any:
-    """The options of ``chat`` and ``run``."""
+    """Return the options of ``chat`` and ``run``."""
     for option in (
         click.option("--system", default="", metavar="TEXT", help="What the chat begins with."),
         click.option("--temperature", type=float, help="0: always the likeliest token."),
-        click.option("--top-p", type=float, help="Probability that the candidates have together."),
-        click.option("--seed", type=int, help="The same seed gives the same answers."),
         click.option("--max-tokens", type=int, help="Maximum length of an answer."),
         common.http_option,
         common.token_option,
@@ -167,13 +143,10 @@ def chat(name: str, prompt: str, http: str, token: str, **asked: Any) -> None:
 
     With PROMPT, or with text on standard input, print one answer.
     """
-    folder = None
     if not http:
         with common.connected() as client:
             _check(client, name)
-            about = client.about()
-            http, token = http_of(about, "chat")
-            folder = Path(about["token_file"]).parent
+            http, token = http_of(client.about(), "chat")
     given = {key: value for key, value in asked.items() if value not in (None, "")}
     talk = Chat(http.rstrip("/").removesuffix("/v1"), token, name, given)
     if prompt or not sys.stdin.isatty():
@@ -184,17 +157,15 @@ def chat(name: str, prompt: str, http: str, token: str, **asked: Any) -> None:
             _show(piece)
         click.echo()
     else:
-        _converse(talk, name, folder)
+        _converse(talk, name)
 
 
 @click.command()
 @click.argument("source")
 @click.argument("prompt", default="")
 @click.option("--name", default="", help="Name of the model (default: the end of SOURCE).")
-@click.option("--precision", type=click.Choice(PRECISIONS), default="exact", show_default=True,
-              help="For a new model: exact, or fast (pipeswitch register --help).")  # fmt: skip
 @options
-def run(source: str, prompt: str, name: str, precision: str, **asked: Any) -> None:
+def run(source: str, prompt: str, name: str, **asked: Any) -> None:
     """Register a language model if it is not there, and talk with it.
 
     SOURCE is hf:NAME (of the hub), hf:FOLDER (configuration, weights and tokenizer), or the name of
@@ -205,7 +176,7 @@ def run(source: str, prompt: str, name: str, precision: str, **asked: Any) -> No
     else:
         name = name or name_of(source)
         with common.connected() as client:
-            _register(client, name, local_folder(source), precision)
+            _register(client, name, local_folder(source))
     click.get_current_context().invoke(chat, name=name, prompt=prompt, **asked)
 
 
@@ -222,7 +193,7 @@ def local_folder(source: str) -> str:
     return f"hf:{os.path.abspath(path)}{mark}{cls}" if os.path.isdir(path) else source
 
 
-def _register(client: Any, name: str, source: str, precision: str) -> None:
+def _register(client: Any, name: str, source: str) -> None:
     known = {row["name"]: row for row in client.models()}
     if name in known:
         if (other := known[name].get("source", source)) != source:
@@ -232,8 +203,7 @@ def _register(client: Any, name: str, source: str, precision: str) -> None:
             )
         return
     with views.progress_bar(sys.stderr.isatty(), name) as report:
-        row = client.register(name, source, weights="pretrained", generate=True,
-                              precision=precision, progress=report)  # fmt: skip
+        row = client.register(name, source, weights="pretrained", generate=True, progress=report)
     for note in row["notes"]:
         views.echo(f"  {note}", err=True)
 
@@ -256,25 +226,26 @@ def _check(client: Any, name: str) -> None:
         )
 
 
-def _converse(talk: Chat, name: str, folder: Path | None) -> None:
+def _converse(talk: Chat, name: str) -> None:
     """Read messages and show answers until the user leaves."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # ``input`` then edits lines, and knows the last ones
     views.echo(f"{name}: /? shows the commands, /bye ends")
-    with _line_editor(folder):
-        while (text := _message()) is not None:
-            match text.strip():
-                case "":
-                    pass
-                case "/bye" | "/exit" | "/quit":
-                    return
-                case "/clear":
-                    talk.clear()
-                    views.echo("a new chat")
-                case "/?" | "/help":
-                    click.echo(HELP, nl=False)
-                case command if re.fullmatch(r"/\w*", command):
-                    views.echo(f"no command {command}: /? shows them", err=True)
-                case _:
-                    _answer(talk, text)
+    while (text := _message()) is not None:
+        match text.strip():
+            case "":
+                pass
+            case "/bye" | "/exit" | "/quit":
+                return
+            case "/clear":
+                talk.clear()
+                views.echo("a new chat")
+            case "/?" | "/help":
+                click.echo(HELP, nl=False)
+            case command if re.fullmatch(r"/\w*", command):
+                views.echo(f"no command {command}: /? shows them", err=True)
+            case _:
+                _answer(talk, text)
 
 
 def _answer(talk: Chat, text: str) -> None:
@@ -319,25 +290,3 @@ def _message() -> str | None:
         if not is_fenced and not is_continued:
             text = "\n".join(lines)
             return text.replace(FENCE, "") if text.strip().startswith(FENCE) else text
-
-
-@contextlib.contextmanager
-def _line_editor(folder: Path | None) -> Iterator[None]:
-    """Edit lines with the arrow keys, and keep the owner's lines for the next chat."""
-    try:
-        import readline
-    except ImportError:  # a Python without it
-        yield
-        return
-    file = folder and folder / HISTORY
-    readline.set_history_length(MAX_HISTORY)
-    with contextlib.suppress(OSError):
-        if file:
-            readline.read_history_file(file)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            if file:
-                file.touch(mode=0o600)
-                readline.write_history_file(file)

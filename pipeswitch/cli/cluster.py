@@ -16,7 +16,7 @@ from ..base.errors import InvalidInput, ModelNotFound
 from ..client.cluster import connect_ray, need_ray, placement_of, told
 from ..wire.private import check_secret
 from . import views
-from .common import json_option, print_done
+from .common import Group, json_option, print_done
 
 address_option = click.option(
     "--address", default="auto", show_default=True,
@@ -24,7 +24,7 @@ address_option = click.option(
 )  # fmt: skip
 
 
-@click.group()
+@click.group(cls=Group)
 def cluster() -> None:
     """Many machines as one server, on Ray: then PIPESWITCH_HOST=cluster.
 
@@ -78,7 +78,7 @@ def up(
 
 
 def _start_ray() -> Any:
-    """One of this machine's own: no dashboard, no client's port; its token is its user's."""
+    """Start a Ray for this machine: no dashboard, no client port; its token is the user's."""
     need_ray()
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
         _check_token(Path.home() / ".ray" / "auth_token")
@@ -129,10 +129,10 @@ def status(address: str, as_json: bool) -> None:
         views.print_json(found)
         return
     columns = ("name", "address", "owners", "http", "grpc", "waiting", "jobs")
-    views.console().print(views.table(found["nodes"], columns))
+    views.console().print(views.Listing(found["nodes"], columns))
     rows = [{"model": name, "serving": one["serving"], "nodes": ", ".join(one["nodes"])}
             for name, one in found["models"].items()]  # fmt: skip
-    views.console().print(views.table(rows, ("model", "serving", "nodes")))
+    views.console().print(views.Listing(rows, ("model", "serving", "nodes")))
 
 
 @cluster.command()

@@ -1,4 +1,4 @@
-"""What the verbs share: options, the client, completion of names, and how an answer is printed."""
+"""Shared parts of the commands: options, the client, completion of names, output."""
 
 from __future__ import annotations
 
@@ -42,9 +42,21 @@ devices_option = click.option(
 )  # fmt: skip
 
 
+class Group(click.Group):
+    """A group whose listing has each command's first sentence whole, on as many lines as needed."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [
+            (name, command.get_short_help_str(limit=1000)) for name, command in found if command
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
 @contextlib.contextmanager
 def connected() -> Iterator[Any]:
-    """A client of the server that was named, or of the default one.
+    """Connect to the named server, or to the default one.
 
     The SDK waits a while for a server that is being started; who types a verb wants to know now.
     """
@@ -57,13 +69,13 @@ def connected() -> Iterator[Any]:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Before a long run, not after it."""
+    """Check a folder before a long run, not after it."""
     if not os.access(path.parent, os.W_OK):
         raise InvalidInput(f"{option} {path}: no folder that can be written to")
 
 
 def checked_plot(path: Path) -> str:
-    """Before a long run, too; a name without an ending is a PNG's."""
+    """Check a plot's path before a long run; a name without an ending becomes a PNG."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InvalidInput("--plot needs matplotlib", hint="pip install 'pipeswitch[bench]'")
     from matplotlib.backend_bases import FigureCanvasBase
@@ -95,8 +107,9 @@ def _names_of(verb: str) -> Callable[[click.Context, click.Parameter, str], list
     return complete
 
 
-name_argument = click.argument("name", shell_complete=_names_of("models"))
-names_argument = click.argument("names", nargs=-1, shell_complete=_names_of("models"))
+complete_models = _names_of("models")
+name_argument = click.argument("name", shell_complete=complete_models)
+names_argument = click.argument("names", nargs=-1, shell_complete=complete_models)
 job_argument = click.argument("name", shell_complete=_names_of("jobs"))
 
 
@@ -119,7 +132,7 @@ def print_done(row: Any, text: str, as_json: bool) -> None:
 
 
 def part(module: str, name: str) -> Any:
-    """A function of a part that only some commands need."""
+    """Return a function of a module that only some commands need."""
     return getattr(importlib.import_module(module), name)
 
 

@@ -98,7 +98,7 @@ def _gpu() -> list[Finding]:
 
 
 def _cuda(config: Config) -> list[Finding]:
-    """What the self-test says, rung by rung; takes seconds, and only where there is a driver."""
+    """Return the findings of the self-test, rung by rung; takes seconds, and needs a driver."""
     device = config.device
     gpus = [name for name in device.names if not name.startswith("cpu")]
     if not gpus:
@@ -135,7 +135,7 @@ def _cuda_device(config: DeviceConfig, name: str) -> list[Finding]:
 
 
 def _cuda_advice(test: str) -> str:
-    """What to do about a test that fails; the rung below serves meanwhile, where there is one."""
+    """Return what to do about a failed test; the rung below serves meanwhile, if there is one."""
     if test == "ipc":
         return "daemon and workers need one IPC and PID namespace: in a container --ipc=host"
     if test == "memory":
@@ -154,7 +154,7 @@ def _memory() -> list[Finding]:
 
 
 def _kernel() -> list[Finding]:
-    """What the shared memory rests on: memfd, seals, windows, eventfd, pidfd."""
+    """Check the features that shared memory rests on: memfd, seals, windows, eventfd, pidfd."""
     found = []
     descriptors: list[int] = []
     try:
@@ -181,7 +181,7 @@ def _kernel() -> list[Finding]:
 
 
 def _windows(descriptor: int) -> Finding:
-    """Whether a worker on cpu can open and close its model's memory."""
+    """Check that a worker on cpu can open and close its model's memory."""
     from ..devices.cpu.windows import Window
 
     try:

@@ -137,7 +137,7 @@ def _numbers(bill: Bill) -> str:
 
 
 def texts_of(outputs: Mapping[str, Any]) -> dict[str, list[str]]:
-    """What of an answer people read, by name."""
+    """Return the outputs that people read, by name."""
     return {
         name: [one.decode(errors="replace") for one in value.reshape(-1)]
         for name, value in outputs.items()
@@ -176,11 +176,11 @@ def _print_summary(summary: dict[str, Any]) -> None:
     late = f", {summary['late']} late" if "late" in summary else ""
     views.echo(f"\n{summary['ok']} answered{late}, {summary['failed']} failed")
     if rows:
-        views.console().print(views.table(rows, ("time", "p50_ms", "p99_ms")))
+        views.console().print(views.Listing(rows, ("time", "p50_ms", "p99_ms")))
 
 
 def _check_output(path: str) -> None:
-    """Before anything is asked: a result that cannot be written is lost."""
+    """Check before the request that its result can be written; it would be lost otherwise."""
     folder = Path(path).absolute().parent
     if not path.endswith((".npy", ".npz")):
         raise click.BadParameter(f"{path!r} is neither .npy nor .npz", param_hint="--output")
@@ -279,7 +279,7 @@ def parse_rate(text: str) -> tuple[str, float]:
 
 
 def instants(kind: str, per_s: float, count: int, seed: int) -> Iterator[float]:
-    """When each request is due, in seconds from the start."""
+    """Yield when each request is due, in seconds from the start."""
     source = random.Random(seed)
     at_s = 0.0
     for _ in range(count):
@@ -288,7 +288,7 @@ def instants(kind: str, per_s: float, count: int, seed: int) -> Iterator[float]:
 
 
 class Outcome:
-    """What became of one request. ``total_ms`` is the client's own clock."""
+    """Outcome of one request. ``total_ms`` is the client's own clock."""
 
     def __init__(self, number: int, deadline_ms: float | None = None) -> None:
         self.number = number
@@ -304,7 +304,7 @@ class Outcome:
         return self.result is not None and limit_ms is not None and self.total_ms > limit_ms
 
     def row(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
+        """Return the row that ``--json`` prints."""
         bill = self.result.timing.as_dict() if self.result else {}
         error = {"error": type(self.error).__name__, "text": str(self.error)} if self.error else {}
         late = {"late": self.is_late} if self.deadline_ms is not None else {}

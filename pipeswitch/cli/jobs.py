@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +20,18 @@ from . import common, views
 FIRST_LOOK_S: Final = 1.0
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+class ScriptCommand(click.Command):
+    """A command whose script has options of its own, behind ``--``; elsewhere they are refused."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            advice = f"Options of the script follow --: -- {error.option_name}"
+            raise click.UsageError(f"{error.format_message()} {advice}", ctx) from None
+
+
+@click.command(cls=ScriptCommand)
 @click.argument("entry")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("--name", default="", help="Name of the job (default: the script's).")
@@ -78,7 +89,7 @@ def train(
                 task.wait(FIRST_LOOK_S)  # what fails at once, as for want of an argument, is told
 
 
-@click.group(invoke_without_command=True)
+@click.group(cls=common.Group, invoke_without_command=True)
 @common.json_option
 @common.watch_option
 @click.pass_context
@@ -96,13 +107,19 @@ def jobs_ls(as_json: bool, watch: bool) -> None:
 
     def shown(rows: list[dict[str, Any]]) -> Any:
         told = [
-            row | {"why": row["error"] or row["why"], "bytes": row["lease_bytes"]} for row in rows
+            {**row, "why": _why(row), "bytes": row["lease_bytes"]} for row in views.busy_first(rows)
         ]
         name, *others = views.JOB_COLUMNS
         is_cluster = any("node" in row for row in rows)
-        return views.table(told, (name, *["node"] * is_cluster, *others))
+        return views.Listing(told, (name, *["node"] * is_cluster, *others))
 
     common.listing(lambda c: c.jobs(), shown, as_json, watch)
+
+
+def _why(row: Mapping[str, Any]) -> str:
+    """Return what a job waits for; of a failed one the cause, and what to type next."""
+    cause: str = row["error"].partition("\n")[0] or row["why"]
+    return f"{cause} (pipeswitch jobs logs {row['name']})" if row["state"] == "failed" else cause
 
 
 @jobs.command("show")
@@ -135,11 +152,11 @@ def jobs_show(
     elif as_json:
         views.print_json(rows)
     else:
-        views.console().print(views.table(printed(rows), columns))
+        views.console().print(views.Listing(printed(rows), columns))
 
 
 def _plot(name: str, rows: list[dict[str, Any]], columns: Sequence[str], path: str) -> None:
-    """A panel for each value, over the steps."""
+    """Draw a panel for each value, over the steps."""
     if not rows:
         raise InvalidInput(f'job "{name}" has reported nothing', hint="job.log(loss=loss)")
     from matplotlib.figure import Figure
@@ -156,7 +173,7 @@ def _plot(name: str, rows: list[dict[str, Any]], columns: Sequence[str], path: s
 
 
 def _job_verb(verb: str, help_text: str) -> None:
-    """One of the verbs that steer a job; they differ in nothing else."""
+    """Add one of the verbs that steer a job; they differ in nothing else."""
 
     @jobs.command(verb, help=help_text)
     @common.job_argument
@@ -202,11 +219,12 @@ def jobs_rm(name: str, as_json: bool) -> None:
 @jobs.command("export")
 @common.job_argument
 @click.argument("out", type=click.Path(dir_okay=False))
+@click.option("--part", default="", metavar="NAME", help="Only this model of several.")
 @common.json_option
-def jobs_export(name: str, out: str, as_json: bool) -> None:
+def jobs_export(name: str, out: str, part: str, as_json: bool) -> None:
     """Write a job's newest parameters to OUT.safetensors."""
     with common.connected() as client:
-        row = client.task(name).export(out)
+        row = client.task(name).export(out, part)
     common.print_done(row, f"wrote {out}: {name} at step {row['persisted_step']}", as_json)
 
 

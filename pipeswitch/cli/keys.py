@@ -15,7 +15,7 @@ from ..base.errors import ConfigError
 from ..base.roles import Role, in_order
 from ..wire.keys import KEY_CHARACTERS, KeyFolder, make_pair, read_public
 from . import views
-from .common import json_option, print_done
+from .common import Group, json_option, print_done
 
 name_argument = click.argument("name")
 roles_option = click.option(
@@ -24,7 +24,7 @@ roles_option = click.option(
 )  # fmt: skip
 
 
-@click.group()
+@click.group(cls=Group)
 @click.option("--config", "path", type=click.Path(), help="The server's configuration file.")
 @click.option("--state-dir", type=click.Path(), help="The server's, as in serve.")
 @click.option("--keys-dir", type=click.Path(), help="Where they are (default: STATE_DIR/keys).")
@@ -47,7 +47,7 @@ def _folder() -> KeyFolder:
 
 
 def _folder_for(out: str) -> Path:
-    """Where a secret goes: a folder that is made here is its owner's alone."""
+    """Return the folder of a secret; a new one is readable by its owner alone."""
     folder = Path(out)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
@@ -153,7 +153,7 @@ def keys_roles(name: str, roles: tuple[str, ...], as_json: bool) -> None:
 
 
 def _roles(folder: KeyFolder, name: str) -> list[str]:
-    """As the folder says now."""
+    """Return the name's current roles in the folder."""
     return in_order(folder.admitted()[name].roles)
 
 
@@ -169,7 +169,7 @@ def keys_ls(as_json: bool) -> None:
         views.print_json(rows)
     else:
         shown = [{**row, "roles": ", ".join(row["roles"])} for row in rows]
-        views.console().print(views.table(shown, ("name", "key", "roles")))
+        views.console().print(views.Listing(shown, ("name", "key", "roles")))
 
 
 @keys.command("revoke")

@@ -12,7 +12,7 @@ from click.shell_completion import get_completion_class
 
 from ..base.errors import InvalidInput
 from . import views
-from .common import EXIT_FAILED, EXIT_OK, json_option, part, print_done
+from .common import EXIT_FAILED, EXIT_OK, Group, json_option, part, print_done
 
 
 @click.command()
@@ -48,7 +48,7 @@ def doctor(path: str | None, as_json: bool) -> None:
     sys.exit(EXIT_FAILED if any(f.status == "fail" for f in findings) else EXIT_OK)
 
 
-@click.group()
+@click.group(cls=Group)
 def config() -> None:
     """The configuration file."""
 
@@ -75,10 +75,11 @@ def config_init(path: str | None) -> None:
 @click.argument("path", type=click.Path(), required=False)
 @json_option
 def config_check(path: str | None, as_json: bool) -> None:
-    """Read the file and the environment; say everything that is wrong."""
+    """Read the file and the environment; say everything that is wrong, or that serve refuses."""
     from ..base.config import load
 
     loaded = load(path)
+    part("pipeswitch.controller.main", "check")(loaded)
     print_done(msgspec.to_builtins(loaded), "the configuration is good", as_json)
 
 
@@ -88,6 +89,38 @@ def config_schema() -> None:
     from ..base.config import schema
 
     views.print_json(schema())
+
+
+state_option = click.option("--state-dir", type=click.Path(), help="The server's, as in serve.")
+
+
+@click.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@state_option
+@json_option
+def backup(folder: Path, state_dir: str | None, as_json: bool) -> None:
+    """Copy the state directory to a new folder, while its server runs or not."""
+    _copied("backup", _state_dir(state_dir), folder, as_json)
+
+
+@click.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@state_option
+@json_option
+def restore(folder: Path, state_dir: str | None, as_json: bool) -> None:
+    """Make a state directory, for a server to start in, from what backup wrote."""
+    _copied("restore", folder, _state_dir(state_dir), as_json)
+
+
+def _copied(verb: str, source: Path, target: Path, as_json: bool) -> None:
+    row = part("pipeswitch.controller.backup", verb)(source, target)
+    print_done(row, f"{target}: {row['models']} models, {row['jobs']} jobs", as_json)
+
+
+def _state_dir(given: str | None) -> Path:
+    from ..base.config import load
+
+    return Path(load(None, flags={"server": {"state_dir": given}}).server.state_dir)
 
 
 @click.command()

@@ -13,14 +13,14 @@ import click
 from ..base.errors import PipeSwitchError, to_wire
 from ..wire.addresses import full_address
 from . import chat, infer, jobs, machine, models, server, views
-from .common import EXIT_INTERRUPTED, EXIT_OK, part
+from .common import EXIT_INTERRUPTED, EXIT_OK, Group, part
 from .keys import keys
 
 LATER = ("cluster", "simulate")
 """Groups and verbs that import more than all the others."""
 
 
-class Cli(click.Group):
+class Cli(Group):
     """Every PipeSwitchError becomes ``Error: text`` and a hint, never a traceback."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -55,7 +55,7 @@ class Cli(click.Group):
 
 
 def _open_standard_streams() -> None:
-    """A closed one (``>&-``) is /dev/null: else the next file that opens would get its text."""
+    """Open /dev/null for a closed stream (``>&-``): the next file would receive its text."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -111,7 +111,8 @@ VERBS = (
     infer.infer, infer.generate, chat.chat, chat.run, models.sequences,
     jobs.train, jobs.jobs,
     keys,
-    machine.demo, machine.doctor, machine.config, machine.completion,
+    machine.demo, machine.doctor, machine.config, machine.completion, machine.backup,
+    machine.restore,
 )  # fmt: skip
 for verb in VERBS:
     main.add_command(verb)

@@ -40,12 +40,12 @@ def _signature(
 
 
 def _states(_: click.Context, option: click.Parameter, pairs: tuple[str, ...]) -> dict[str, Any]:
-    """Parse ``--state`` into the fields of a registration."""
-    ends = {name: (source, *source.rpartition("+")) for name, source in _pairs(pairs).items()}
-    return {
-        name: (one, int(axis)) if axis.isdecimal() else (source, -1)
-        for name, (source, one, _, axis) in ends.items()
-    }
+    from ..programs.interface.signature import parse_states
+
+    try:
+        return parse_states(pairs)
+    except InvalidInput as error:
+        raise click.UsageError(str(error)) from None
 
 
 def _pairs(texts: Sequence[str]) -> dict[str, str]:
@@ -63,6 +63,8 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
 @click.argument("source", required=False, default="")
 @click.option("--from-job", metavar="JOB[@STEP]",
               help="Make the job's newest commit the model's next version.")  # fmt: skip
+@click.option("--as-version", is_flag=True,
+              help="Make --weights FILE the model's next version.")  # fmt: skip
 @click.option("--part", default="", metavar="NAME",
               help="With --from-job: the part of the job, if several fit the model.")  # fmt: skip
 @click.option(
@@ -102,11 +104,11 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
 @click.option("--generate", is_flag=True,
               help="A causal language model (hf:NAME), with its cache as a sequence's state.",
 )  # fmt: skip
-@click.option("--precision", type=click.Choice(PRECISIONS), default="exact", show_default=True,
-              help="exact, or fast: packed weights and fused calls, which round differently.",
+@click.option("--precision", type=click.Choice(PRECISIONS),
+              help="exact; fast: packed weights, as --generate has it; bf16, int8: fewer bytes.",
 )  # fmt: skip
 @click.option("--max-error", type=click.FloatRange(0.0, 1.0), default=0.0,
-              help="Largest error of --precision fast, relative to the largest output.",
+              help="Largest error of --precision, relative to the largest output.",
 )  # fmt: skip
 @common.devices_option
 @common.json_option
@@ -114,6 +116,7 @@ def register(
     name: str,
     source: str,
     from_job: str | None,
+    as_version: bool,
     part: str,
     example: str | None,
     as_json: bool,
@@ -125,8 +128,8 @@ def register(
     TorchScript, with --input) or package.module:factory; or --from-job names the job that trained
     a registered one.
     """
-    if bool(source) == bool(from_job):
-        raise click.UsageError("give SOURCE, or --from-job JOB[@STEP]")
+    if bool(source) + bool(from_job) + as_version != 1:
+        raise click.UsageError("give SOURCE, --from-job JOB[@STEP], or --weights FILE --as-version")
     if part and not from_job:
         raise click.UsageError("--part is of a job: --from-job JOB")
     if from_job:
@@ -135,7 +138,9 @@ def register(
     from ..client.model_sources import FILES, LocalSource, check_program_options
     from ..wire.register_request import RegisterRequest
 
-    given = {key: value for key, value in options.items() if value}
+    if as_version:  # these have a default here
+        options |= {"priority": "", "precision": ""}
+    given = {key: value for key, value in options.items() if value} | {"as_version": as_version}
     request = RegisterRequest(source=source, **given)
     check_program_options(source, request.weights, request.inputs)
     if example and source.endswith(FILES):
@@ -170,6 +175,8 @@ def _registered(name: str, row: dict[str, Any]) -> str:
             f"{format_bytes(precision['plain_bytes'])}, error at most "
             f"{precision['max_error']:.1e} of the largest output"
         )
+        if precision["is_batch_invariant"]:
+            notes += "\n  a row has the same bits in any batch"
     return f"registered {name}{size}{groups}, {row.get('mode', 'graph')} mode{why}{notes}"
 
 
@@ -209,7 +216,7 @@ def sequences(ids: tuple[str, ...], as_json: bool) -> None:
                 client.end_sequence(one)
     columns = ("id", "model", "version", "tenant", "steps", "bytes", "idle_ms")
     common.listing(
-        lambda c: c.sequences(), lambda rows: views.table(rows, columns), as_json, watch=False
+        lambda c: c.sequences(), lambda rows: views.Listing(rows, columns), as_json, watch=False
     )
 
 
@@ -237,7 +244,7 @@ def _publish(name: str, from_job: str, part: str, as_json: bool) -> None:
 def _converted(
     source: str, signature: dict[str, Any], stack: contextlib.ExitStack
 ) -> tuple[str, list[str]]:
-    """A file of torch's as a bundle, with notes; its loaders are torch's, so a child does it."""
+    """Convert a torch file to a bundle, with notes; torch's loaders run in a child."""
     if not Path(source).is_file():
         raise InvalidInput(f"no file {source!r}")
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeswitch-convert-"))
@@ -252,7 +259,7 @@ def _converted(
 
 
 def _model_verb(verb: str, done: str, help_text: str) -> click.Command:
-    """One of the verbs that take a name; they differ in nothing else."""
+    """Add one of the verbs that take a name; they differ in nothing else."""
 
     @click.command(verb, help=help_text)
     @common.name_argument
@@ -273,7 +280,7 @@ unload = _model_verb(
 )
 
 
-@click.group(invoke_without_command=True)
+@click.group(cls=common.Group, invoke_without_command=True)
 @click.option("--versions", is_flag=True, help="All that are there, not the current ones alone.")
 @common.json_option
 @common.watch_option
@@ -285,7 +292,7 @@ def models(ctx: click.Context, versions: bool, as_json: bool, watch: bool) -> No
 
         def shown(rows: list[dict[str, Any]]) -> Any:
             is_told = any(row.get("reason") for row in rows)
-            return views.table(rows, (*columns, *["reason"] * is_told))
+            return views.Listing(rows, (*columns, *["reason"] * is_told))
 
         common.listing(lambda c: c.models(versions=versions), shown, as_json, watch)
 
@@ -308,7 +315,7 @@ def models_rollback(name: str, version: int | None, as_json: bool) -> None:
 def models_split(name: str, share: str, as_json: bool) -> None:
     """Try a version: 2=10% gives it a tenth of the requests that name none, 2=0% ends it."""
     found = re.fullmatch(r"(\d{1,9})=(\d{1,3})%", share)
-    if found is None:
+    if found is None or int(found[2]) > 100:
         raise click.BadParameter(f"{share!r} is not as 2=10%", param_hint="VERSION=PERCENT%")
     with common.connected() as client:
         row = client.split(name, int(found[1]), int(found[2]))
@@ -321,12 +328,8 @@ def models_split(name: str, share: str, as_json: bool) -> None:
 @common.json_option
 @common.watch_option
 def show(name: str, version: int | None, as_json: bool, watch: bool) -> None:
-    """Show one model in full, its signature included; what it does now stands last."""
-
-    def view(row: dict[str, Any]) -> Any:
-        return views.details(dict(reversed(row.items())))
-
-    common.listing(lambda c: c.show(name, version or 0), view, as_json, watch)
+    """Show one model in full, its signature included."""
+    common.listing(lambda c: c.show(name, version or 0), views.details, as_json, watch)
 
 
 @click.command()
@@ -373,7 +376,13 @@ def _profiled(client: Any, name: str, batches: tuple[int, ...], as_json: bool) -
 
 
 @click.command()
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.argument(
+    "args",
+    metavar="[MODEL]...",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    shell_complete=common.complete_models,
+)
 @click.option("--deadline", "deadlines", multiple=True, metavar="[NAME=]50ms",
               help="Say whether it holds, for one model or for all (repeatable).")  # fmt: skip
 @click.option("--train", "script", metavar="SCRIPT.py",
@@ -390,14 +399,14 @@ def plan(
     as_json: bool,
     watch: bool,
 ) -> None:
-    """Predict switch times and groups, and say what the arena holds.
+    """Predict switch times and groups of all models, or of those that you name.
 
-    With --train arguments after -- go to the script, and no server is needed.
+    With --train the arguments after -- go to the script, and no server is needed.
     """
     from . import profile as cli_profile
 
-    if script is None and (args or memory):
-        raise click.UsageError("--memory and arguments are for --train SCRIPT.py")
+    if script is None and memory:
+        raise click.UsageError("--memory is for --train SCRIPT.py")
     if script is not None:
         from . import rehearsal
 
@@ -411,7 +420,7 @@ def plan(
         raise click.BadParameter(error.message, param_hint="--deadline") from None
 
     def fetch(client: Any) -> dict[str, Any]:
-        jobs = cli_profile.jobs_of(client.jobs())
-        return {**cli_profile.report(client.plan(), wanted), "jobs": jobs}
+        jobs = [] if args else cli_profile.jobs_of(client.jobs())
+        return {**cli_profile.report(client.plan(), wanted, args), "jobs": jobs}
 
     common.listing(fetch, cli_profile.report_view, as_json, watch)

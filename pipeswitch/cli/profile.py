@@ -1,4 +1,4 @@
-"""What ``profile`` and ``plan`` print: a measurement in short, and what an arena can promise."""
+"""Output of ``profile`` and ``plan``: a measurement in short, and what an arena can promise."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ JOB_COLUMNS: Final = ("job", "size", "saved", "memory", "offloaded", "planned_st
 
 
 def profile_view(row: Mapping[str, Any]) -> RenderableType:
-    """A profile in a screen: link, overheads, batches, and how good the predictions are."""
+    """Return a profile in a screen: link, overheads, batches, and accuracy of the predictions."""
     profile = msgspec.convert(row, Profile)
     link, overheads, ours = profile.link, profile.overheads, profile.identity
     sizes = sum(layer.size_bytes for layer in profile.layers)
@@ -54,7 +54,10 @@ def profile_view(row: Mapping[str, Any]) -> RenderableType:
         for check in profile.checks
     ]  # fmt: skip
     return Group(
-        head, views.table(batches, BATCH_COLUMNS), Text(""), views.table(checks, PROFILE_COLUMNS)
+        head,
+        views.Listing(batches, BATCH_COLUMNS),
+        Text(""),
+        views.Listing(checks, PROFILE_COLUMNS),
     )
 
 
@@ -82,19 +85,26 @@ def parse_deadlines(texts: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def report(answer: Mapping[str, Any], deadlines: Mapping[str, float]) -> dict[str, Any]:
-    """The capacity report of a server's profiles, and the models it can say nothing about.
+def report(
+    answer: Mapping[str, Any], deadlines: Mapping[str, float], only: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the capacity report of a server's profiles, and the models that have none.
+
+    Args:
+        only: the models to report; none: all.
 
     Raises:
-        ModelNotFound: a deadline is for a model that is not there.
+        ModelNotFound: a deadline or ``only`` names a model that is not there.
     """
     names = [model["name"] for model in answer["models"]]
-    for name in deadlines:
+    for name in (*only, *deadlines):
         if name and name not in names:
             raise ModelNotFound(
-                f'no model "{name}" to have a deadline{nearest(name, names)}',
-                hint="pipeswitch models",
+                f'no model "{name}"{nearest(name, names)}', hint="pipeswitch models"
             )
+    if only:
+        chosen = [model for model in answer["models"] if model["name"] in only]
+        answer = {**answer, "models": chosen}
     demands, unknown = [], []
     streams = {one["name"]: one["streams"] for one in answer["models"] if one.get("streams")}
     for model in answer["models"]:
@@ -118,7 +128,7 @@ def report(answer: Mapping[str, Any], deadlines: Mapping[str, float]) -> dict[st
 
 
 def jobs_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What each job takes of the device, and what its steps' budget was said to cost, and does."""
+    """Return each job's lease, and the predicted and actual cost of its activation budget."""
     return [
         {"job": row["name"], "lease_bytes": row["lease_bytes"], **row.get("activations", {})}
         for row in rows
@@ -134,7 +144,7 @@ def _job_row(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def report_view(made: Mapping[str, Any]) -> RenderableType:
-    """The report as a table; models without a profile stand below, with what to do."""
+    """Return the report as a table; models without a profile are below, with what to do."""
     capacity = msgspec.convert(
         {key: made[key] for key in CapacityReport.__struct_fields__}, CapacityReport
     )
@@ -142,12 +152,11 @@ def report_view(made: Mapping[str, Any]) -> RenderableType:
     rows = [_row(model, streams.get(model.name, "")) for model in capacity.models]
     rows += [
         {"model": row["name"], "size": format_bytes(row["bytes"]), "groups": "",
-         "why": streams.get(row["name"])
-         or f"{row['grouping_why']} (pipeswitch profile {row['name']})"}
+         "why": streams.get(row["name"]) or row["grouping_why"]}
         for row in made["without_profile"]
     ]  # fmt: skip
     jobs = [_job_row(job) for job in made.get("jobs", ())]
-    below: list[RenderableType] = [Text(), views.table(jobs, JOB_COLUMNS)] if jobs else []
+    below: list[RenderableType] = [Text(), views.Listing(jobs, JOB_COLUMNS)] if jobs else []
     if not rows:
         return Group(Text("no models (pipeswitch register)"), *below)
     columns = [name for name in PLAN_COLUMNS if any(row.get(name) for row in rows)]
@@ -158,7 +167,10 @@ def report_view(made: Mapping[str, Any]) -> RenderableType:
             f"{capacity.fit_count} of {count} profiled models are resident together "
             f"({format_bytes(capacity.total_bytes)} in all)"
         )
-    return Group(views.table(rows, columns), Text("\n" + "; ".join(lines)), *below)
+    if unknown := [row["name"] for row in made["without_profile"]]:
+        named = unknown[0] if len(unknown) == 1 else "--all"
+        lines.append(f"to predict times, measure: pipeswitch profile {named}")
+    return Group(views.Listing(rows, columns), Text("\n" + "\n".join(lines)), *below)
 
 
 def _row(model: ModelReport, streams: str) -> dict[str, Any]:

@@ -23,11 +23,12 @@ UNLIMITED: Final = 1 << 62
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``workers/training/rehearsal.py`` writes."""
+    """Measurement that ``workers/training/rehearsal.py`` writes."""
 
     step: swaps.Step
     lanes: swaps.Lanes
     compute_ms: float
+    least_bytes: int = 0  # enough for a job's first steps, which have no plan yet
 
 
 def rehearse(entry: str, args: Sequence[str]) -> Measured:
@@ -58,7 +59,7 @@ def rehearse(entry: str, args: Sequence[str]) -> Measured:
 
 
 def report(entry: str, measured: Measured, budget_bytes: int | None) -> dict[str, Any]:
-    """The plans of a budget, or of several shares of what a step needs.
+    """Return the plans of a budget, or of several shares of what a step needs.
 
     Raises:
         OutOfDeviceMemory: no plan keeps to ``budget_bytes``; says which is the least that one does.
@@ -66,7 +67,7 @@ def report(entry: str, measured: Measured, budget_bytes: int | None) -> dict[str
     unlimited = swaps.forecast(measured.step, (), UNLIMITED, measured.lanes)
     assert unlimited is not None
     needed = unlimited.peak_bytes
-    least = _least_bytes(measured, needed)
+    least = min(needed, max(_least_bytes(measured, needed), measured.least_bytes))
     if budget_bytes is not None and budget_bytes < least:
         raise OutOfDeviceMemory(
             f"{entry}: a step saves {format_bytes(needed)} for backward, at least "
@@ -83,7 +84,7 @@ def report(entry: str, measured: Measured, budget_bytes: int | None) -> dict[str
 
 
 def _least_bytes(measured: Measured, needed: int) -> int:
-    """Of the budgets that some plan keeps; to a KiB."""
+    """Return the least budget that some plan keeps, to a KiB."""
     low, high = 0, -(-needed >> 10)
     while low < high:
         middle = (low + high) // 2
@@ -130,4 +131,4 @@ def show(entry: str, args: Sequence[str], budget_bytes: int | None, as_json: boo
          "speed": f"{row['speed']:.0%}" if "speed" in row else ""}
         for row in made["plans"]
     ]  # fmt: skip
-    views.console().print(views.table(printed(rows), COLUMNS))
+    views.console().print(views.Listing(printed(rows), COLUMNS))

@@ -85,6 +85,8 @@ def serve(path: str | None, no_http: bool, **flags: Any) -> None:
     """Run a server until it is told to stop."""
     from ..base.config import load
 
+    if no_http and (flags["gateway__http"] or flags["gateway__grpc"]):
+        raise click.UsageError("--no-http beside --http or --grpc: leave one out")
     config = load(path, flags=_flag_tree(flags, no_http=no_http))
     run = part("pipeswitch.controller.main", "serve")
     sys.exit(run(config))
@@ -127,7 +129,7 @@ def stop(drain: str, as_json: bool) -> None:
 
 
 def _exit_watcher(pid: int, stack: contextlib.ExitStack) -> int | None:
-    """A descriptor that is readable when the server has left; None: its pid is not of here."""
+    """Return a descriptor that is readable after the server's exit; None for a foreign pid."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:
@@ -194,7 +196,7 @@ def ping(deep: bool, wait: str, as_json: bool) -> None:
 
 
 def _ping_until(until_s: float, deep: bool) -> dict[str, Any]:
-    """The first answer that says ready, or the last one; each try looks for the server anew."""
+    """Return the first answer that says ready, or the last one; each try connects anew."""
     while True:
         is_last = time.monotonic() >= until_s
         try:

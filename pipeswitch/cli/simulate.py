@@ -20,7 +20,6 @@ from typing import Any, Final
 import click
 import msgspec
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ..base.config import JOB_ORDERS, policy_name
@@ -223,7 +222,7 @@ class _Comparison:
         self.sizes = {model.name: model.size_bytes for model in self.models}
 
     def settings(self) -> list[tuple[str, Setting]]:
-        """Each memory, policy and order of jobs, with the memory as it was written."""
+        """Yield each memory, policy and order of jobs, with the memory as it was written."""
         given, link = self.given, self.hardware.link
         needed = {**self.sizes, **{f"job {job.name}": job.memory_bytes for job in self.jobs}}
         if given.memory is None:
@@ -298,7 +297,7 @@ def _compare(name: str, as_json: bool, options: Mapping[str, Any]) -> None:
 
 
 def _replayed(of: _Comparison, drawn: Timeline | None, *, is_watched: bool) -> list[Run]:
-    """The same arrivals on each server or cluster; the label of its memory goes along."""
+    """Run the same arrivals on each server or cluster; each run has the label of its memory."""
     settings, models, asked = of.settings(), of.models, of.requests
     runs: list[Run] = []
     with views.progress_bar(is_watched, f"{len(asked)} requests") as bar:
@@ -352,7 +351,7 @@ def _read(option: str, text: str, read: Callable[[object], Any]) -> Any:
 
 
 def _file(path: str) -> str:
-    """A user's file, no larger than is reasonable."""
+    """Return the content of a user's file, up to a maximum size."""
     file = Path(path)
     if file.stat().st_size > MAX_FILE_BYTES:
         raise InvalidInput(f"{path} is larger than {format_bytes(MAX_FILE_BYTES)}")
@@ -366,7 +365,7 @@ def _data(name: str) -> str:
 def _trace(
     name: str, speed_up: float, seed: int, requests: int | None, *, has_tokens: bool
 ) -> tuple[arrivals.Trace, list[str]]:
-    """The trace, and its models' names where it has any."""
+    """Return the trace, and its models' names where it has any."""
     kind, _, rate = name.partition(":")
     if name == "none":
         return arrivals.Trace(name, (), 0), []
@@ -460,7 +459,7 @@ def _equal(name: str, size_bytes: int, compute_ms: float, layers: int) -> PaperM
 
 
 def _served() -> list[PaperModel]:
-    """The running server's models that have a profile."""
+    """Return the running server's models that have a profile."""
     with connected() as client:
         rows = client.plan()["models"]
     found = [
@@ -474,7 +473,7 @@ def _served() -> list[PaperModel]:
 
 
 def _assigned(known: Sequence[PaperModel], names: Sequence[str], count: int) -> list[PaperModel]:
-    """A model for each of the trace's: by name where it has names, else in turn."""
+    """Return a model for each of the trace's: by name where it has names, else in turn."""
     by_name = {model.name: model for model in known}
     if names and any(name in by_name for name in names):
         for name in names:
@@ -523,7 +522,7 @@ def _orders(text: str) -> list[str]:
 def _joined(
     models: Sequence[PaperModel], batch: int | None, delay: str, row: str | None
 ) -> list[PaperModel]:
-    """With requests that are joined, where that was asked for."""
+    """Return the models with batched requests, if batching was asked for."""
     delay_ms = _read("--batch-delay", delay, parse_ms)
     if batch is None:
         if delay_ms or row is not None:
@@ -548,7 +547,7 @@ def _share(text: object) -> float:
 
 
 def _shares(percents: Sequence[int], sizes: Mapping[str, int]) -> list[str]:
-    """As ``--memory`` would give them; one that is too small becomes the least that fits."""
+    """Return the shares for ``--memory``; one that is too small becomes the least that fits."""
     largest, least = _least(sizes)
     for percent in percents:
         if percent < least:
@@ -558,13 +557,13 @@ def _shares(percents: Sequence[int], sizes: Mapping[str, int]) -> list[str]:
 
 
 def _least(sizes: Mapping[str, int]) -> tuple[str, int]:
-    """The largest, and of all bytes the least whole percentage that it fits into."""
+    """Return the largest model, and the least whole percentage of all bytes that it fits into."""
     largest = max(sizes, key=lambda name: sizes[name])
     return largest, -(-100 * sizes[largest] // sum(sizes.values()))
 
 
 def _memory(text: str, sizes: Mapping[str, int]) -> tuple[str, int]:
-    """What a user wrote, and bytes."""
+    """Return the user's text and its size in bytes."""
     if text.endswith("%"):
         share = _read("--memory", text, lambda text: _positive(str(text)[:-1])) / 100.0
         size_bytes, label = round(share * sum(sizes.values())), text
@@ -632,7 +631,7 @@ def _headline(facts: dict[str, Any]) -> Text:
 
 def _table(
     rows: Sequence[dict[str, Any]], *, has_requests: bool, has_jobs: bool, has_tokens: bool
-) -> Table:
+) -> views.Listing:
     shown = [
         {**row, "in_slo": f"{row['in_slo']:.1%}", "idle": f"{row['idle']:.1%}",
          "copied": format_bytes(row["copied_bytes"]),
@@ -646,18 +645,18 @@ def _table(
     columns = ("memory", *of_requests, *of_tokens, *of_jobs, "idle", *of_nodes)
     first = {"p50_ms": "FIRST P50 MS", "p99_ms": "FIRST P99 MS"} if has_tokens else {}
     names = {"in_slo": "IN TIME", "jct_ms": "MEAN JCT MS", "moved_bytes": "MOVED", **first}
-    return views.table(shown, columns, names)
+    return views.Listing(shown, columns, names)
 
 
-def _jobs_table(rows: Sequence[dict[str, Any]], *, has_requests: bool) -> Table:
+def _jobs_table(rows: Sequence[dict[str, Any]], *, has_requests: bool) -> views.Listing:
     shown = [
         {**row, **job, "share": f"{job['share']:.1%}"} for row in rows for job in row["jobs"]
     ]  # fmt: skip
-    return views.table(shown, ("memory", *(("policy",) if has_requests else ()), *OF_JOBS))
+    return views.Listing(shown, ("memory", *(("policy",) if has_requests else ()), *OF_JOBS))
 
 
 def _draw(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:
-    """Which share of all requests ended within which time."""
+    """Draw the share of requests that ended within each time."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display

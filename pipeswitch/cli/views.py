@@ -1,19 +1,24 @@
-"""How the command line shows rows: rich tables for people, JSON for programs."""
+"""Rows on the command line: rich tables for people, JSON for programs."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
+import os
+import select
 import sys
+import termios
 import time
+import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -21,7 +26,35 @@ from ..base.units import format_bytes, printable, printed
 from ..wire.bill import PARTS, SELDOM
 
 PIPE_COLUMNS: Final = 240
-ELASTIC: Final = ("why", "source")  # columns that give way on a narrow screen
+ELASTIC: Final = ("why", "source", "reason")  # texts: they take several lines on a narrow screen
+ELASTIC_WIDTH: Final = 20
+NAMES: Final = ("name", "model", "job", "nodes")
+NAME_WIDTH: Final = 16
+LEAST: Final = (
+    *(
+        "groups",
+        "mode",
+        "precision",
+        "last_used",
+        "offloaded_bytes",
+        "streamed_bytes",
+        "prio",
+        "committed_step",
+    ),
+    *("evictions", "pinned", "sequence_bytes", "tokens", "sequences", "priority", "host", "bytes"),
+    *("suspensions", "source", "activation_bytes", "restarts", "tokens_per_s", "persisted_step"),
+    *("worker", "requests", "residency", "device", "why"),
+)
+"""Columns that a narrow screen can do without, the least important first."""
+
+_RANKS: Final = (
+    ("active", "running", "transmitting", "stopping", "evicting", "suspended"),
+    ("queued", "paused"),
+    ("resident", "pinned", "ready"),
+    ("host", "standby"),
+)
+BUSY: Final = {state: rank for rank, states in enumerate(_RANKS) for state in states}
+"""States in the order of a listing; what is over or failed stands last."""
 REFRESH_S: Final = 0.5  # of --watch and top
 STATE_STYLES: Final = {
     "active": "bold green", "running": "bold green", "ready": "green", "resident": "green",
@@ -34,22 +67,23 @@ PS_SIZES: Final = {"activation_bytes": "ACTIVATIONS", "offloaded_bytes": "OFFLOA
                    "streamed_bytes": "STREAMED", "sequence_bytes": "KEPT"}  # fmt: skip
 PS_COUNTS: Final = {"sequences": "SEQUENCES", "tokens": "TOKENS", "tokens_per_s": "TOKENS/S"}
 COUNTS: Final = ("groups", "requests", *PS_COUNTS)
-PS_COLUMNS: Final = ("name", "kind", "state", "worker", "on", "device", "activation_bytes", "host",
-                     "offloaded_bytes", "streamed_bytes", *PS_COUNTS, "sequence_bytes", "prio",
-                     "last_used", "why")  # fmt: skip
+PS_COLUMNS: Final = ("name", "kind", "state", "precision", "worker", "on", "device",
+                     "activation_bytes", "host", "offloaded_bytes", "streamed_bytes", *PS_COUNTS,
+                     "sequence_bytes", "prio", "last_used", "why")  # fmt: skip
 PS_TITLES: Final = {"name": "MODEL/JOB", "last_used": "LAST USED", **PS_SIZES, **PS_COUNTS}
 MODEL_COLUMNS: Final = ("name", "state", "residency", "on", "bytes", "groups", "mode",
                         "priority", "pinned", "requests", "source")  # fmt: skip
 VERSION_COLUMNS: Final = ("name", "version", "current", "share", "state", "residency", "bytes",
                           "requests", "source")  # fmt: skip
-JOB_COLUMNS: Final = ("name", "state", "on", "bytes", "step", "committed_step",
-                      "persisted_step", "steps_per_s", "suspensions", "evictions", "restarts",
-                      "why")  # fmt: skip
+JOB_COLUMNS: Final = (
+    *("name", "state", "on", "step", "steps_per_s", "persisted_step", "why"),
+    *("committed_step", "bytes", "suspensions", "evictions", "restarts"),
+)
 BILL_COLUMNS: Final = tuple(name for name in PARTS if name not in SELDOM)
 
 
 def console() -> Console:
-    """Where tables go; NO_COLOR is rich's own business. A pipe has no width: nothing is cut."""
+    """Return the console for tables. A pipe has no width: nothing is cut. rich handles NO_COLOR."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 
@@ -82,7 +116,7 @@ def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document."""
+    """Print one JSON document."""
     sys.stdout.write(json.dumps(_finite(value), indent=2, default=str) + "\n")
 
 
@@ -95,35 +129,102 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def table(
-    rows: Sequence[Mapping[str, Any]],
-    columns: Sequence[str],
-    titles: Mapping[str, str] | None = None,
-) -> Table:
-    """Rows by column name; a missing value is empty. Some columns are there with a value only."""
-    seldom = ("on", *PS_SIZES, *PS_COUNTS)
-    columns = [one for one in columns if one not in seldom or any(one in row for row in rows)]
-    view = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        title = (titles or {}).get(column, column.replace("_", " ").upper())
-        cells = [cell(column, row.get(column)) for row in rows]
-        number = column.endswith(("_ms", "bytes", "_s", "step")) or column in COUNTS
-        widest = max([len(title), *(len(one.plain) for one in cells)])
-        is_elastic = column in ELASTIC
-        view.add_column(
-            title,
-            justify="right" if number else "left",
-            no_wrap=not is_elastic,
-            min_width=None if is_elastic else widest,
-        )
-    for row in rows:
-        view.add_row(*(cell(column, row.get(column)) for column in columns))
-    return view
+class Listing:
+    """Rows by column name, as a table that fits its screen; a missing value is empty.
+
+    Where it is too wide, titles take two lines, then names are cut in the middle, then the columns
+    of ``LEAST`` go, the first ones first; a line below names those.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        columns: Sequence[str],
+        titles: Mapping[str, str] | None = None,
+    ) -> None:
+        seldom = ("on", "precision", *PS_SIZES, *PS_COUNTS)
+        shown = [one for one in columns if one not in seldom or any(one in row for row in rows)]
+        self._rows = len(rows)
+        self._cells = {one: [cell(one, row.get(one)) for row in rows] for one in shown}
+        self._titles = {
+            one: (titles or {}).get(one, one.replace("_", " ").upper()) for one in shown
+        }
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table, dropped = self.fitted(options.max_width)
+        yield table
+        if dropped:
+            yield Text(f"not shown: {', '.join(dropped)} (a wider screen, or --json)", style="dim")
+
+    def fitted(self, width: int) -> tuple[Table, list[str]]:
+        """Return the table for a screen of ``width``, and the titles of the columns it lacks."""
+        columns, titles, dropped = list(self._cells), dict(self._titles), []
+        widths = {one: self._width(one, titles[one]) for one in columns}
+        if _total(widths) > width:
+            titles = {one: title.replace(" ", "\n") for one, title in titles.items()}
+            widths = {one: self._width(one, titles[one]) for one in columns}
+        for one in NAMES:
+            if one in widths and (over := _total(widths) - width) > 0:
+                widths[one] = min(widths[one], max(NAME_WIDTH, widths[one] - over))
+        for one in LEAST:
+            if one in widths and _total(widths) > width:
+                del widths[one]
+                dropped.append(self._titles[one])
+        for one in NAMES:
+            if one in widths:
+                spare = max(0, width - _total(widths))
+                widths[one] = min(self._width(one, titles[one]), widths[one] + spare)
+        view = Table(box=None, pad_edge=False, header_style="bold")
+        for one in widths:
+            number = one.endswith(("_ms", "bytes", "_s", "step")) or one in COUNTS
+            view.add_column(
+                titles[one],
+                justify="right" if number else "left",
+                no_wrap=one not in ELASTIC,
+                min_width=widths[one] if _total(widths) <= width else None,
+            )
+        for row in range(self._rows):
+            cells = {one: self._cells[one][row] for one in widths}
+            view.add_row(
+                *(
+                    shortened(text, widths[one]) if one in NAMES else text
+                    for one, text in cells.items()
+                )
+            )
+        return view, dropped
+
+    def _width(self, column: str, title: str) -> int:
+        lines = title.split("\n")
+        widest = max(map(len, [*lines, *(one.plain for one in self._cells[column])]))
+        return min(widest, ELASTIC_WIDTH) if column in ELASTIC else widest
 
 
-def ps_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """What ``ps`` and ``top`` show."""
-    return table(rows, PS_COLUMNS, PS_TITLES)
+def _total(widths: Mapping[str, int]) -> int:
+    return sum(widths.values()) + 2 * (len(widths) - 1)
+
+
+def shortened(text: Text, width: int) -> Text:
+    """Return a name of at most ``width`` characters: its beginning and its end."""
+    plain = text.plain
+    if len(plain) <= width:
+        return text
+    tail = (width - 1) // 2
+    return Text(f"{plain[: width - 1 - tail]}…{plain[-tail:]}", style=text.style)
+
+
+def busy_first(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Jobs before models before processes, and of each kind first what runs, last what is over."""
+    kinds = {"job": 0, "model": 1, "chain": 1}
+
+    def order(row: Mapping[str, Any]) -> tuple[int, int]:
+        return kinds.get(row.get("kind", ""), 2), BUSY.get(row.get("state", ""), len(BUSY))
+
+    return sorted(rows, key=order)
+
+
+def ps_table(rows: Sequence[Mapping[str, Any]]) -> Listing:
+    """Return the table of ``ps`` and ``top``."""
+    return Listing(busy_first(rows), PS_COLUMNS, PS_TITLES)
 
 
 def add_rates(rows: Sequence[dict[str, Any]], since: Mapping[str, int], took_s: float) -> None:
@@ -139,7 +240,7 @@ def add_rates(rows: Sequence[dict[str, Any]], since: Mapping[str, int], took_s: 
 
 
 def cell(column: str, value: Any) -> Text:
-    """One value as people read it; what others wrote is shown and not obeyed."""
+    """Return a value as people read it; control characters of foreign text have no effect."""
     value = printed(value)
     if value is None or value == "":
         return Text("")
@@ -166,14 +267,60 @@ def _duration(seconds: float) -> str:
 
 
 def details(row: Mapping[str, Any]) -> Table:
-    """One record, a line for each value."""
+    """Return one record, with a line for each value that is not empty."""
     view = Table.grid(padding=(0, 2))
     for key, value in row.items():
-        shown: Any = value
-        if isinstance(value, Mapping):
-            shown = ", ".join(f"{name}: {item}" for name, item in value.items())
-        view.add_row(Text(printable(key.replace("_", " ")), style="bold"), cell(key, shown))
+        shown = cell("bytes" if key.endswith("bytes") else key, _plain(key, value))
+        if shown.plain:
+            name = key.removesuffix("_bytes") if key.endswith("_bytes") else key
+            view.add_row(Text(printable(name.replace("_", " ")), style="bold"), shown)
     return view
+
+
+def _plain(key: str, value: Any) -> Any:
+    """Return a value of several parts as one text: ``x [batch, 3] float32; y [batch] int64``."""
+    if isinstance(value, Mapping):
+        parts = [f"{name} {_plain(f'{key} {name}', item)}" for name, item in value.items()]
+        return ("; " if any(isinstance(one, list) for one in value.values()) else ", ").join(parts)
+    if isinstance(value, list | tuple) and key.partition(" ")[0] in ("batch", "dims"):
+        return " to ".join(map(str, value))
+    if isinstance(value, list | tuple) and " " in key:  # a tensor: its shape and its type
+        return " ".join(
+            f"[{', '.join(map(str, one))}]" if isinstance(one, list | tuple) else str(one)
+            for one in value
+        )
+    if isinstance(value, float) and " " in key:
+        return f"{value:.2f}"
+    return format_bytes(value) if key.endswith("bytes") and " " in key else value
+
+
+class Scrolled:
+    """A screen of something longer, from line ``top`` on."""
+
+    def __init__(self) -> None:
+        self.top = 0
+        self.page = 1
+        self.inner: RenderableType = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = console.render_lines(self.inner, options.update(height=None), pad=False)
+        self.page = max(1, console.height - 2)
+        is_long = len(lines) > self.page + 1
+        self.top = max(0, min(self.top, len(lines) - self.page)) if is_long else 0
+        for line in lines[self.top : self.top + self.page] if is_long else lines:
+            yield from line
+            yield Segment.line()
+        if is_long:
+            end = min(len(lines), self.top + self.page)
+            yield Text(f"lines {self.top + 1} to {end} of {len(lines)}: ↑ ↓ PgUp PgDn, q leaves")
+
+    def press(self, keys: bytes) -> None:
+        """Move as the keys say; ``q`` raises KeyboardInterrupt, as Ctrl-C does."""
+        if b"q" in keys:
+            raise KeyboardInterrupt
+        up, down, back, on = b"\x1b[A", b"\x1b[B", b"\x1b[5~", b"\x1b[6~"
+        steps = {up: -1, b"k": -1, down: 1, b"j": 1, back: -self.page, on: self.page}
+        self.top += sum(keys.count(key) * step for key, step in steps.items())
 
 
 def show(render: Callable[[], RenderableType], *, watch: bool) -> None:
@@ -181,17 +328,41 @@ def show(render: Callable[[], RenderableType], *, watch: bool) -> None:
     if not watch:
         console().print(render())
         return
+    screen = Scrolled()
+    screen.inner = render()
     with (
         contextlib.suppress(KeyboardInterrupt),
-        Live(render(), console=console(), auto_refresh=False) as live,
+        _keys() as keys,
+        Live(screen, console=console(), auto_refresh=False, vertical_overflow="crop") as live,
     ):
+        next_at_s = time.monotonic()
         while True:
-            time.sleep(REFRESH_S)  # the screen's pace; nothing waits for this
-            live.update(render(), refresh=True)
+            if keys and select.select(keys, [], [], max(0.0, next_at_s - time.monotonic()))[0]:
+                screen.press(os.read(keys[0], 64) or b"q")
+            else:
+                time.sleep(max(0.0, next_at_s - time.monotonic()))  # the screen's pace
+                screen.inner = render()
+                next_at_s = time.monotonic() + REFRESH_S
+            live.update(screen, refresh=True)
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[list[int]]:
+    """Yield the terminal's descriptor, whose keys are read singly; none without a terminal."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        yield []
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor)
+        yield [descriptor]
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
 def dashboard(about: Mapping[str, Any], rows: Any, stats: Mapping[str, Any]) -> RenderableType:
-    """What ``top`` shows."""
+    """Return the screen of ``top``."""
     inference = stats.get("inference", {})
     head = Text.assemble(
         ("pipeswitch ", "bold"),
@@ -223,7 +394,7 @@ def _bar(used: int, capacity: int, width: int = 30) -> str:
 
 @contextlib.contextmanager
 def progress_bar(enabled: bool, title: str) -> Iterator[Callable[[str, float], None] | None]:
-    """A bar for registration; None where it is not watched."""
+    """Yield a progress bar for registration, or None if nobody watches."""
     if not enabled:
         yield None
         return

@@ -64,11 +64,11 @@ class AsyncClient(AwaitedVerbs[Client]):
         return await self.submit(model, *inputs, **options)
 
     def sequence(self, model: str, *, id: str = "", version: int = 0) -> AsyncSequenced:
-        """As ``Client.sequence``; ``async with``, and await ``infer``."""
+        """Return a sequence, as ``Client.sequence`` does; use ``async with``; await ``infer``."""
         return AsyncSequenced(self._awaits.sequence(model, id=id, version=version))
 
     async def generate(self, model: str, prompt: Any, **options: Any) -> AsyncIterator[Token]:
-        """As ``Client.generate``: ``async for``, until the caller stops."""
+        """Yield tokens, as ``Client.generate`` does, until the caller stops."""
         answer = await asyncio.to_thread(self._awaits.generate, model, prompt, **options)
         try:
             while (token := await asyncio.to_thread(next, answer, None)) is not None:
@@ -108,7 +108,7 @@ class AsyncClient(AwaitedVerbs[Client]):
 
 
 class AsyncSequenced(Awaited[Sequenced]):
-    """What ``AsyncClient.sequence`` returns."""
+    """Sequence that ``AsyncClient.sequence`` returns."""
 
     infer = awaited(Sequenced.infer)
     close = awaited(Sequenced.close)

@@ -75,6 +75,8 @@ class Client(Verbs):
         server_key: str | os.PathLike[str] | None = None,
         shared_memory: bool = True,
     ) -> None:
+        if address is not None and not isinstance(address, str):
+            raise InvalidInput(f"an address is a text, not {address!r}", hint='Client("gpu1:5555")')
         self.address = full_address(address) if address else default_address(os.environ)
         keys = None
         if self.address.startswith("ray://"):
@@ -155,7 +157,7 @@ class Client(Verbs):
         return result
 
     def _traced(self, send: Callable[..., Any], model: str, asked: dict[str, Any]) -> Any:
-        """What ``send`` returns, which is a future or the result, with a span of the request."""
+        """Call ``send`` within a span of the request; return its future or result."""
         traced = Traced(self._tracer, model)
         if traced.traceparent:
             asked["body"] = {**(asked["body"] or {}), "traceparent": traced.traceparent}
@@ -179,7 +181,7 @@ class Client(Verbs):
         version: int,
         named: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """What ``Connection.request`` takes for an inference."""
+        """Return the arguments of ``Connection.request`` for an inference."""
         given = inputs[0] if len(inputs) == 1 else inputs or None
         if given is None:
             given = named
@@ -245,7 +247,7 @@ class Client(Verbs):
         return Sequenced(self._step, self.end_sequence, model, id or uuid.uuid4().hex, version)
 
     def _step(self, model: str, *asked: Any, **sequence: Any) -> Result:
-        """Of a sequence. It is not sent twice: that would be two steps."""
+        """Send a step of a sequence once only: sent again, it would be two steps."""
         request = self._request(model, *asked)
         request |= {"is_safe": False, "body": {**(request["body"] or {}), **sequence}}
         future = self._connection.request("infer", **request) if self._tracer is None else (
@@ -293,7 +295,7 @@ class Client(Verbs):
         )  # fmt: skip
 
     def sequences(self) -> list[dict[str, Any]]:
-        """Those that are kept: id, model, steps, bytes; of the owner everybody's."""
+        """Return the sequences that are kept: id, model, steps, bytes. The owner sees all."""
         rows: list[dict[str, Any]] = self._ask("sequences")["sequences"]
         return rows
 
@@ -314,8 +316,9 @@ class Client(Verbs):
     def register(
         self,
         name: str,
-        source: Any,
+        source: Any = "",
         *,
+        as_version: bool = False,
         weights: str | os.PathLike[str] = "",
         inputs: Inputs | None = None,
         example_inputs: Any = None,
@@ -349,6 +352,8 @@ class Client(Verbs):
                 this machine, or a ``.pt`` of TorchScript with its ``inputs`` or
                 ``example_inputs``; ``package.module:factory`` (of the server's), or an
                 ``nn.Module``, which is exported here and sent as graph and safetensors.
+            as_version: make ``weights`` the next version of the model that has this name, as a
+                publication does; without ``source`` and everything else.
             weights: ``random:SEED``, ``pretrained``, or a file of this machine: safetensors, or
                 what ``torch.save(module.state_dict(), "weights.pt")`` wrote.
             inputs: shapes and dtypes where the source does not know them, by the arguments' names,
@@ -387,11 +392,11 @@ class Client(Verbs):
                 one program whose ``state`` is its cache. It says why one cannot be.
             tokenizer: with that, for a model itself: its fast tokenizer of transformers. ``hf:``
                 brings its own; without one, prompts and answers are ids.
-            precision: ``exact`` computes the module's bits; ``fast`` packs weights and fuses calls,
-                and its answers differ by rounding. Empty: ``exact``. The row's ``precision`` has
-                the measurements.
-            max_error: the largest error of ``fast``, relative to the module's largest output; the
-                registration is refused if the error is larger. 0: 0.001.
+            precision: ``exact`` (the module's bits), ``fast`` (packed weights), ``bf16``, ``int8``
+                (fewer bytes). Empty: ``fast`` with ``generate``, else ``exact``. The row's
+                ``precision`` has the measurements.
+            max_error: refuse an error larger than this share of the module's largest output. 0:
+                0.001 for ``fast``, 0.05 for ``bf16``, 0.1 for ``int8``.
             progress: called as the work proceeds; what it raises ends the wait, not the work.
 
         Raises:
@@ -404,7 +409,7 @@ class Client(Verbs):
         takes, signature = declared(inputs)
         state = state or {}  # an output alone replaces its input
         request = RegisterRequest(
-            source="",
+            as_version=as_version,
             weights=os.fspath(weights or ""),
             inputs=signature,
             takes=takes,
@@ -516,6 +521,8 @@ class Client(Verbs):
         Raises:
             InvalidInput: there is no such script, or it is no Python; no such ``offload``.
         """
+        if isinstance(args, str):
+            raise InvalidInput(f"args is one text, {args!r}", hint="a list: args=[...]")
         text = os.fspath(entry)
         is_script = text.endswith(".py") or os.sep in text
         if is_script:
@@ -572,7 +579,7 @@ class Task:
         return f"Task({self.name!r})"
 
     def status(self) -> dict[str, Any]:
-        """Its row now."""
+        """Return its row now."""
         return self._row("show")
 
     def pause(self) -> dict[str, Any]:
@@ -646,16 +653,17 @@ class Task:
                     rows.setdefault(row["step"], {}).update(row)
         return [rows[step] for step in sorted(rows)]
 
-    def export(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+    def export(self, path: str | os.PathLike[str], part: str = "") -> dict[str, Any]:
         """Write its newest commit's parameters and buffers to a safetensors file; its row.
 
         They have the names of the model's ``state_dict()``; if a job trains several models, behind
-        their key in ``job.steps(model={…})``. ``persisted_step`` in the row is their step.
+        their key in ``job.steps(model={…})``, unless ``part`` is one of these keys.
+        ``persisted_step`` in the row is their step.
 
         Raises:
-            InvalidInput: it has committed nothing.
+            InvalidInput: it has committed nothing, or has no such part.
         """
-        from ..commits.weights import for_anybody, read_image, save_weights, weights_of  # numpy
+        from ..commits import weights as files  # numpy
 
         target = Path(path)
         if not target.parent.is_dir():
@@ -669,7 +677,9 @@ class Task:
                     file.truncate(file.seek(0))
                 file.write(piece["data"])
             file.flush()
-            save_weights(for_anybody(weights_of(read_image(Path(file.name)))), target)
+            every = files.weights_of(files.read_image(Path(file.name)))
+            found = files.of_part(every, part) if part else files.for_anybody(every)
+            files.save_weights(found, target)
         return row
 
     def remove(self) -> dict[str, Any]:
@@ -698,7 +708,7 @@ FINAL_JOB_STATES: Final = frozenset({"done", "failed", "cancelled", "expired"})
 
 
 def _refuse_bad_syntax(path: str) -> None:
-    """Of a script that is there: it may be on the server's machine alone."""
+    """Raise InvalidInput if a script has a mistake; one on the server's machine is not read."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -96,7 +96,7 @@ def connected_ray(address: str) -> Iterator[Any]:
 
 
 def placement_of(ray: Any) -> Any:
-    """Its handle.
+    """Return the handle of placement.
 
     Raises:
         ServerUnavailable: this Ray has no cluster of ours.
@@ -110,15 +110,15 @@ def placement_of(ray: Any) -> Any:
 
 
 def node_of(ray: Any, name: str) -> Any:
-    """Its handle."""
+    """Return a node's handle."""
     return ray.get_actor(NODE + name, namespace=NAMESPACE)
 
 
 def told(ray: Any, answer: Any, timeout_s: float | None = None) -> Any:
-    """What an actor answers; its own errors are those that it raised.
+    """Return an actor's answer, or raise its own error.
 
     Raises:
-        PipeSwitchError: as the actor did, or it is gone.
+        PipeSwitchError: the actor raised it, or is gone.
     """
     try:
         return ray.get(answer, timeout=timeout_s)
@@ -278,6 +278,11 @@ class ClusterVerbs(Members):
         return self._to(self._files[name]).call(op, **options)
 
     def _do_register(self, op: str, *, model: str, body: dict[str, Any], **options: Any) -> Any:
+        if body.get("as_version"):
+            raise InvalidInput(
+                "the nodes of a cluster have one version of each model",
+                hint=f"pipeswitch unregister {model}, then register it with the new weights",
+            )
         with self._choosing:
             files = {text for text in body.values() if isinstance(text, str)} & self._files.keys()
             home = self._files[min(files)] if files else self._table.models.get(model)
@@ -306,7 +311,8 @@ class ClusterVerbs(Members):
         return reply
 
     def _all(self, op: str, **options: Any) -> dict[str, dict[str, Any]]:
-        """What each living node answers, by its name; of a new table if one of this does not."""
+        """Return each living node's answer, by its name; fetch a new table if a node does not
+        answer."""
         options["is_safe"] = True
         if time.monotonic() > self._asked_at_s + FRESH_S:
             self._ask()
@@ -344,22 +350,24 @@ class ClusterVerbs(Members):
     def _do_models(self, op: str, **options: Any) -> Any:
         return _reply({"models": models_of(self._all(op, **options))})
 
+    def _rows(self, op: str, key: str, **options: Any) -> list[dict[str, Any]]:
+        """All nodes' rows, each with its node."""
+        answers = self._all(op, **options).items()
+        return [{**row, "node": node} for node, one in answers for row in one[key]]
+
     def _do_ps(self, op: str, **options: Any) -> Any:
-        answers = self._all(op, **options)
-        rows = [{**row, "name": f"{node}/{row['name']}"}
-                for node, answer in answers.items() for row in answer["rows"]]  # fmt: skip
-        return _reply({"rows": rows})
+        rows = self._rows(op, "rows", **options)
+        return _reply(
+            {"rows": [{**row, "name": f"{row.pop('node')}/{row['name']}"} for row in rows]}
+        )
 
     def _do_jobs(self, op: str, **options: Any) -> Any:
-        answers = self._all(op, **options)
-        rows = [{**row, "node": node} for node, one in answers.items() for row in one["jobs"]]
-        return _reply({"jobs": rows})
+        return _reply({"jobs": self._rows(op, "jobs", **options)})
 
     def _do_sequences(self, op: str, *, body: Any = None, **options: Any) -> Any:
         if body and (node := self._began.pop(body["end"], "")) in self._table.nodes:
             return self._to(node).call(op, body=body, **options)
-        answers = self._all(op)
-        rows = [{**row, "node": node} for node, one in answers.items() for row in one["sequences"]]
+        rows = self._rows(op, "sequences")
         if body is None:
             return _reply({"sequences": rows})
         node = next((row["node"] for row in rows if row["id"] == body["end"]), "")
@@ -387,8 +395,8 @@ class ClusterVerbs(Members):
         return self._to(node).call(op, body=body, **options)
 
     def _wait(self, body: dict[str, Any], options: dict[str, Any]) -> Any:
-        """Until the job is over, wherever it goes meanwhile: what moves is cancelled where it was,
-        and what its node's death ends begins again elsewhere."""
+        """Wait until the job is over, on whichever node it runs: a job that moves is cancelled on
+        its old node, and one whose node dies begins again elsewhere."""
         while True:
             is_alive, node = self._ask("is_alive", body["name"]), self._job_node(body["name"])
             if not node and not is_alive:
@@ -400,13 +408,12 @@ class ClusterVerbs(Members):
             time.sleep(LOOK_S)
 
     def _job_node(self, name: str) -> str:
-        """Where a job is; empty: nowhere."""
-        rows = self._do_jobs("jobs").body["jobs"]
-        return next((row["node"] for row in rows if row["name"] == name), "")
+        """Return the node of a job; empty if it has none."""
+        return next((row["node"] for row in self._rows("jobs", "jobs") if row["name"] == name), "")
 
 
 class ClusterConnection(ClusterVerbs):
-    """In place of a ``Connection``; from any thread."""
+    """Connection to a cluster instead of a server; for use from any thread."""
 
     keys = None
 
@@ -428,7 +435,7 @@ class ClusterConnection(ClusterVerbs):
                 self._to(node).notify(op, model=model)
 
     def call(self, op: str, *, model: str = "", **options: Any) -> Any:
-        """As ``Connection.call``."""
+        """Send a call, as ``Connection.call`` does."""
         if op not in SAFE_AGAIN:
             return self._verb(op)(op, model=model, **options)
         if op in ("load", "unload"):
@@ -443,7 +450,7 @@ class ClusterConnection(ClusterVerbs):
             self._balance.count(node, -1)
 
     def request(self, op: str, *, model: str = "", **options: Any) -> Future[Any]:
-        """As ``Connection.request``."""
+        """Send a request, as ``Connection.request`` does."""
         if op not in ("infer", "generate"):
             return self._pool.submit(self.call, op, model=model, **options)
         node, outer = self._node_for(model, options), Future[Any]()
@@ -472,7 +479,7 @@ class ClusterConnection(ClusterVerbs):
         return outer
 
     def _node_for(self, model: str, options: dict[str, Any]) -> str:
-        """Of a sequence the one on which it began.
+        """Return the node for a model's request; for a sequence the one on which it began.
 
         Raises:
             SequenceNotFound: it did not begin here, or its node is gone.

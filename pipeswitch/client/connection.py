@@ -67,7 +67,7 @@ class Connection(Calls):
         shared_memory: bool = True,
         return_s: float = 0.0,
     ) -> None:
-        """As ``Calls``."""
+        """Connect, as ``Calls`` does."""
         self._context: Any = None  # with keys, libzmq's
         self._poller: Any = select.poll()
         if keys is not None:
@@ -93,7 +93,7 @@ class Connection(Calls):
         self._thread.start()
 
     def another(self) -> Connection:
-        """To the same server, as the same client, without a share."""
+        """Return a connection to the same server, as the same client, without shared memory."""
         return Connection(
             self.address, self._timeout_s, self.keys, shared_memory=False, return_s=self._return_s
         )

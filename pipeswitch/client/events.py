@@ -72,7 +72,7 @@ class Subscription:
         return None
 
     def close(self) -> None:
-        """What was not taken yet is gone. Idempotent; from any thread."""
+        """Drop events that were not taken yet. Idempotent; from any thread."""
         self._connection.close()
         with self._changed:
             self._records.clear()

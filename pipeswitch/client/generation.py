@@ -65,10 +65,10 @@ class Asked:
 
 
 class Generated(Iterator[Token]):
-    """What ``Client.generate`` returns: iterate over it, or ask for ``text``.
+    """Answer that ``Client.generate`` returns: iterate over it, or read ``text``.
 
-    ``reason`` says why it is over: ``stop`` or ``length``; None: it goes on. When the server has
-    ended it, ``timing`` is its bill and ``usage`` counts tokens.
+    ``reason`` says why it ended: ``stop`` or ``length``; None while it continues. After the end,
+    ``timing`` is its bill and ``usage`` counts tokens.
     """
 
     def __init__(self, answer: Answer, begin: Callable[[Callable[[list[int]], None]], Any]) -> None:
@@ -156,7 +156,7 @@ def generated(
     client: Any, model: str, prompt: Any, *, version: int, priority: str, stop: tuple[str, ...],
     max_new_tokens: int, **sampling: Any,
 ) -> Generated:  # fmt: skip
-    """As ``Client.generate``."""
+    """Begin an answer, as ``Client.generate`` does."""
 
     def facts_with(*, tokenizer: bool, version: int = version) -> Facts:
         body = {"version": version, "tokenizer": tokenizer}

@@ -80,7 +80,7 @@ def lost(sequence: str) -> SequenceNotFound:
 
 
 class Step(Enum):
-    """What a request does before it knows its next node."""
+    """Action of a request that does not know its next node yet."""
 
     RENEW = 1  # fetch the newest table
     WAIT = 2  # for the interval between two looks at the table

@@ -49,7 +49,7 @@ class Link:
         raise NotImplementedError
 
     def answered(self, request_id: str) -> None:
-        """Its final reply has come."""
+        """Note that a request's final reply has arrived."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -155,7 +155,7 @@ class StreamLink(Link):
         return copy
 
     def _flush(self) -> None:
-        """What does not leave now leaves when the socket is writable."""
+        """Send what the socket takes now; the rest leaves when it is writable."""
         try:
             is_sending = not self.stream.flush()
         except OSError:
@@ -179,9 +179,15 @@ class StreamLink(Link):
             try:
                 messages = self.stream.receive(BURST_MESSAGES)
             except RemoteProtocolError as error:
-                if error.data.get("reason") != ZMTP:
+                reason = error.data.get("reason")
+                if reason == "magic":
+                    raise RemoteProtocolError(
+                        f"{self.address} is no port for this client: perhaps that of HTTP or gRPC",
+                        hint="the tcp:// or ipc:// address that pipeswitch serve printed",
+                    ) from None
+                if reason != ZMTP:
                     raise
-                why = f"{self.address}: the server asks for a key"
+                why = f"{self.address}: the server asks for a key, or is older than this client"
                 raise PermissionDenied(why, hint=_BRING) from None
             for message in messages:
                 for descriptor in message.descriptors:
@@ -219,7 +225,7 @@ class StreamLink(Link):
                 share.free(place)
 
     def close(self, linger_ms: int) -> None:
-        """What the socket does not take at once is lost."""
+        """Close; whatever the socket does not take at once is lost."""
         self._flush()
         self.stream.close()
 

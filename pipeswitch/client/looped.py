@@ -51,11 +51,11 @@ class Prompt:
         self._is_cancelled = False  # and is to be told
 
     def cancel(self) -> None:
-        """What it waits for is cancelled, else it is told at its next step."""
+        """Cancel what the work waits for, or the work at its next step."""
         self._is_cancelled = self._awaited is None or not self._awaited.cancel()
 
     def step(self, _: Any = None) -> None:
-        """Until it waits or ends."""
+        """Run the work until it waits or ends."""
         work, is_cancelled = self._work, self._is_cancelled
         self._awaited, self._is_cancelled = None, False
         try:

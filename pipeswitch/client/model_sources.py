@@ -31,6 +31,7 @@ _NO_PROGRAMS: Final = {
     "example_inputs=(x,))",
     ".safetensors": WEIGHTS_ALONE,
     ".ckpt": WEIGHTS_ALONE,
+    ".py": "a model's code is package.module:function; a script that trains: pipeswitch train FILE",
 }
 Dynamic = Mapping[str, Mapping[int, tuple[int, int] | tuple[str, int, int]]]
 
@@ -65,7 +66,9 @@ class LocalSource:
             request = msgspec.structs.replace(request, source=source)
             if self.example_inputs is not None and ":" in source and not source.startswith("put:"):
                 request = self._with_example(request)
-            if weights.endswith(PICKLED) and os.path.isfile(weights):
+            if weights.endswith((*PICKLED, ".safetensors")) and not os.path.isfile(weights):
+                raise InvalidInput(f"no file {weights!r}", hint="weights: a path on this machine")
+            if weights.endswith(PICKLED):
                 from ..programs.build.files import convert_weights
 
                 weights = str(self._folder / "weights.safetensors")
@@ -83,6 +86,8 @@ class LocalSource:
         if not isinstance(source, str | os.PathLike):
             return self._module(request, options)
         text = os.fspath(source)
+        if text.startswith("hf:"):
+            text = here(text)
         suffix = os.path.splitext(text)[1]
         check_program_options(text, request.weights, request.inputs)
         if self.dynamic:
@@ -112,6 +117,11 @@ class LocalSource:
     def _module(self, request: RegisterRequest, options: dict[str, Any]) -> str:
         from ..programs.build.export import export_decoder_to_bundle, export_module_to_bundle
 
+        if not callable(self.source):
+            raise InvalidInput(
+                f"a {type(self.source).__name__} is no model",
+                hint="a torch.nn.Module, a file's path, torchvision:NAME or hf:NAME",
+            )
         if request.weights:
             raise InvalidInput("a module brings its own weights", hint="leave weights out")
         if request.generate and self.example_inputs is not None:
@@ -161,6 +171,21 @@ class LocalSource:
     def _folder(self) -> Path:
         made = tempfile.TemporaryDirectory(prefix="pipeswitch-export-")
         return Path(self.stack.enter_context(made))
+
+
+def here(source: str) -> str:
+    """Make the folder of ``hf:FOLDER`` absolute: the server would look for it from its own folder.
+
+    Raises:
+        InvalidInput: a path that is no folder. A bare name may be a hub's.
+    """
+    name, mark, wished = source.removeprefix("hf:").partition("#")
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):
+        return f"hf:{os.path.abspath(path)}{mark}{wished}"
+    if path.startswith((".", "/")):
+        raise InvalidInput(f"no folder {name!r}", hint="one with config.json, or a hub's name")
+    return source
 
 
 def check_program_options(source: str, weights: str, inputs: object) -> None:

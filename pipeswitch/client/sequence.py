@@ -11,7 +11,7 @@ from .tensors import Result
 
 
 class Sequenced:
-    """What ``Client.sequence`` returns; one request at a time."""
+    """Sequence that ``Client.sequence`` returns; it takes one request at a time."""
 
     def __init__(
         self, step: Callable[..., Result], end: Callable[[str], None], model: str, id: str,

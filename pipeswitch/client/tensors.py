@@ -67,7 +67,7 @@ class Result(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Signature:
-    """What a model takes, as ``show`` tells it."""
+    """Inputs of a model, as ``show`` lists them."""
 
     inputs: tuple[ValueSpec, ...]
     dims: tuple[Dim, ...] = ()  # the extents that a request chooses, by name
@@ -86,7 +86,7 @@ class Signature:
 
     @property
     def batch_max(self) -> int:
-        """As ``batch_min`` where the batch is fixed."""
+        """Largest batch; ``batch_min`` if the batch is fixed."""
         return batch_range(self.dims)[1]
 
     def random(self, batch: int = 0, seed: int = 0, **extents: int) -> list[Any]:
@@ -152,7 +152,7 @@ def _named(given: Any) -> list[tuple[str, Any]]:
 
 
 def _is_leaf(value: Any) -> bool:
-    """It becomes one array: a list of numbers does, a list of arrays is a list."""
+    """Return True if a value becomes one array: a list of numbers does, one of arrays does not."""
     return hasattr(value, "dtype") or not (_is_record(value) or _nests(value))
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, TypeVar
 
-from ..base.errors import ServerUnavailable
+from ..base.errors import InvalidInput, ServerUnavailable
 from .calls import as_wait_s
 from .connection import Connection
 from .tensors import Signature
@@ -90,6 +90,8 @@ class Verbs:
     def split(self, name: str, version: int, percent: int) -> dict[str, Any]:
         """Give a version this share of the requests that name none, until another becomes current;
         0 ends it. ``timing.version`` says which one answered."""
+        if percent not in range(101):
+            raise InvalidInput(f"a share of {percent} %", hint="0 to 100, as in split(NAME, 2, 10)")
         body = {"version": version, "share": percent}
         return self._ask("rollback", model=name, body=body)
 
@@ -212,7 +214,7 @@ V = TypeVar("V", bound=Verbs, covariant=True)
 
 
 class Awaited(Generic[S]):
-    """What has the verbs of an object of the SDK, awaited."""
+    """Awaitable verbs of an object of the SDK."""
 
     def __init__(self, awaits: S) -> None:
         self._awaits = awaits

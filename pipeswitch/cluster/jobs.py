@@ -32,7 +32,7 @@ ASK_S: Final = 0.3  # between two questions to who cannot say yet
 
 
 class NodeJobs:
-    """Of one ``Node``: the part of it that Ray calls about jobs."""
+    """Part of a ``Node`` that Ray calls about jobs."""
 
     _client: Client  # the owner's
     _tenant: Client  # the cluster's
@@ -62,8 +62,8 @@ class NodeJobs:
             shutil.rmtree(self._jobs / job, ignore_errors=True)
 
     def _copies(self) -> tuple[dict[str, Copy], list[dict[str, Any]]]:
-        """What it keeps of each job, and the server's rows, which are asked for last: what is kept
-        by then is of a job that it has taken."""
+        """Return the copies that this node keeps, and the server's rows, which are fetched last:
+        whatever is kept by then belongs to a job that the server has taken."""
         kept = {path.name: self._kept(path.name) for path in self._jobs.iterdir()}
         rows = {row["name"]: row for row in self._client.jobs()}
         copies = {job: self._copy(job, one, rows.get(job)) for job, one in kept.items() if one}
@@ -175,7 +175,7 @@ class NodeJobs:
                 time.sleep(ASK_S)
 
     def go_on(self, job: str) -> None:
-        """It lives here, whatever held it."""
+        """Resume a job that lives here, if it was held."""
         if (self._jobs / job / "held").exists() and time.monotonic() < self._until_s:
             with contextlib.suppress(InvalidInput):  # it is over
                 self._client.job(job, "resume")
@@ -197,8 +197,8 @@ class NodeJobs:
         self.drop(job, life, keeps_replica=True)
 
     def send(self, job: str, to: str) -> bool:
-        """Its newest commit on disk, with all that it takes to go on at the node ``to``; False: it
-        does not live here, or is on its way already."""
+        """Send a job's newest commit on disk, with all that it needs to continue, to the node
+        ``to``; return False if the job does not live here or is being sent already."""
         import ray
 
         with self._changing:

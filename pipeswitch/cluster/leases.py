@@ -1,7 +1,7 @@
-"""In a node's server: its jobs stop when the cluster may take the node for dead.
+"""Lease of a node's server: its jobs stop when the cluster may take the node for dead.
 
-The node says on the server's standard input until when placement counts on it. A server whose node
-was killed leaves as if it was told to; one whose node hears nothing holds its jobs, and serves on.
+The node writes to the server's standard input until when placement counts on it. A server whose
+node was killed stops in an orderly way; one whose node hears nothing holds its jobs, and serves on.
 """
 
 from __future__ import annotations

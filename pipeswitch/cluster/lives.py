@@ -1,7 +1,7 @@
-"""What becomes of jobs when nodes come and go. Pure: what each node keeps goes in, orders come out.
+"""Fate of jobs when nodes come and go. Pure: what each node keeps goes in, orders come out.
 
-A job has one life at a time. Each start of it on another node is a life with a number higher than
-those before, which goes with everything that is said of it: what speaks of a lower one is dropped.
+A job has one life at a time. Each start on another node is a life with a higher number, which goes
+with every message about it; messages of an earlier life are dropped.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Copy(NamedTuple):
-    """What one node keeps of a job."""
+    """State of a job that one node keeps."""
 
     life: int
     state: str  # home: it lives there; replica; over: it has ended there; gone: and was removed
@@ -22,7 +22,7 @@ class Copy(NamedTuple):
 
 
 class Order(NamedTuple):
-    """For a node: one of its verbs."""
+    """Order to a node: one of its verbs."""
 
     node: str
     verb: str
@@ -36,7 +36,7 @@ Claims = Mapping[str, Mapping[str, int]]  # by node that starts: the lives that 
 
 
 def rows_of(job: str, copies: Copies) -> dict[str, Copy]:
-    """What the nodes keep of it."""
+    """Return what each node keeps of a job."""
     return {node: kept[job] for node, kept in copies.items() if job in kept}
 
 
@@ -61,7 +61,7 @@ def homeless(copies: Copies, claims: Claims) -> set[str]:
 
 
 def lost(node: str, copies: Copies, claims: Claims) -> set[str]:
-    """Of what a node that starts would go on with, the jobs that live elsewhere by now."""
+    """Return the jobs that a starting node would continue, but that live elsewhere by now."""
     others = [(lives, one) for one, lives in claims.items() if one != node]
     return {
         job for job, life in claims[node].items()
@@ -73,12 +73,12 @@ def lost(node: str, copies: Copies, claims: Claims) -> set[str]:
 def orders(
     copies: Copies, claims: Claims, targets: Sequence[str], given_up: Collection[str]
 ) -> Iterator[Order]:
-    """What is to be done now, for each job.
+    """Yield the orders that are due now, for each job.
 
     Args:
         copies: of the nodes that answer.
-        targets: where a new replica may lie, the best first.
-        given_up: jobs that have had no home for so long that theirs does not come back.
+        targets: nodes that may get a new replica, the best first.
+        given_up: jobs that have had no home for so long that it will not come back.
     """
     claimed = {job for one in claims.values() for job in one}  # its node is about to go on with it
     for job in sorted({job for kept in copies.values() for job in kept} - claimed):

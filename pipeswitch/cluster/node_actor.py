@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -154,7 +154,7 @@ class Node(NodeJobs):
                 os._exit(1)
 
     def _lease(self, until_s: float, address: str) -> None:
-        """To the server: placement counts on this node until then."""
+        """Tell the server until when placement counts on this node."""
         self._until_s = until_s
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it is gone, and so is this in a moment
@@ -193,7 +193,7 @@ class Node(NodeJobs):
             "waiting": requests,
             "jobs": sum(row["state"] not in FINAL_JOB_STATES for row in jobs),
             "copies": copies,
-            "models": {row["name"]: (row["digest"], row["bytes"])
+            "models": {row["name"]: (_program(row), row["bytes"])
                        for row in served if row["state"] == "ready"},
             "bodies": self._bodies(),
         }  # fmt: skip
@@ -208,7 +208,7 @@ class Node(NodeJobs):
             self._learned = table["number"]
 
     def remember(self, model: str, body: dict[str, Any] | None) -> None:
-        """How it was registered, so that it can be elsewhere; None: it is gone."""
+        """Keep a model's registration, so that another node can have it; None removes it."""
         with self._lock:
             bodies = {**self._bodies(), model: body}
             text = json.dumps({name: one for name, one in bodies.items() if one is not None})
@@ -220,8 +220,10 @@ class Node(NodeJobs):
         except FileNotFoundError:
             return {}
 
-    def bundle(self, digest: str) -> bytes:
+    def bundle(self, program: str) -> bytes:
         """A program's file; empty: it is of the server's own code, and made by name."""
+        rows = self._client.models()
+        digest = next((row["digest"] for row in rows if _program(row) == program), program)
         with contextlib.suppress(FileNotFoundError):
             return (self._state / "models" / digest / "program.bundle").read_bytes()
         return b""
@@ -236,7 +238,7 @@ class Node(NodeJobs):
             body = {**body, "source": source, "weights": "", "inputs": {}}
             body.pop("takes", None)
             body.pop("example", None)
-        found = self._tenant._ask("register", model=model, body=body)["digest"]
+        found = _program(self._tenant._ask("register", model=model, body=body))
         if found != digest:  # code of another release there: its answers would differ
             self._tenant.unregister(model)
             raise PipeSwitchError(f"{self._name} makes another program of {model}: {found}")
@@ -254,8 +256,13 @@ class Node(NodeJobs):
         self._process.wait(drain_s + 30.0)
 
 
+def _program(row: Mapping[str, Any]) -> str:
+    """Return what names a model's program on every node; its digest may be of this machine."""
+    return str(row.get("program", row["digest"]))
+
+
 def _wait_for_the_one_before(state: Path) -> None:
-    """Its node was killed, and it is still leaving: it commits its jobs."""
+    """Wait for the server of a node that was killed: it commits its jobs before it leaves."""
     with open(state / "lock", "a") as lock:
         os.chmod(state / "lock", 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,8 +1,8 @@
-"""Which node of many serves a model. Pure: summaries in, a node and a reason out.
+"""Choice of a node for a model. Pure: summaries in, a node and a reason out.
 
 The rank is that of one machine's devices (``scheduler/policies/placement.py``). Of thousands of
-nodes only those are looked at that can be the best: who holds the model, and of each link and size
-of free memory the node that is free first.
+nodes it looks only at those that can be the best: the holders of the model, and for each link and
+size of free memory the node that is free first.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Nodes:
         return name in self._nodes
 
     def put(self, node: Node) -> None:
-        """It is new, or something of it has changed."""
+        """Add a node, or replace it when something about it has changed."""
         bits = node.free_bytes.bit_length()
         node = node._replace(free_bytes=1 << bits - 1 if bits else 0)
         if node.name not in self._numbers:
@@ -85,7 +85,7 @@ class Nodes:
             heapq.heapify(order)
 
     def remove(self, name: str) -> None:
-        """It is dead, or is to be left."""
+        """Remove a node that is dead or that drains."""
         self._nodes.pop(name, None)
         self._entries.pop(name, None)
         for holders in self.holders.values():
@@ -94,11 +94,11 @@ class Nodes:
     def choose(
         self, model: str, size_bytes: int, *, at: str = "", without: Collection[str] = ()
     ) -> Decision:
-        """Where requests for a model are to go, or where another copy of it would lie.
+        """Return the node for a model's requests, or for another copy of it.
 
         Args:
-            at: where they go now; it stays there unless that is much later than elsewhere.
-            without: nodes that are out of question: they hold a copy already.
+            at: the node of the requests now; it stays unless that is much later than elsewhere.
+            without: nodes that hold a copy already, and are not considered.
 
         Raises:
             ServerUnavailable: there is no node left.
@@ -120,13 +120,13 @@ class Nodes:
         return Decision(node, found.reason, found.finish_ms)
 
     def serving(self, model: str, size_bytes: int, at: str = "") -> str:
-        """Of a model's holders, of which there is one, the node that its requests go to."""
+        """Return the holder, of which there is at least one, that a model's requests go to."""
         found, held = self.choose(model, size_bytes, at=at).node, self.holders[model]
         return found if found in held else min(held)
 
     def _first(self, size_bytes: int, without: Collection[str]) -> list[Place]:
-        """Of each link, the earliest node that has room for the model, and the earliest one that
-        has not. Such a place of a holder is never before its own as a holder."""
+        """Return for each link the earliest node that has room for the model, and the earliest that
+        has none. Such a place of a holder is never before its own as a holder."""
         found = []
         for link in list(self._orders):
             with_room: list[Entry] = []

@@ -11,12 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
 
-from ..base.errors import (
-    AlreadyExists,
-    ModelNotFound,
-    PipeSwitchError,
-    ServerUnavailable,
-)
+from ..base.errors import AlreadyExists, ModelNotFound, PipeSwitchError, ServerUnavailable
 from ..client.cluster import PLACEMENT, connect_ray, node_of, told, why_of
 from . import lives, placement
 from .node_actor import START_S, starts_again
@@ -49,7 +44,7 @@ class Overview:
         self._shared_number = self._version
 
     def table(self) -> dict[str, Any]:
-        """Where each model is served."""
+        """Return the table of nodes and of the models that each serves."""
         with self._lock:
             return {
                 "version": self._version,
@@ -149,7 +144,7 @@ class Overview:
         self._nodes.remove(name)
 
     def _place(self) -> None:
-        """Of each model's holders the one that requests go to; the table is new if one changed."""
+        """Choose for each model the holder that requests go to; renew the table if one changed."""
         serving = {}
         for model, held in self._nodes.holders.items():
             if held:
@@ -174,7 +169,7 @@ class Overview:
 
 
 class JobPlacement(Overview):
-    """Which node a job runs on, from one life to the next."""
+    """Placement of jobs, from one life to the next."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +197,7 @@ class JobPlacement(Overview):
                 self._moving.discard(job)
 
     def move(self, job: str, to: str) -> None:
-        """It commits its last step, and goes on over there."""
+        """Move a job: it commits its last step, and continues on the node ``to``."""
         with self._lock:
             homes = lives.homes_of(job, self._copies())
             if not homes:
@@ -222,7 +217,7 @@ class JobPlacement(Overview):
                 self._moving.discard(job)
 
     def is_alive(self, job: str) -> bool:
-        """It is not over, though it may be between two lives."""
+        """Return True if a job is not over; it may be between two lives."""
         with self._lock:
             states = {one[job].state for one in self._copies().values() if job in one}
             return job in self._moving or "home" in states or states == {"replica"}
@@ -243,7 +238,7 @@ class JobPlacement(Overview):
             return gone
 
     def _idle(self) -> str:
-        """Where a job goes: the fewest jobs."""
+        """Return the node with the fewest jobs."""
         with self._lock:
             found = min(self._targets(), key=lambda name: self._facts[name]["jobs"], default="")
             if not found:
@@ -254,12 +249,12 @@ class JobPlacement(Overview):
             return found
 
     def _targets(self) -> list[str]:
-        """Where something new may go, the node that keeps the least first."""
+        """Return the nodes for something new, the one that keeps the least first."""
         ready = [name for name in self._facts if name in self._nodes]
         return sorted(ready, key=lambda name: (len(self._facts[name]["copies"]), name))
 
     def _claimed(self) -> dict[str, dict[str, int]]:
-        """Of nodes that may still come."""
+        """Return the claims of nodes that may still come."""
         now_s = time.monotonic()
         return {node: claimed for node, (at_s, claimed) in self._claims.items()
                 if now_s - at_s < START_S}  # fmt: skip
@@ -274,7 +269,7 @@ class JobPlacement(Overview):
         return self._moving | {job for node, job in self._ordered if node in self._facts}
 
     def _order(self, node: str, verb: str, *args: Any) -> Any:
-        """What a node answers; what it has become is known when this returns."""
+        """Return a node's answer to an order; the node's new state is known on return."""
         ray = connect_ray()
         answer = told(ray, getattr(node_of(ray, node), verb).remote(*args), ORDER_S)
         self._look()
@@ -305,7 +300,7 @@ class JobPlacement(Overview):
 
 
 class Placement(JobPlacement):
-    """Where models and jobs go. Started again it asks the nodes, and knows as much."""
+    """Placement of models and jobs. After a restart it asks the nodes, and knows as much."""
 
     def __init__(self, folder: str, flags: tuple[str, ...], scale: tuple[int, int] | None) -> None:
         super().__init__()
@@ -322,7 +317,7 @@ class Placement(JobPlacement):
             threading.Thread(target=self._rounds, daemon=True).start()
 
     def home(self, size_bytes: int) -> str:
-        """Where a model that is new is to be registered."""
+        """Return the node on which a new model is to be registered."""
         with self._lock:
             return self._nodes.choose("", size_bytes).node
 
@@ -359,7 +354,7 @@ class Placement(JobPlacement):
         self._look()
 
     def drain(self, node: str) -> list[str]:
-        """Nothing new goes there; what it alone holds goes elsewhere. What could not be moved."""
+        """Move what a node alone holds and place nothing new there; return what stayed."""
         with self._lock:
             if node not in self._facts:
                 raise ModelNotFound(f"no node {node!r}", hint="pipeswitch cluster status")

@@ -40,7 +40,7 @@ def machines(ray: Any, *, only_ours: bool = False) -> tuple[dict[str, str], dict
 
 
 def request_machines(count: int) -> None:
-    """Of Ray's autoscaler; until it is asked again."""
+    """Request machines from Ray's autoscaler; the request holds until the next one."""
     from ray.autoscaler.sdk import request_resources
 
     request_resources(bundles=[{RESOURCE: 1}] * count)

@@ -1,4 +1,4 @@
-"""How many nodes there should be. Pure: what the nodes predict goes in, a number comes out."""
+"""Target number of nodes. Pure: the nodes' predictions go in, a number comes out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FEWER_ROUNDS: Final = 60  # a machine takes minutes to come back
 
 
 class Scale:
-    """Of a cluster whose machines Ray brings and takes away."""
+    """Scale of a cluster whose machines Ray adds and removes."""
 
     def __init__(self, least: int, most: int, wanted: int) -> None:
         self._least, self._most = least, most
@@ -20,7 +20,7 @@ class Scale:
         self._run = 0  # rounds in a row that spoke for more; below zero: for fewer
 
     def look(self, queues_ms: Sequence[float], jobs: int) -> int:
-        """How many are wanted now; once a round, with the predicted queues of the nodes there are.
+        """Return the wanted number of nodes; call it once a round with the nodes' predicted queues.
 
         1. All are behind, and none is on its way: one more.
         2. One fewer would have short queues, and each job a node of its own: one fewer.

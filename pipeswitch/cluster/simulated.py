@@ -30,7 +30,7 @@ HOUR_MS: Final = 3.6e6
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many machines, and who asks them."""
+    """Machines of a simulated cluster, and its clients."""
 
     nodes: int  # or fewer, if those suffice for what is needed
     devices: int = 1  # of each
@@ -42,7 +42,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Placed:
-    """What became of the requests, and what it took."""
+    """Outcome of the requests, and its cost."""
 
     outcome: Outcome
     nodes: int  # that there were at first
@@ -150,7 +150,8 @@ class _Run:
     # ---- clients -------------------------------------------------------------------------------
 
     def _send(self, at_ms: float, number: int, asked: Asked) -> None:
-        """To where its client believes the model to be; or later, when it has given that up."""
+        """Send a request to the node that its client believes to have the model, or later if it
+        gave up."""
         model = asked.arrival.model
         tile = model // self._models.per_tile
         if tile not in self._tables:
@@ -240,7 +241,7 @@ class _Run:
         self._placing.put(summary)
 
     def _look(self, name: str) -> None:
-        """As a node says how it is."""
+        """Report a node's state, as a node does."""
         server, waiting = self._servers[name], len(self._servers[name].asked)
         each_ms = server.busy_ms / max(1, len(server.latency_ms))
         self._each_ms[name] = each_ms

@@ -46,7 +46,7 @@ CHECKSUM_PIECE_BYTES: Final = 4 << 20  # the interpreter lock is let go and take
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
-    """What a slot's record says of its image."""
+    """Record of the image in a slot."""
 
     sequence: int  # 1, 2, …; the commit's slot is sequence % 2
     step: int  # the job's steps 1…step are in the image
@@ -60,7 +60,7 @@ def area_bytes(slot_bytes: int) -> int:
 
 
 def slot_bytes_of(descriptor: int) -> int:
-    """Of a commit area."""
+    """Return the size of a slot of a commit area."""
     return (os.fstat(descriptor).st_size - HEADER_BYTES) // SLOT_COUNT
 
 
@@ -142,7 +142,7 @@ class CommitArea:
         return self._slot(commit.sequence)[: commit.size_bytes].toreadonly()
 
     def is_current(self, commit: Commit) -> bool:
-        """Whether the slot still holds that commit, so that what was read of it is whole."""
+        """Return True if the slot still holds that commit, so that what was read of it is whole."""
         return self._record(commit.sequence) == commit
 
     def write(

@@ -77,12 +77,13 @@ def parse_image(image: memoryview) -> tuple[dict[str, Any], dict[str, tuple[int,
 
 
 def safetensors_head(image: memoryview) -> bytes:
-    """What makes a safetensors file of an image's bytes when it stands in front of them.
+    """Return the head that makes a safetensors file of an image's bytes.
 
-    The bytes stay as they lie: no tensor is reordered to be written or read. Tensors appear
-    with dtype and shape; one that is not row-major as a flat row (its shape and strides are in
-    the image's JSON); all between them as bytes, since the format allows no holes. What is no
-    image is bytes altogether. Never raises: it may be called on an image that changes.
+    The bytes stay as they lie: no tensor is reordered to be written or read. Tensors appear with
+    dtype and shape; one that is not row-major appears as a flat row (its shape and strides are in
+    the image's JSON). Everything between them appears as bytes, since the format allows no holes;
+    so does the whole of something that is not an image. Never raises: the image may change
+    meanwhile.
     """
     image = image.cast("B")
     header: dict[str, Any] = {"__metadata__": {"format": "pipeswitch-commit"}}
@@ -100,7 +101,7 @@ def safetensors_head(image: memoryview) -> bytes:
 
 
 def packed_head(header: Mapping[str, Any]) -> bytes:
-    """Of a safetensors file; the data behind it stay aligned."""
+    """Return the head of a safetensors file; the data after it stay aligned."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(LENGTH.size + len(text)) % HEADER_BYTES)
     return LENGTH.pack(len(text)) + text

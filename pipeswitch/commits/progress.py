@@ -1,9 +1,9 @@
-"""How far a job has come, in a file that outlives the server.
+"""Progress of a job, in a file that outlives the server.
 
-A commit says what can be resumed from; this says what has been done, so that the next server can
-tell how many steps are done again. The job's process writes it through a mapping: a store for each
-step, no system call, and a ``kill -9`` of everything leaves it to the kernel. A power loss may
-take it, which costs a count and no state.
+A commit says from where a job can resume; this says how far it came, so that the next server can
+count the steps that are repeated. The job's process writes it through a mapping: a store for each
+step, no system call, and a ``kill -9`` of everything leaves it to the kernel. A power loss may take
+it, which costs a count and no state.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Progress:
         self._words = memoryview(self._map).cast("q")
 
     def at(self, step: int) -> None:
-        """So many steps are done."""
+        """Record that steps 1 to ``step`` are done."""
         self._words[_STEP_AT] = step
 
     def ended(self) -> None:
@@ -57,7 +57,7 @@ class Progress:
 
 
 def read_life(path: Path) -> Life:
-    """What a job's process left; of one that never ran the beginning of a life."""
+    """Return what a job's process recorded; a new life if it never ran."""
     try:
         with open(path, "rb", opener=open_plain) as file:
             restarts_and_more = _LIFE.unpack(file.read(_LIFE.size))

@@ -1,8 +1,8 @@
-"""What a commit holds of the models themselves, as anybody else would name it. No torch.
+"""Weights of a job's models in a commit, by the names that others know. No torch.
 
 An image also holds optimizer state, gradients and the script's own objects; its tensors lie with
 the strides that the script gave them. Here they are parameters and buffers in row-major order, by
-the names that ``state_dict()`` has, behind the name of the part of the job that they are of.
+the names in ``state_dict()``, each after the name of the job's part that has it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .files import CommitRecord, read_record
 from .image import LENGTH, SAFETENSORS_DTYPES, packed_head, parse_image
 
 OPTIMIZER: Final = "optimizer."  # begins the names of state that belongs to no model
+AVERAGES: Final = "n_averaged"  # buffer of an averaged model
 GRADIENT: Final = ".grad"  # ends a left-over gradient's, behind its parameter's
 
 
@@ -56,6 +57,22 @@ def for_anybody(weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
     if len({name.partition(".")[0] for name in weights}) > 1:
         return weights
     return {name.partition(".")[2]: weight for name, weight in weights.items()}
+
+
+def of_part(weights: Mapping[str, Weight], part: str) -> Mapping[str, Weight]:
+    """Return one part of a job, by the names of its model's ``state_dict()``; an averaged model's
+    (``torch.optim.swa_utils``) are those of the model that it averages.
+
+    Raises:
+        InvalidInput: the job has no such part.
+    """
+    found = {n.partition(".")[2]: w for n, w in weights.items() if n.startswith(f"{part}.")}
+    if not found:
+        parts = sorted({name.partition(".")[0] for name in weights})
+        raise InvalidInput(f"the job has no part {part[:80]!r}", hint=f"one of {', '.join(parts)}")
+    if found.pop(AVERAGES, None) is not None:
+        return {name.removeprefix("module."): weight for name, weight in found.items()}
+    return found
 
 
 def _weight(name: str, entry: Mapping[str, Any], data: memoryview) -> Weight:
@@ -104,10 +121,10 @@ def save_weights(weights: Mapping[str, Weight], path: Path) -> None:
 
 
 def load_weights(directory: Path) -> tuple[CommitRecord, dict[str, Weight]]:
-    """Those of the commit in a folder of ``commits/files.py``, mapped, and its record.
+    """Return the mapped weights and the record of the commit in a folder of ``commits/files.py``.
 
     Raises:
-        InvalidInput: there is none, or it is not what it says.
+        InvalidInput: there is no commit, or it is damaged.
     """
     try:
         record = read_record(directory)

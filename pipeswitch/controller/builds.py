@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 def _copied_bytes(spec: bytes) -> int:
-    """What a build copies before it looks at it; at least one byte."""
+    """Return the number of bytes that a build copies before it looks at them; at least one."""
     found = 1
     for path in files_of(spec):
         with contextlib.suppress(OSError):  # the builder says it better
@@ -59,7 +59,7 @@ _FOLDERS = re.compile(r"(?<![\w./])(?:/[^\s/'\"]+)+/(?=[^\s/'\"])")
 
 
 def without_folders(failed: BuildFailed) -> BuildFailed:
-    """Of absolute paths their last names: where a server keeps its files is not for clients."""
+    """Cut absolute paths to their last names: clients do not learn where a server's files are."""
 
     def cut(value: Any) -> Any:
         return _FOLDERS.sub("", value) if isinstance(value, str) else value
@@ -178,12 +178,14 @@ class Builds:
             task_memory_bytes=self._sizes.task_memory_bytes,
             is_sandboxed=self._sizes.is_sandboxed,
             is_owners=not command.tenant,
+            packs_weights=self._sizes.packs_weights,
         )
         environment = [self._memory.environment] if needs_more(spec) else []
         self._children.fork(builder, "pipeswitch-bld", settings, environment, on_message, on_exit)
 
     def manifest_of(self, digest: str) -> Manifest | None:
-        """Of a program on the disk; None where it cannot be read: its next build says why."""
+        """Return the manifest of a program on the disk; None if unreadable: its next build says
+        why."""
         try:
             return load_manifest(self._places.models / digest)
         except RegistrationRefused:

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Ground:
-    """What all devices of the server stand on."""
+    """Parts of the server that all devices share."""
 
     sizes: Sizes  # of what is the machine's
     places: Places
@@ -92,7 +92,7 @@ class DeviceEffects:
 
     @property
     def _suffix(self) -> str:
-        """Of what processes and logs of the devices after the first are called."""
+        """Suffix of the names of processes and logs, for devices after the first."""
         return f"-{self._index}" if self._index else ""
 
     # -- messages ------------------------------------------------------------------------------
@@ -132,13 +132,13 @@ class DeviceEffects:
         return [self._memory.commits[command.commits_of]]
 
     def _memory_for(self, message: BindTenant) -> list[int]:
-        """What one tenant's worker maps; training slices where it may run scripts."""
+        """Return the memory that a tenant's worker maps; training slices if it may run scripts."""
         pool, arena = self._memory.pool_of(message.tenant), self._share.arena_of(message.tenant)[1]
         return [pool, arena, *(self._share.arena if message.is_code else ())]
 
     def _files_for(self, target: ev.Address, message: Message) -> list[int]:
-        """What comes last with a message, and once for each program: for code the environment; for
-        a worker in the sandbox, which opens none, the program's files."""
+        """Return descriptors that go with a message, once for each program: the environment for
+        code, the program's files for a worker in the sandbox, which cannot open them."""
         handed = self._handed[target]
         match message:
             case RunJob():
@@ -158,7 +158,7 @@ class DeviceEffects:
         return []
 
     def _open_program(self, digest: str) -> list[int]:
-        """Those of the last one make room for it: a server that is out of descriptors still can."""
+        """Open a program's files; close the last one's first, in case no descriptor is left."""
         removed = [one for one in self._opened if not os.fstat(one).st_nlink]
         for descriptor in set(self._opened) - set(removed):
             os.close(descriptor)

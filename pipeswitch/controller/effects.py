@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -17,11 +18,7 @@ from pathlib import Path
 import msgspec
 
 from ..base import failpoints
-from ..base.errors import (
-    PipeSwitchError,
-    RemoteProtocolError,
-    ServerUnavailable,
-)
+from ..base.errors import PipeSwitchError, RemoteProtocolError, ServerUnavailable
 from ..base.failpoints import reach
 from ..base.lane import Lane
 from ..commits.files import load_commit, read_record, remove_unnamed
@@ -66,6 +63,9 @@ class Effects:
             self._disk.keep_program(name, known["digest"], known["tenant"])
         self.timeline = Timeline()
         self.left: ev.Leave | None = None
+        # Models of the configuration whose first attempt is not over, and those that were refused.
+        self.first_attempts: dict[ev.Token, ModelName] = {}
+        self.refused_models: list[tuple[ModelName, str]] = []
 
     def perform(self, command: ev.Command) -> None:
         match command:
@@ -118,13 +118,23 @@ class Effects:
                 command = ev.Answer(token=command.token, error=refusal)
         if command.token >= 0:  # negative: asked by the server itself
             self._frontend.perform(command)
+            return
+        name = None if command.more else self.first_attempts.pop(command.token, None)
+        if command.error is not None and name is not None:
+            text = f"model {name} of the configuration was refused: {command.error}"
+            log.error("%s", text)
+            sys.stderr.write(f"Warning: {text}\n")
+            self.refused_models.append((name, str(command.error)))
         elif command.error is not None:
             log.error("asked by the server itself and refused: %s", command.error)
 
     def _write_journal(self, command: ev.Journal) -> None:
-        """What cannot be written is not accepted: its askers are refused, and it is taken back as
-        if its owner had asked for that. What was there before (pinned now, gone, restored) goes
-        on: the journal is behind then, and catches up with the next entry it can write."""
+        """Write an entry; if that fails, refuse its clients and take it back as if its owner had
+        asked.
+
+        Whatever existed before (pinned now, gone, restored) continues: the journal is behind then,
+        and catches up with the next entry that it can write.
+        """
         entry = command.entry
         if entry["kind"] == "model":
             self._disk.keep_program(entry["name"], entry["digest"], entry["tenant"])
@@ -196,7 +206,7 @@ class Effects:
         return slot_bytes, record.step
 
     def step_on_disk(self, job: JobName) -> int:
-        """Of a job's persisted commit; -1: there is none that could be used."""
+        """Return the step of a job's persisted commit; -1 if there is none that can be used."""
         try:
             record = read_record(self._places.commits / job)
         except RemoteProtocolError as error:
@@ -217,7 +227,7 @@ class Effects:
         self._frontend.uploads.remove(old)
 
     def _remove_job(self, job: JobName) -> None:
-        """Its commits under a name that no job has; another thread removes them."""
+        """Rename a job's commits to a name that no job has; another thread removes them."""
         gone = self._places.commits / f".gone-{time.monotonic_ns()}"
         with contextlib.suppress(OSError):  # it has written none
             os.rename(self._places.commits / job, gone)

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -21,36 +20,15 @@ TRASH_KEPT_S: Final = 24 * 3600.0
 STATE_SETTING: Final = "[server] state_dir"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Places:
     """Folders under the state directory."""
 
-    root: Path
-
-    @property
-    def models(self) -> Path:
-        return self.root / "models"
-
-    @property
-    def commits(self) -> Path:
-        return self.root / "commits"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def published(self) -> Path:
-        """Copies of commits that versions are made of; nothing of it survives the server."""
-        return self.root / "published"
-
-    @property
-    def profiles(self) -> Path:
-        return self.root / "profiles"
-
-    @property
-    def uploads(self) -> Path:
-        return self.root / "uploads"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.models, self.commits, self.logs = root / "models", root / "commits", root / "logs"
+        self.profiles, self.uploads = root / "profiles", root / "uploads"
+        # Copies of commits that versions are made of; nothing of it survives the server.
+        self.published = root / "published"
 
     def create(self) -> None:
         """Make what is missing.
@@ -94,10 +72,10 @@ class Places:
 
     @staticmethod
     def name_for(tenant: str, digest: str) -> str:
-        """What a program is called that a builder calls by this digest.
+        """Return the name of a program that a builder calls by this digest.
 
-        Two programs of one tenant with one digest are the same. Of another tenant's builder that is
-        not known: it may have been taken over, and claim what it likes.
+        Two programs of one tenant with one digest are the same. That is not certain for another
+        tenant's builder: it may have been taken over, and claim any digest.
         """
         return hashlib.sha256(f"{tenant}/{digest}".encode()).hexdigest() if tenant else digest
 
@@ -117,9 +95,9 @@ class Places:
                 os.replace(work / MANIFEST_FILE, target / MANIFEST_FILE)
 
     def open_program(self, digest: str) -> list[int]:
-        """Its manifest and its bundle, to be read; nothing when one of them is missing.
+        """Open a program's manifest and bundle for reading; return nothing if one is missing.
 
-        The bundle is the derived one where there is one, since then the manifest is that one's.
+        If there is a derived bundle, it is that one, since the manifest describes it.
         """
         opened: list[int] = []
         is_derived = (self.models / digest / DERIVED_FILE).exists()

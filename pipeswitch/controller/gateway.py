@@ -102,14 +102,12 @@ class Gateway:
             PipeSwitchError: one is in use.
             ConfigError: one cannot be had, or would be open to other machines without tokens.
         """
-        wanted = {name: getattr(self._config, name) for name in DEFAULTS}
+        wanted = check_doors(self._config)
         if any(address not in ("auto", "off") for address in wanted.values()):
             self._unnamed = [name for name, address in wanted.items() if address == "auto"]
             wanted |= dict.fromkeys(self._unnamed, "off")  # who names one gets no other port
         is_off = all(address == "off" for address in wanted.values())
         if not is_off:
-            named = [address for address in wanted.values() if address not in ("auto", "off")]
-            self._check_safe(named)
             owner_token(self._token_path)
         if not is_off or (self._root / LOCK_FILE).exists():  # a former one may have our ports
             self._lock = _take_over(self._root / LOCK_FILE)
@@ -129,36 +127,10 @@ class Gateway:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What the server's owner is told: where the page is, and the file that opens it."""
+        """Return the page's address and token file, for the server's owner."""
         if "http" not in self._sockets:
             return {}
         return {"http": self.addresses[0], "token_file": str(self._token_path)}
-
-    def _check_safe(self, addresses: list[str]) -> None:
-        """1. Off loopback callers need tokens, and TLS or a proxy that does it; 2. behind a proxy
-        they need tokens; 3. what files there are must be good."""
-        config = self._config
-        is_open = not all(is_loopback(_parsed(address)[0]) for address in addresses)
-        if (is_open or config.behind_proxy) and not config.tokens:
-            raise ConfigError(
-                "[gateway] callers from other machines need tokens, and there are none",
-                hint="--gateway-tokens FILE with lines of NAME TOKEN ROLE,ROLE; or 127.0.0.1",
-            )
-        if is_open and not config.tls_cert and not config.behind_proxy:
-            raise ConfigError(
-                "[gateway] tokens would travel in the clear",
-                hint="tls_cert and tls_key; or behind_proxy = true where a proxy does TLS",
-            )
-        if config.tokens:
-            read_tokens(Path(config.tokens))
-        if bool(config.tls_cert) != bool(config.tls_key):
-            raise ConfigError("[gateway] tls_cert and tls_key come together")
-        if config.tls_cert:
-            try:
-                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-                context.load_cert_chain(config.tls_cert, config.tls_key)
-            except (OSError, ssl.SSLError) as error:
-                raise ConfigError(f"[gateway] {config.tls_cert}: {error}") from None
 
     def _bind(self, name: str, given: str) -> None:
         """The address as a socket; what was not asked for in words may be missing, or elsewhere."""
@@ -190,7 +162,7 @@ class Gateway:
 
     @property
     def addresses(self) -> list[str]:
-        """As the ready line names them."""
+        """Return the addresses, as the ready line shows them."""
         scheme = "https" if self._config.tls_cert else "http"
         schemes = {"http": scheme, "grpc": "grpc"}
         told = [f"{schemes[name]}://{_shown(sock)}" for name, sock in self._sockets.items()]
@@ -205,7 +177,7 @@ class Gateway:
             self._spawn()
 
     def wait_s(self) -> float | None:
-        """Until ``look`` has something to do."""
+        """Return the seconds until ``look`` has something to do."""
         return None if self._due_at_s is None else max(0.0, self._due_at_s - time.monotonic())
 
     def look(self) -> None:
@@ -273,6 +245,7 @@ class Gateway:
             needs_token=not is_local,
             nv_metrics=config.nv_metrics,
             text_processes=config.text_processes,
+            aliases=config.aliases,
             tls_cert=config.tls_cert,
             tls_key=config.tls_key,
             max_body_bytes=config.max_body_bytes,
@@ -334,6 +307,46 @@ def _parsed(address: str) -> tuple[str, int]:
 def _shown(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_doors(config: GatewayConfig) -> dict[str, str]:
+    """Return the address of each protocol, ``auto`` and ``off`` as they stand.
+
+    1. Off loopback callers need tokens, and TLS or a proxy that does it; 2. behind a proxy they
+    need tokens; 3. what files there are must be good.
+
+    Raises:
+        ConfigError: the gateway would be open to other machines, or a file is not good.
+    """
+    wanted = {name: getattr(config, name) for name in DEFAULTS}
+    addresses = [one for one in wanted.values() if one not in ("auto", "off")]
+    if all(one == "off" for one in wanted.values()):
+        return wanted
+    is_open = not all(is_loopback(_parsed(address)[0]) for address in addresses)
+    if (is_open or config.behind_proxy) and not config.tokens:
+        raise ConfigError(
+            "[gateway] callers from other machines need tokens, and there are none",
+            hint="--gateway-tokens FILE with lines of NAME TOKEN ROLE,ROLE; or 127.0.0.1",
+        )
+    if is_open and not config.tls_cert and not config.behind_proxy:
+        raise ConfigError(
+            "[gateway] tokens would travel in the clear",
+            hint="tls_cert and tls_key; or behind_proxy = true where a proxy does TLS",
+        )
+    if config.tokens:
+        read_tokens(Path(config.tokens))
+    if bool(config.tls_cert) != bool(config.tls_key):
+        raise ConfigError("[gateway] tls_cert and tls_key come together")
+    if config.tls_cert:
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(config.tls_cert, config.tls_key)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"[gateway] {config.tls_cert} and {config.tls_key}: {error}",
+                hint="both are PEM files: openssl x509 -in CERT, openssl pkey -in KEY",
+            ) from None
+    return wanted
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -217,7 +217,8 @@ class JournalFile:
             log.warning("journal=%s slow disk: an entry took %.0f ms", self._path, took_ms)
 
     def owe(self, entry: Entry) -> None:
-        """To be written when something else can be: it is a fact whether the disk takes it or not.
+        """Keep an entry until something else is written: it is a fact whether the disk takes it or
+        not.
 
         Until then the journal is behind, and a server that starts from it repeats something.
         """
@@ -417,7 +418,7 @@ def _jobs(found: dict[Key, Entry]) -> set[str]:
 
 
 def _errno(problem: sqlite3.Error) -> int:
-    """What the disk said; EIO for damage and everything else."""
+    """Return the disk's error number; EIO for damage and everything else."""
     code = getattr(problem, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     return {
         sqlite3.SQLITE_FULL: errno.ENOSPC,

@@ -34,7 +34,7 @@ EXACT_BELOW_S: Final = 0.01  # epoll counts whole milliseconds, upwards: too coa
 
 
 class Loop:
-    """Its thread alone owns the scheduler's state."""
+    """Controller's loop. Its thread alone owns the scheduler's state."""
 
     def __init__(self, server: Server, ready_line: Callable[[], str]) -> None:
         """``ready_line``: returns the line to print when everything is ready."""
@@ -52,7 +52,7 @@ class Loop:
         server.selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wakes)
 
     def run(self, watchdog: LoopWatchdog) -> int:
-        """Until Leave; the exit status. Children, clients' events and signals all wake it."""
+        """Run until Leave; return the exit status. Children, clients and signals wake the loop."""
         selector, look_at_s = self._server.selector, 0.0
         while self._effects.left is None:
             timeout_s = self._timeout_s(look_at_s)
@@ -78,7 +78,8 @@ class Loop:
         return left.status
 
     def _timeout_s(self, look_at_s: float) -> float:
-        """Until the first of: input that is there already, the scheduler's clock, a look."""
+        """Return the seconds until the first of: input that is there, the scheduler's clock, a
+        look."""
         clients_s = self._server.frontend.wait_s()
         if self._server.inbox or clients_s == 0.0:
             return 0.0
@@ -124,7 +125,9 @@ class Loop:
             self._effects.perform(command)
         for command in self._scheduler.settle():
             self._effects.perform(command)
-        if not self._is_announced and self._scheduler.is_whole:
+        while self._effects.refused_models:
+            self._scheduler.registry.names.lost(*self._effects.refused_models.pop())
+        if not self._is_announced and self._scheduler.is_whole and self._server.is_ready:
             self._is_announced = True
             gc.collect()
             gc.freeze()  # what is there now stays: no full collection walks it during a request

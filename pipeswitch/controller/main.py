@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import logging.handlers
 import os
 import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -19,16 +19,18 @@ from ..base import failpoints
 from ..base.config import Config
 from ..base.errors import ConfigError, PipeSwitchError
 from ..base.machine import available_bytes
-from ..base.units import PrintableFormatter
+from ..base.units import LogFile, PrintableFormatter
 from ..devices.kinds import choose_devices
-from ..frontend.transport.listeners import Listeners
+from ..frontend.transport.listeners import Listeners, check_access
 from ..ipc.channel import name_event
+from ..scheduler.events import Token
 from ..watchdog import LoopWatchdog
+from ..wire.addresses import parse_listen
 from ..wire.private import check_trusted
 from .folders import Places
-from .gateway import Keyed
+from .gateway import Keyed, check_doors
 from .loop import Loop
-from .restore import restore
+from .restore import configured, restore
 from .server import LOG_NAME, Server
 
 log = logging.getLogger(__name__)
@@ -77,6 +79,28 @@ def serve(config: Config) -> int:
             raise ConfigError(
                 f"the server cannot start: {error}", hint="ulimit -a, free -h, df -h show limits"
             ) from error
+
+
+def check(config: Config) -> None:
+    """Find what ``serve`` would refuse.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    problems = []
+    host, _ = parse_listen(config.server.listen)
+    looks: list[tuple[str, Callable[[], object]]] = [
+        ("", lambda: check_access(config.server, host)),
+        ("", lambda: check_doors(config.gateway)),
+    ]
+    looks += [(f"[[model]] {m.name}: ", partial(configured, Token(-1), m)) for m in config.models]
+    for name, look in looks:
+        try:
+            look()
+        except PipeSwitchError as error:
+            problems.append(f"{name}{error}")
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _run(server: Server) -> int:
@@ -160,7 +184,7 @@ def _locked(root: Path) -> Iterator[None]:
 
 def _log_to(path: Path, max_bytes: int) -> None:
     """The server's own log; bounded, traces of errors go here and not to clients."""
-    handler = logging.handlers.RotatingFileHandler(path, maxBytes=max_bytes, backupCount=2)
+    handler = LogFile(path, maxBytes=max_bytes, backupCount=2)
     form = "%(asctime)s %(levelname)s event=%(event)d %(name)s %(message)s"
     handler.setFormatter(PrintableFormatter(form))
     handler.addFilter(name_event)

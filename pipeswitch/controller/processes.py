@@ -375,11 +375,11 @@ class Processes:
     # -- processes that stand still ------------------------------------------------------------
 
     def seconds_to_look(self, waited_since_s: float | None) -> float:
-        """Until ``look`` wants to be called again; see there."""
+        """Return the seconds until ``look`` must be called again."""
         return max(0.0, self._stopped.due_at_s(waited_since_s) - time.monotonic())
 
     def look(self, waited_since_s: float | None) -> None:
-        """What no descriptor tells of, when it is time to look again.
+        """Check for changes that no descriptor reports, when it is time to look again.
 
         Args:
             waited_since_s: Since when the oldest request waits for its answer, on the monotonic
@@ -439,7 +439,7 @@ class Processes:
 
 
 class StoppedLooks:
-    """When to look for stopped processes, and in how many looks in a row each was found so."""
+    """Schedule of looks for stopped processes, and each one's count of looks in a row."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}  # pid -> looks in a row
@@ -465,7 +465,7 @@ class StoppedLooks:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """For the fork server's words; where the disk does not take them, they are lost."""
+    """Open the fork server's log; if the disk does not take it, its lines are lost."""
     try:
         return open(path, "ab")
     except OSError as error:
@@ -496,7 +496,7 @@ def rotate(path: Path, max_bytes: int) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a SIGSTOP holds the process; false when it is gone."""
+    """Return True if a SIGSTOP holds the process; False if it is gone."""
     try:
         stat = Path("/proc", str(pid), "stat").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""What was there before: models and jobs that the journal knows, and those of the configuration."""
+"""Restoration of models and jobs: those of the journal, and those of the configuration."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import logging
 import msgspec
 
 from ..base.config import ModelConfig
-from ..base.errors import PipeSwitchError
+from ..base.errors import InvalidInput, PipeSwitchError
 from ..commits.progress import SUFFIX, read_life
 from ..frontend.registration import registration
 from ..ipc.messages.base import JobName, ModelName
 from ..programs.interface.chains import Chain
-from ..programs.interface.signature import parse_input
+from ..programs.interface.signature import parse_input, parse_states
 from ..programs.spec import devices_of, stage_of
-from ..scheduler.events import ChainAsked, RegisterAsked, Token
+from ..scheduler.events import Answer, ChainAsked, Event, RegisterAsked, Token
 from ..scheduler.state.records import JobSpec
 from ..scheduler.state.versions import split_name
 from ..scheduler.training.jobs import RestoredJob
@@ -54,8 +54,14 @@ def restore(server: Server, now_s: float) -> None:
     for kind, name in journal.lost:
         _show_lost(server, kind, name, now_s)
     for model in server.config.models:
-        if model.name not in {name for name, _ in known}:
-            server.inbox.append(_configured(next(tokens), model))
+        if model.name in {name for name, _ in known}:
+            continue
+        token = next(tokens)
+        server.effects.first_attempts[token] = ModelName(model.name)
+        try:
+            server.inbox.append(configured(token, model))
+        except PipeSwitchError as error:
+            server.effects.perform(Answer(token=token, error=error))
 
 
 def _show_lost(server: Server, kind: str, name: str, now_s: float) -> None:
@@ -126,12 +132,20 @@ def _restore_ended(server: Server, name: str, entry: Entry, _: Token) -> None:
     jobs.restore_ended(JobName(name), entry["record"], step)
 
 
-def _configured(token: Token, model: ModelConfig) -> RegisterAsked:
-    """Return the registration of a ``[[model]]``: its own names and values, and parsed inputs."""
+def configured(token: Token, model: ModelConfig) -> Event:
+    """Return the registration of a ``[[model]]``: its own names and values, and parsed inputs.
+
+    Raises:
+        PipeSwitchError: a registration of a client would be refused likewise.
+    """
     fields = msgspec.structs.asdict(model)
     for key in ("inputs", "raw", "returns"):
         read = functools.partial(parse_input, texts=key != "inputs")
         fields[key] = dict(map(read, fields[key], itertools.count()))
-    name = fields.pop("name")
+    name, fields["state"] = fields.pop("name"), parse_states(fields["state"])
     request = msgspec.convert(fields, RegisterRequest)
+    if request.source.startswith(("torchvision:", "hf:")) and not request.weights:
+        raise InvalidInput(
+            f'{request.source} needs weights = "pretrained", "random:SEED" or a file'
+        )
     return registration(token, name, request)

@@ -36,7 +36,7 @@ SHIPPED_PROFILES: Final = Path(__file__).parents[2] / "profiles"  # in a checkou
 
 
 class Server:
-    """Who owns what; ``main`` starts it, ``loop`` runs it."""
+    """Parts of a server and their owners; ``main`` starts it, ``loop`` runs it."""
 
     def __init__(self, config: Config, devices: Sequence[ChosenDevice], places: Places) -> None:
         """Take memory and files; no process is started.
@@ -104,9 +104,14 @@ class Server:
             self.memory.pool,
             self.inbox.append,
             facts=facts,
-            is_ready=lambda: self.scheduler.is_ready,
+            is_ready=lambda: self.is_ready,
             pool_of=self.memory.pool_of if sizes.separates_tenants else None,
         )
+
+    @property
+    def is_ready(self) -> bool:
+        """A device is ready, and each model of the configuration is served, or was refused."""
+        return self.scheduler.is_ready and not self.effects.first_attempts
 
     def _give_up(self, reason: str) -> None:
         self.effects.left = Leave(status=os.EX_SOFTWARE, reason=reason)
@@ -114,7 +119,7 @@ class Server:
         sys.stderr.write(f"Error: {reason}\n")
 
     def ready_line(self, addresses: Sequence[str]) -> str:
-        """What is served, where, and by how much."""
+        """Return the line that says what is served, where, and with which sizes."""
         standby, names = self.config.workers.standby, ",".join(one.name for one in self.devices)
         is_one = len(self.devices) == 1
         each = "" if is_one else " each"

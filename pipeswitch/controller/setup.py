@@ -1,4 +1,4 @@
-"""What a server takes of its machine, and what its scheduler is told: from the configuration."""
+"""Sizes that a server takes of its machine, and its scheduler's settings, by configuration."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ def sizes_of(config: Config, devices: Sequence[ChosenDevice]) -> list[Sizes]:
         task_memory_bytes=config.workers.task_memory.resolve(available, available // 2),
         is_sandboxed=is_sandboxed,
         separates_tenants=_separates_tenants(config, devices, is_sandboxed=is_sandboxed),
+        packs_weights=all(one.kind.is_host for one in devices),
         link_bytes_per_s=config.device.link_gbps * 1e9,
         log_bytes=config.log.max_bytes,
     )
@@ -91,7 +92,7 @@ def _check_room(
 
 
 def _is_sandboxed(config: Config, devices: Sequence[ChosenDevice]) -> bool:
-    """Whether clients' programs run in the sandbox, on all devices; what it lacks is said.
+    """Return True if clients' programs run in the sandbox on all devices; log what it lacks.
 
     Raises:
         ConfigError: it is required, and this machine does not have all of it.
@@ -114,10 +115,10 @@ def _is_sandboxed(config: Config, devices: Sequence[ChosenDevice]) -> bool:
 def _separates_tenants(
     config: Config, devices: Sequence[ChosenDevice], *, is_sandboxed: bool
 ) -> bool:
-    """Whether a process serves one tenant alone.
+    """Return True if a process serves one tenant alone.
 
     Raises:
-        ConfigError: it is wanted, and cannot be had on this device or machine.
+        ConfigError: it is required, and impossible on this device or machine.
     """
     if config.security.tenants == "shared":
         return False
@@ -136,7 +137,7 @@ def _separates_tenants(
 
 
 def identity_of(device: ChosenDevice, sizes: Sizes) -> Identity:
-    """What profiles measured by this server hold for."""
+    """Return the facts for which profiles measured by this server hold."""
     return Identity(
         device=device.kind.opened,
         name=device.title or processor_name(),
@@ -151,7 +152,7 @@ def identity_of(device: ChosenDevice, sizes: Sizes) -> Identity:
 def make_scheduler(
     config: Config, devices: Sequence[ChosenDevice], sizes: Sequence[Sizes], places: Places
 ) -> Scheduler:
-    """With the settings of the machine, and each device's own."""
+    """Return a scheduler with the settings of the machine and of each device."""
     given, machine = config.scheduler, sizes[0]
     known = {field.name for field in dataclasses.fields(SchedulerSettings)}
     of_section = {

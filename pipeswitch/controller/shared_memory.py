@@ -19,7 +19,7 @@ from ..sandbox.environment import environment_file
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is taken of the machine, in bytes; ``threads`` compute on the cpu device.
+    """Sizes taken of the machine, in bytes; ``threads`` compute on the cpu device.
 
     One object for each device: ``arena_bytes`` and ``options`` are its own.
     """
@@ -38,13 +38,14 @@ class Sizes:
     task_memory_bytes: int
     is_sandboxed: bool
     separates_tenants: bool
+    packs_weights: bool
     link_bytes_per_s: float
     log_bytes: int
     options: bytes = b""  # the device kind's own
 
 
 class DeviceShare:
-    """What the processes of one device share; the controller keeps it alive."""
+    """Memory that the processes of one device share; the controller keeps it alive."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.board_descriptor = sealed_memfd("pipeswitch-board", 4096)
@@ -89,7 +90,7 @@ class DeviceShare:
 
 
 class Memory:
-    """What the whole server shares: a model's bytes lie once, whichever devices use them."""
+    """Memory that the whole server shares: a model's bytes lie once, whichever devices use them."""
 
     def __init__(self, sizes: Sizes, *, reserves_pool: bool = False) -> None:
         """``reserves_pool``: take its pages now, once; each worker on cuda pins them all."""
@@ -106,7 +107,7 @@ class Memory:
         self.environment = -1  # the server's, for the owner's code; from ``keep_environment`` on
 
     def keep_environment(self) -> None:
-        """As it is now."""
+        """Keep the environment as it is now."""
         self.environment = environment_file()
 
     def pool_of(self, tenant: str) -> int:
@@ -129,7 +130,7 @@ class Memory:
         self.commits[job] = descriptor
 
     def slot_bytes(self, job: JobName) -> int:
-        """How large the job's commits may be."""
+        """Return the maximum size of the job's commits."""
         return slot_bytes_of(self.commits[job]) if job in self.commits else 0
 
     def drop_commits(self, job: JobName) -> None:
@@ -138,7 +139,7 @@ class Memory:
             close_soon([old])
 
     def ring_of(self, group: str, reader: Hashable) -> int:
-        """Where the jobs of a group keep their batches; it lasts as long as one of them runs.
+        """Return the ring of a group's batches; it lives as long as one of the group's jobs runs.
 
         Raises:
             OSError: this process has no descriptor left.
@@ -150,7 +151,7 @@ class Memory:
         return self._rings[group]
 
     def count_sharers(self, group: str, jobs: int) -> None:
-        """So many jobs share that ring; none: the group is gone."""
+        """Record how many jobs share a ring; 0 removes the group."""
         self._sharers[group] = jobs
         if group in self._rings:
             self._write_sharers(group)
@@ -162,7 +163,7 @@ class Memory:
         os.pwrite(self._rings[group], word, SHARERS_BYTE)
 
     def leave_ring(self, reader: Hashable) -> None:
-        """That process is gone."""
+        """Remove a reader whose process ended."""
         group = self._readers.pop(reader, None)
         if group is not None and group not in self._readers.values():
             close_soon([self._rings.pop(group)])

@@ -21,7 +21,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 def latency(values_ms: Sequence[float]) -> dict[str, Any]:
-    """How long answers took."""
+    """Return a summary of latencies."""
     return {
         "count": len(values_ms),
         "p50_ms": round(percentile(values_ms, 0.50), 3),
@@ -42,11 +42,12 @@ def bill(timings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def kept_speed(
     before: tuple[float, int], under: tuple[float, int], after: tuple[float, int], busy_ms: float
 ) -> dict[str, Any]:
-    """What was left of the training's speed while requests came.
+    """Return the share of the training's speed that was left while requests came.
 
     Args:
-        before, under, after: (seconds, finished steps) of three windows; requests came in the
-            middle one. The machine's own drift shows as a difference between the outer two.
+        before: (seconds, finished steps) of the window before the requests.
+        under: the same while requests came.
+        after: the same after them. The machine's drift shows as a difference between the outer two.
         busy_ms: how long requests had the device in the middle window.
     """
     alone = (before[1] + after[1]) / (before[0] + after[0])
@@ -71,6 +72,8 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     ours, ready, cold = (result[n] for n in ("pipeswitch", "ready_model", "stop_and_start"))
     no_bill = ["-"] * len(BILL)
     view.add_row("pipeswitch", *_ends(ours), *(_span(ours[name]) for name in BILL))
+    fast = result["fast"]["pipeswitch"]
+    view.add_row("pipeswitch, fast", *_ends(fast), *(_span(fast[name]) for name in BILL))
     view.add_row("ready model", *_ends(ready), *no_bill)
     view.add_row("stop-and-start", *_ends(cold), *no_bill)
     console.print(view)
@@ -85,11 +88,17 @@ def show(result: Mapping[str, Any], console: Console) -> None:
             "meanwhile; run it again when it is quiet"
         )
     _show_requests(ours, result["largest_difference"], console)
+    console.print(
+        f"precision fast: p50 {fast['p50_ms'] / ready['p50_ms']:.2f} of the ready model's, answers "
+        f"within {result['fast']['largest_error']:.1e} of the largest output"
+    )
     _show_training(result["training"], console)
 
 
 def _show_requests(ours: Mapping[str, Any], difference: float, console: Console) -> None:
-    equal = "bit-equal to" if difference == 0.0 else f"within {difference:.1e} of"
+    equal = (
+        "in precision exact bit-equal to" if difference == 0.0 else f"within {difference:.1e} of"
+    )
     console.print(
         f"requests: {ours['count']} answered, {equal} the plain models' answers; "
         f"{ours['count'] - ours['resident_count']} switched a model in, "

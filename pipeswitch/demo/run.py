@@ -47,6 +47,8 @@ INTERRUPTED: Final = 130  # as a shell reports SIGINT
 SHOW_PER_S: Final = 0.7  # requests while the page is looked at: training is seen in between
 LOG_LINES: Final = 15  # of the server, shown when something fails
 TOLERANCE: Final = 1e-3  # between a grouped answer and the plain model's; normally both are equal
+FAST_TOLERANCE: Final = 1e-3  # the same in precision fast, relative to the largest output
+FAST: Final = "-fast"  # ends the name of a model in precision fast
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,12 @@ def _default_models() -> dict[str, DemoModel]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run does; the defaults are small enough for two cores."""
+    """Plan of a run; the defaults are small enough for two cores."""
 
     models: Mapping[str, DemoModel] = field(default_factory=_default_models)
     weights: str = "random:0"
     arena: str = "704MiB"  # two of the three and the job, so that requests switch models
-    host_store: str = "1GiB"
+    host_store: str = "2GiB"  # each model twice, exact and fast
     requests: int = 40
     load: float = 0.4  # share of the time requests should take; sets their rate
     alone_s: float = 4.0  # how long training is measured by itself, before and after
@@ -163,7 +165,7 @@ class Demo:
         return {**result, "problems": _problems(result)}
 
     def stay(self) -> None:
-        """Until it is interrupted; requests come by chance, the models in turn."""
+        """Serve until interrupted; requests come at random, for the models in turn."""
         with self._started(http=True) as (_, client):
             self._register(client)
             self._warm_up(client)
@@ -214,6 +216,7 @@ class Demo:
         due = list(instants("poisson", rate_per_s, self._plan.requests, self._plan.seed))
         outcomes = self._send(client, due)
         end = _steps(job)
+        fast = self._send(client, due, FAST)
         after = self._measure_alone(job, "alone, after the requests")
         stop_file.touch()
         with self._bar("training its last epoch", 1) as advance:
@@ -226,6 +229,8 @@ class Demo:
             **self._facts(about, rate_per_s),
             **_answers(outcomes),
             "largest_change": max(self._change(name, outcome) for name, outcome in outcomes),
+            "fast": _answers(fast)
+            | {"largest_error": max(self._error(name, outcome) for name, outcome in fast)},
             "training": _training(ended, before, _between(start, end), after, outcomes)
             | {"accuracy_percent": _accuracy_percent(job)},
             "switches": stats["switches"],
@@ -254,7 +259,8 @@ class Demo:
 
     def _register(self, client: Client) -> None:
         with self._progress() as progress:
-            for name, model in self._plan.models.items():
+            for name, source, precision in self._forms():
+                model = self._plan.models[source]
                 line = progress.add_task(f"registering {name}", total=1.0)
 
                 def show(stage: str, fraction: float, line: Any = line, name: str = name) -> None:
@@ -266,6 +272,7 @@ class Demo:
                     model.source,
                     weights=self._plan.weights,
                     inputs=dict(model.inputs),
+                    precision=precision,
                     progress=show,
                 )
                 progress.remove_task(line)
@@ -273,6 +280,11 @@ class Demo:
                     f"registered {name}: {int(row['bytes']) / (1 << 20):.0f} MiB "
                     f"in {row['groups']} layer groups"
                 )
+
+    def _forms(self) -> list[tuple[str, str, str]]:
+        """Each model's name when registered, its name in the plan, its precision."""
+        names = list(self._plan.models)
+        return [(n, n, "exact") for n in names] + [(n + FAST, n, "fast") for n in names]
 
     def _warm_up(self, client: Client) -> float:
         """Two answers of each model, kept for the comparison; the request rate that follows."""
@@ -288,6 +300,8 @@ class Demo:
             totals_ms.append(answer.timing.total_ms)
             self._expected[name] = next(iter(answer.outputs.values()))
             np.save(self._folder / f"{name}.answer.npy", self._expected[name])
+        for name in self._plan.models:
+            client.infer(name + FAST, self._inputs[name])
         return self._plan.load * 1000.0 / demo_report.mean(totals_ms)
 
     def _wait_for_first_step(self, client: Client, job: Task) -> None:
@@ -312,15 +326,21 @@ class Demo:
         return seconds, steps
 
     def _turns(self) -> list[str]:
-        """Which model each request asks for: all in turn."""
+        """Return the model of each request: all in turn."""
         names = list(self._plan.models)
         return [names[index % len(names)] for index in range(self._plan.requests)]
 
-    def _send(self, client: Client, due: list[float]) -> list[tuple[str, Outcome]]:
-        """An open loop: a slow answer does not delay the next request."""
+    def _send(
+        self, client: Client, due: list[float], suffix: str = ""
+    ) -> list[tuple[str, Outcome]]:
+        """Send the requests in an open loop: a slow answer does not delay the next request.
+
+        ``suffix``: of the registered models' names.
+        """
         sent = []
         with self._bar(
-            f"{len(due)} requests, Poisson, alternating over {len(self._plan.models)} models",
+            f"{len(due)} requests{' in precision fast' * bool(suffix)}, Poisson, alternating over "
+            f"{len(self._plan.models)} models",
             len(due),
         ) as advance:
             begin_s = time.perf_counter()
@@ -328,7 +348,7 @@ class Demo:
                 time.sleep(max(0.0, begin_s + due_s - time.perf_counter()))
                 outcome = Outcome(index)
                 at_s = time.perf_counter()
-                future = client.submit(name, self._inputs[name])
+                future = client.submit(name + suffix, self._inputs[name])
                 future.add_done_callback(_keeper(outcome, at_s, advance))
                 sent.append((name, outcome, future))
             for _, _, future in sent:
@@ -337,11 +357,16 @@ class Demo:
         return [(name, outcome) for name, outcome, _ in sent]
 
     def _change(self, name: str, outcome: Outcome) -> float:
-        """How far an answer is from the one to the same input before there was a job."""
+        """Return the distance of an answer from that to the same input before there was a job."""
         if outcome.result is None:
             return 0.0  # told as an error
         answer = next(iter(outcome.result.outputs.values()))
         return float(np.abs(answer - self._expected[name]).max())
+
+    def _error(self, name: str, outcome: Outcome) -> float:
+        """Return an answer's error relative to the largest output of the exact model."""
+        largest = float(np.abs(self._expected[name]).max())
+        return self._change(name, outcome) / (largest or 1.0)
 
     # ---- the baselines -------------------------------------------------------------------------
 
@@ -490,13 +515,16 @@ def _accuracy_percent(job: Task) -> float:
 
 
 def _problems(result: Mapping[str, Any]) -> list[str]:
-    """What must not happen in a demo."""
+    """Return everything in the result that must not happen in a demo."""
     training = result["training"]
     found = [f"request failed: {text}" for text in result["errors"]]
     if training["state"] != "done":
         found.append(f"the training job is {training['state']}: {training['error']}")
     if training["steps_lost"]:
         found.append(f"{training['steps_lost']} training steps had to be recomputed")
+    found += [f"request failed in precision fast: {text}" for text in result["fast"]["errors"]]
+    if not result["fast"]["largest_error"] <= FAST_TOLERANCE:
+        found.append(f"precision fast: the error is {result['fast']['largest_error']}")
     if not result["largest_difference"] <= TOLERANCE:
         found.append(f"an answer differs from the plain model's by {result['largest_difference']}")
     return found

@@ -1,4 +1,4 @@
-"""What a kind of device is: a folder here, with three classes.
+"""Device kinds: one folder for each, with three classes.
 
 ``DeviceKind`` is the server's side, ``DeviceMemory`` the memory daemon's, ``PoolView`` a worker's.
 """
@@ -39,8 +39,11 @@ class ChosenDevice:
 
 
 class DeviceKind(Protocol):
-    """One for each folder (``kinds.py`` has them all). The controller and the CLI ask; the methods
-    that open something run in its processes, after the fork."""
+    """Kind of devices, one for each folder (``kinds.py`` has them all).
+
+    The controller and the CLI call it; the methods that open something run in its processes, after
+    the fork.
+    """
 
     opened: str  # what its processes open, and what a profile is of: ``cpu``, ``cuda:0``
     is_host: bool  # it computes on the machine's cores, in the machine's memory
@@ -61,10 +64,10 @@ class DeviceKind(Protocol):
         ...
 
     def held(self, device: ChosenDevice) -> AbstractContextManager[None]:
-        """It belongs to this server, as long as this lasts.
+        """Hold the device for this server while the context is open.
 
         Raises:
-            PipeSwitchError: another server has it.
+            PipeSwitchError: another server holds it.
         """
         ...
 

@@ -17,15 +17,14 @@ FALLBACK: Final = "cpu"  # of "auto"; there is one on every machine
 
 
 def kind_of(name: str) -> DeviceKind:
-    """``name``: as configured, or as its processes open it."""
+    """Return the kind of a device; ``name``: as configured, or as its processes open it."""
     return KINDS[name.partition(":")[0]]
 
 
 def choose_devices(
     config: DeviceConfig, *, workers: int, available_bytes: int
 ) -> tuple[ChosenDevice, ...]:
-    """Each device that was asked for, examined one after the other; for "auto" the first kind
-    that can be had.
+    """Examine and return the requested devices in order; for "auto" the first available kind.
 
     Raises:
         ConfigError: as ``DeviceKind.choose``.
@@ -46,7 +45,7 @@ def choose_devices(
 
 
 def facts_of(devices: Sequence[ChosenDevice]) -> Mapping[str, Any]:
-    """For ``stats`` and the ready line; what differs between several, in their order."""
+    """Return the devices' facts for ``stats`` and the ready line; differing ones are in order."""
     facts = {
         "device": ",".join(device.name for device in devices),
         "device_reason": "; ".join(dict.fromkeys(device.why for device in devices)),

@@ -30,7 +30,7 @@ class Transmission:
     def ended(
         self, started_at_ms: float, group_ends_at_ms: Sequence[float], copied_bytes: int
     ) -> TransmitEnded:
-        """What to report now; it is complete when every group has an end."""
+        """Return the report of this transmission; it is complete when every group has an end."""
         order = self.order
         return TransmitEnded(
             model=order.model,
@@ -84,26 +84,26 @@ class DeviceMemory:
     # -- what workers map ----------------------------------------------------------------------
 
     def export_descriptors(self) -> list[int]:
-        """What a worker needs to map the same memory, in the order its view expects; owned by
-        this object."""
+        """Return the descriptors that a worker maps, in its view's order; this object owns them."""
         raise NotImplementedError
 
     def export_handle(self) -> bytes:
-        """What it needs beside descriptors: an IPC handle, or nothing."""
+        """Return the IPC handle that a worker needs beside descriptors, or nothing."""
         return b""
 
     def open_tenant(self, tenant: str, descriptor: int) -> None:
-        """Where tenants are separate: the file for this one's models; it stays the caller's.
+        """Take the file for a tenant's models; it stays the caller's.
 
         Raises:
-            RemoteProtocolError: tenants share the arena, or it has another size.
+            RemoteProtocolError: tenants share the arena, or the file has another size.
         """
         raise RemoteProtocolError("tenants share this arena")
 
     # -- host store and slices -----------------------------------------------------------------
 
     def store_view(self, offset_bytes: int, size_bytes: int) -> memoryview:
-        """A writable view of the host store, its pages taken, to load a model into (blocks).
+        """Return a writable view of the host store, its pages taken, to load a model into
+        (blocks).
 
         Raises:
             RemoteProtocolError: outside of the store.
@@ -138,7 +138,7 @@ class DeviceMemory:
                 ring(self._bell)
 
     def _must_wait(self, job: Transmission, index: int) -> bool:
-        """Whether in the landing of that group lies another that has not computed."""
+        """Return True if the group's landing still holds one that has not computed."""
         order, board = job.order, self._board
         if not order.waits or job.cancelled.is_set():
             return False
@@ -147,8 +147,10 @@ class DeviceMemory:
         return not board.has_computed(order.epoch, order.waits[index])
 
     def _wait_computed(self, job: Transmission, index: int) -> None:
-        """On the copy thread, until it has, or the job is cancelled. No wake-up is lost: the word
-        is written before the bell, and read after it."""
+        """Wait on the copy thread until the group has computed, or the job is cancelled.
+
+        No wake-up is lost: the word is written before the bell, and read after it.
+        """
         while self._must_wait(job, index):
             os.eventfd_read(self._bell)
 
@@ -160,7 +162,7 @@ class DeviceMemory:
         """First on the copy thread."""
 
     def _tidy(self) -> None:
-        """On the copy thread, when a transmission's end is told."""
+        """Clean up on the copy thread, when a transmission's end is reported."""
 
     def _copy_all(self) -> None:
         self._prepare()

@@ -1,4 +1,4 @@
-"""What the memory daemon checks of an order before a device touches a byte."""
+"""Checks of the memory daemon's orders before a device touches a byte."""
 
 from __future__ import annotations
 

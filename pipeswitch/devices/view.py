@@ -89,7 +89,7 @@ class Signals:
         return now_ms() - began_at_ms
 
     def tell_computed(self, epoch: Epoch, count: int) -> None:
-        """So many groups of that copy need not lie there any more: others land in their places."""
+        """Report that ``count`` groups of a copy have computed: others may land in their places."""
         self.quiesce()
         self.board.write_computed(epoch, count)
         ring(self._bells[-1])
@@ -119,21 +119,23 @@ class PoolView(Signals):
         """Take a region's page faults now (standby), not in its first inference."""
 
     def enter(self, offset_bytes: int, size_bytes: int, last_word: int, epoch: Epoch) -> None:
-        """A task on this region begins: no kernel can reach another's any more.
+        """Open this region for a task: no kernel can reach another region any more.
 
         Of the region itself it can reach what ``show`` says, all when ``last_word`` has risen. A
         task for the same region and epoch finds it as the last one left it.
         """
 
     def show(self, arrived_bytes: int) -> None:
-        """The region's first bytes have arrived: kernels may read them."""
+        """Show the region's first bytes, which have arrived: kernels may read them."""
 
     def show_landing(self, offset_bytes: int, size_bytes: int) -> None:
-        """Of a region that a model streams through this part has arrived, as ``show``; it begins a
-        unit, and its last one is filled."""
+        """Show a part of a landing region that has arrived, like ``show``.
+
+        It begins a unit, and its last unit is filled.
+        """
 
     def leave(self) -> None:
-        """No kernel can reach a region any more, until the next ``enter``."""
+        """Close the regions: no kernel can reach one until the next ``enter``."""
 
     def pin(self, pointer: int, size_bytes: int) -> None:
         """The request pool is mapped here: on cuda, make copies from and to it asynchronous; on
@@ -143,12 +145,12 @@ class PoolView(Signals):
         """Let kernels reach these ranges of the pool, begin and end in bytes, and no others."""
 
     def take_back(self) -> None:
-        """No kernel can reach a slab."""
+        """Close the slabs: no kernel can reach one."""
 
     # -- tensors -------------------------------------------------------------------------------
 
     def tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
-        """A read-only tensor over a model's region.
+        """Return a read-only tensor over a model's region.
 
         Raises:
             RemoteProtocolError, LocalProtocolError: out of bounds, over the arrival words, or a
@@ -164,7 +166,7 @@ class PoolView(Signals):
         raise NotImplementedError
 
     def slice_bytes(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
-        """A writable uint8 tensor over a training slice.
+        """Return a writable uint8 tensor over a training slice.
 
         Raises:
             RemoteProtocolError, LocalProtocolError: out of bounds.
@@ -179,13 +181,13 @@ class PoolView(Signals):
         raise NotImplementedError
 
     def host_copies(self) -> HostCopies:
-        """What carries a script's own tensors out of this device's memory and back."""
+        """Return the copier that moves a script's own tensors between this device and the host."""
         raise NotImplementedError
 
     # -- programs ------------------------------------------------------------------------------
 
     def program(self, bound: BoundProgram) -> BoundProgram:
-        """The program as this device runs it; takes inputs that lie in host memory."""
+        """Return the program as this device runs it; it takes inputs in host memory."""
         return bound
 
     def kernels(self) -> PackedKernels | None:
@@ -193,21 +195,21 @@ class PoolView(Signals):
         return None
 
     def can_improve(self, program: BoundProgram) -> bool:
-        """Whether ``improve`` would do something."""
+        """Return True if ``improve`` would do something."""
         return False
 
     def improve(self, program: BoundProgram) -> None:
-        """An idle moment: make the next run of what ran last faster."""
+        """Make the next run of the last program faster, in an idle moment."""
 
     def drop(self, program: BoundProgram) -> None:
-        """The program will not run again."""
+        """Drop a program that will not run again."""
 
     def computing(self, program: BoundProgram | None) -> AbstractContextManager[None]:
         """Around everything that a task enqueues, its copies in and out included."""
         return _NOTHING
 
     def leave_slice(self, program: BoundProgram) -> bool:
-        """After torch was out of memory: whether it can be run again, in other memory."""
+        """Return True if a program that ran out of torch memory can run in other memory."""
         return False
 
     # -- the whole process ---------------------------------------------------------------------
@@ -216,15 +218,15 @@ class PoolView(Signals):
         """Return when nothing that this process enqueued anywhere runs any more. Any thread."""
 
     def pacer(self) -> Callable[[], None] | None:
-        """What a training script calls at every gate point, if it could run ahead of the device."""
+        """Return a function for a training script's gate points, if it could outrun the device."""
         return None
 
     def is_lost(self, error: BaseException) -> bool:
-        """Whether this process cannot use the device any more and must be replaced."""
+        """Return True if this process cannot use the device any more and must be replaced."""
         return False
 
     def fault(self) -> PipeSwitchError | None:
-        """After a loss: what the task itself did, if it would do the same to the next worker."""
+        """Return, after a loss, the task's own fault, if the next worker would suffer it too."""
         return None
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""The clients' side of the server: bytes to events, answers to bytes."""
+"""Clients' side of the server: converts bytes to events, and answers to bytes."""

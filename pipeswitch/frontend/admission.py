@@ -1,7 +1,7 @@
-"""Is this request well formed, allowed, and does it fit the model? Pure: no socket, no clock.
+"""Checks that a request is well formed, allowed, and fits its model. Pure: no socket, no clock.
 
-Everything here raises an error of errors.py whose text says what was expected, what came, and
-what to do. Nothing is allocated before a check passed.
+Each failure raises an error of errors.py whose text names the expected and the actual value, and
+the remedy. Nothing is allocated before a check has passed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ MODULE_OUTPUT_BYTES: Final = 64 << 10  # one whose extents are its data's: an ex
 MAX_ADDRESS_CHARS: Final = 64  # the longest of IPv6 with a zone is shorter
 MAX_TEXT: Final = 4096  # of one text field in a body: a path is shorter
 MAX_ARGS: Final = 256
-MAX_INPUT_NAME: Final = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedInput:
-    """An input in call order, and the message frame its bytes are in."""
+    """Input in call order, and the message frame with its bytes."""
 
     name: str
     dtype: str
@@ -46,7 +45,7 @@ class CheckedInput:
 
 @dataclass(frozen=True, kw_only=True)
 class Admitted:
-    """An inference request that fits its model, with the bytes it needs in the pool."""
+    """Inference request that fits its model, with the bytes that it needs in the pool."""
 
     inputs: tuple[CheckedInput, ...]
     input_bytes: int
@@ -54,7 +53,7 @@ class Admitted:
 
 
 def priority_number(name: str, default: int) -> int:
-    """0 is the most urgent; an empty name means ``default`` (the model's own)."""
+    """Return a priority's number, 0 the most urgent; an empty name means ``default``."""
     if not name:
         return default
     if name not in PRIORITIES:
@@ -65,18 +64,18 @@ def priority_number(name: str, default: int) -> int:
 
 
 def deadline_at_ms(deadline_ms: float, now_ms: float) -> float:
-    """The instant a relative deadline falls on."""
+    """Return the instant of a relative deadline."""
     if not math.isfinite(deadline_ms) or deadline_ms <= 0:
         raise InvalidInput(f"deadline_ms must be a positive number, got {deadline_ms}")
     return now_ms + deadline_ms
 
 
 def find_version(name: str, version: int, known: Mapping[tuple[str, int], Announce]) -> Announce:
-    """The announced version of a model that is there; InvalidInput names those it has."""
+    """Return the announced version of a model; ModelNotFound names those it has."""
     found = known.get((name, version))
     if found is None:
         present = ", ".join(str(number) for base, number in sorted(known) if base == name)
-        raise InvalidInput(
+        raise ModelNotFound(
             f'"{name}" has no version {version}: it has {present}',
             hint="pipeswitch models --versions",
             version=version,
@@ -95,7 +94,7 @@ def model_not_found(name: str, known: Iterable[str]) -> ModelNotFound:
 
 
 def _expected(manifest: Manifest, spec: ValueSpec, bound: Values) -> str:
-    """``int64[1..8,length=7]``: what another input has bound is a number already."""
+    """Return ``int64[1..8,length=7]``: a dimension that another input has bound is a number."""
     texts = {dim.name: f"{dim.low}..{dim.high}" for dim in manifest.dims}
     texts |= {name: f"{name}={number}" for name, number in bound.items()}
     extents = (texts[n] if isinstance(n, str) else n for n in spec.shape)
@@ -109,7 +108,7 @@ def check_infer(
 
     Args:
         header: names, dtypes and shapes as the client claims them; names may all be empty.
-        frame_bytes: what really came, per tensor frame.
+        frame_bytes: received bytes of each tensor frame.
         announced: the model.
         max_bytes: limit for all inputs together.
 
@@ -200,7 +199,7 @@ def _by_call_order(
 
 
 def _full_name(name: str, names: Sequence[str], takes: Tree) -> str:
-    """``1.h``, of the second argument, as ``state.h``."""
+    """Return the full name of ``1.h``, a leaf of the second argument: ``state.h``."""
     if name in names:
         return name
     number, dot, rest = name.partition(".")
@@ -211,7 +210,7 @@ def _full_name(name: str, names: Sequence[str], takes: Tree) -> str:
 def _check_shape(
     model: str, spec: ValueSpec, tensor: WireTensor, manifest: Manifest, bound: Values
 ) -> dict[str, int]:
-    """What the dimensions are with this input's; all inputs must agree on them."""
+    """Return the dimensions after binding this input's; all inputs must agree on them."""
     values = dict(bound)
     fits = tensor.dtype == spec.dtype and match(spec.shape, tensor.shape, values)
     in_range = all(dim.low <= values.get(dim.name, dim.low) <= dim.high for dim in manifest.dims)
@@ -243,7 +242,7 @@ def _tensor_bytes(model: str, tensor: WireTensor, frame_bytes: int) -> int:
 
 
 def check_name(name: str, what: str) -> str:
-    """A model's or job's name; InvalidInput says what is allowed."""
+    """Return a valid name of a model or job. InvalidInput: it is not; the text states the rule."""
     if not NAME_PATTERN.fullmatch(name):
         raise InvalidInput(
             f"{what} name {name[:80]!r} is not allowed",
@@ -253,18 +252,18 @@ def check_name(name: str, what: str) -> str:
 
 
 class Body:
-    """A request's body, read field by field; ``done`` refuses what is not of the verb."""
+    """Body of a request, read field by field; ``done`` refuses unread fields."""
 
     def __init__(self, op: str, fields: Mapping[str, Any]) -> None:
         self._op = op
         self._left = dict(fields)
 
     def has(self, key: str) -> bool:
-        """It is given, and was not read yet."""
+        """Return True if the field is present and was not read yet."""
         return key in self._left
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string; required when there is no default."""
+        """Return a string field; required when there is no default."""
         value = self._left.pop(key, default)
         if not isinstance(value, str) or len(value) > MAX_TEXT or "\0" in value:
             raise InvalidInput(f"{self._op}: {key} must be a text of at most {MAX_TEXT} characters")
@@ -277,14 +276,14 @@ class Body:
         return value
 
     def count(self, key: str, default: int | None = None, high: int = 1 << 50) -> int:
-        """A whole number from 0 to ``high``."""
+        """Return a whole number from 0 to ``high``."""
         value = self._left.pop(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= high:
             raise InvalidInput(f"{self._op}: {key} must be a whole number from 0 to {high}")
         return value
 
     def counts(self, key: str, high: int = 1 << 20) -> tuple[int, ...]:
-        """A list of whole numbers from 1 to ``high``; none when it is missing."""
+        """Return a list of whole numbers from 1 to ``high``; empty when it is missing."""
         value = self._left.pop(key, ())
         is_counts = isinstance(value, list | tuple) and all(
             type(one) is int and 1 <= one <= high for one in value
@@ -294,7 +293,7 @@ class Body:
         return tuple(value)
 
     def number(self, key: str, default: float, high: float) -> float:
-        """A finite number from 0 to ``high``."""
+        """Return a finite number from 0 to ``high``."""
         value = self._left.pop(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= high:
             raise InvalidInput(f"{self._op}: {key} must be a number from 0 to {high:g}")
@@ -308,7 +307,7 @@ class Body:
         return tuple(value)
 
     def of_type(self, key: str, kind: Any, default: object = None) -> Any:
-        """As ``msgspec`` has it; required when there is no default."""
+        """Return the field as ``msgspec`` converts it; required when there is no default."""
         try:
             return msgspec.convert(self._left.pop(key, default), kind)
         except msgspec.ValidationError as error:
@@ -337,7 +336,7 @@ class Body:
 
 
 def trace_id_of(body: Body) -> str:
-    """Of W3C's ``traceparent``; often empty. Raises InvalidInput."""
+    """Return the trace id of W3C's ``traceparent``; often empty. Raises InvalidInput."""
     given = body.text("traceparent", "")
     if given and not TRACEPARENT.fullmatch(given):
         hint = "00-TRACE-SPAN-01, with 32 and 16 hexadecimal digits"
@@ -346,8 +345,8 @@ def trace_id_of(body: Body) -> str:
 
 
 def tenant_of(body: Body, own: str) -> str:
-    """Whose it is or will be: the client's own, or of the tenant that the owner names. The gateway,
-    which has the owner's socket, names its callers.
+    """Return the owning tenant: the client's own, or the one that the server's owner names. The
+    gateway, which has the owner's socket, names its callers.
 
     Raises:
         PermissionDenied, InvalidInput.

@@ -1,7 +1,7 @@
-"""Chains' requests: what is asked of the models, step by step, and the one answer. Pure.
+"""Requests of chains: the models' requests, step by step, and the one answer. Pure.
 
-The scheduler sees an ordinary request of each step's model, with the token of the whole
-(``Inference`` asks). The declaration: ``programs/interface/chains.py``.
+The scheduler sees an ordinary request for each step's model, with the token of the whole request
+(sent by ``Inference``). The declaration: ``programs/interface/chains.py``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from .requests import Pending, Run
 
 
 def begins(announced: Announce, models: Mapping[str, Announce]) -> Announce:
-    """A chain as its requests are admitted: in the file of the pool where its models' lie."""
+    """Return a chain as its requests are admitted: in the pool file of its models."""
     first = models.get(announced.chain.steps[0].model) if announced.chain is not None else None
     return announced if first is None else msgspec.structs.replace(announced, tenant=first.tenant)
 
 
 def run_of(chain: Chain, event: InferArrived, priority: int | None, pending: Pending) -> Run:
-    """Of a request whose inputs lie, or will lie, in its room. The room is the run's from here."""
+    """Return the run of a request whose inputs are, or will be, in its room; the run owns it
+    now."""
     values = {one.name: one for one in event.inputs}
     rooms = [(pending.room, values.keys())] if pending.room is not None else []
     pending.room = None
@@ -34,11 +35,11 @@ def run_of(chain: Chain, event: InferArrived, priority: int | None, pending: Pen
 
 
 def model_of(step: Step, models: Mapping[str, Announce], tenant: str) -> Announce:
-    """What a step asks.
+    """Return the model of a step.
 
     Raises:
-        ModelNotFound: it was unregistered meanwhile.
-        InvalidInput: it is another client's now, where these are kept apart.
+        ModelNotFound: it was unregistered in the meantime.
+        InvalidInput: it now belongs to another client, where clients are separate.
     """
     found = models.get(step.model)
     if found is None or found.chain is not None:
@@ -51,7 +52,7 @@ def model_of(step: Step, models: Mapping[str, Announce], tenant: str) -> Announc
 
 
 def as_request(step: Step, values: Sequence[SlabTensor]) -> RequestHeader:
-    """A step's inputs as if a client had sent them."""
+    """Return a step's inputs as a request, as if a client had sent them."""
     inputs = tuple(
         WireTensor(name=name, dtype=one.dtype, shape=one.shape, frame=number)
         for number, (name, one) in enumerate(zip(step.inputs, values, strict=True))
@@ -60,7 +61,7 @@ def as_request(step: Step, values: Sequence[SlabTensor]) -> RequestHeader:
 
 
 def of_step(error: PipeSwitchError, pending: Pending, step: Step) -> PipeSwitchError:
-    """The error, with where in the chain it came from."""
+    """Return the error with the step of the chain that caused it."""
     wire = to_wire(error)
     where = f'chain "{pending.model}", step "{step.name}" (model "{step.model}")'
     data = {**wire["data"], "step": step.name, "model": step.model}
@@ -68,7 +69,7 @@ def of_step(error: PipeSwitchError, pending: Pending, step: Step) -> PipeSwitchE
 
 
 def answer_of(token: Token, run: Run) -> Answer:
-    """All steps are over."""
+    """Return the answer of a chain whose steps are all over."""
     outputs = [
         msgspec.structs.replace(run.values[source], name=name)
         for name, source in run.chain.returns.items()

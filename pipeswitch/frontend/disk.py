@@ -1,9 +1,8 @@
-"""The disk of the state directory: what its folders hold, for whom, and what may still come.
+"""Disk use of the state directory, in total and by tenant, and its limits.
 
 Programs, uploads and commits count, all together and by tenant (docs/adr/0021-roles.md); a job has
-none. Nothing is booked: sizes are looked up when something is to come, before any byte of it is
-written, so what was removed is given back whoever removed it. An unfinished upload's file has its
-whole size from the start.
+no tenant. Nothing is booked: sizes are read before a new file is written, so removed files count no
+more whoever removed them. An unfinished upload's file has its whole size from the start.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ AUTO_TENANT_SHARE: Final = 0.5  # of that, for one client
 
 
 class Disk:
-    """Asked by the loop and by the upload writer; it never blocks for long."""
+    """Budgets of the disk. Called by the loop and by the upload writer; never blocks for long."""
 
     def __init__(self, root: Path, all_of_it: Amount, of_a_tenant: Amount) -> None:
         self._root = root
@@ -37,7 +36,7 @@ class Disk:
     # ---- whose it is -------------------------------------------------------------------------
 
     def keep_program(self, model: str, digest: str, tenant: str) -> None:
-        """A registered model needs the program; the tenant is charged for it, as others may be."""
+        """Charge the tenant for a model's program; several tenants may pay for the same one."""
         with self._lock:
             self._programs[model] = (digest, tenant)
 
@@ -51,27 +50,27 @@ class Disk:
             return self._programs.get(model, ("", ""))[0]
 
     def digests(self) -> set[str]:
-        """Of the programs that models need."""
+        """Return the digests of the programs that models need."""
         with self._lock:
             return {digest for digest, _ in self._programs.values()}
 
     def keep_upload(self, file_name: str, tenant: str) -> None:
-        """From its first byte on. What was uploaded before the start is nobody's: all's alone."""
+        """Charge the tenant for an upload from its first byte; older files count only in total."""
         with self._lock:
             self._uploads[file_name] = tenant
 
     # ---- how much ----------------------------------------------------------------------------
 
     def left_bytes(self, tenant: str, program: str = "") -> int:
-        """What may be written for this tenant; the server's owner is bounded by the whole alone.
+        """Return the bytes that this tenant may write; the owner has only the total limit.
 
-        With a ``program`` (its digest) that is there and will be this tenant's; below 0: too much.
+        A ``program`` (its digest) on the disk counts as this tenant's. Below 0: over the limit.
         """
         return min(limit - used for _, used, limit in self._budgets(tenant, program))
 
     def refusal(self, tenant: str, size_bytes: int, what: str) -> HostStoreFull | None:
-        """Why so many bytes more may not be written; None: they may. ``data["tenant"]`` is whose
-        budget it is about: empty, all's."""
+        """Return the error if ``size_bytes`` more may not be written, else None.
+        ``data["tenant"]`` names the exhausted budget; empty: the total."""
         for whose, used_bytes, limit_bytes in self._budgets(tenant):
             left_bytes = max(0, limit_bytes - used_bytes)
             if size_bytes > left_bytes:
@@ -90,7 +89,7 @@ class Disk:
         return None
 
     def _budgets(self, tenant: str, program: str = "") -> list[tuple[str, int, int]]:
-        """Whose, used and limit: all's, and the tenant's own."""
+        """Return tenant, used bytes and limit of the total budget and of the tenant's own."""
         all_of_it, of_a_tenant = self._amounts
         total_bytes = shutil.disk_usage(self._root).total
         all_bytes = all_of_it.resolve(total_bytes, int(AUTO_SHARE * total_bytes))
@@ -126,7 +125,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _size(entry: os.DirEntry[str]) -> int:
-    """Of a file, or of the files in a folder; what goes meanwhile is gone."""
+    """Return the bytes of a file, or of a folder's files; a file that vanishes counts 0."""
     try:
         if entry.is_dir(follow_symlinks=False):
             return sum(map(_size, _entries(Path(entry.path))))

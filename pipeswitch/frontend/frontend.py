@@ -1,9 +1,9 @@
-"""Clients' side of the controller: their bytes to typed events, answers to their bytes.
+"""Clients' side of the controller: converts their bytes to typed events, and answers to bytes.
 
-It owns the sockets and runs in the controller's one loop (docs/adr/0009). It decides nothing
-about models or devices: a message that is well formed and allowed becomes an event for the
-scheduler, an answer becomes a message. Its parts: ``Sessions`` (clients, their connections and
-messages), ``Inference`` with the ``RequestPool`` (inputs and replies), ``Requests`` (what is owed),
+It owns the sockets and runs in the controller's one loop (docs/adr/0009). It decides nothing about
+models or devices: a message that is well formed and allowed becomes an event for the scheduler, an
+answer becomes a message. Its parts: ``Sessions`` (clients, their connections and messages),
+``Inference`` with the ``RequestPool`` (inputs and replies), ``Requests`` (pending answers),
 ``OwnVerbs`` (answered here), ``VERBS`` (all else). The protocol: docs/protocol.md.
 """
 
@@ -71,10 +71,10 @@ Posted = ev.Answer | ev.RunEnded | ev.Publish | ev.Announce | ev.Retract | ev.Lo
 
 
 class Frontend:
-    """All client traffic of one server. Everything but ``_call_soon`` belongs to the loop's thread.
+    """All client traffic of one server. All but ``_call_soon`` belongs to the loop's thread.
 
     ``open`` binds, ``watch`` names the descriptors to wait for; then, after each wait of at most
-    ``wait_s``, ``step`` does what there is to do. ``close`` answers what is left.
+    ``wait_s``, ``step`` does the pending work. ``close`` answers the remaining requests.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Frontend:
     # ---- life ----------------------------------------------------------------------------------
 
     def open(self) -> Listeners:
-        """Bind all listeners, start the helper threads; the listeners' addresses.
+        """Bind all listeners, start the helper threads, and return the listeners.
 
         Raises:
             ConfigError: an address or folder cannot be used.
@@ -150,18 +150,18 @@ class Frontend:
         return self._listeners
 
     def watch(self, selector: selectors.BaseSelector) -> None:
-        """Register what ends a wait; each key's data is a callable, as the loop expects."""
+        """Register the descriptors that end a wait; each key's data is a callable for the loop."""
         self.sessions.peers.watch(selector, self._listeners.ours)
         wake = self._wake
         selector.register(wake, selectors.EVENT_READ, lambda: os.eventfd_read(wake))
 
     def unwatch(self, selector: selectors.BaseSelector) -> None:
-        """Before ``close``."""
+        """Unregister the descriptors, before ``close``."""
         self.sessions.peers.unwatch(selector, self._listeners.ours)
         selector.unregister(self._wake)
 
     def close(self) -> None:
-        """Answer what is left with ServerUnavailable, flush, close everything."""
+        """Answer the remaining requests with ServerUnavailable, flush, close everything."""
         self.uploads.stop()
         self.inference.copier.shutdown()  # what they post is sent
         self._finish()
@@ -173,7 +173,7 @@ class Frontend:
         self.pool.close()
 
     def _call_soon(self, call: Callable[[], None]) -> None:
-        """From any thread; never blocks."""
+        """Schedule a call in the loop. Any thread may call this; it never blocks."""
         self._calls.append(call)
         with contextlib.suppress(BlockingIOError):  # the counter is full: it will wake anyway
             os.eventfd_write(self._wake, 1)
@@ -181,7 +181,7 @@ class Frontend:
     # ---- the loop's part -----------------------------------------------------------------------
 
     def wait_s(self) -> float | None:
-        """How long the loop may wait; None: until a descriptor wakes it."""
+        """Return how long the loop may wait; None: until a descriptor wakes it."""
         connections, peers = self.sessions.connections, self.sessions.peers
         if self._calls or peers.turns:
             return 0.0
@@ -197,7 +197,7 @@ class Frontend:
         return BACKLOG_LOOK_S if waits_s is None else min(waits_s, BACKLOG_LOOK_S)
 
     def step(self) -> None:
-        """One turn."""
+        """Do one turn of the loop's work."""
         while self._calls:
             self._calls.popleft()()
         connections, peers = self.sessions.connections, self.sessions.peers
@@ -211,7 +211,7 @@ class Frontend:
             connections.tick(self._now_ms() / 1000)
 
     def perform(self, posted: Posted) -> None:
-        """Carry out a command of the scheduler's, now."""
+        """Execute a command of the scheduler now."""
         match posted:
             case ev.Answer():
                 self._answer(posted)
@@ -229,11 +229,11 @@ class Frontend:
                 self._load(asked, self._state_directory / "commits" / asked.job)
 
     def answer_soon(self, answer: ev.Answer) -> None:
-        """``perform`` from any thread; never blocks."""
+        """Send an answer like ``perform``, from any thread; never blocks."""
         self._call_soon(lambda: self._answer(answer))
 
     def _finish(self) -> None:
-        """Orderly end: what was posted, then an answer for everyone still waiting, then flush."""
+        """End in order: posted commands, then an answer for every waiting client, then a flush."""
         while self._calls:
             self._calls.popleft()()
         for token in self.requests.tokens():
@@ -244,7 +244,7 @@ class Frontend:
     # ---- in ------------------------------------------------------------------------------------
 
     def _hear(self, peer: StreamPeer, message: Message) -> None:
-        """One message. Nothing a client sends may raise out of here."""
+        """Handle one message. No message of a client may raise an error out of here."""
         if failpoints.is_on:
             reach("frontend.message")
         parts, request_id = message.parts, ""
@@ -294,7 +294,7 @@ class Frontend:
     def _refuse(
         self, peer: StreamPeer, client: Client | None, request_id: str, error: PipeSwitchError
     ) -> None:
-        """A typed error when there is an id to answer to; otherwise counted and dropped."""
+        """Reply with a typed error if there is a request id; else count and drop the message."""
         if isinstance(error, RemoteProtocolError):
             self.sessions.complaints.add(peer.standing.tenant, error)
         if not request_id:
@@ -307,7 +307,7 @@ class Frontend:
     # ---- verbs ---------------------------------------------------------------------------------
 
     def _about(self, standing: Standing) -> dict[str, Any]:
-        """What every client may know."""
+        """Return the server's facts that every client may read."""
         is_code_named = standing.is_owner or bool(self._config.server.allow_code)
         return {
             "server": "pipeswitch",
@@ -324,7 +324,7 @@ class Frontend:
         }
 
     def _ask(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
-        """A verb that is one question to the scheduler."""
+        """Handle a verb that is one event for the scheduler."""
         token = self.requests.next_token
         asked = ask(header, token, client.standing, self._rules)
         if isinstance(asked, LogPiece):  # the only one that is answered here
@@ -332,8 +332,9 @@ class Frontend:
             self._outbox.reply(client, header.id, body=piece)
         else:
             pending = self.requests.accept(client, header)
-            if isinstance(asked, ev.RegisterAsked):
+            if isinstance(asked, ev.RegisterAsked | ev.VersionAsked):
                 pending.uploads = self.uploads.pin(asked.spec)
+            if isinstance(asked, ev.RegisterAsked):
                 asked = msgspec.structs.replace(asked, client=asked.tenant or client.session)
             if isinstance(asked, ev.TrainAsked) and asked.resumes:
                 self._load(asked, self._state_directory / "jobs" / asked.job / "commit")
@@ -369,7 +370,7 @@ class Frontend:
     # ---- out -----------------------------------------------------------------------------------
 
     def _answer(self, answer: ev.Answer) -> None:
-        """One reply to an accepted request; a final one ends it."""
+        """Send a reply to an accepted request; a final one ends it."""
         pending = self.requests.find(answer.token)
         if pending is None:
             return  # it had its final answer
@@ -395,7 +396,7 @@ class Frontend:
             what = f'{pending.op} of "{pending.model}", which is another client\'s,'
             refusal = client.standing.refusal(Role.OPERATE, what)
             answer = ev.Answer(token=answer.token, error=refusal)
-        elif verb.of_model and isinstance(answer.error, ModelNotFound):
+        elif verb.of_model and isinstance(answer.error, ModelNotFound) and not answer.error.data:
             error = admission.model_not_found(pending.model, self.inference.models.current)
             answer = ev.Answer(token=answer.token, error=error)
         if answer.more:
@@ -427,7 +428,7 @@ class Frontend:
                 row["notes"] = [*row["notes"], note]
 
     def _completed(self, body: dict[str, Any]) -> dict[str, Any]:
-        """What ``stats`` tells, with what only this thread knows: counters, clients, pool."""
+        """Return ``stats`` with the values that only this thread has: counters, clients, pool."""
         return {
             **body,
             **self.requests.counts.as_dict(),
@@ -444,7 +445,7 @@ class Frontend:
         }
 
     def _ended(self, client: Client) -> None:
-        """Take back what a client that is gone waits for."""
+        """Cancel the pending requests of a client that is gone."""
         self.uploads.forget(client.session)
         self.sequences.forget(client)
         for token in client.requests.values():

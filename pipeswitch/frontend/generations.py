@@ -1,9 +1,9 @@
 """Generations: requests that take as many runs as they need (docs/adr/0062).
 
-When a run ends, the scheduler puts its generations back in the queue and asks here what each
-computes next. Here are their ids and their caches in the request pool: new rows are appended, and
-the next run's inputs are written. The tokens leave for the client after that, so that the device
-does not wait for them.
+When a run ends, the scheduler puts its generations back in the queue and requests their next runs
+here. The frontend has their ids and their caches in the request pool: it appends new rows, and
+writes the next run's inputs. The tokens leave for the client after that, so that the device does
+not wait for them.
 
 A generation whose cache has no room waits. If none can continue, the youngest gives up its cache
 and computes it again later, from its ids.
@@ -106,7 +106,7 @@ class Generations:
     # ---- one run after the other ---------------------------------------------------------------
 
     def run_ended(self, command: RunEnded) -> None:
-        """Keep what a run has computed, and say what its generations compute next."""
+        """Store the results of a run, and send the next runs of its generations."""
         runs, tell = [], []
         for answer in command.answers:
             pending = self._live.get(answer.token)
@@ -246,7 +246,7 @@ class Generations:
     def _keep(
         self, generation: Generation, pending: Pending, answer: Answer
     ) -> PipeSwitchError | None:
-        """Append the rows and tokens of a run; the error if a worker claims what cannot be."""
+        """Append a run's rows and tokens; return an error if the worker's claims are impossible."""
         held, room, tokens = generation.held, generation.room, answer.body["tokens"]
         rows = answer.outputs[0] if len(answer.outputs) == 1 else None
         count = generation.new_rows(len(tokens))
@@ -335,7 +335,7 @@ class Generations:
             self.look_again()
 
     def _goes_on(self, one: Pending) -> bool:
-        """Return whether the generation no longer waits."""
+        """Return True if the generation no longer waits."""
         generation = _of(one)
         try:
             run = self._prepared(generation, one.token)
@@ -348,8 +348,9 @@ class Generations:
         return True
 
     def _give_up_for(self, one: Pending) -> bool:
-        """Take the cache of the youngest generation that waits, if it is younger than this one.
-        Otherwise take this one's own if no other can make room: it may lie where it cannot grow."""
+        """Take the cache of the youngest waiting generation, if it is younger than this one.
+        Otherwise take this one's own if no other can make room: it may lie where it cannot
+        grow."""
         began = _began(one)[0]
         waiting = self._waiting.values()
         younger = [two for two in waiting if began < _began(two)[0] < math.inf]
@@ -373,6 +374,6 @@ def _of(pending: Pending) -> Generation:
 
 
 def _began(one: Pending) -> tuple[float, int]:
-    """The order in which generations take room: those that have no cache come last."""
+    """Return the order in which generations get room: those without a cache come last."""
     generation = _of(one)
     return (math.inf if generation.held is None else generation.number), one.token

@@ -1,7 +1,7 @@
-"""Inference requests: from a message to the pool and the scheduler, whoever made their inputs.
+"""Inference requests: from a client's message to the pool and the scheduler.
 
 The models are those that the scheduler announced. A small payload is copied into the pool at once,
-a large one by another thread, and its request goes on when that is done.
+a large one by another thread; its request continues when the copy is done.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NO_RUN: Final = Epoch(0)
 
 
 class Arrival(msgspec.Struct, kw_only=True, eq=False):
-    """A request between its message and its event: who sent it when, and what it asks for."""
+    """Request between its message and its event: sender, arrival time, and fields."""
 
     client: Client
     at_ms: float
@@ -65,7 +65,7 @@ class Arrival(msgspec.Struct, kw_only=True, eq=False):
         body.done()
 
     def read_asker(self, body: Body) -> None:
-        """Read who asks, and for which version. Raises InvalidInput, PermissionDenied."""
+        """Read the caller and the version. Raises InvalidInput, PermissionDenied."""
         self.version = body.count("version", 0)
         self.connection = admission.address_of(body, self.caller) or self.connection
         self.caller = admission.tenant_of(body, self.caller)
@@ -73,7 +73,7 @@ class Arrival(msgspec.Struct, kw_only=True, eq=False):
 
 
 class Inference:
-    """Used by the loop's thread."""
+    """Inference requests of all clients. Used by the loop's thread."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class Inference:
             self._next(pending, pending.run)
 
     def _of_sequence(self, held: Held, version: int) -> Announce:
-        """The version that it began with, as it is now.
+        """Return the version with which the sequence began, as it is now.
 
         Raises:
             InvalidInput: it is gone, or the request names another.
@@ -241,7 +241,7 @@ class Inference:
         return self.models.version(base, began.version)
 
     def prefetch(self, _: Client, header: RequestHeader, __: Sequence[Any]) -> None:
-        """A hint; it has no answer."""
+        """Handle a prefetch hint; it has no answer."""
         announced = self.models.current.get(header.model)
         if announced is not None:
             chain = announced.chain
@@ -267,7 +267,8 @@ class Inference:
         self.copier.put(copy, lambda error: self.call_soon(functools.partial(then, error)))
 
     def _copied(self, pending: Pending, event: InferArrived, error: PipeSwitchError | None) -> None:
-        """A large payload is in the pool. Only now can the scheduler be asked to take it back."""
+        """Continue a request whose large payload is in the pool: it can be cancelled from now
+        on."""
         pending.is_copying = False
         reach("frontend.copied")
         if pending.sequence is not None:
@@ -284,10 +285,10 @@ class Inference:
     # ---- what a function made ------------------------------------------------------------------
 
     def take_result(self, command: TakeResult, memory: memoryview) -> None:
-        """Into the pool, in place of what came, if the model takes it, or it is the answer that was
-        declared; then ``Prepared``.
+        """Copy a function's result into the pool in place of the input, then send ``Prepared``,
+        if the model takes it or it is the declared answer.
 
-        ``memory``: of the slot, whose process waits meanwhile.
+        ``memory``: of the slot, whose process waits in the meantime.
         """
         pending = self.requests.find(command.token)
         prepared = Prepared(token=command.token, slot=command.slot)
@@ -325,11 +326,11 @@ class Inference:
             self._copy(prepared.inputs, payload, room.tenant, taken)
 
     def _admit_result(self, command: TakeResult, sizes: Sequence[int]) -> tuple[Admitted, Announce]:
-        """Whether a model takes what its function returned.
+        """Check that a model takes the result of its function.
 
         Raises:
-            TaskFailed: it does not; with both signatures, and the function.
-            InvalidInput: it left meanwhile.
+            TaskFailed: it does not; the message has both signatures and the function.
+            InvalidInput: the model left in the meantime.
         """
         announced = self.models.version(*split_name(command.model))
         announced = msgspec.structs.replace(announced, stage=None)
@@ -343,10 +344,10 @@ class Inference:
             ) from None
 
     def _admit_answer(self, command: TakeResult, sizes: Sequence[int]) -> tuple[Admitted, Announce]:
-        """Whether a function returned what was declared. Its room is that of the reply alone.
+        """Check that a function returned what it declared. The room is the reply's alone.
 
         Raises:
-            TaskFailed, InvalidInput: as of ``_admit_result``.
+            TaskFailed, InvalidInput: see ``_admit_result``.
         """
         name, version = split_name(command.model)
         announced = self.models.versions.get((name, version)) or self.models.current.get(name)
@@ -355,7 +356,9 @@ class Inference:
         declared = announced.stage.answer(announced.manifest)
         as_model = msgspec.structs.replace(announced, stage=None, manifest=declared)
         try:
-            found = self.models.check(_as_request(command), sizes, as_model)
+            found = admission.check_infer(
+                _as_request(command), sizes, as_model, self.models.max_bytes
+            )
         except InvalidInput as error:
             raise TaskFailed(
                 f"postprocess {command.function} returned other than what --returns declares: "
@@ -364,8 +367,8 @@ class Inference:
         return replace(found, input_bytes=0, reply_bytes=found.input_bytes), announced
 
     def go_on(self, pending: Pending, answer: Answer) -> Answer | None:
-        """What a model computed goes to the function behind it, or to the next step of a chain;
-        None: the answer follows."""
+        """Pass a model's result to its postprocessing function, or to the next step of a chain.
+        None: the answer follows later."""
         found = self._go_behind(pending, answer) if pending.after or pending.bill else answer
         if found is None or pending.run is None:
             return found
@@ -373,7 +376,7 @@ class Inference:
         return self._step_done(pending, pending.run, found)
 
     def _step_done(self, pending: Pending, run: Run, answer: Answer) -> Answer | None:
-        """A step is over: its outputs stay in the pool until their last use."""
+        """End a step of a chain: its outputs stay in the pool until their last use."""
         step, number = run.chain.steps[len(run.bills)], len(run.bills) + 1
         answer = self.requests.checked(pending, answer)
         error, is_last = answer.error, number == len(run.chain.steps)
@@ -395,9 +398,10 @@ class Inference:
         return None
 
     def _next(self, pending: Pending, run: Run) -> None:
-        """Ask for the next step's model, as if a client had sent its inputs, which lie in the pool.
+        """Send the next step's request as a client would; its inputs lie in the pool.
 
-        Only a module's own code may write to them: of what another step reads too, it has a copy.
+        Only a module's own code may write to them: it gets copies of inputs that another step reads
+        too.
         """
         number = len(run.bills)
         step = run.chain.steps[number]
@@ -467,7 +471,7 @@ class Inference:
 
 
 def _as_request(command: TakeResult) -> RequestHeader:
-    """What a function returned, as if a client had sent it."""
+    """Return a function's result as a request, as if a client had sent it."""
     inputs = tuple(
         WireTensor(name=one.name, dtype=one.dtype, shape=one.shape, frame=number)
         for number, one in enumerate(command.outputs)

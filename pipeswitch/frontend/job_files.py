@@ -1,4 +1,4 @@
-"""Pieces of what a job keeps in files, as clients page through it: log, history, state."""
+"""Pieces of a job's files for clients that page through them: log, history, state."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PIECES: Final = (*TEXTS, "state")
 
 
 def read_piece(state: Path, name: JobName, kind: str, offset_bytes: int) -> dict[str, Any]:
-    """What lies from ``offset_bytes`` on, where to go on, and where the file ends now.
+    """Return the content from ``offset_bytes`` on, the next offset, and the end of the file.
 
     Returns:
-        ``text`` of a log or a history; ``data`` of a state (the file of ``commits/files.py``) and
-        the ``digest`` that all pieces of one file have: a newer commit takes its place.
+        ``text`` of a log or a history; ``data`` of a state (see ``commits/files.py``) and the
+        ``digest`` that all pieces of one file share: a newer commit replaces the file.
 
     Raises:
         ModelNotFound: no job of that name has written anything.
@@ -65,7 +65,7 @@ def _nothing(kind: str, name: JobName) -> ModelNotFound:
 
 
 def whole_characters(data: bytes) -> int:
-    """Length of ``data`` without a UTF-8 character that is cut off at its end."""
+    """Return the length of ``data`` without a UTF-8 character that is cut off at its end."""
     for back in range(1, min(4, len(data) + 1)):
         byte = data[-back]
         if byte & 0xC0 == 0x80:

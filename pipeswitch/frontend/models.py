@@ -1,4 +1,4 @@
-"""Models that the scheduler announced, and which requests fit them."""
+"""Announced models, and the requests that fit them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Models:
 
     def __init__(self, max_bytes: int) -> None:
         """``max_bytes``: of all inputs of a request."""
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self.current: dict[str, Announce] = {}
         self.versions: dict[tuple[str, int], Announce] = {}
         self._fitting: dict[Hashable, Admitted] = {}  # shapes that were checked, by model and sizes
@@ -57,16 +57,12 @@ class Models:
         return admission.find_version(name, version, self.versions)
 
     def admit(self, header: RequestHeader, sizes: Sequence[int], announced: Announce) -> Admitted:
-        """As ``check``, whose result is the same for the same request."""
+        """Return ``admission.check_infer``'s result, cached for equal requests."""
         key = (announced.model, announced.stage is None, header.inputs, *sizes)
         admitted = self._fitting.get(key)
         if admitted is None:
-            admitted = self.check(header, sizes, announced)
+            admitted = admission.check_infer(header, sizes, announced, self.max_bytes)
             if len(self._fitting) >= MAX_FITTING:
                 self._fitting.clear()
             self._fitting[key] = admitted
         return admitted
-
-    def check(self, header: RequestHeader, sizes: Sequence[int], announced: Announce) -> Admitted:
-        """As ``admission.check_infer``."""
-        return admission.check_infer(header, sizes, announced, self._max_bytes)

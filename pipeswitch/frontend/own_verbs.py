@@ -28,7 +28,7 @@ Handler = Callable[[Client, RequestHeader, Sequence[Any]], None]
 
 
 class OwnVerbs:
-    """Used by the loop's thread."""
+    """Verbs that the frontend answers. Used by the loop's thread."""
 
     def __init__(
         self,
@@ -104,19 +104,32 @@ class OwnVerbs:
     def _ask_generation(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
         body = Body("generation", header.body)
         version, wants_tokenizer = body.count("version", 0), body.flag("tokenizer")
+        embeds = body.flag("embedding")
         body.done()
         announced = self._inference.models.find(header.model, version)
-        share_bytes = self._requests.pool.share_bytes
-        facts, context = facts_of(announced, header.model, share_bytes)[:2]
+        if embeds:
+            facts = announced.manifest.extra.get("embedding", {})
+            context = facts.get("context", 0)
+            if not facts:
+                raise InvalidInput(
+                    f'"{header.model}" embeds no texts',
+                    hint="register an encoder, or hf:NAME#…Model for a decoder, whose source has a "
+                    "tokenizer, without --generate",
+                )
+        else:
+            share_bytes = self._requests.pool.share_bytes
+            facts, context = facts_of(announced, header.model, share_bytes)[:2]
         told: dict[str, Any] = {key: facts[key] for key in ("vocabulary", "eos_ids", "bos_id")}
         told["context"] = context
         digest = announced.manifest.digest
-        told |= {key: facts[key] for key in ("sampling", "has_tokenizer") if key in facts}
+        told |= {
+            key: facts[key] for key in ("sampling", "has_tokenizer", "pooling") if key in facts
+        }
         told |= {"version": announced.version, "digest": digest}
         file = Path(self._config.server.state_dir) / "models" / digest / BUNDLE_FILE
 
         def read() -> None:
-            """On the copier's thread: a tokenizer may have 30 MB."""
+            """Read it on the copier's thread: a tokenizer may have 30 MB."""
             found = read_bundle(file).generation if wants_tokenizer else None
             if found is not None:
                 told.update(

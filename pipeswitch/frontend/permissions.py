@@ -1,4 +1,4 @@
-"""What a caller may name: sources, files, entries."""
+"""Sources, files and entries that a caller may name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MODULE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Z
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What this server lets its clients name."""
+    """Names that this server permits to its clients."""
 
     allow_code: Sequence[str] = ()
     uploads_dir: str = ""
@@ -26,7 +26,7 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedSource:
-    """Where a model comes from, with uploads resolved to files of the server."""
+    """Source of a model, with uploads resolved to files of the server."""
 
     source: str
     weights: str
@@ -44,20 +44,22 @@ def check_source(
     allow_code: Sequence[str],
     uploads_dir: str,
 ) -> CheckedSource:
-    """May this client register this, and which file is meant?
+    """Check that this client may register this source, and resolve its files.
 
     1. ``torchvision:`` and ``hf:`` names are data: any client. A folder behind ``hf:`` is a path.
-    2. ``put:DIGEST`` is a file this or another client uploaded: any client.
+    2. ``put:DIGEST`` is a file that this or another client uploaded: any client.
     3. A path on the server's machine: the owner's ipc socket only, others upload.
     4. ``package.module:factory`` is code: the owner, or an ``allow_code`` pattern (and the role
-       ``code``, which is another question).
+       ``code``, which is checked elsewhere).
 
     Raises:
         PermissionDenied, InvalidInput.
     """
     is_code = False
     owner_files = []
-    if source.startswith("put:"):
+    if not source:
+        pass  # a version of what is served
+    elif source.startswith("put:"):
         source = _uploaded(source, uploads_dir, "bundle")
     elif source.startswith(("torchvision:", "hf:")):
         if source.startswith("hf:") and not is_owner and not _HUB_NAME.fullmatch(source):
@@ -130,7 +132,7 @@ def _owners_only(path: str) -> PermissionDenied:
 def _require_code_right(
     shown: str, runs: str, *, is_owner: bool, allow_code: Sequence[str]
 ) -> None:
-    """Code is accepted through the owner's listener or when what runs is on the list.
+    """Require that code comes through the owner's listener or is on the list.
 
     Args:
         shown: as the caller wrote it.
@@ -154,7 +156,7 @@ def check_function(
     what: str, function: str, declared: Mapping[str, Any], *, is_owner: bool,
     allow_code: Sequence[str],
 ) -> None:  # fmt: skip
-    """A stage's ``package.module:function``, with what clients send it or get of it. Both or none.
+    """Check a stage's ``package.module:function`` and its declared values: both or none.
 
     Args:
         what: ``preprocess`` or ``postprocess``.
@@ -176,7 +178,8 @@ def check_function(
 
 
 def _matches(runs: str, pattern: str) -> bool:
-    """As a shell matches: a wildcard crosses no folder. ``*`` alone is everything."""
+    """Return True if the pattern matches, as in a shell: no wildcard crosses a folder. ``*``
+    alone matches everything."""
     parts, wanted = runs.split("/"), pattern.split("/")
     return pattern == "*" or (
         len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
@@ -184,7 +187,7 @@ def _matches(runs: str, pattern: str) -> bool:
 
 
 def check_entry(entry: str, *, is_owner: bool, allow_code: Sequence[str]) -> str:
-    """A training script's path or ``package.module:function``; the path is made real."""
+    """Return a training script's real path, or a permitted ``package.module:function``."""
     if _MODULE.fullmatch(entry):
         module = entry.partition(":")[0]
         _require_code_right(entry, module, is_owner=is_owner, allow_code=allow_code)

@@ -22,7 +22,7 @@ from ..programs.interface.layout import ITEM_BYTES
 from ..programs.interface.nesting import check_takes
 from ..programs.interface.packing import PRECISIONS
 from ..programs.spec import DEFAULT_MAX_BATCH, DEFAULT_SEQUENCES, BuildSpec, stage_of
-from ..scheduler.events import RegisterAsked, Token
+from ..scheduler.events import RegisterAsked, Token, VersionAsked
 from ..wire.register_request import Extent, RegisterRequest, Signature
 from .admission import check_name, priority_number
 from .permissions import CheckedSource, Rules, check_function, check_source
@@ -38,6 +38,13 @@ def check(request: RegisterRequest) -> None:
     _check_signature("returns", request.returns, (*DTYPES, BYTES))
     check_takes(request.takes, request.inputs)
     priority_number(request.priority, default=1)
+    has_file = request.weights.startswith("put:") or request.weights.endswith(".safetensors")
+    if request.as_version and (request.body().keys() != {"as_version", "weights"} or not has_file):
+        raise InvalidInput(
+            "a version from a file is the served model's program with other weights: nothing else "
+            "may be given",
+            hint="pipeswitch register NAME --weights FILE --as-version",
+        )
     if request.precision not in ("", *PRECISIONS):
         raise InvalidInput(
             f"unknown precision {request.precision[:40]!r}", hint=f"one of {', '.join(PRECISIONS)}"
@@ -73,6 +80,10 @@ def check_origin(
 ) -> CheckedSource:
     """Check that this client may use these files and functions, and has the roles for them.
     ``require(role, purpose)`` raises PermissionDenied if the client lacks the role."""
+    if not (request.source or request.as_version):
+        raise InvalidInput(
+            "a registration names its source", hint="pipeswitch register NAME SOURCE"
+        )
     code: Any = {"is_owner": is_owner, "allow_code": rules.allow_code}
     source = check_source(
         request.source, request.weights, request.example, uploads_dir=rules.uploads_dir, **code
@@ -104,18 +115,23 @@ def registration(
     request: RegisterRequest,
     standing: Standing = OWNER,
     rules: Rules = NO_RULES,
-) -> RegisterAsked:
+) -> RegisterAsked | VersionAsked:
     """Return the event of a registration, or raise the error of the first check that fails."""
     check_name(model, "model")
     check(request)
     source = check_origin(request, standing.require, rules, is_owner=standing.is_owner)
+    if request.as_version:
+        spec = msgspec.msgpack.encode(BuildSpec(name=model, source="", weights=source.weights))
+        name, tenant = ModelName(model), standing.tenant
+        return VersionAsked(token=token, model=name, spec=spec, tenant=tenant)
     fields = msgspec.structs.asdict(request)
-    del fields["priority"], fields["pin"]  # not part of the build
+    del fields["priority"], fields["pin"], fields["as_version"]  # not part of the build
     fields["max_batch"] = fields["max_batch"] or (
         DEFAULT_SEQUENCES if request.generate else DEFAULT_MAX_BATCH
     )
     fields |= {"source": source.source, "weights": source.weights, "example": source.example}
-    fields["precision"] = request.precision or "exact"
+    # Answers of a language model are compared within rounding already.
+    fields["precision"] = request.precision or ("fast" if request.generate else "exact")
     spec = msgspec.msgpack.encode(BuildSpec(name=model, allow_module_mode=source.is_code, **fields))
     digest = hashlib.sha256(spec)  # equal requests give equal digests
     for path in source.owner_files:

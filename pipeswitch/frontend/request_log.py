@@ -1,7 +1,5 @@
-"""What is written of requests: the end of each, or of a share of them, in a file of its own where
-that is asked for (``[log] requests``); in the server's log a few lines of what failed or was
-refused, and what became of models and jobs.
-"""
+"""Logs of requests: the end of each, or of a sample, in its own file if configured (``[log]
+requests``); and a few lines in the server's log about failures, refusals, models and jobs."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ BAD_NEWS: Final = frozenset((
 
 
 class Complaints:
-    """Warnings in the server's log: at most LINES_PER_MINUTE of a kind, whatever is sent."""
+    """Warnings in the server's log: at most LINES_PER_MINUTE of a kind, whatever clients send."""
 
     count = 0  # of messages that were not of the protocol
 
@@ -46,7 +44,7 @@ class Complaints:
         self._unsaid: Counter[str] = Counter()
 
     def warn(self, kind: str, text: str, *args: Any) -> None:
-        """``kind``: one of few. How many were left out is told with the next one."""
+        """Log a warning of a ``kind``, one of few. The next line counts the omitted ones."""
         written, now_ms = self._written[kind], self._now_ms()
         if len(written) == LINES_PER_MINUTE and now_ms - written[0] <= 60_000:
             self._unsaid[kind] += 1
@@ -56,14 +54,14 @@ class Complaints:
         _logger.warning(f"{text} unsaid=%d", *told, self._unsaid.pop(kind, 0))
 
     def add(self, who: str, error: RemoteProtocolError) -> None:
-        """A message was not of the protocol. ``who``: for the log."""
+        """Log a message that violates the protocol. ``who``: for the log."""
         self.count += 1
         text = "refused from=%s malformed=%d cause=%.200r"
         self.warn("malformed", text, who, self.count, error.message)
 
 
 class RequestLog:
-    """Told of the inferences that end, of all that fail, and of whatever is refused."""
+    """Log of finished inferences, of all failures, and of refusals."""
 
     def __init__(self, folder: Path, settings: LogConfig, complaints: Complaints) -> None:
         self._share, self._complaints = settings.requests, complaints
@@ -75,7 +73,7 @@ class RequestLog:
         self.close = self._file.close
 
     def note(self, answer: Answer, *, is_sent: bool = True, **known: Any) -> None:
-        """A request has ended; ``known``: what its line begins with."""
+        """Log the end of a request; ``known``: first fields of its line."""
         error, outcome = answer.error, "ok" if is_sent else "undeliverable"
         if error is not None:
             outcome = type(error).__name__
@@ -97,7 +95,7 @@ class RequestLog:
 
 
 def tell(published: Publish) -> None:
-    """An event that the server's log has too."""
+    """Write an event to the server's log, if it belongs there."""
     topic, body = published.topic, published.body
     if topic in NEWS or topic in BAD_NEWS:
         told = " ".join([f"{key}={value!s:.200}" for key, value in body.items() if key != "at_ms"])

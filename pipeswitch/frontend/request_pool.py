@@ -1,9 +1,9 @@
-"""The request pool: shared memory where requests' inputs and their replies lie.
+"""Request pool: shared memory with the inputs and the replies of requests.
 
 One sealed memfd, mapped here and by every worker (``workers/inference/pool.py``): a payload is
 copied into it once, and a large reply goes to its client from it. An accepted inference holds a
 ``Room``: a slab with its inputs, released when its answer is known, and a slab for its reply,
-released when it has left. Who asks has a share of the pool, with all sessions.
+released when it has left. Each caller has a share of the pool for all its sessions together.
 
 Owned by the frontend and used by its thread alone, except ``fill``.
 """
@@ -31,7 +31,7 @@ _RELEASED: Final = -1  # no slab lies there, so releasing it again is a KeyError
 
 
 class Room(msgspec.Struct, kw_only=True, eq=False):
-    """What one request holds of the pool. Offsets are bytes from the pool's start."""
+    """Slabs of the pool that one request holds. Offsets are bytes from the pool's start."""
 
     holder: str  # whose share it is of: who asks
     held_bytes: int  # as asked for; slabs are whole pages
@@ -44,7 +44,7 @@ class Room(msgspec.Struct, kw_only=True, eq=False):
     def place(
         self, inputs: Sequence[CheckedInput], *, in_reply: bool = False
     ) -> tuple[SlabTensor, ...]:
-        """Where the inputs lie in it, in call order; or the answer that a function made."""
+        """Return the places of the inputs, or of a function's answer, in call order."""
         at = self.reply_offset_bytes if in_reply else self.input_offset_bytes
         return tuple(
             [
@@ -78,11 +78,10 @@ class _File:
 
 
 class RequestPool:
-    """The mapping, its slabs, and who holds how much of them.
+    """Mapping of the pool, its slabs, and the bytes that each caller holds.
 
-    Where tenants are separate each has a file of the pool's size, and the slabs of all are leased
-    by one ledger: a slab's pages exist in its tenant's file, and only as long as it is taken
-    (ADR 23).
+    Where tenants are separate each has a file of the pool's size, and one ledger leases the slabs
+    of all: a slab's pages exist in its tenant's file, and only as long as it is taken (ADR 23).
 
     Invariants (``check``): those of the slabs and the shares; nobody holds bytes while no slab is
     taken.
@@ -105,19 +104,19 @@ class RequestPool:
 
     @property
     def memory(self) -> memoryview:
-        """The file that tenants share, or the owner's."""
+        """File that tenants share, or the owner's."""
         return self._files[""].memory
 
     def memory_of(self, room: Room | None) -> memoryview:
-        """The file in which a room lies; None: any."""
+        """Return the file with the room; None: any."""
         return self._files[room.tenant if room is not None else ""].memory
 
     def memory_of_tenant(self, tenant: str) -> memoryview:
-        """The file in which this one's rooms lie; it has had one."""
+        """Return the file with the rooms of a tenant, which has had one."""
         return self._files[tenant].memory
 
     def close(self) -> None:
-        """Unmap. What still waits to be sent keeps the mapping."""
+        """Unmap the pool. Messages that still wait to be sent keep the mapping."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -185,8 +184,8 @@ class RequestPool:
         )
 
     def grow(self, room: Room, input_bytes: int, beside_bytes: int = 0) -> bool:
-        """Make room for inputs that large where they lie; False: there is none, or it is over the
-        holder's share."""
+        """Extend the inputs' slab in place to that size. False: there is no room, or it would
+        exceed the holder's share."""
         counted_bytes = _paged(input_bytes) + _paged(room.reply_bytes) + beside_bytes
         more, at = counted_bytes - room.counted_bytes, room.input_offset_bytes
         if more > self._shares.left(room.holder) or not self._slabs.grow(at, input_bytes):
@@ -213,14 +212,14 @@ class RequestPool:
             ) from None
 
     def _give_back(self, tenant: str, offset: int) -> None:
-        """Where tenants are separate: a slab's pages, which is free."""
+        """Give back the pages of a freed slab, where tenants are separate."""
         file = self._files[tenant]
         give_back(file.descriptor, offset, offset + file.slabs.pop(offset))
         self.tidy(tenant)
 
     def tidy(self, tenant: str) -> None:
-        """Where tenants are separate: give back what lies outside of this one's slabs, as a
-        worker's process leaves it that touched more than it was lent. Also after ``close``."""
+        """Give back the pages outside of this tenant's slabs, where tenants are separate: a
+        worker may have touched more than its slabs. Also works after ``close``."""
         file = self._files.get(tenant)
         if self._file_of is not None and file is not None:
             taken = [(start, start + size) for start, size in file.slabs.items()]
@@ -237,7 +236,7 @@ class RequestPool:
             self._give_back(room.tenant, offset)
 
     def release_reply(self, room: Room) -> None:
-        """It has left, or never will: the last of this room, and it counts to the share no more.
+        """Release the reply's slab, the last of its room, and the room's part of its share.
 
         KeyError: it was released before.
         """
@@ -252,10 +251,10 @@ class RequestPool:
     # ---- bytes ---------------------------------------------------------------------------------
 
     def fill(self, tensors: Sequence[SlabTensor], payload: Sequence[Any], tenant: str = "") -> None:
-        """Copy each tensor's buffer to its place, and clear what lies between and behind them.
+        """Copy each tensor's buffer to its place, and clear the bytes between and after them.
 
-        A worker's kernels reach whole pages: all that they hold is this request's, then. Any
-        thread may, and numpy releases the interpreter lock meanwhile.
+        A worker's kernels can read whole pages, so these must hold only this request's bytes.
+        Any thread may call this; numpy releases the interpreter lock during the copy.
         """
         file = self._files[tenant]
         filled_end = tensors[0].offset_bytes if tensors else 0
@@ -281,7 +280,7 @@ class RequestPool:
         return self._slabs.free_bytes
 
     def as_dict(self) -> dict[str, int]:
-        """As ``stats`` shows it."""
+        """Return the pool's part of ``stats``."""
         return {
             "pool_capacity_bytes": self._slabs.capacity_bytes,
             "pool_free_bytes": self._slabs.free_bytes,
@@ -290,7 +289,7 @@ class RequestPool:
 
     @property
     def is_empty(self) -> bool:
-        """No client holds anything."""
+        """True if no client holds anything."""
         return not self._slabs.slab_count and not self._shares.held
 
     def check(self) -> None:

@@ -1,9 +1,8 @@
-"""Accepted requests: each is owed exactly one final answer, and counted once (invariant I1).
+"""Accepted requests: each gets exactly one final answer, and is counted once (invariant I1).
 
 From its acceptance a request is pending, until its final answer becomes a message. It is counted
 ``ok`` or ``error`` when the kernel has taken that message, ``undeliverable`` when its client is
-gone.
-Owned by the frontend.
+gone. Owned by the frontend.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ INFERS: Final = ("infer", "generate")  # verbs that are counted and logged as in
 
 
 class Run(msgspec.Struct, kw_only=True, eq=False):
-    """A chain's request, from its first step on (``chains.py``)."""
+    """Request of a chain, from its first step on (``chains.py``)."""
 
     chain: Chain
     event: InferArrived  # as it came; each step's is made of it
@@ -73,7 +72,7 @@ class Pending(msgspec.Struct, kw_only=True, eq=False):
 
 
 class Requests:
-    """All and only the requests that wait for their final answer; the counts of all there were."""
+    """All and only the requests that wait for their final answer, and the counts of all."""
 
     def __init__(self, pool: RequestPool, log: RequestLog, sequences: Caches) -> None:
         self.pool, self._log, self.sequences = pool, log, sequences
@@ -85,11 +84,11 @@ class Requests:
 
     @property
     def next_token(self) -> Token:
-        """Of the request that is accepted next."""
+        """Token of the request that is accepted next."""
         return Token(self._last_token + 1)
 
     def accept(self, client: Client, header: RequestHeader, room: Room | None = None) -> Pending:
-        """From here on exactly one final answer is owed, and its room is this request's."""
+        """Accept a request: from here on it needs exactly one final answer, and owns its room."""
         self._last_token += 1
         counts = [client.counts, self.counts]
         if header.op in INFERS:
@@ -110,7 +109,7 @@ class Requests:
         return pending
 
     def reject(self, client: Client, header: RequestHeader, error: PipeSwitchError) -> None:
-        """Count one that was refused before it was accepted."""
+        """Count a request that was refused before its acceptance."""
         client.counts.rejected += 1
         self.counts.rejected += 1
         self.inference.rejected += header.op in INFERS
@@ -121,29 +120,29 @@ class Requests:
         self.queue_full_count += isinstance(error, QueueFull)
 
     def find(self, token: Token) -> Pending | None:
-        """The request; None when nothing is owed any more: it had its final answer."""
+        """Return the request; None if it had its final answer."""
         pending = self._pending.get(token)
         if pending is None:
             _logger.debug("token=%d not found cause=not_owed", token)
         return pending
 
     def waiting(self, token: Token) -> Pending:
-        """The request of a token that waits."""
+        """Return the waiting request of a token."""
         return self._pending[token]
 
     def tokens(self) -> list[Token]:
-        """Of all that wait."""
+        """Return the tokens of all waiting requests."""
         return list(self._pending)
 
     def clear(self, pending: Pending) -> None:
-        """What it brought was read; it may have another room."""
+        """Release a request's room: its inputs were read, and it may get another room."""
         if pending.room is not None:
             self.pool.release_inputs(pending.room)
             self.pool.release_reply(pending.room)
             pending.room = None
 
     def read(self, run: Run, needed: Set[str] = frozenset()) -> None:
-        """A chain's rooms that have none of these values are free."""
+        """Free the rooms of a chain's run that have none of the needed values."""
         for room, names in run.rooms:
             if needed.isdisjoint(names):
                 self.pool.release_inputs(room)
@@ -151,14 +150,14 @@ class Requests:
         run.rooms = [(room, names) for room, names in run.rooms if not needed.isdisjoint(names)]
 
     def progress(self, pending: Pending, answer: Answer) -> Outgoing:
-        """The message of an answer that more will follow."""
+        """Return the message of an answer that is not final."""
         frames = answer_frames(
             pending.request_id, pending.client.session, answer, self.pool.memory_of(pending.room)
         )
         return Outgoing(frames=frames)
 
     def end(self, pending: Pending, answer: Answer) -> Outgoing | None:
-        """The message of a final answer; None: its client is gone. The request ends here.
+        """Return the message of a final answer; None: its client is gone. The request ends here.
 
         It is counted, and its reply's slab is free, when the message has left or is lost.
         """
@@ -186,7 +185,7 @@ class Requests:
         )
 
     def checked(self, pending: Pending, answer: Answer) -> Answer:
-        """The answer, or an error in its place when it names bytes outside of its own reply."""
+        """Return the answer, or an error if it names bytes outside of its own reply."""
         room = pending.room
         at, size = (room.reply_offset_bytes, room.reply_bytes) if room is not None else (0, 0)
         if bad_output := output_outside(answer.outputs, at, size):
@@ -196,7 +195,7 @@ class Requests:
         return answer
 
     def _ended(self, pending: Pending, answer: Answer, is_sent: bool) -> None:
-        """Its answer has left, or never will: nothing points at it any more."""
+        """Remove a request whose answer has left, or never will: nothing refers to it any more."""
         outcome: Outcome = "ok" if answer.error is None else "error"
         name = outcome if is_sent else "undeliverable"
         for counts in pending.counts:

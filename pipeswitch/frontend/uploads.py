@@ -2,10 +2,10 @@
 
 One writer thread does all file work, so that a slow disk never blocks the poll loop. A file is
 visible under its sha256 only when every byte arrived, matched and was fsynced. Nothing here is
-parsed: what the bytes mean is the builder's business.
+parsed: the builder interprets the bytes.
 
-A file stays until the registrations that name it are answered, one for each ``put`` that was told
-it is there: its program is a copy. What is uploaded and never registered goes when its own client
+A file stays until the registrations that name it are answered, one for each ``put`` that reported
+it as present: its program is a copy. A file that is never registered is removed when its own client
 needs the room, and with the server. A client's files take its share of the folder, and never
 another's place.
 """
@@ -91,7 +91,7 @@ class _Chunk:
 
 
 def _remove(paths: Sequence[Path]) -> None:
-    """What the disk does not give back now, the next start sweeps."""
+    """Remove the paths; the next start sweeps what cannot be removed now."""
     for path in paths:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -118,7 +118,7 @@ class Uploads:
         self._writer = Lane("pipeswitch-uploads")
 
     def start(self) -> None:
-        """Make the folder, drop what another server left."""
+        """Create the folder, and remove an earlier server's files."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove(list(self.directory.iterdir()))
 
@@ -165,34 +165,34 @@ class Uploads:
         )
 
     def run_later(self, work: Work, failed: Failed = lambda _: None) -> None:
-        """Do other file work on the writer's thread; as ``Lane.put``."""
+        """Do other file work on the writer's thread, like ``Lane.put``."""
         self._writer.put(work, failed)
 
     def remove(self, paths: Sequence[Path]) -> None:
-        """Files and folders that are of no use any more."""
+        """Remove files and folders that are not needed any more."""
         if paths:
             self._writer.put(functools.partial(_remove, tuple(paths)))
 
     def pin(self, spec: bytes) -> tuple[str, ...]:
-        """A registration names files: they stay until ``unpin`` of the same names."""
+        """Keep the files that a registration names until ``unpin``; return their names."""
         names = tuple(path.name for path in files_of(spec) if path.parent == self.directory)
         with self._lock:
             self._pins.update(names)
         return names
 
     def unpin(self, names: Sequence[str]) -> None:
-        """It is answered: its program is a copy, or there is none."""
+        """Unpin the files of an answered registration: its program is a copy, or there is none."""
         if names:
             self._writer.put(functools.partial(self._unpin, names))
 
     def forget(self, session: str) -> None:
-        """The client is gone: its partial files are removed."""
+        """Remove the partial files of a client that is gone."""
         self._writer.put(functools.partial(self._drop_all, session))
 
     # ---- writer thread -----------------------------------------------------------------------
 
     def _drop_all(self, session: str | None = None) -> None:
-        """The partial files of one client, or of all."""
+        """Remove the partial files of one client, or of all."""
         for key in [key for key in self._partials if session in (None, key[0])]:
             self._drop(key)
 
@@ -305,11 +305,11 @@ class Uploads:
         self._disk.keep_upload(path.name, client)
 
     def _make_room(self, client: str, size_bytes: int) -> None:
-        """For one more file. Outcomes, each if those before were not enough:
+        """Make room for one more file. Outcomes, each if those before were not enough:
 
         1. Its share of folder and disk has room.
-        2. Promises of which nothing comes are dropped, whoever made them.
-        3. Its own files that no registration named for a while go, the oldest first.
+        2. Reservations without progress are dropped, whoever made them.
+        3. Its own files that no registration named for a while are removed, the oldest first.
         4. It is refused.
         """
         if self._refusal(client, size_bytes) is None:
@@ -344,7 +344,7 @@ class Uploads:
         return self._disk.refusal(client, size_bytes, "an upload")
 
     def _publish(self, key: _Key, final: Path) -> None:
-        """fsync, rename, fsync the folder: after this the name always means these bytes."""
+        """Publish a file (fsync, rename, fsync the folder): its name now means these bytes."""
         partial = self._partials.pop(key)
         client, name = key[1], key[2]
         self._open_places.give(client, 1)

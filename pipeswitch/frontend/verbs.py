@@ -1,9 +1,9 @@
-"""The verbs: what each asks of its client, and what it asks of the scheduler. Pure but for paths.
+"""Verbs of the protocol: roles, fields, and events for the scheduler. Pure but for paths.
 
-``VERBS`` is their one table. Most are one question to the scheduler: checked here, before anything
-is accepted, and turned into its event. The others are the frontend's own. A new question is an
-event (``scheduler/events.py``), the part that takes it (``core.takes``), a row here, and a method
-of the SDK (``client/verbs.py``). The verbs and their fields: docs/protocol.md.
+``VERBS`` is their one table. Most verbs are one event for the scheduler: checked here, before
+anything is accepted, and converted. The frontend answers the others. A new verb needs an event
+(``scheduler/events.py``), the part that takes it (``core.takes``), a row here, and a method of the
+SDK (``client/verbs.py``). The verbs and their fields: docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ JOB_ACTIONS: Final = ("show", "pause", "resume", "cancel", "wait", "export", "rm
 
 @dataclass(frozen=True, kw_only=True)
 class LogPiece:
-    """``job logs``, ``history``, ``state``: read from disk, answered without the scheduler."""
+    """Request for ``job logs``, ``history`` or ``state``: read from disk, without the scheduler."""
 
     job: JobName
     kind: str
@@ -45,7 +45,7 @@ class LogPiece:
 
 
 class Question:
-    """A request, as its verb reads it."""
+    """Request as its verb parses it."""
 
     def __init__(
         self, header: RequestHeader, token: ev.Token, standing: Standing, rules: Rules
@@ -59,7 +59,7 @@ class Question:
 
     @property
     def own_tenant(self) -> str | None:
-        """Whose models it may change; None: everybody's."""
+        """Tenant whose models the client may change; None: every tenant."""
         return None if self.standing.may_operate else self.standing.tenant
 
 
@@ -71,7 +71,7 @@ Parser = Callable[[Question], Event | LogPiece]
 def ask(
     header: RequestHeader, token: ev.Token, standing: Standing, rules: Rules
 ) -> Event | LogPiece:
-    """What a request of a verb with a parser stands for, of a client that has the verb's role.
+    """Parse a request into an event, for a client that has the verb's role.
 
     Raises:
         PipeSwitchError: a field is missing, unknown or out of range, or not allowed here.
@@ -180,7 +180,7 @@ def _profile(q: Question) -> Event:
 
 
 def _ping(q: Question) -> Event:
-    """``ping`` without a body asks the loop alone and is answered by it, without a session."""
+    """Parse ``ping``; without a body the loop itself answers it, even without a session."""
     if not q.body.flag("deep"):
         raise InvalidInput("ping: deep is true, or there is no body")
     return ev.PingAsked(token=q.token)

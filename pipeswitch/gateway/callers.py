@@ -1,7 +1,7 @@
-"""Who asks over HTTP or gRPC, and what they may do (docs/adr/0021-roles.md).
+"""Callers over HTTP or gRPC and their roles (docs/adr/0021-roles.md).
 
-The gateway itself speaks through the owner's socket, which may do all, so it is here that a caller
-is held to its roles: what the address gives to all, and what its bearer token adds.
+The gateway itself connects to the owner's socket, which permits everything, so roles are enforced
+here: the address's roles for everyone, and those that a bearer token adds.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ class Callers:
         self.learn(tokens)
 
     def learn(self, tokens: Mapping[str, Standing]) -> None:
-        """These tokens from now on, and no others but the owner's."""
+        """Replace all tokens but the owner's."""
         # Digests: comparing them tells nothing of a token, not even its length.
         self._tokens = {
             _digest(token): standing for token, standing in {**tokens, **self._owner}.items()
         }
 
     def standing(self, authorization: str) -> Standing:
-        """Who shows this ``Authorization`` header; empty: no one in particular.
+        """Return the standing for an ``Authorization`` header; empty: an anonymous caller.
 
         Raises:
-            Unauthenticated: a token is asked for, or this one is not known.
+            Unauthenticated: a token is required, or this one is unknown.
         """
         if authorization in NO_TOKEN:
             if self._needs_token:
@@ -88,7 +88,7 @@ class Callers:
         return Standing(tenant=found.tenant, roles=found.roles | self._roles)
 
     def check_host(self, host: str) -> None:
-        """A page of another site can make a browser ask this address, but not forge this header.
+        """Refuse a foreign ``Host``: a page of another site can send requests, but not forge it.
 
         Raises:
             WrongHost: the ``Host`` is another one.
@@ -113,7 +113,8 @@ def require_role(standing: Standing, role: Role, what: str) -> None:
     wanted = ",".join(in_order({*standing.roles, role}))
     who = "a caller without a token" if standing.tenant == ANYONE else f'token "{standing.tenant}"'
     raise PermissionDenied(
-        f'{what} needs the role "{role}", and {who} has {", ".join(in_order(standing.roles))}',
+        f'{what} needs the role "{role}", and {who} has '
+        f"{', '.join(in_order(standing.roles)) or 'none'}",
         hint=f"a line of the file of [gateway] tokens: NAME TOKEN {wanted}",
         role=role.value,
         client=standing.tenant,
@@ -121,7 +122,7 @@ def require_role(standing: Standing, role: Role, what: str) -> None:
 
 
 def told(row: Mapping[str, Any], standing: Standing) -> dict[str, Any]:
-    """A model's row, less what only operators learn."""
+    """Return a model's row, without the fields that only operators see."""
     if standing.may_operate:
         return dict(row)
     return {key: value for key, value in row.items() if key in MODEL_FACTS}

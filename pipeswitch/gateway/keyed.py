@@ -27,7 +27,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from ..base.errors import ConfigError, PipeSwitchError, RemoteProtocolError
-from ..base.roles import Standing, in_order, parse_roles
+from ..base.roles import Standing, address_roles, in_order
 from ..frontend.transport.connections import ROUND_S, Connection, Connections
 from ..ipc.messages.gateway import KeyedSettings
 from ..wire import sockets
@@ -112,7 +112,7 @@ class KeyedDoor:
         self._port = int(settings.address.rpartition(":")[2])
         self._upstream = Upstream(address)
         folder = KeyFolder(Path(settings.keys_dir))
-        self.allowed = AllowList(folder, parse_roles(settings.roles))
+        self.allowed = AllowList(folder, address_roles(settings.roles))
         self.connections = Connections(
             max_count=settings.max_connections,
             client_bytes=settings.client_bytes,
@@ -162,13 +162,13 @@ class KeyedDoor:
     # ---- from clients --------------------------------------------------------------------------
 
     def _stir(self) -> None:
-        """A descriptor of libzmq's tells of a *change*, and any use of its socket may swallow that:
-        what was used is looked at again (zmq_getsockopt(3), ZMQ_FD)."""
+        """Check the sockets again after use: libzmq's descriptor signals only a *change*, which
+        any use of its socket may consume (zmq_getsockopt(3), ZMQ_FD)."""
         if sockets.is_readable(self._router) or sockets.is_readable(self._monitor):
             self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        """Some news of connections, and some frames."""
+        """Handle some connection events, and some frames."""
         if self._router.closed:
             return
         for event, fd in sockets.next_events(self._monitor, BURST_EVENTS):
@@ -187,8 +187,10 @@ class KeyedDoor:
         self._stir()
 
     def _caller_at(self, fd: int, *, is_new: bool = True) -> Caller | None:
-        """Of a connection that came, or is heard of first by its message. One with this number that
-        ended is forgotten."""
+        """Return the caller of a new connection, or of one first seen by its message.
+
+        A caller of the same descriptor whose connection ended is dropped.
+        """
         inode = inode_of(fd, self._port)
         known = self._by_fd.get(fd)
         if known is not None and known.inode == inode:
@@ -202,7 +204,7 @@ class KeyedDoor:
         return caller
 
     def _hear(self, frames: Sequence[zmq.Frame]) -> None:
-        """A whole message: to the server, by its sender's stream."""
+        """Forward a whole message to the server, by its sender's stream."""
         routing_id, *parts = (frame.buffer for frame in frames)
         caller = self._callers.get(bytes(routing_id)) or self._admit(frames[0])
         if caller is None or caller.is_ended:
@@ -214,7 +216,7 @@ class KeyedDoor:
             self._put(caller, parts[1:])
 
     def _admit(self, first: zmq.Frame) -> Caller | None:
-        """A client's first message: who it is, and a stream to the server for it."""
+        """Admit a client by its first message, and open a stream to the server for it."""
         try:
             caller, key = self._caller_at(int(first.get(_SRCFD))), str(first.get("User-Id"))
         except (zmq.ZMQError, KeyError):
@@ -261,7 +263,7 @@ class KeyedDoor:
             self._waited(caller)
 
     def _waited(self, caller: Caller) -> None:
-        """What it sent has gone on, or is lost; clients are read again."""
+        """Release a caller's waiting bytes, forwarded or lost, so that clients are read again."""
         was_full = self._waiting_bytes > MAX_WAITING_BYTES
         self._waiting_bytes -= caller.waiting_bytes
         caller.waiting_bytes = 0
@@ -271,7 +273,7 @@ class KeyedDoor:
     # ---- from the server -----------------------------------------------------------------------
 
     def _answers(self, caller: Caller, stream: Stream) -> None:
-        """A message that has come."""
+        """Forward a message that the server sent."""
         try:
             can_send = caller.stream is stream and not caller.is_full
             messages = stream.receive(1) if can_send else []
@@ -283,7 +285,7 @@ class KeyedDoor:
             self._send(caller, stream, [caller.routing_id, *messages[0].parts])
 
     def _send(self, caller: Caller, stream: Stream, frames: list[Any]) -> None:
-        """A client that does not read holds up its own stream alone: its reader rests."""
+        """Send to a client; one that does not read pauses the reader of its own stream only."""
         if caller.stream is not stream:
             return
         is_large = any(len(frame) >= sockets.ZERO_COPY_BYTES for frame in frames)
@@ -308,7 +310,7 @@ class KeyedDoor:
     # ---- ends ----------------------------------------------------------------------------------
 
     def _part(self, caller: Caller) -> None:
-        """Its stream ends, and with it what the server has of it."""
+        """Close a caller's stream, and with it the server's state for the caller."""
         stream, caller.stream = caller.stream, None
         if stream is None:
             return
@@ -319,13 +321,13 @@ class KeyedDoor:
         stream.close()
 
     def _forget(self, caller: Caller) -> None:
-        """Its connection has ended."""
+        """Drop a caller whose connection has ended."""
         self._part(caller)
         self.connections.remove(caller)
         del self._by_fd[caller.fd]
 
     async def _look(self) -> None:
-        """At what connections hold, and at those that have ended."""
+        """Check the limits of connections, and drop those that have ended."""
         self.connections.tick(time.monotonic())
         for caller in list(self._by_fd.values()):
             if inode_of(caller.fd) != caller.inode:
@@ -334,7 +336,7 @@ class KeyedDoor:
                 self._part(caller)
 
     async def _look_at_keys(self) -> None:
-        """A key that was revoked ends its connections; roles that changed are told."""
+        """End the connections of revoked keys, and report changed roles."""
         standings = self.allowed.standings()
         changed: dict[str, Standing] = {}
         for caller in list(self._callers.values()):
@@ -391,7 +393,7 @@ def held(fd: int) -> Iterator[socket.socket]:
 
 
 def received_bytes(fd: int) -> int:
-    """What the kernel has received on a TCP connection; 0 when it does not say."""
+    """Return the bytes that the kernel has received on a TCP connection; 0 if unknown."""
     try:
         with held(fd) as sock:
             facts = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
@@ -402,6 +404,6 @@ def received_bytes(fd: int) -> int:
 
 
 def wire_bytes(frames: Sequence[Any]) -> int:
-    """What a message of these frames was on the wire, with keys."""
+    """Return the size of a message of these frames on the wire, encrypted."""
     sizes = [len(frame) + _CURVE_BYTES for frame in frames]
     return sum([size + (9 if size > _LONG_FRAME else 2) for size in sizes])

@@ -26,7 +26,7 @@ from typing import Final
 
 from ..base.errors import ConfigError
 from ..base.machine import RETURN_S, FreedMemory
-from ..base.roles import parse_roles
+from ..base.roles import address_roles
 from ..base.units import PrintableFormatter
 from ..ipc.channel import Channel, channel_from, wake_when_orphaned
 from ..ipc.messages.gateway import GatewaySettings
@@ -90,7 +90,7 @@ def main(descriptor: int) -> None:
 
 
 async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Sequence[int]) -> None:
-    """Until SIGTERM, or for as long as an orphan may."""
+    """Serve until SIGTERM, or until an orphan's time is over."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(started_pool(COPIERS, "pipeswitch-copy"))
     is_over = asyncio.Event()
@@ -113,6 +113,7 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
     nv_metrics, tracer = settings.nv_metrics, open_tracer("pipeswitch")
     service = Service(upstream, has_nv_metrics=nv_metrics, regions=regions, tracer=tracer)
     service.text_processes = settings.text_processes
+    service.aliases = dict(one.split("=", 1) for one in settings.aliases if one)
     callers = _callers(settings)
     limits = Limits(
         body_bytes=settings.max_body_bytes,
@@ -166,7 +167,7 @@ async def _listen(
 
 def _callers(settings: GatewaySettings) -> Callers:
     return Callers(
-        roles=parse_roles(settings.roles),
+        roles=address_roles(settings.roles),
         tokens=read_tokens(Path(settings.tokens)) if settings.tokens else {},
         needs_token=settings.needs_token,
         hosts=frozenset(settings.hosts) or None,

@@ -13,11 +13,11 @@ RETRY_AFTER_S: Final = 1  # a queue drains, and a server restarts, in about this
 
 
 class Unauthenticated(errors.PipeSwitchError):
-    """No token where one is asked for, or one that is not in the file."""
+    """Missing token where one is required, or a token that is not in the file."""
 
 
 class NotFound(errors.PipeSwitchError):
-    """No such path, or no such version of a model."""
+    """Unknown path, or unknown version of a model."""
 
 
 class MethodNotAllowed(errors.PipeSwitchError):
@@ -53,7 +53,7 @@ class WrongHost(errors.PipeSwitchError):
 
 @dataclass(frozen=True)
 class Status:
-    """How one kind of error is told."""
+    """HTTP and gRPC status of one kind of error."""
 
     http: int
     grpc: str  # a name of grpc.StatusCode
@@ -88,8 +88,11 @@ _OURS: Final = Status(500, "INTERNAL")  # the model's own code, or a bug: Worker
 
 
 def status_of(error: errors.PipeSwitchError) -> Status:
-    """How ``error`` is told: as the nearest of its classes that the table has. Its frames are let
-    go: they hold the request and the answer, and often ``error``, until a search for garbage."""
+    """Return the status of the nearest class of ``error`` in the table.
+
+    Its frames are released: they hold the request and the answer, and often ``error``, until a
+    garbage collection.
+    """
     error.__traceback__ = None
     for cls in type(error).__mro__:
         if cls in _STATUSES:
@@ -98,7 +101,7 @@ def status_of(error: errors.PipeSwitchError) -> Status:
 
 
 def body_of(error: errors.PipeSwitchError) -> dict[str, Any]:
-    """The JSON of every refusal, whatever its status."""
+    """Return the JSON of every refusal, whatever its status."""
     return {"error": error.message, "code": type(error).__name__, "hint": error.hint}
 
 

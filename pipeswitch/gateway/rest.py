@@ -73,7 +73,7 @@ class Rest:
         }
 
     def __call__(self, head: Head) -> Work | Answer:
-        """What a request asks for, or why not."""
+        """Return the work that a request asks for, or the refusal."""
         asked, origin = self._admitted(head), head.headers.get("origin", "")
         if origin not in self._callers.origins:
             return asked
@@ -100,7 +100,7 @@ class Rest:
             return refuse(head.path, error)
 
     def _check_site(self, head: Head) -> None:
-        """A browser says whose page asks: no other site's may."""
+        """Refuse a browser's request from another site's page."""
         host = head.headers.get("host")
         if host is None:
             return  # HTTP/1.0, which no browser speaks
@@ -109,7 +109,8 @@ class Rest:
         if origin is None or origin in self._callers.origins:
             return
         if urlsplit(origin).netloc.lower() != host.lower():
-            raise WrongHost(f"a page of {origin[:80]!r} may not ask here")
+            allow = f'to allow it: [gateway] origins = ["{origin[:80]}"]'
+            raise WrongHost(f"a page of {origin[:80]!r} may not ask here", hint=allow)
 
     def _work(self, head: Head, caller: Standing) -> Work:
         path = head.path.rstrip("/")
@@ -221,8 +222,8 @@ class Rest:
     async def _model_ready(
         self, caller: Standing, model: str, version: str, head: Head, body: Any
     ) -> Answer:
-        is_ready = await self._service.is_model_ready(caller, model, version)
-        return _state({"name": model, "ready": is_ready}, f'"{model}" is not ready')
+        why = await self._service.why_not_ready(caller, model, version)
+        return _state({"name": model, "ready": not why}, why)
 
     async def _infer(
         self, caller: Standing, model: str, version: str, head: Head, body: Any
@@ -269,7 +270,7 @@ def _preflight(wished: str) -> Answer:
 
 
 def _told(verb: Callable[[Standing, str, str], Awaitable[Any]]) -> Callable[..., Awaitable[Answer]]:
-    """What the service says of a model, as it is."""
+    """Return a verb that replies with the service's JSON for a model, unchanged."""
 
     async def run(caller: Standing, model: str, version: str, head: Head, body: Any) -> Answer:
         return json_answer(await verb(caller, model, version))
@@ -278,7 +279,7 @@ def _told(verb: Callable[[Standing, str, str], Awaitable[Any]]) -> Callable[...,
 
 
 def _shown_to(origin: str, answer: Answer) -> Answer:
-    """An answer that a page of that site may read."""
+    """Return an answer that a page of that site may read."""
     allow = ("Access-Control-Allow-Origin", origin), ("Access-Control-Expose-Headers", TOLD)
     return replace(answer, headers=[*answer.headers, *allow, ("Vary", "Origin")])
 
@@ -290,7 +291,7 @@ def _check_method(head: Head, method: str) -> None:
 
 
 def _state(facts: dict[str, Any], why: str) -> Answer:
-    """A health endpoint: it always has its word, and when that is no, a refusal's too."""
+    """Return a health endpoint's answer: the facts, and a refusal's fields if one is False."""
     if all(facts.values()):
         return json_answer(facts)
     error = ServerUnavailable(why, hint="ask again in a moment")

@@ -1,4 +1,4 @@
-"""What callers share: bytes of memory, and one thread beside the loop. An address has its share."""
+"""Shared resources of callers: memory, and one worker thread. Each address has a share."""
 
 from __future__ import annotations
 

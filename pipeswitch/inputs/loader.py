@@ -62,7 +62,7 @@ class SharedLoader:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        """What scripts ask a DataLoader for, ``len(loader.dataset)``."""
+        """Return attributes that scripts read from a DataLoader, as in ``len(loader.dataset)``."""
         if name not in ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._loader, name)
@@ -93,7 +93,7 @@ class SharedLoader:
         self._resumed = (step, before), state["batches"]
 
     def pass_by(self, state: dict[str, Any]) -> None:
-        """That pass is over: the next iterator begins the one after it."""
+        """Skip the rest of a pass: the next iterator begins the pass after it."""
         step, before = state["newest"]
         self._newest = step, before
 
@@ -133,7 +133,7 @@ class SharedLoader:
         return self._lent.value
 
     def _fetch(self, samples: list[Any]) -> Any:
-        """As a DataLoader without worker processes."""
+        """Load samples as a DataLoader without worker processes does."""
         dataset = self._loader.dataset
         many = getattr(dataset, "__getitems__", None)
         items = many(samples) if many else [dataset[sample] for sample in samples]

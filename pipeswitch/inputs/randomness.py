@@ -38,7 +38,7 @@ class RandomState:
             _module(device).set_rng_state(self._device, device)
 
     def values(self) -> tuple[Any, ...]:
-        """For ``tagged``: arrays instead of 625 python integers."""
+        """Values for ``tagged``: arrays instead of 625 Python integers."""
         kind, words, gauss = self._python
         return (self._torch, (kind, np.array(words, np.uint32), gauss), self._numpy, self._device)
 
@@ -58,7 +58,7 @@ def _module(device: str) -> Any:
 
 @contextlib.contextmanager
 def own_random() -> Iterator[None]:
-    """What the body draws from the global generators leaves the script's as they were."""
+    """Restore the script's global generators after the body has drawn from them."""
     kept = RandomState("cpu")
     try:
         yield
@@ -98,7 +98,7 @@ def generators_of(loader: Any) -> dict[str, Any]:
 
 
 def _parts_of(owner: Any) -> list[tuple[str, Any]]:
-    """Where a generator may hang on ``owner``, with names that the next start finds too."""
+    """Return ``owner``'s parts that may hold a generator, by names that later starts find too."""
     if isinstance(owner, (list, tuple)) and len(owner) <= MAX_PARTS:
         return [(str(index), item) for index, item in enumerate(owner)]
     if type(owner) is dict and len(owner) <= MAX_PARTS:

@@ -54,7 +54,7 @@ class Lent:
 
     @property
     def is_written(self) -> bool:
-        """In place, by an operation of torch's."""
+        """True if an operation of torch wrote to it in place."""
         return any(tensor._version != version for tensor, version in self._versions)
 
 
@@ -277,7 +277,7 @@ def _laid_out(
 
 
 def _bytes_of(part: tagged.Attachment) -> Any:
-    """Without a copy where the tensor is contiguous and of the cpu."""
+    """Return a tensor's bytes, without a copy if it is contiguous and on the cpu."""
     source = part.source
     if isinstance(source, torch.Tensor) and source.device.type == "cpu" and source.numel():
         # One of a single element is contiguous whatever its strides, which ``view`` believes.

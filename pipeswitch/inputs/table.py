@@ -1,8 +1,8 @@
-"""Which batches lie in the ring, and for whom: every decision about shared input (ADR 32).
+"""Table of batches in the ring and of their subscribers: all decisions about shared input (ADR 32).
 
 A batch has a number that grows through a job's life: the job's step at which its pass began, and
-its index in the pass. A subscriber stands at the number it takes now and wants all behind that. So
-the ring keeps what is wanted soonest, and never overwrites what a live subscriber still holds.
+its index in the pass. A subscriber takes one number now and wants all after it. So the ring keeps
+the batches that are wanted soonest, and never overwrites one that a live subscriber still holds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHARERS_BYTE: Final = 8  # of the ring's head: the controller writes there how m
 
 
 class Label(msgspec.Struct, frozen=True):
-    """Which batch of which loader."""
+    """Identity of a batch: its loader, pass and index."""
 
     loader: str
     begins: tuple[int, int]  # the job's step when the pass began; passes over it before, at it
@@ -50,7 +50,7 @@ class Entry(msgspec.Struct):
 
 
 class Row(msgspec.Struct):
-    """Where one subscriber stands in one loader."""
+    """Position of one subscriber in one loader."""
 
     subscriber: int
     job: str
@@ -76,7 +76,7 @@ class Load:
 
 
 class Table(msgspec.Struct):
-    """What all subscribers read and write, one at a time; ``capacity_bytes`` is of all batches."""
+    """State that all subscribers read and write in turn; ``capacity_bytes`` covers all batches."""
 
     capacity_bytes: int
     last_id: int = 0
@@ -89,17 +89,17 @@ class Table(msgspec.Struct):
         return loading | {row.subscriber for row in self.rows}
 
     def drop(self, subscriber: int) -> None:
-        """Its process is gone: it holds, wants and loads nothing. What it loaded stays."""
+        """Remove a subscriber whose process ended. The batches that it loaded stay."""
         self.rows = [row for row in self.rows if row.subscriber != subscriber]
         self.entries = [entry for entry in self.entries if entry.loading != subscriber]
 
     def take(
         self, subscriber: int, job: str, label: Label, facts: dict[str, str], held: Sequence[int]
     ) -> Found | Wait | Load:
-        """What the subscriber, which still maps ``held``, shall do to have that batch.
+        """Return what the subscriber, which still maps ``held``, must do to get that batch.
 
         Raises:
-            SharedInputRefused: its loader is another one than that of a live subscriber.
+            SharedInputRefused: its loader differs from that of a live subscriber.
         """
         others = [
             row for row in self.rows
@@ -127,16 +127,16 @@ class Table(msgspec.Struct):
         return Found(entry)
 
     def has_from(self, label: Label) -> bool:
-        """Whether a batch is there that a subscriber at that one may want yet."""
+        """Return True if a batch is there that a subscriber at ``label`` may still want."""
         return any(
             entry.label.loader == label.loader and entry.label.number >= label.number
             for entry in self.entries
         )
 
     def place(self, id: int, size_bytes: int) -> int | None:
-        """Where the batch that was loaded goes, with what it overwrites forgotten.
+        """Return the place for a loaded batch, and remove what it overwrites.
 
-        None: all that lies there is held, or wanted sooner. Then the batch is its loader's alone.
+        None: everything there is held, or wanted sooner. Then only its loader has the batch.
         """
         new = self.entry(id)
         distance = self._distance(new)
@@ -178,7 +178,7 @@ class Table(msgspec.Struct):
         return entry.loading == READY and not is_held and is_less_wanted
 
     def _distance(self, entry: Entry) -> float:
-        """How many batches later the next subscriber wants it; infinity: none does."""
+        """Return how many batches later the next subscriber wants it; infinity if none does."""
         number = entry.label.number
         return min(
             (

@@ -87,7 +87,7 @@ class Board:
         self._words[COMPUTED_WORD] = epoch * MOST_GROUPS + count
 
     def has_computed(self, epoch: int, count: int) -> bool:
-        """Whether so many groups of the copy of that epoch have computed."""
+        """Return True if ``count`` groups of this epoch's copy have computed."""
         said_epoch, said_count = divmod(self._words[COMPUTED_WORD], MOST_GROUPS)
         return not count or (said_epoch == epoch and said_count >= count)
 
@@ -110,7 +110,7 @@ class Board:
         self._words[LEAST + slot] = least
 
     def tiles(self) -> tuple[list[int], list[int]]:
-        """Of each slot: what its job claims of activation memory, and what its step needs."""
+        """Return each slot's claim of activation memory, and the minimum that its step needs."""
         return self._words[CLAIM:LEAST].tolist(), self._words[LEAST : LEAST + MAX_SLOTS].tolist()
 
     def close(self) -> None:

@@ -140,7 +140,7 @@ class Gate:
             self._unwind()
 
     def _answer(self, where: Where) -> Callable[[], None] | None:
-        """What is to be called without the lock before the next look; None: nothing."""
+        """Return the function to call without the lock before the next look, if there is one."""
         with self._changed:
             if self._state is GateState.STOPPING and not self.waits_for_boundary:
                 self._acknowledge(where, GateState.PARKED)
@@ -217,7 +217,7 @@ class Gate:
 
     @property
     def waits_for_boundary(self) -> bool:
-        """It was asked to stop, and goes on until it leaves the device."""
+        """True if the script was asked to stop but continues until it leaves the device."""
         return self._state is GateState.STOPPING and self._at_boundary and not self.is_evicting
 
     @property
@@ -229,7 +229,7 @@ class Gate:
 
     @property
     def state(self) -> GateState:
-        """For showing and for tests; deciding on it is a race."""
+        """State, for display and tests; a decision based on it is a race."""
         with self._changed:
             return self._state
 

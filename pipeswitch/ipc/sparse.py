@@ -30,7 +30,7 @@ def read_only(descriptor: int) -> int:
 
 
 def held_bytes(descriptor: int) -> int:
-    """What its pages take."""
+    """Return the number of bytes that a file's pages take."""
     return os.fstat(descriptor).st_blocks * BLOCK_BYTES
 
 

@@ -62,7 +62,7 @@ class CapacityReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def capacity_report(models: Sequence[ModelDemand], arena_bytes: int) -> CapacityReport:
-    """What these models can expect from an arena."""
+    """Return what these models can expect from an arena."""
     total_bytes = sum(model.total_bytes for model in models)
     return CapacityReport(
         arena_bytes=arena_bytes,

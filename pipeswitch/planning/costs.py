@@ -1,4 +1,4 @@
-"""What a model costs to bring and to run, layer by layer, and when a plan's run ends. Pure."""
+"""Costs of copying and running a model, layer by layer, and the end of a plan's run. Pure."""
 
 from __future__ import annotations
 

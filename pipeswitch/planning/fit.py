@@ -19,7 +19,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
-    """By linear interpolation, as numpy does it."""
+    """Return a quantile by linear interpolation, as numpy does."""
     ordered = sorted(values)
     position = fraction * (len(ordered) - 1)
     low = math.floor(position)

@@ -49,9 +49,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Run:
-    """When each group of one run was copied and computed; instants of one clock, in ms.
+    """Instants of one run's groups on one clock, in ms: copied, begun, computed.
 
-    ``copy_ends_ms`` is empty when the model was resident.
+    ``copy_ends_ms`` is empty if the model was resident.
     """
 
     copy_started_ms: float
@@ -94,7 +94,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Program:
-    """What a measurement has to know of a program."""
+    """Facts about a program that a measurement needs."""
 
     model: str
     digest: str

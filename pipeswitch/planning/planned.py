@@ -37,15 +37,15 @@ def robust_plan(costs: LayerCosts) -> Plan:
 
 
 def costs_of(profile: Profile, batch: int | None = None) -> LayerCosts:
-    """What the planner takes; ``batch`` defaults to the first that was measured.
+    """Return the planner's input; ``batch`` defaults to the first that was measured.
 
-    A layer's time was measured as a group of its own, so it holds one call of a subgraph: that
-    part is paid once for each group, and belongs to sigma. What a waiting worker needs to wake up
-    is not in sigma: the link goes on meanwhile, so it delays all groups once, together.
+    A layer's time was measured as a group of its own, so it includes one call of a subgraph: that
+    part is paid once for each group, and belongs to sigma. The time that a waiting worker needs to
+    wake up is not in sigma: the link continues meanwhile, so it delays all groups once, together.
 
     On the cpu device the copy takes memory bandwidth and cores from the computation, so its times
     are those of a switch. A GPU's copy engine takes nothing, and the GPU itself waits for a group,
-    inside what is measured: its times are those of a resident run.
+    inside the measured time: its times are those of a resident run.
 
     Raises:
         ValueError: that batch was not measured.

@@ -28,7 +28,7 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Identity(_Part, frozen=True):
-    """What the times depend on besides the program."""
+    """Facts that the times depend on besides the program."""
 
     device: str  # as configured: "cpu", "cuda:0"
     name: str  # of the processor or the GPU
@@ -85,7 +85,7 @@ class LinkProfile(_Part, frozen=True):
 
 
 class Overheads(_Part, frozen=True):
-    """What a group costs beyond its copy and its compute."""
+    """Costs of a group beyond its copy and its compute."""
 
     sigma_ms: float  # looking at the word of a group that is there, and the time stamps
     launch_ms: float  # calling one more subgraph
@@ -123,7 +123,7 @@ class Profile(_Part, frozen=True):
         return next((one for one in self.batches if one.batch == batch), None)
 
     def why_unusable(self, identity: Identity, digest: str, layer_bytes: Sequence[int]) -> str:
-        """Why no plan is made from it here and now; empty when one may be."""
+        """Return why no plan can be made from it here and now; empty if one can."""
         if self.stale:
             return f"it is stale: {self.stale}"
         if self.digest != digest:

@@ -1,10 +1,10 @@
-"""Where the groups of a model larger than the arena land, and how long a pass takes. Pure.
+"""Places and duration of a pass of a model that is larger than the arena. Pure.
 
-Its window has two parts. Through the first, a ring, groups come one after the other, and each
-landing is used again when what lay there has computed; in the second lie the groups that stay from
-pass to pass. So what is free between two passes borders on what was free before. What stays is
-spread over the model: while such a group computes the link goes on, and a small ring is enough. The
-first group stays, so a pass begins at once.
+Its window has two parts. In the first, a ring, groups follow each other, and each place is used
+again once its group has computed; in the second lie the groups that stay from pass to pass. So the
+space that is free between two passes borders on the space that was free before. The groups that
+stay are spread over the model: the link continues while such a group computes, and a small ring is
+enough. The first group stays, so a pass begins at once.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def _least_ring(
     most_bytes: int,
     unit_bytes: int,
 ) -> int:
-    """It begins with the largest two neighbours, and grows by a part of itself: who claims what
-    he likes shall not keep us searching."""
+    """Return the smallest ring found: it begins with the largest two neighbours and grows by a
+    fraction of itself, so that no client's claim can make the search long."""
     streams = [size for index, size in enumerate(sizes) if index not in kept]
     ring_bytes = max(map(sum, pairwise((0, *streams))), default=0)
     while ring_bytes <= most_bytes and _ring(sizes, until, kept, ring_bytes) is None:
@@ -114,8 +114,8 @@ def _least_ring(
 
 
 def _spread(sizes: Sequence[int], needed: frozenset[int], budget_bytes: int) -> frozenset[int]:
-    """Which groups stay beside those that must: at each place as large a part as of the whole, the
-    first one before all; what is left of the budget goes to the first that fit."""
+    """Return the groups that stay: those that must, then an even share of each part of the model
+    with the first group first; the rest of the budget goes to the first groups that fit."""
     total = sum(size for index, size in enumerate(sizes) if index not in needed)
     kept, kept_bytes, seen = set(needed), 0, 0
     for only_due in (True, False):

@@ -1,16 +1,17 @@
-"""Which saved tensors of a training step leave the device, and when they come back. Pure.
+"""Choice of a training step's saved tensors that leave the device, and of their return. Pure.
 
-vDNN (MICRO'16): what forward saves goes to the host while later layers compute, and comes back
-ahead of its use in backward. SwapAdvisor (ASPLOS'20): a genetic search over what leaves and comes
-when, a simulator its fitness. We differ: storages are chosen, by what one step has shown, and only
-as many as the budget asks for; operators stay in the script's order, which nobody can change.
+vDNN (MICRO'16): tensors that forward saves go to the host while later layers compute, and come back
+ahead of their use in backward. SwapAdvisor (ASPLOS'20): a genetic search over what leaves and comes
+when, with a simulator as its fitness. We differ: storages are chosen by what one step has shown,
+and only as many as the budget asks for; operators stay in the script's order, which nobody can
+change.
 
-The model has three lanes: compute, out, in. Each of the two that copy carries in the order in which
-it is asked. Out is asked at the save. Forward waits at a save that has no room yet; backward at a
-use whose bytes are not back yet. From the first use on bytes are asked back in the order of use,
-each as soon as there is room for it. ``forecast`` runs a step by these rules, which are the
-executor's (``workers/training/activations.py``). Another order, or a later way out, gains nothing
-(ADR 47): what leaves is the whole plan.
+The model has three lanes: compute, out, in. Both copying lanes carry tensors in the order of the
+requests. A copy out is requested at the save. Forward waits at a save that has no room yet;
+backward waits at a use whose bytes are not back yet. From the first use on, bytes are requested
+back in the order of use, each as soon as there is room for it. ``forecast`` runs a step by these
+rules, which are the executor's (``workers/training/activations.py``). Another order, or a later way
+out, gains nothing (ADR 47): the set of leaving tensors is the whole plan.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """What carries the copies of one direction."""
+    """Link that carries the copies of one direction."""
 
     bytes_per_ms: float
     call_ms: float = 0.0  # of each copy, whatever its size
@@ -67,7 +68,7 @@ Lanes = tuple[Lane, Lane]  # out, in
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a step does when these storages leave."""
+    """Predicted course of a step if these storages leave."""
 
     leaving: frozenset[int]
     wait_ms: float
@@ -146,7 +147,7 @@ class _Run:
             self._look_ahead()
 
     def _stay(self, storage: int) -> None:
-        """Its copy out has not ended: it need not leave."""
+        """Keep a storage whose copy out has not ended: it need not leave."""
         if self._place[storage] == "leaving":
             queue = self._queues["leaving"]
             queue.remove(next(one for one in queue if one[0] == storage))
@@ -209,7 +210,7 @@ class _Run:
 def forecast(
     step: Step, leaving: Collection[int], budget_bytes: int, lanes: Lanes
 ) -> Forecast | None:
-    """What comes of it; None when it cannot keep the budget."""
+    """Return the predicted course of a step; None if it cannot keep the budget."""
     run = _Run(step, leaving, budget_bytes, lanes)
     if not run.is_possible():
         return None
@@ -302,7 +303,7 @@ class _Search:
         self._seen = {one.leaving for one in found}
 
     def best(self, is_over: Callable[[], bool]) -> Forecast:
-        """Until it waits for nothing, time is up, or there were children enough."""
+        """Search until the step waits for nothing, time is up, or there were enough children."""
         for _ in range(CHILDREN):
             if not self._alive[0].wait_ms or is_over():
                 break
@@ -331,7 +332,7 @@ def _cost(one: Forecast) -> tuple[float, int]:
 
 
 def _ranked(step: Step, lanes: Lanes) -> list[int]:
-    """Those that may leave, the best hidden first."""
+    """Return the storages that may leave, the best hidden first."""
     now_ms, saved_ms, slack_ms = 0.0, {}, {}
     for event in step.events:
         now_ms += event.compute_ms

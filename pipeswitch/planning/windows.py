@@ -29,7 +29,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one job did; ``load_begins_at_ms`` is None where its model was resident."""
+    """Course of one job; ``load_begins_at_ms`` is None if its model was resident."""
 
     job: int
     load_begins_at_ms: float | None
@@ -70,7 +70,8 @@ UNLIMITED: Final = Memory()
 
 
 def run(jobs: Sequence[Job], order: Sequence[int], memory: Memory = UNLIMITED) -> list[Turn]:
-    """When each job of an order loads and computes, in milliseconds from the window's begin.
+    """Return when each job of an order loads and computes, in milliseconds from the window's
+    beginning.
 
     A load begins when the link is free, the job has arrived and its model fits beside those that
     are pinned; a model is pinned from its load to the end of its last issued job.
@@ -126,7 +127,7 @@ def _make_room(
 
 
 def makespan_ms(jobs: Sequence[Job], order: Sequence[int], memory: Memory = UNLIMITED) -> float:
-    """When the last job of an order ends."""
+    """Return the end of an order's last job."""
     return max((turn.ends_at_ms for turn in run(jobs, order, memory)), default=0.0)
 
 

@@ -1,4 +1,4 @@
-"""What a registration asks for. Pure, no torch: the controller fills it, a child builds it."""
+"""Specification of a registration. Pure, no torch: the controller fills it, a child builds it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def files_of(spec: bytes) -> list[Path]:
-    """The files that an encoded spec names; uploads among them."""
+    """Return the files that an encoded spec names, uploads included."""
     decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
     return [
         Path(text)
@@ -78,7 +78,7 @@ def files_of(spec: bytes) -> list[Path]:
 
 
 def devices_of(spec: bytes) -> tuple[str, ...]:
-    """Those that an encoded spec limits its model to; none: it does not, or is no spec."""
+    """Return the devices to which an encoded spec limits its model; empty for none or no spec."""
     try:
         return msgspec.msgpack.decode(spec, type=BuildSpec).devices
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -86,7 +86,7 @@ def devices_of(spec: bytes) -> tuple[str, ...]:
 
 
 def stage_of(spec: bytes) -> Stage | None:
-    """What runs before and behind an encoded spec's model; None: nothing, or it is no spec."""
+    """Return the stage around an encoded spec's model; None if it has none or is not a spec."""
     try:
         decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
     except msgspec.DecodeError:
@@ -95,7 +95,7 @@ def stage_of(spec: bytes) -> Stage | None:
 
 
 def needs_more(spec: bytes) -> bool:
-    """Whether a build cannot be confined: the operator's own code, or weights from a hub."""
+    """Return True if a build cannot be confined: the operator's own code, or weights from a hub."""
     decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
     is_data = decoded.source.endswith(".bundle")
     is_named = decoded.source.startswith(("torchvision:", "hf:"))
@@ -103,7 +103,7 @@ def needs_more(spec: bytes) -> bool:
 
 
 def with_state(manifest: Manifest, state: Mapping[str, tuple[str, int]]) -> Manifest:
-    """The manifest of a program whose outputs are inputs of a sequence's next request.
+    """Return the manifest of a program whose outputs are inputs of a sequence's next request.
 
     Raises:
         RegistrationRefused: there is no such input or output, or the two differ.
@@ -138,8 +138,10 @@ def with_state(manifest: Manifest, state: Mapping[str, tuple[str, int]]) -> Mani
 
 
 def joined_as(manifest: Manifest, spec: BuildSpec) -> tuple[int, float] | None:
-    """Up to which batch requests of a program are joined, and how long one waits for others; None:
-    each runs alone. Those that may be padded are, as many as the program takes."""
+    """Return the batch limit of joined requests and the delay; None: each runs alone.
+
+    Requests that may be padded are joined, up to the program's largest batch.
+    """
     low, high = manifest.batch
     if spec.batch:
         return spec.batch, spec.batch_delay_ms
@@ -147,7 +149,7 @@ def joined_as(manifest: Manifest, spec: BuildSpec) -> tuple[int, float] | None:
 
 
 def is_joined_as_asked(manifest: Manifest, spec: bytes) -> bool:
-    """Whether its requests are joined as an encoded spec says."""
+    """Return True if a model's requests are batched as an encoded spec says."""
     found = manifest.batching
     asked = joined_as(manifest, msgspec.msgpack.decode(spec, type=BuildSpec))
     return asked == (found and (found.limit, found.delay_ms))
@@ -160,7 +162,7 @@ def is_same_content(one: Manifest, other: Manifest) -> bool:
 
 
 def weights_file(manifest: Manifest) -> str:
-    """The name, inside the program's folder, of the file that holds its tensors."""
+    """Return the name, inside the program's folder, of the file that holds its tensors."""
     if manifest.mode == "module":
         return WEIGHTS_FILE
     return DERIVED_FILE if manifest.precision is not None else BUNDLE_FILE
@@ -221,8 +223,8 @@ def fingerprint() -> str:
 
 
 def is_checked(manifest: Manifest) -> bool:
-    """Whether the contracts of this server looked at every shape, and it is known what reads each
-    weight last; a module is its owner's code."""
+    """Return True if this server's contracts covered every shape and each weight's last reader
+    is known; a module is its owner's code."""
     extra = manifest.extra
     is_known = extra.get("checked_by") == checked_by() and "last_readers" in extra
     if manifest.precision is not None and manifest.precision.fingerprint != fingerprint():
@@ -231,9 +233,10 @@ def is_checked(manifest: Manifest) -> bool:
 
 
 def kept(spec: bytes, folder: Path) -> bytes:
-    """A packed ``BuildSpec`` that builds anew what is in ``folder``, from the bytes that are there.
+    """Return a packed ``BuildSpec`` that rebuilds the program in ``folder`` from the bytes
+    there.
 
-    What it was built of may be gone: an upload is.
+    The original source may be gone: an upload is.
     """
     unpacked = msgspec.msgpack.decode(spec, type=BuildSpec)
     source = str(folder / BUNDLE_FILE)

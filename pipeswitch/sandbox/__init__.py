@@ -1,1 +1,1 @@
-"""What a process that runs clients' programs may still ask of the kernel (ADR 20)."""
+"""System calls that a process with clients' programs may make (ADR 20)."""

@@ -87,7 +87,7 @@ FIOCLEX: Final = 0x5451
 
 
 def conditions(pid: int) -> Mapping[str, Conditions]:
-    """Of calls that could do more than is needed."""
+    """Return conditions for calls that could otherwise do more than is needed."""
     of_a_thread = CLONE_THREAD | CLONE_VM
     return {
         "tgkill": (Condition(0, (pid,)),),  # abort() and raise()

@@ -19,7 +19,7 @@ MAX_OPEN_FILES: Final = 1024
 
 
 def missing() -> tuple[str, ...]:
-    """What this kernel lacks for the sandbox; empty: nothing."""
+    """Return the kernel features that the sandbox needs and this kernel lacks."""
     lacks = []
     if not seccomp.is_available():
         lacks.append("seccomp")
@@ -57,7 +57,7 @@ def confine_builder(readable: Iterable[Path], writable: Path) -> None:
 
 
 def libraries() -> list[Path]:
-    """What Python and torch read when they import more, or ask what the processor can do."""
+    """Return the files that Python and torch read to import more, or to query the processor."""
     found = {Path(path) for path in sysconfig.get_paths().values()}
     found |= {Path(sys.prefix), Path(sys.base_prefix), *map(Path, filter(None, sys.path))}
     system = (

@@ -1,8 +1,8 @@
-"""What processes that run clients' programs know of the server's environment.
+"""Environment variables of processes that run clients' programs.
 
-One that was taken over reads its own memory, where all lies that it was forked with, whatever it
-has forgotten since. So the fork server is started with the names below alone. The owner's code gets
-the others too, in a file that comes with what it is told to run.
+A process that was taken over can read all memory that it was forked with, even if variables were
+removed since. So the fork server starts with the names below alone. The owner's code gets the
+others too, in a file that comes with its order.
 """
 
 from __future__ import annotations

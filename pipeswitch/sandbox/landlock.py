@@ -27,7 +27,7 @@ SCOPES: Final = 0b11  # from version 6: abstract sockets, signals
 
 
 def version() -> int:
-    """What the kernel speaks; 0: nothing."""
+    """Return the kernel's version of Landlock; 0 if it has none."""
     return max(0, system_call(CREATE_RULESET, None, ctypes.c_size_t(0), ASK_VERSION))
 
 

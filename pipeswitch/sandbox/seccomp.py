@@ -40,7 +40,7 @@ def machine() -> str:
 
 
 def is_available() -> bool:
-    """Whether this kernel takes filters whose calls fail with a number."""
+    """Return True if this kernel has filters whose calls fail with an error number."""
     if machine() not in ARCHITECTURES:
         return False
     action = ctypes.c_uint32(ERRNO)
@@ -70,7 +70,7 @@ def restrict_calls(allowed: Iterable[str]) -> None:
 
 
 def forbid_new_privileges() -> None:
-    """What the kernel asks for before it lets a process confine itself."""
+    """Set no_new_privs, which the kernel requires before a process may confine itself."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "PR_SET_NO_NEW_PRIVS")
 
@@ -103,7 +103,7 @@ def program(allowed: Iterable[str], machine: str, pid: int) -> list[Instruction]
 
 
 def _body(checks: tuple[Condition, ...], refused_with: int | None) -> list[Instruction]:
-    """What is done with a call of this number: it always returns."""
+    """Return the instructions for a call of this number; they always return."""
     if refused_with is not None:
         return [(RETURN, 0, 0, ERRNO | refused_with)]
     body: list[Instruction] = []

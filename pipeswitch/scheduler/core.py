@@ -1,4 +1,4 @@
-"""What all parts of the scheduler share: settings, time, numbers, commands to emit."""
+"""State shared by all parts of the scheduler: settings, time, counters, commands to emit."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ URGENT: Final = QUEUE | TURN | WORKERS | PLACES | JOBS | DUE  # what a device's 
 
 
 class Part:
-    """One that may have something to do after an event, and says after which.
+    """Part of the scheduler that may have something to do after an event, and says after which.
 
     Attributes:
-        ask: does it, and returns the bits of what it waits for next.
-        wants: what it said last.
-        is_urgent: ``Scheduler.decide`` has asked it already.
+        ask: does it, and returns the bits of the next events that it waits for.
+        wants: the bits that ``ask`` returned last.
+        is_urgent: ``Scheduler.decide`` has called ``ask`` already.
     """
 
     __slots__ = ("ask", "is_urgent", "wants")
@@ -53,7 +53,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerSettings:
-    """Everything the scheduler needs to know; sizes in bytes, times in milliseconds."""
+    """Settings of the scheduler; sizes in bytes, times in milliseconds."""
 
     device: str = "cpu"
     arena_bytes: int = 1 << 30
@@ -104,8 +104,8 @@ class SchedulerSettings:
 
 
 class Wakeups:
-    """Instants at which the scheduler wants to be called though no event comes, in milliseconds,
-    each with the bits of what it is for."""
+    """Instants, in milliseconds, at which the scheduler must be called even without an event;
+    each has the bits of its purpose."""
 
     def __init__(self, instants: Iterable[tuple[float, int]] = ()) -> None:
         self._known: set[tuple[float, int]] = set()
@@ -125,7 +125,7 @@ class Wakeups:
                 self._first[bits] = at_ms
 
     def forget_until(self, now_ms: float) -> int:
-        """Those have come; the bits of all of them."""
+        """Remove the instants that have come, and return the bits of all of them."""
         due = 0
         while self.heap and self.heap[0][0] <= now_ms:
             at_ms, bits = entry = heapq.heappop(self.heap)
@@ -136,18 +136,18 @@ class Wakeups:
         return due
 
     def first_ms(self, bits: int) -> float:
-        """For just these; infinity when none is known."""
+        """Return the first instant with exactly these bits; infinity when there is none."""
         return self._first.get(bits, math.inf)
 
     @property
     def all(self) -> tuple[tuple[float, int], ...]:
-        """In order."""
+        """All instants with their bits, in order."""
         return tuple(sorted(self.heap))
 
 
 @dataclass
 class Core:
-    """What every part needs and no device owns: time, numbers, the commands to emit, the end."""
+    """State that every part needs and no device owns: time, counters, commands, shutdown."""
 
     settings: SchedulerSettings
     judge: Judge
@@ -168,7 +168,7 @@ class Core:
     wakeups: Wakeups = field(default_factory=Wakeups)
 
     def next_epoch(self) -> Epoch:
-        """A number never used before: names a dispatch, lease, transfer or turn for ever."""
+        """Return a number never used before: the name of a dispatch, lease, transfer or turn."""
         self.last_epoch += 1
         return Epoch(self.last_epoch)
 
@@ -176,15 +176,15 @@ class Core:
         self.out.append(command)
 
     def answer(self, token: Token, /, **body: Any) -> None:
-        """The final, good answer of a request that returns no tensors."""
+        """Send the final, good answer of a request that returns no tensors."""
         self.emit(Answer(token=token, body=body))
 
     def refuse(self, token: Token, error: PipeSwitchError) -> None:
-        """The final, bad answer."""
+        """Send the final, bad answer."""
         self.emit(Answer(token=token, error=error))
 
     def answer_all(self, tokens: list[Token], /, **body: Any) -> None:
-        """The same for those that wait for one thing; they wait no more."""
+        """Send the same final answer to all of ``tokens``, and clear them."""
         for token in tokens:
             self.answer(token, **body)
         tokens.clear()
@@ -207,13 +207,12 @@ class Core:
         return self.drain_at_ms is not None
 
     def look_again(self, at_ms: float, bits: int = ALL) -> None:
-        """Ask for a Tick at that instant, and for a look at these things then."""
+        """Request a Tick at that instant, for the parts that wait for these bits."""
         self.wakeups.add(at_ms, bits)
 
 
 def takes(kind: type[E]) -> Callable[[Callable[[P, E], None]], Callable[[P, E], None]]:
-    """Above the method of a part that each event of this kind is for: it answers the asker, or
-    raises what that reads."""
+    """Mark the method of a part that handles each event of this kind and answers its client."""
 
     def marked(method: Callable[[P, E], None]) -> Callable[[P, E], None]:
         method.takes = kind  # type: ignore[attr-defined]
@@ -223,7 +222,7 @@ def takes(kind: type[E]) -> Callable[[Callable[[P, E], None]], Callable[[P, E], 
 
 
 def takers(*parts: object) -> dict[type[Asked], Callable[[Any], None]]:
-    """The marked methods of these parts."""
+    """Return the marked methods of these parts, by event."""
     return {
         method.takes: getattr(part, name)
         for part in parts

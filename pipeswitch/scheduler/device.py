@@ -1,4 +1,4 @@
-"""One device: the parts that decide over it, and what its workers and its daemon tell them."""
+"""One device: the parts that decide over it, and the messages of its workers and its daemon."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ from .training.training import Training
 
 
 class Device:
-    """Its state, and its parts; each owns one concern and takes only the others it needs."""
+    """Parts and state of one device; each part has one concern and gets only the others it
+    needs."""
 
     def __init__(
         self, core: Core, settings: SchedulerSettings, store: Store, jobs: Jobs, label: str = ""
@@ -129,11 +130,11 @@ class Device:
             worker.state.apply(WorkerEvent.CLEANED, f"epoch {epoch}")
 
     def hears(self, source: Address) -> bool:
-        """Return whether this is the daemon that lives now."""
+        """Return True if this is the daemon that lives now."""
         return source == self.state.daemon.address and self.fleet.is_daemon_alive
 
     def from_daemon(self, message: Message) -> None:
-        """What the daemon that lives says of this device."""
+        """Handle a message about this device from the current memory daemon."""
         match message:
             case TransmitEnded():
                 self.residents.transmit_ended(message)
@@ -158,7 +159,7 @@ class Device:
                 self.core.counts["stale_messages"] += 1
 
     def worker_exited(self, event: Exited) -> None:
-        """Reaped: only now may another owner have what it could write (invariant I5)."""
+        """Handle a reaped worker: only now may another owner get its memory (invariant I5)."""
         worker = self.speaker(event.source)
         if worker is None:
             return
@@ -170,7 +171,7 @@ class Device:
         self.turns.give()
 
     def daemon_exited(self, event: Exited) -> None:
-        """Its memory is gone, and what lay in it."""
+        """Handle the exit of the memory daemon: its device memory and everything in it are lost."""
         self.endings.daemon_died()
         self.arena.device_lost()
         self.residents.device_lost()
@@ -180,14 +181,14 @@ class Device:
     # -- after every event --------------------------------------------------------------------
 
     def advance(self) -> int:
-        """The urgent part: the device is given its next task."""
+        """Give the device its next task, the urgent part."""
         self.dispatch.expire()
         self.dispatch.pump()
         self.turns.give()
         return URGENT
 
     def parts(self) -> list[Part]:
-        """All that may have something to do, in the order in which they are asked."""
+        """Return all parts that may have something to do, in the order of their calls."""
         return [
             Part(self.advance, is_urgent=True),
             Part(self.dispatch.keep_order),
@@ -210,7 +211,7 @@ class Device:
 
     @property
     def is_quiet(self) -> bool:
-        """No request is live, no commit on its way."""
+        """True if no request is live and no commit is on its way."""
         return not self.state.requests and self.commits.is_quiet
 
     # -- invariants ---------------------------------------------------------------------------

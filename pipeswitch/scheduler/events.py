@@ -1,11 +1,11 @@
-"""What goes into the scheduler and what comes out: typed events, typed commands.
+"""Typed events that go into the scheduler, and typed commands that come out.
 
-The scheduler is pure: ``handle(event, now_ms) -> [command]``. The frontend and the process
-watcher only translate bytes and exits into the events below; ``effects.py`` performs the
-commands. The simulator and the model checker use the same types.
+The scheduler is pure: ``handle(event, now_ms) -> [command]``. The frontend and the process watcher
+only translate bytes and exits into the events below; ``effects.py`` performs the commands. The
+simulator and the model checker use the same types.
 
-``Token`` names one accepted client request inside the controller; the frontend makes it and
-owes its client exactly one final answer for it (invariant I1). ``Address`` names one process: every
+``Token`` names one accepted client request inside the controller; the frontend makes it and owes
+its client exactly one final answer for it (invariant I1). ``Address`` names one process: every
 family of processes uses the same five types to spawn, send, kill, receive and report an exit.
 """
 
@@ -28,7 +28,7 @@ Token = NewType("Token", int)
 
 
 class _Told(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of all: made in a fifth of a frozen dataclass's time, ten of them for each request."""
+    """Base of all events: created in a fifth of a frozen dataclass's time, ten for each request."""
 
 
 ProcessKind = Literal["daemon", "worker", "stage", "builder"]
@@ -53,7 +53,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Asked(_Told, frozen=True):
-    """Base of what owes its client one final answer. One part takes each kind (``core.takes``)."""
+    """Base of events that need one final answer. One part takes each kind (``core.takes``)."""
 
     token: Token
 
@@ -83,7 +83,7 @@ class InferArrived(Asked, frozen=True):
 
 
 class Prepared(_Told, frozen=True):
-    """``TakeResult`` is done: a request's inputs lie in the pool, or why they do not."""
+    """End of ``TakeResult``: a request's inputs lie in the pool, or an error says why not."""
 
     token: Token
     slot: Slot
@@ -95,7 +95,7 @@ class Prepared(_Told, frozen=True):
 
 
 class NextRun(_Told, frozen=True):
-    """What a generation computes next; without ``choosing`` it waits: its cache has no room, or is
+    """Next run of a generation; without ``choosing`` it waits, since its cache has no room or is
     being copied."""
 
     token: Token
@@ -108,7 +108,7 @@ class NextRun(_Told, frozen=True):
 
 
 class NextRuns(_Told, frozen=True):
-    """The answer to ``RunEnded``, or the run of one that waited."""
+    """Answer to ``RunEnded``, or the next run of a generation that waited."""
 
     runs: tuple[NextRun, ...]
 
@@ -139,6 +139,14 @@ class RegisterAsked(Asked, frozen=True):
     stage: Stage | None = None  # what makes its inputs; None: its clients
 
 
+class VersionAsked(Asked, frozen=True):
+    """Request to serve a file of weights as a model's next version; answered when it serves."""
+
+    model: ModelName
+    spec: bytes  # msgpack of programs.build.BuildSpec: its weights
+    tenant: str = ""  # whose model it must be; empty: anybody's
+
+
 class ChainAsked(Asked, frozen=True):
     model: ModelName  # the chain's name
     steps: tuple[Step, ...] = ()
@@ -148,7 +156,7 @@ class ChainAsked(Asked, frozen=True):
 
 
 class PublishAsked(Asked, frozen=True):
-    """The newest commit of a job shall be the next version of a model; answered when it serves."""
+    """Request to serve a job's newest commit as a model's next version; answered when it serves."""
 
     model: ModelName
     job: JobName
@@ -176,7 +184,7 @@ class PinAsked(Asked, frozen=True):
 
 
 class LoadedCommit(msgspec.Struct, frozen=True):
-    """In a commit area of its own, beside the loop."""
+    """Commit that is loaded into its own commit area, outside the scheduler's loop."""
 
     slot_bytes: int
     step: int
@@ -198,9 +206,9 @@ class TrainAsked(Asked, frozen=True):
 
 
 class JobAsked(Asked, frozen=True):
-    """``wait`` is answered when the job is final, ``export`` when its newest commit is on disk,
-    ``move`` when it is there;
-    the others when the table has taken them."""
+    """Request about a job. ``wait`` is answered when the job is final, ``export`` when its
+    newest commit is on disk, ``move`` when the job has arrived; the others when the job's
+    state has changed."""
 
     job: JobName
     action: Literal["show", "pause", "resume", "cancel", "wait", "export", "rm", "move"]
@@ -227,7 +235,7 @@ class ProfileAsked(Asked, frozen=True):
 
 
 class PingAsked(Asked, frozen=True):
-    """Ask every process whether it is there; answered with the times of those that are."""
+    """Ping every process; answered with the times of the processes that reply."""
 
 
 class DrainAsked(_Told, frozen=True):
@@ -343,19 +351,19 @@ class StartBuild(_Told, frozen=True):
 
 
 class DropPublished(_Told, frozen=True):
-    """Remove the copy of a commit that a version was made of, or would have been."""
+    """Remove the copy of a commit from which a version was, or would have been, made."""
 
     directory: str
 
 
 class SweepPrograms(_Told, frozen=True):
-    """No build runs, and models are gone: give back what was kept on disk for them alone."""
+    """Remove the files that only removed models needed; no build runs."""
 
     digests: frozenset[str]  # of the models that stay
 
 
 class CreateCommits(_Told, frozen=True):
-    """Make the job's commit memfd (header + two slots); the controller keeps it."""
+    """Create the job's commit memfd (header + two slots); the controller keeps it."""
 
     job: JobName
     slot_bytes: int
@@ -376,7 +384,7 @@ class DropCommits(_Told, frozen=True):
 
 
 class CountSharers(_Told, frozen=True):
-    """So many jobs that share their input are not over: what one loads alone no other one finds."""
+    """Number of unfinished jobs that share an input: a lone job shares nothing that it loads."""
 
     group: str  # as in RunJob
     jobs: int
@@ -389,7 +397,7 @@ class RemoveJob(_Told, frozen=True):
 
 
 class Announce(_Told, frozen=True):
-    """To the frontend: this model may be asked for, with this signature."""
+    """Command to the frontend: accept requests for this model, with this signature."""
 
     model: ModelName
     manifest: Manifest
@@ -419,8 +427,8 @@ class Answer(_Told, frozen=True):
 
 
 class RunEnded(_Told, frozen=True):
-    """To the frontend: these generations have more to do. It appends their cache rows, and says in
-    one ``NextRuns`` what each computes next; until then their batch is not formed."""
+    """Command to the frontend: these generations need more runs. The frontend appends their
+    cache rows and answers with one ``NextRuns``; until then their next batch is not formed."""
 
     answers: tuple[Answer, ...]
 
@@ -445,16 +453,16 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Spans(_Told, frozen=True):
-    """What is over, for the timeline: a run with its groups, a copy with its, a training cycle."""
+    """Completed timeline intervals: runs and copies with their groups, training cycles."""
 
     spans: list[Span]
 
 
 class Journal(_Told, frozen=True):
-    """A fact that must survive the server: models and jobs (state_dir/journal).
+    """Record that must survive the server: models and jobs (state_dir/journal).
 
-    ``accepts``: whose acceptance it is, to be answered after it. When it cannot be written they
-    are refused instead, and what they asked for is taken back.
+    ``accepts``: requests to be answered after the write. If it fails they are refused instead, and
+    their effects are taken back.
     """
 
     entry: dict[str, Any]
@@ -462,7 +470,7 @@ class Journal(_Told, frozen=True):
 
 
 class SaveProfile(_Told, frozen=True):
-    """Keep it in the state directory; the next server has it again."""
+    """Save a profile in the state directory; the next server restores it."""
 
     profile: Profile
 
@@ -474,7 +482,7 @@ class Warn(_Told, frozen=True):
 
 
 class Leave(_Told, frozen=True):
-    """Everything is drained (status 0) or cannot go on (non-zero): stop the server."""
+    """Stop the server: everything is drained (status 0) or it cannot go on (non-zero)."""
 
     status: int
     reason: str

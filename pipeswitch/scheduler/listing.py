@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from .state.records import Job, Model, Replica, Worker
 from .state.regions import Owner
 from .state.states import ModelState, Residency, TaskState, WorkerState
 from .state.versions import Versions, version_name
-from .training.jobs import activations_row
+from .training.jobs import activations_row, behind
 
 DISPATCH_KINDS = ("cold", "partial", "resident")  # by what of the model had to be sent
 DEVICE_KINDS = ("infer", "switch", "train")
@@ -34,7 +35,7 @@ PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
 
 
 def _shown(spec: ValueSpec) -> list[Any]:
-    """An input or output as rows tell it: numbers, and texts for what requests choose."""
+    """Return an input or output as rows show it: numbers, and texts for free dimensions."""
     return [[n if isinstance(n, int) else extent_text(n) for n in spec.shape], spec.dtype]
 
 
@@ -42,6 +43,48 @@ def _functions(model: Model) -> dict[str, str]:
     stage = model.stage
     named = {} if stage is None else {"preprocess": stage.function, "postprocess": stage.after}
     return {what: function for what, function in named.items() if function}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Row of ``ps`` for a model, a job or a process."""
+
+    on: Device
+    name: str
+    kind: str
+    state: str
+    worker: int | None = None
+    device: str = ""  # bytes there
+    host: str = ""  # bytes in the host store
+    prio: int | None = None
+    last_used_at_ms: float = 0.0
+    why: str = ""
+    pid: int = 0
+    owners: tuple[Owner, ...] = ()  # of its regions on the device
+    manifest: Manifest | None = None
+
+    def row(self, now_ms: float) -> dict[str, Any]:
+        """Return one line of ``ps``."""
+        regions = [one for owner in self.owners if (one := self.on.arena.regions.get(owner))]
+        idle_ms = now_ms - self.last_used_at_ms if self.last_used_at_ms else None
+        prio, groups = self.prio, self.manifest.groups if self.manifest else ()
+        form = self.manifest.precision if self.manifest else None
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "state": self.state,
+            "worker": self.worker,
+            "device": self.device,
+            "host": self.host,
+            "prio": "" if prio is None else PRIORITY_NAMES.get(prio, str(prio)),
+            "last_used": None if idle_ms is None else round(idle_ms / 1000.0, 3),
+            "why": self.why,
+            "pid": self.pid,
+            "regions": [[region.offset_bytes, region.size_bytes] for region in regions],
+            "group_bytes": [group.size_bytes for group in groups],
+            **({"precision": form.name} if form else {}),
+            **({"on": self.on.state.label} if self.on.state.label else {}),
+        }
 
 
 class Listing:
@@ -103,7 +146,7 @@ class Listing:
         return rows + [self._chain(name) for name in self._machine.chains]
 
     def _chain(self, name: ModelName) -> dict[str, Any]:
-        """As a model's row, with the steps."""
+        """Return the row of a chain: a model's row, with the steps."""
         chain, tenant = self._machine.chains[name]
         lost = [
             f'step "{step.name}" needs "{step.model}", which is not ready'
@@ -123,7 +166,7 @@ class Listing:
             "outputs": {v.name: _shown(v) for v in chain.outputs},
             "dims": {dim.name: [dim.low, dim.high] for dim in chain.dims},
             "batch": list(chain.manifest.batch), "batching": None,
-            "precision": None,
+            "precision": None, "is_batch_invariant": None,
         }  # fmt: skip
 
     @staticmethod
@@ -154,10 +197,11 @@ class Listing:
             "batch": [1, 1],
             "batching": None,
             "precision": None,
+            "is_batch_invariant": None,
         }
 
     def _model(self, model: Model, versions: Sequence[Model]) -> dict[str, Any]:
-        """``versions``: of its name; for all models they are not sought in all models."""
+        """Return a model's row. ``versions``: of its name, to avoid a search in all models."""
         replica = self._machine.shown(model)
         manifest = replica.manifest or model.manifest  # in its groups, once it was built
         row = self._facts(model) | {
@@ -172,6 +216,7 @@ class Listing:
         if manifest is not None:
             row |= {
                 "digest": manifest.digest,
+                "program": manifest.program,
                 "source": manifest.extra.get("origin", manifest.source),
                 "mode": manifest.mode,
                 "mode_reason": manifest.mode_reason,
@@ -184,7 +229,8 @@ class Listing:
                 "intermediate_bytes": manifest.extra.get("intermediate_bytes", 0),
                 "batch": list(manifest.batch),
                 "batching": msgspec.to_builtins(manifest.batching),
-                "precision": msgspec.to_builtins(manifest.precision),
+                "precision": manifest.precision and manifest.precision.row(),
+                "is_batch_invariant": _is_batch_invariant(manifest),
             }
         streams = self._machine.stream_of(model)
         if streams is not None:
@@ -210,7 +256,7 @@ class Listing:
         return row | plan_row(replica)
 
     def plan(self) -> dict[str, Any]:
-        """What ``pipeswitch plan`` reckons with: each model's profile, and the (first) arena."""
+        """Return the input of ``pipeswitch plan``: models' profiles, and the first arena's size."""
         device = self._machine.devices[0]
         return {
             "arena_bytes": device.arena.leasable_bytes,
@@ -235,7 +281,7 @@ class Listing:
         return [self._machine.jobs.row(job) for job in self._machine.jobs]
 
     def ps(self) -> list[dict[str, Any]]:
-        """Models, jobs, workers and the memory daemon, with ``pid``."""
+        """Return models, jobs, workers and the memory daemon, with ``pid``."""
         rows: list[dict[str, Any]] = []
         for device in self._machine.devices:
             state, arena = device.state, device.arena
@@ -244,7 +290,7 @@ class Listing:
             rows += [self._ps_worker(device, worker) for worker in state.workers.values()]
             rows += [self._ps_tenant(device, one) for one in state.accounts if one.caller]
             rows.append(
-                self._row(
+                Shown(
                     device,
                     "memory-daemon",
                     "daemon",
@@ -252,7 +298,7 @@ class Listing:
                     pid=state.daemon.pid,
                     device=f"{arena.leasable_bytes - arena.regions.free_bytes}",
                     why="given up: it died too often" if state.daemon.is_given_up else "",
-                )
+                ).row(self._core.now_ms)
             )
         rows += [self._ps_stage(process) for process in self._stages.processes if process.pid]
         return rows
@@ -261,45 +307,10 @@ class Listing:
         state = process.state.state
         why = process.function if state is WorkerState.ACTIVE else ""
         device = self._machine.devices[0]
-        row = self._row(
+        row = Shown(
             device, f"stage-{process.slot}", "stage", state.value, why=why, pid=process.pid
-        )
+        ).row(self._core.now_ms)
         return {key: value for key, value in row.items() if key != "on"}  # it is on no device
-
-    def _row(
-        self,
-        on: Device,
-        name: str,
-        kind: str,
-        state: str,
-        *,
-        worker: int | None = None,
-        device: str = "",
-        host: str = "",
-        prio: int | None = None,
-        last_used_at_ms: float = 0.0,
-        why: str = "",
-        pid: int = 0,
-        owners: tuple[Owner, ...] = (),
-        manifest: Manifest | None = None,
-    ) -> dict[str, Any]:
-        regions = [region for owner in owners if (region := on.arena.regions.get(owner))]
-        idle_ms = self._core.now_ms - last_used_at_ms if last_used_at_ms else None
-        return {
-            "name": name,
-            "kind": kind,
-            "state": state,
-            "worker": worker,
-            "device": device,
-            "host": host,
-            "prio": "" if prio is None else PRIORITY_NAMES.get(prio, str(prio)),
-            "last_used": None if idle_ms is None else round(idle_ms / 1000.0, 3),
-            "why": why,
-            "pid": pid,
-            "regions": [[region.offset_bytes, region.size_bytes] for region in regions],
-            "group_bytes": [group.size_bytes for group in manifest.groups] if manifest else [],
-            **({"on": on.state.label} if on.state.label else {}),
-        }
 
     def _ps_model(self, on: Device, replica: Replica) -> dict[str, Any]:
         device = on.state
@@ -309,7 +320,7 @@ class Listing:
         )
         stored = self._machine.store.regions.get(replica.owner)
         streams = {"streamed_bytes": replica.sent_bytes} if replica.landings is not None else {}
-        return streams | self._row(
+        return streams | Shown(
             on,
             replica.name,
             "model",
@@ -323,7 +334,7 @@ class Listing:
             pid=device.workers[slot].pid if slot is not None else 0,
             owners=(replica.owner, replica.rest),
             manifest=replica.manifest,
-        )
+        ).row(self._core.now_ms)
 
     @staticmethod
     def _model_state(device: DeviceState, replica: Replica, is_active: bool) -> str:
@@ -361,7 +372,7 @@ class Listing:
         words: dict[TaskState, str] = {TaskState.RUNNING: "active", TaskState.STOPPING: "active"}
         host_bytes = 2 * job.memory.commit_slot_bytes
         host_bytes += self._machine.store.offloaded.get(job.spec.name, 0)
-        return activations_row(job) | self._row(
+        return activations_row(job) | Shown(
             on,
             job.spec.name,
             "job",
@@ -371,10 +382,10 @@ class Listing:
             host=f"{host_bytes}",
             prio=job.spec.priority,
             last_used_at_ms=job.timing.last_ran_at_ms,
-            why=job.progress.error or job.progress.why,
+            why=job.progress.error or job.progress.why or behind(job, on.state),
             pid=worker.pid if worker is not None else 0,
             owners=(job.slice,),
-        )
+        ).row(self._core.now_ms)
 
     def _ps_worker(self, on: Device, worker: Worker) -> dict[str, Any]:
         device = on.state
@@ -382,7 +393,7 @@ class Listing:
             (task.model for task in device.owner.tasks if task.slot == worker.slot), ""
         )
         why = worker.kill_reason or (f"preparing {worker.preparing}" if worker.preparing else task)
-        return self._row(
+        return Shown(
             on,
             f"worker-{worker.slot}",
             "worker",
@@ -390,16 +401,17 @@ class Listing:
             worker=worker.slot,
             why=why if worker.state.state is not WorkerState.STANDBY or worker.preparing else "",
             pid=worker.pid,
-        )
+        ).row(self._core.now_ms)
 
     def _ps_tenant(self, on: Device, account: Account) -> dict[str, Any]:
         waiting = account.waiting.total()
         state = "active" if account.running else "waiting" if waiting else "idle"
         why = f"had the device for {account.used_ms / 1000:.1f} s, {waiting} waiting"
-        return self._row(on, account.caller, "tenant", state, why=why)
+        return Shown(on, account.caller, "tenant", state, why=why).row(self._core.now_ms)
 
     def stats(self) -> dict[str, Any]:
-        """Counters and sizes; the frontend adds accepted/ok/error/undeliverable/in_flight."""
+        """Return counters and sizes; the frontend adds
+        accepted/ok/error/undeliverable/in_flight."""
         core, devices = self._core, self._machine.devices
         store = self._machine.store.regions
         counts = core.counts
@@ -447,7 +459,7 @@ class Listing:
         }
 
     def _of_device(self, device: Device) -> dict[str, Any]:
-        """Its part of ``stats``."""
+        """Return the device's part of ``stats``."""
         state, arena = device.state, device.arena
         return {
             "device": state.settings.device,
@@ -463,7 +475,7 @@ class Listing:
         }
 
     def _device_s(self, device: DeviceState) -> dict[str, float]:
-        """Seconds of each kind, with what is under way."""
+        """Return the device's seconds by kind, including unfinished ones."""
         spent_us = {kind: device.spent_us[kind] for kind in DEVICE_KINDS}
         if device.owner.job is not None:
             began_at_ms = device.jobs[device.owner.job].timing.cycle_began_at_ms
@@ -472,9 +484,16 @@ class Listing:
 
     @staticmethod
     def _leases(device: Device) -> int:
-        """Regions that a process computes in or copies into now: models in use, training slices."""
+        """Return the number of regions in use by a process: models in use, training slices."""
         replicas = device.state.replicas.values()
         in_use = sum(replica.users > 0 or replica.is_being_sent for replica in replicas)
         kinds = ("slice", "scrub")
         slices = sum(region.owner.kind in kinds for region in device.arena.regions)
         return in_use + slices
+
+
+def _is_batch_invariant(manifest: Manifest) -> bool | None:
+    """Return True if each row of a batch has the bits of the row alone; None: not measured."""
+    if manifest.precision is not None:
+        return manifest.precision.is_batch_invariant
+    return None if manifest.batching is None else manifest.batching.is_exact

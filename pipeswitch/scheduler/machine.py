@@ -1,4 +1,4 @@
-"""What the devices of one machine share: models, the host store, the jobs' names; and placement."""
+"""State shared by the devices of one machine: models, host store, job names; and placement."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .training.jobs import Jobs
 
 
 class Machine:
-    """One host and its devices. What is the same on all of them lies here."""
+    """One host and its devices, with the state that the devices share."""
 
     def __init__(self, core: Core, devices: Sequence[SchedulerSettings] = ()) -> None:
-        """``devices``: the settings of each; none: one device, as ``core.settings`` say."""
+        """``devices``: the settings of each; if empty, one device with ``core.settings``."""
         self._core = core
         self.models: dict[ModelName, Model] = {}
         self.served: dict[ModelName, Served] = {}  # by the name that requests use
@@ -41,14 +41,14 @@ class Machine:
         self.jobs.place = self.placing.job
 
     def stream_of(self, model: Model) -> dict[str, Any] | None:
-        """What a pass costs where a model is larger than the arena of a device that may serve it;
-        None: nowhere."""
+        """Return the cost of a pass on the first permitted device whose arena the model exceeds;
+        None if it fits all."""
         states = [one.state for one in self.devices if one.state.may_serve(model)]
         found = (stream_of(state, state.replicas[model.name]) for state in states)
         return next((one for one in found if one is not None), None)
 
     def prefetch(self, name: ModelName) -> None:
-        """Requests for it are on their way: it is sent where nothing is disturbed, once."""
+        """Send a model ahead of its requests, to one device where it disturbs nothing."""
         if not any(name in d.state.replicas and d.state.replicas[name].is_on_device
                    for d in self.devices):  # fmt: skip
             for device in self.devices:
@@ -69,6 +69,7 @@ class Machine:
                 device.plans.use(replica, profile)
 
     def shown(self, model: Model) -> Replica:
-        """Its replica where it is, or is about to be; else that of the first device."""
+        """Return the model's replica on a device with it, or receiving it, else the first
+        device's."""
         replicas = [device.state.replicas[model.name] for device in self.devices]
         return next((one for one in replicas if one.is_on_device), replicas[0])

@@ -2,8 +2,8 @@
 
 The live server, the simulator and the model checker run this very object. It owns all records:
 ``Core`` has time, numbers and commands; ``Machine`` the models and the host store; each ``Device``
-its workers, requests, jobs and bytes. The parts each own one concern: of the machine ``admission``
-(requests), ``registry`` (models) and ``listing`` (rows); those of a device are named there.
+its workers, requests, jobs and bytes. Each part owns one concern: of the machine ``admission``
+(requests), ``registry`` (models) and ``listing`` (rows); ``Device`` names the parts of a device.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Scheduler:
         self, settings: SchedulerSettings, policy: str | Policy = "priority",
         max_wait_ms: float = 2000.0, devices: Sequence[SchedulerSettings] = (),
     ) -> None:  # fmt: skip
-        """``devices``: the settings of each; none: one, as ``settings`` say."""
+        """``devices``: the settings of each; if empty, one device with ``settings``."""
         if isinstance(policy, str):
             policy = make_policy(policy, max_wait_ms=max_wait_ms)
         judge = Judge(policy, max_wait_ms)
@@ -126,15 +126,15 @@ class Scheduler:
         self._seen = 0  # the bits that the urgent parts have seen, and no others yet
 
     def _in_order(self) -> tuple[Part, ...]:
-        """All that may have something to do after an event, in the order they are asked in."""
-        jobs, admission = self.machine.jobs, self.admission
+        """Return all parts that may have work after an event, in the order of their calls."""
+        admission = self.admission
         return (
             Part(self.publishing.pump),
             Part(self.registry.pump),
             Part(admission.stages.advance),
             Part(admission.rehome),
             Part(admission.relieve),
-            Part(jobs.rehome),
+            Part(self.moves.rehome),
             Part(self.moves.pump),
             *(part for device in self.machine.devices for part in device.parts()),
             Part(self.profiling.pump),
@@ -144,7 +144,7 @@ class Scheduler:
         )
 
     def start(self, now_ms: float) -> list[ev.Command]:
-        """The first commands: spawn the memory daemon."""
+        """Return the first commands: spawn the memory daemon."""
         self.core.now_ms = self.listing.born_at_ms = now_ms
         for device in self.machine.devices:
             device.fleet.start()
@@ -152,14 +152,14 @@ class Scheduler:
         return out
 
     def handle(self, event: ev.Event, now_ms: float) -> list[ev.Command]:
-        """Take one event, return what must be done because of it, in order."""
+        """Handle one event, and return the resulting commands in order."""
         return [*self.decide(event, now_ms), *self.settle()]
 
     def decide(self, event: ev.Event, now_ms: float) -> list[ev.Command]:
-        """The urgent half of ``handle``: answers, and what the device is to do next.
+        """Return the urgent half of ``handle``: answers, and the next work of the device.
 
-        ``settle`` must follow before the next event. Between the two the urgent commands can be
-        on their way already, which saves a request some 0.05 ms.
+        ``settle`` must follow before the next event. The urgent commands can leave before it, which
+        saves a request about 0.05 ms.
         """
         core = self.core
         core.now_ms = max(core.now_ms, now_ms)
@@ -180,14 +180,14 @@ class Scheduler:
         return out
 
     def _changes(self, event: ev.Event) -> int:
-        """The bits of what may be another with it."""
+        """Return the bits of the state that the event may change."""
         if self.core.drain_at_ms is not None:
             return ALL
         told = event.message if isinstance(event, ev.Received) else event
         return CHANGES.get(type(told), ALL)
 
     def settle(self) -> list[ev.Command]:
-        """The rest of ``handle``: the timeline, and everything that can wait for a moment."""
+        """Return the rest of ``handle``: the timeline, and everything that can wait a moment."""
         for device in self.machine.devices:
             device.endings.trace_ended()
         self._pump()
@@ -195,13 +195,13 @@ class Scheduler:
         return out
 
     def next_wakeup_ms(self) -> float | None:
-        """When a Tick is wanted at the latest; None when only events matter."""
+        """Return when a Tick is wanted at the latest; None when only events matter."""
         heap = self.core.wakeups.heap
         return heap[0][0] if heap else None
 
     @property
     def waited_since_ms(self) -> float | None:
-        """When the oldest request came that has no answer yet; None when none waits."""
+        """Arrival of the oldest unanswered request; None if none waits."""
         oldest = [
             next(iter(device.state.requests.values())).arrived_at_ms
             for device in self.machine.devices
@@ -211,12 +211,12 @@ class Scheduler:
 
     @property
     def is_ready(self) -> bool:
-        """Of a device the daemon owns its memory and a worker can take a request."""
+        """True if a device's daemon owns its memory and one of its workers can take a request."""
         return any(device.state.is_ready for device in self.machine.devices)
 
     @property
     def is_whole(self) -> bool:
-        """All devices are ready."""
+        """True if all devices are ready."""
         return all(device.state.is_ready for device in self.machine.devices)
 
     # -- events -------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class Scheduler:
                 pass  # each event is a look at the clock
 
     def _ask(self, event: ev.Asked) -> None:
-        """Of the part that takes it; what that raises is the answer, unless it is a bug."""
+        """Pass a request to its part, and reply with the raised error unless it is a bug."""
         try:
             self._takers[type(event)](event)
         except InvalidTransition:
@@ -287,7 +287,7 @@ class Scheduler:
                 self.registry.store_failed(message)
             case DaemonReady() as message:
                 device.from_daemon(message)
-                self.registry.daemon_ready()
+                self.registry.store_from(None)
             case DaemonFault() as message:
                 device.from_daemon(message)
                 self.registry.refused(message.epoch, message.reason)
@@ -315,7 +315,7 @@ class Scheduler:
             return
         self.publishing.daemon_died(index)
         device.daemon_exited(event)
-        self.registry.daemon_died(index)
+        self.registry.store_from(index)
         if all(one.state.daemon.is_given_up for one in self.machine.devices):
             self._leave("the memory daemon died too often", status=EX_SOFTWARE)
 
@@ -327,7 +327,7 @@ class Scheduler:
     # -- drain --------------------------------------------------------------------------------
 
     def _drain(self, event: ev.DrainAsked) -> None:
-        """First call: finish what was accepted, commit jobs, leave. Second: leave now."""
+        """Finish accepted requests, commit jobs and leave; on a second call leave at once."""
         core = self.core
         if event.token is not None:
             core.drain_tokens.append(event.token)
@@ -373,7 +373,7 @@ class Scheduler:
         core.emit(ev.Leave(status=status, reason=reason))
 
     def _refuse_late(self, event: ev.Event) -> None:
-        """A client that asks after the end is answered too; nothing is done any more."""
+        """Refuse a request that comes after the end; nothing else is done any more."""
         match event:
             case ev.Asked(token=token):
                 self.core.refuse(token, ServerUnavailable("the server has stopped"))
@@ -385,7 +385,7 @@ class Scheduler:
     # -- after every event --------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Ask the parts that wait for something that was touched, until nothing more follows."""
+        """Call the parts that wait for touched state, until nothing more follows."""
         core = self.core
         while core.touched or self._seen:
             seen, self._seen = self._seen, 0
@@ -401,7 +401,7 @@ class Scheduler:
     # -- invariants ---------------------------------------------------------------------------
 
     def check_settled(self) -> None:
-        """Assert that nothing was forgotten: each part, asked out of turn, has nothing to do."""
+        """Assert that nothing was forgotten: each part, called out of turn, has nothing to do."""
         core = self.core
         for part in self._parts if not core.has_left else ():
             known = len(core.wakeups)

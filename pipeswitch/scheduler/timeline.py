@@ -27,13 +27,12 @@ _decoder = msgspec.msgpack.Decoder(list[Span])
 
 
 class Timeline:
-    """Groups of spans, packed one after the other in a ring that was taken at the start, so that it
-    never grows.
+    """Groups of spans, packed one after the other in a ring of fixed size, which never grows.
 
-    Written by the scheduler's thread. Any thread may read meanwhile and locks nothing: what is
-    about to be overwritten is given up before a byte of it is, and a group is copied before it is
-    looked at whether it still was there. (A deque of objects grew the controller by 18 MiB over its
-    first 10,000 switches, which looks like a leak and hides one.)
+    Written by the scheduler's thread. Any thread may read without a lock: the writer invalidates a
+    group before it overwrites a byte of it, and the reader copies a group before it checks that the
+    group was still valid. (A deque of objects grew the controller by 18 MiB over its first 10,000
+    switches, which looks like a leak and hides one.)
     """
 
     def __init__(self) -> None:
@@ -64,7 +63,7 @@ class Timeline:
         self._count += 1
 
     def _spans(self, since_ms: float) -> list[Span]:
-        """Those that end after ``since_ms``; what is older is not decoded but for a few."""
+        """Return the spans that end after ``since_ms``; only a few older ones are decoded."""
         count = self._count
         first, oldest = count, max(0, count - KEPT)
         while first > oldest and self._latest_ms[(first - 1) % KEPT] >= since_ms:
@@ -79,7 +78,7 @@ class Timeline:
         return spans
 
     def chrome_trace(self, since_ms: float) -> dict[str, Any]:
-        """All spans that end after ``since_ms`` (monotonic clock), as trace events."""
+        """Return all spans that end after ``since_ms`` (monotonic clock), as trace events."""
         spans = self._spans(since_ms)
         tracks = _tracks(spans)
         events: list[dict[str, Any]] = [
@@ -100,7 +99,7 @@ class Timeline:
 
 
 def _short(spans: Sequence[Span]) -> bytes:
-    """At most ``MOST_BYTES``, whatever the names and the arguments are."""
+    """Encode the spans in at most ``MOST_BYTES``, whatever their names and arguments are."""
     short = [replace(span, name=_plain(span.name), track=_plain(span.track), args={})
              for span in spans]  # fmt: skip
     packed = _encoder.encode(short)

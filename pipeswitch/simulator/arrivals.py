@@ -1,7 +1,6 @@
-"""Which model is asked for when: recorded traces and random ones. Pure: takes text, opens no file.
+"""Arrivals of requests by model: recorded and random traces. Pure: takes text, opens no file.
 
-The traces that come along are Microsoft Azure's (CC BY 4.0); ``data/README.md`` is their
-attribution.
+The included traces are Microsoft Azure's (CC BY 4.0); ``data/README.md`` is their attribution.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ MAX_ARRIVALS: Final = 5_000_000
 
 
 class Arrival(NamedTuple):
-    """A request; the first of a trace may come later than at 0."""
+    """Arrival of a request; the first of a trace may come later than at 0."""
 
     at_ms: float
     model: int  # which of the trace's
@@ -37,11 +36,11 @@ class Trace(NamedTuple):
 
 
 class TraceError(ValueError):
-    """Not a trace; the text says where and what is expected."""
+    """Invalid trace; the text says where, and the expected form."""
 
 
 def of_functions(text: str, *, speed_up: float = 1.0, seed: int = 0) -> Trace:
-    """Azure Functions 2019: a row for each function, a column for each minute's count.
+    """Parse Azure Functions 2019: a row for each function, a column for each minute's count.
 
     Each count is spread over its minute uniformly, by the seed; time is divided by the speed-up.
     Functions are numbered by their calls, the busiest 0.
@@ -61,8 +60,9 @@ def of_functions(text: str, *, speed_up: float = 1.0, seed: int = 0) -> Trace:
 
 
 def of_services(texts: Sequence[str], *, speed_up: float = 1.0, has_tokens: bool = False) -> Trace:
-    """Azure LLM 2023: a file for each service, a row for each request: its ``TIMESTAMP``, the
-    tokens of its prompt and of its answer, which count only if asked for."""
+    """Parse Azure LLM 2023: a file for each service, a row for each request with its
+    ``TIMESTAMP`` and the tokens of its prompt and of its answer, which are used only with
+    ``has_tokens``."""
     times: list[tuple[datetime, int, list[int]]] = []
     for model, text in enumerate(texts):
         _, *rows = _rows(text)
@@ -81,8 +81,8 @@ def of_services(texts: Sequence[str], *, speed_up: float = 1.0, has_tokens: bool
 
 
 def of_rows(text: str, *, name: str = "trace", speed_up: float = 1.0) -> tuple[Trace, list[str]]:
-    """A user's own: rows of ``at_ms,model`` under that header, a ``deadline_ms`` (from the arrival)
-    where there is one, and who asks; and the models' names.
+    """Parse a user's trace: rows of ``at_ms,model`` under that header, optionally with
+    ``deadline_ms`` (from the arrival) and the client. Return the trace and the models' names.
 
     Raises:
         TraceError: another header, or a row that is not of that form.
@@ -110,7 +110,7 @@ def of_rows(text: str, *, name: str = "trace", speed_up: float = 1.0) -> tuple[T
 
 
 def poisson(rate_per_s: float, *, count: int, model_count: int, seed: int = 0) -> Trace:
-    """Independent arrivals; models by Zipf's law: the k-th is asked for 1/k times as often."""
+    """Return independent arrivals; by Zipf's law the k-th model is requested 1/k times as often."""
     chance = Random(seed)
     weights = [1.0 / (1 + model) for model in range(model_count)]
     models = chance.choices(range(model_count), weights, k=count)
@@ -122,8 +122,9 @@ def poisson(rate_per_s: float, *, count: int, model_count: int, seed: int = 0) -
 
 
 def tiled(trace: Trace, tiles: int, requests: int, seed: int = 0) -> Trace:
-    """So many clients at once, each of whom asks for models of its own, as the trace does from some
-    instant on and then from its beginning: about so many requests in all, at most all of them."""
+    """Return the trace for ``tiles`` concurrent clients, about ``requests`` requests in all, at
+    most every one. Each client has its own models, starts at its own instant of the trace,
+    and wraps around."""
     chance, times = Random(f"tiles {seed}"), [one.at_ms for one in trace.arrivals]
     length_ms = times[-1] + times[-1] / len(times)
     span_ms = length_ms * min(1.0, requests / (tiles * len(times)))
@@ -159,7 +160,7 @@ def _counts(words: Iterable[str], number: int) -> list[int]:
 
 
 def _instant(word: str, number: int) -> datetime:
-    """With seven digits of a second, of which datetime takes six."""
+    """Parse a time with seven decimals of a second; datetime takes six."""
     try:
         return datetime.fromisoformat(word.strip()[:26])
     except ValueError:

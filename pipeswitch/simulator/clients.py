@@ -1,4 +1,4 @@
-"""The clients: what they ask for, and that each of them is answered exactly once (I1)."""
+"""Clients: their requests, and the check that each is answered exactly once (I1)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Action = Literal["show", "pause", "resume", "cancel", "wait"]
 
 
 class SimulatedClients:
-    """All clients of the server; a token is one of their questions.
+    """All clients of the server; a token names one of their requests.
 
     Attributes:
         open: tokens that have no final answer yet.
-        outcomes: how many ended so: "ok", or the error's name.
+        outcomes: number of requests by outcome: "ok", or the error's name.
     """
 
     def __init__(self, scene: Scene, handle: Callable[[ev.Event], None]) -> None:
@@ -33,7 +33,7 @@ class SimulatedClients:
         self.last_token = 0
 
     def token(self) -> ev.Token:
-        """A new one; an answer is owed to it."""
+        """Return a new token, which needs an answer."""
         self.last_token += 1
         token = ev.Token(self.last_token)
         self.open.add(token)
@@ -55,7 +55,7 @@ class SimulatedClients:
         pin: bool = False,
         devices: tuple[str, ...] = (),
     ) -> ev.Token:
-        """A model. Known under that name, it is what it was: a name's program never changes."""
+        """Register a model. A known name keeps its program, which never changes."""
         known = self._scene.programs.setdefault(model, program)
         spec, token = known.manifest.digest, self.token()
         self._handle(
@@ -103,7 +103,7 @@ class SimulatedClients:
     def train(
         self, job: JobName, training: Training, *, priority: int = 1, devices: tuple[str, ...] = ()
     ) -> ev.Token:
-        """A job; known under that name, its script is what it was."""
+        """Submit a job; a known name keeps its script."""
         self._scene.scripts.setdefault(job, training)
         token = self.token()
         self._handle(
@@ -114,7 +114,7 @@ class SimulatedClients:
         return token
 
     def ask(self, job: JobName, action: Action) -> ev.Token:
-        """What may be asked of a job."""
+        """Send an action for a job, and return its token."""
         token = self.token()
         self._handle(ev.JobAsked(token=token, job=job, action=action))
         return token

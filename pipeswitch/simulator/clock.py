@@ -1,4 +1,4 @@
-"""Virtual time: what is due when, and what a process will have done by then."""
+"""Virtual time: entries that are due, and the next steps of processes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ Act = Callable[[], None]
 
 
 class Move(NamedTuple):
-    """What one lane of a process does next. By the clock it is done ``cost_ms`` after it could be
-    begun, unless the lane has something else to do before that: then it never happens.
-    """
+    """Next step of one lane of a process. The clock ends it ``cost_ms`` after it could begin,
+    unless the lane gets something else to do first: then it never happens."""
 
     lane: str
     what: str
@@ -21,13 +20,13 @@ class Move(NamedTuple):
 
 
 class Plans(dict[str, tuple[str, int]]):
-    """Of a process of that device: lane -> what it does, and the number of its entry."""
+    """Plans of a process on ``device``: lane -> its next step, and the number of its entry."""
 
     device = 0
 
 
 class Clock:
-    """An instant, and the entries that are due, in order; of those of one instant the oldest."""
+    """Clock with an instant, and the due entries in order; the oldest first within an instant."""
 
     def __init__(self) -> None:
         self.now_ms = 0.0
@@ -35,11 +34,11 @@ class Clock:
         self._count = 0
 
     def at(self, due_ms: float, act: Act) -> None:
-        """Let it happen at that instant."""
+        """Schedule an act at that instant."""
         self._push(due_ms, None, "", act)
 
     def plan(self, plans: Plans, moves: Sequence[Move]) -> None:
-        """Make a process's entries those of its moves; one that is there already stays."""
+        """Replace a process's entries by its moves; an entry for the same step stays."""
         if plans:
             wanted = {move.lane: move.what for move in moves}
             for lane, (what, _) in list(plans.items()):
@@ -50,15 +49,14 @@ class Clock:
                 plans[lane] = (what, self._push(self.now_ms + cost_ms, plans, lane, act))
 
     def next_ms(self) -> float | None:
-        """When the next entry is due; None when there is none."""
+        """Return when the next entry is due; None when there is none."""
         entries = self._entries
         while entries and not self._is_planned(*entries[0][1:4]):
             heapq.heappop(entries)
         return entries[0][0] if entries else None
 
     def take(self) -> tuple[Act, Plans | None]:
-        """The next entry's act, and whose; it is that instant now. ``next_ms`` must have been
-        asked."""
+        """Advance to the next entry; return its act and plans. Call ``next_ms`` before."""
         due_ms, _, plans, lane, act = heapq.heappop(self._entries)
         self.now_ms = max(self.now_ms, due_ms)
         if plans is not None:

@@ -1,4 +1,4 @@
-"""What any scheduling policy must keep, checked by asking it and by a simulated server."""
+"""Contract of every scheduling policy, checked by direct calls and by a simulated server."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _check_order(order: Order, one: Waiting, view: View, chance: Random) -> None
 
 
 def _check_patience(order: Order, old: Waiting, chance: Random) -> None:
-    """In the end none is overtaken."""
+    """Check that a new request cannot overtake a very old one."""
     now_ms = old.arrived_at_ms + FAR_MS
     view = View(now_ms, _predict)
     new = _request(chance, 1.0)._replace(arrived_at_ms=now_ms, deadline_at_ms=now_ms + 1.0)
@@ -122,7 +122,7 @@ def _check_costs(policy: Policy, view: View, chance: Random) -> None:
 
 
 def _check_life(policy: Policy, max_wait_ms: float, chance: Random) -> None:
-    """Six models of which two fit: each request is answered, by this policy."""
+    """Check that the policy answers every request to six models of which two fit."""
     settings = SchedulerSettings(
         arena_bytes=12 * MIB, store_bytes=64 * MIB, words=WORDS, max_queue=2 * REQUESTS,
         max_queue_per_model=2 * REQUESTS,

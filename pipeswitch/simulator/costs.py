@@ -1,4 +1,4 @@
-"""How long things take: links, latencies and jobs as data."""
+"""Durations as data: links, latencies and jobs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ..ipc.messages.base import ByteRange
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Copies one piece after the other. Each takes a fixed time and its bytes' share."""
+    """Link that copies one piece after the other: a fixed time, plus a time per byte."""
 
     bytes_per_ms: float = math.inf
     fixed_ms: float = 0.0
 
     def copy_ms(self, size_bytes: int) -> float:
-        """How long a copy takes; a group of no bytes lies there already."""
+        """Return how long a copy takes; a group of no bytes is already there."""
         return self.fixed_ms + size_bytes / self.bytes_per_ms if size_bytes else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Of one server; milliseconds."""
+    """Costs of one server, in milliseconds."""
 
     to_device: Link = field(default_factory=Link)
     to_host: Link = field(default_factory=Link)
@@ -38,7 +38,7 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A job's script: equal steps, each of which needs the device."""
+    """Script of a job: equal steps, each of which needs the device."""
 
     steps: int
     step_ms: float = 0.0
@@ -49,5 +49,5 @@ class Training:
 
     @property
     def ranges(self) -> tuple[ByteRange, ...]:
-        """What a commit copies of the slice."""
+        """Ranges of the slice that a commit copies."""
         return (ByteRange(offset_bytes=0, size_bytes=self.state_bytes),)

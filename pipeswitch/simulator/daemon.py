@@ -1,6 +1,5 @@
-"""The memory daemon: one control thread, one that copies to the device, and a lane for each of
-host store, slices and disk.
-"""
+"""Memory daemon: a control thread, a thread that copies to the device, and a lane for each of
+host store, slices and disk."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from .process import Process
 
 
 class Transmission:
-    """A copy under way, and what it has done."""
+    """Copy under way, and its progress."""
 
     def __init__(self, order: TransmitModel, now_ms: float) -> None:
         self.order = order
@@ -44,7 +43,7 @@ class Transmission:
 
 
 class SimulatedDaemon(Process):
-    """Copies groups in order, stores, scrubs, commits. It does what it is told and nothing else."""
+    """Simulated daemon: copies groups in order, stores, scrubs, commits; only on orders."""
 
     is_ready = False
 
@@ -56,25 +55,25 @@ class SimulatedDaemon(Process):
         self._areas: dict[JobName, tuple[Epoch, int]] = {}  # the last commit's epoch and number
 
     def users(self) -> list[User]:
-        """Every range that it writes."""
+        """Return every range that it writes."""
         return [(f"the copy of {c.order.model}", region_of(c.order)) for c in self.copies]
 
     def readers(self) -> list[User]:
-        """Every slice that it was told to copy or to zero, and has not."""
+        """Return every slice that it has still to copy or to zero."""
         orders = [*self.inbox.get("control", ()), *self._lanes.get("to-host", ())]
         return [(f"a {type(order).__name__} not done", slice_of(order))
                 for order in orders if isinstance(order, CommitCopy | Scrub)]  # fmt: skip
 
     @property
     def stores(self) -> list[Span]:
-        """Every range of the host store that it was told to fill, and has not."""
+        """Ranges of the host store that it has still to fill."""
         orders = [*self.inbox.get("control", ()), *self._lanes.get("store", ())]
         return [Span(order.store_offset_bytes, order.store_offset_bytes + order.size_bytes)
                 for order in orders if isinstance(order, StoreModel)]  # fmt: skip
 
     @property
     def areas(self) -> set[JobName]:
-        """The jobs whose commit areas it has open."""
+        """Jobs whose commit areas are open."""
         return set(self._areas)
 
     def steps(self) -> list[Move]:
@@ -97,7 +96,7 @@ class SimulatedDaemon(Process):
     # -- control thread ------------------------------------------------------------------------
 
     def hear(self, channel: str, message: Message) -> None:
-        """A transmission is the copy thread's as soon as it is sent: its region is claimed."""
+        """Queue a message; a transmission reaches the copy thread and claims its region at once."""
         if not isinstance(message, TransmitModel):
             super().hear(channel, message)
             return
@@ -134,7 +133,7 @@ class SimulatedDaemon(Process):
                 raise Violation(f"a memory daemon takes no {message}")
 
     def accepts(self, order: CommitCopy) -> bool:
-        """Whether a commit is new."""
+        """Return True if a commit is new; otherwise the world is violated."""
         require(order.job in self._areas, f"a commit of {order.job} without an area")
         is_new = (order.epoch, order.number) > self._areas[order.job]
         require(is_new, f"commit {order.number} is copied again")
@@ -225,7 +224,7 @@ class SimulatedDaemon(Process):
 
 
 def slice_of(order: CommitCopy | Scrub) -> Span:
-    """The slice that an order is about."""
+    """Return the slice of an order."""
     if isinstance(order, Scrub):
         return Span(order.offset_bytes, order.offset_bytes + order.size_bytes)
     return Span(order.slice_offset_bytes, order.slice_offset_bytes + order.slice_bytes)

@@ -1,4 +1,4 @@
-"""The device's memory: what lies where, who may write there (I4), and whose turn it is."""
+"""Memory of the device: its contents, its permitted writers (I4), and the owner of the turn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .programs import Program
 
 
 class Violation(AssertionError):
-    """The scheduler broke an invariant of docs/architecture.md."""
+    """Broken invariant of docs/architecture.md, by the scheduler's fault."""
 
 
 def require(is_so: bool, text: str) -> None:
@@ -39,7 +39,7 @@ BASE = 6  # of the digits in a script's state: up to so many steps show one by o
 
 
 class Image(NamedTuple):
-    """A script's state: two halves of its parameters, and its position in the data.
+    """State of a script: two halves of its parameters, and its position in the data.
 
     Step *k* appends digit *k* to each half.
     """
@@ -53,12 +53,12 @@ ZEROS = Image(0, 0, 0)
 
 
 def after_step(half: int, step: int) -> int:
-    """One half of the parameters after batch number ``step`` was applied to it."""
+    """Return one half of the parameters after batch number ``step`` was applied to it."""
     return half * BASE + step + 1
 
 
 def image_of(step: int) -> Image:
-    """The state after steps 1…step of an undisturbed run."""
+    """Return the state after steps 1…step of an undisturbed run."""
     half = 0
     for index in range(step):
         half = after_step(half, index)
@@ -66,7 +66,7 @@ def image_of(step: int) -> Image:
 
 
 class Held(NamedTuple):
-    """What was sent to the arena and is not overwritten."""
+    """Transfer to the arena that is not overwritten."""
 
     order: TransmitModel
     done: int  # groups whose bytes are there
@@ -81,22 +81,22 @@ class SimulatedArea:
         self._half = 0
 
     def last(self) -> Image | None:
-        """What a script resumes from."""
+        """Return the image from which a script resumes."""
         return self._newest
 
     def begin(self, step: int, image: Image) -> None:
-        """The first half is copied; the newest image is whole until the next one is."""
+        """Note that the first half is copied; the newest image stays whole until the next is."""
         self._half = image.first
 
     def flip(self, step: int, image: Image) -> None:
-        """The rest is copied: this is the newest image."""
+        """Note that the rest is copied: this is the newest image."""
         self.step, self._newest = step, image._replace(first=self._half)
 
 
 class Device:
     """Bytes of models and slices, arrival words, and the two words of the board.
 
-    Its values are replaced, never changed: a state of the world can be kept.
+    Its values are replaced, never changed, so a state of the world can be saved.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Device:
         self.clear()
 
     def clear(self) -> None:
-        """The memory is gone with the daemon that owned it."""
+        """Clear the memory, which is gone with the daemon that owned it."""
         self.words: dict[int, Epoch] = {}
         self.computed = (0, 0)  # of a model that streams: its copy's epoch, how many groups
         self.contents: dict[ModelName, Held] = {}  # what lies there, or is on its way
@@ -115,7 +115,7 @@ class Device:
         self.dirty: tuple[Span, ...] = ()  # a dead job's bytes, not zeroed yet
 
     def claim(self, span: Span, why: str, users: Iterable[User]) -> None:
-        """A range gets a new owner: nothing alive may use it, and what lay there is gone."""
+        """Give a range to a new owner: nothing alive may use it, and its old content is gone."""
         require_unused(span, why, users)
         for dirty in self.dirty:
             require(not span.overlaps(dirty), f"{why} overlaps a slice that is not zeroed (I4)")
@@ -129,7 +129,7 @@ class Device:
     def send(
         self, order: TransmitModel, program: Program, word_count: int, users: Iterable[User]
     ) -> None:
-        """A model's copy is ordered: what is not sent again must lie there."""
+        """Begin the copy of a model; groups that are not sent again must lie there."""
         start = order.arena_offset_bytes
         require(start >= word_count * WORD_BYTES, "a model over the arrival words")
         intact = self.intact.get(order.model, NOWHERE)
@@ -144,14 +144,14 @@ class Device:
         self.contents = {**self.contents, order.model: Held(order, 0)}
 
     def arrived(self, order: TransmitModel, group: GroupCopy) -> None:
-        """A group's bytes are there, then its word."""
+        """Note the arrival of a group's bytes, then of its word."""
         held = self.contents.get(order.model)
         if held is not None and held.order.epoch == order.epoch:
             self.contents = {**self.contents, order.model: Held(held.order, held.done + 1)}
         self.words = {**self.words, group.word: order.epoch}
 
     def completed(self, order: TransmitModel) -> None:
-        """All groups are there."""
+        """Note that all groups have arrived."""
         held = self.contents.get(order.model)
         if held is not None and held.order.epoch == order.epoch:
             self.intact = {**self.intact, order.model: region_of(order)}
@@ -160,7 +160,7 @@ class Device:
         return self.words.get(order.first_word + group) == order.residency_epoch
 
     def check_order(self, order: RunInference, group_count: int) -> None:
-        """A worker is sent to a model: it lies there, or is on its way, as the order says."""
+        """Require that a worker's model is on the device, or on its way, as the order says."""
         held = self.contents.get(order.model)
         require(held is not None, f"{order.model} does not lie in the arena")
         assert held is not None
@@ -173,7 +173,7 @@ class Device:
         require(len(sent.groups) == group_count, "it was sent in other groups")
 
     def check_read(self, order: RunInference, group: int) -> None:
-        """A worker computes with a group: it is there."""
+        """Require that a group is there when a worker computes with it."""
         held = self.contents.get(order.model)
         is_there = held is not None and held.order.epoch == order.residency_epoch
         require(is_there, f"{order.model} is read after its eviction (I4)")
@@ -181,7 +181,7 @@ class Device:
         require(held.done > group, f"group {group} of {order.model} is read and not there (I4)")
 
     def has_room(self, order: TransmitModel, group: int) -> bool:
-        """Of a model that streams: what lay where that group lands has computed."""
+        """Return True if a streaming model's group may land: the group there has computed."""
         count = order.waits[group] if order.waits else 0
         return not count or (self.computed[0] == order.epoch and self.computed[1] >= count)
 
@@ -192,19 +192,19 @@ class Device:
         self.slices = {**self.slices, span.start: image}
 
     def zero(self, span: Span) -> None:
-        """A slice's bytes are no more."""
+        """Zero a slice's bytes."""
         self.slices = {at: image for at, image in self.slices.items() if at != span.start}
         self.dirty = tuple([dirty for dirty in self.dirty if dirty != span])
 
 
 def require_unused(span: Span, why: str, users: Iterable[User]) -> None:
-    """No user of another range reaches into this one."""
+    """Require that no user's range overlaps this one."""
     for owner, other in users:
         require(not span.overlaps(other), f"{why} overlaps {owner} (I4)")
 
 
 def _without(held: Span, taken: Span) -> Span:
-    """What is left, before what was taken or else behind it: a prefix, or what streams keeps."""
+    """Return the rest of ``held`` before ``taken``, or else after it: a prefix, or kept groups."""
     if not held.overlaps(taken):
         return held
     return Span(held.start, taken.start) if held.start < taken.start else Span(taken.end, held.end)
@@ -216,12 +216,12 @@ def region_of(order: TransmitModel) -> Span:
 
 
 def kept_groups(order: TransmitModel) -> list[GroupCopy]:
-    """Those that are not sent again."""
+    """Return the groups that are not sent again."""
     return [group for group in order.groups if not group.size_bytes]
 
 
 def _true_size(order: TransmitModel, group: GroupCopy, program: Program) -> int:
-    """Bytes of a group whose order says 0: up to where the next one begins."""
+    """Return the bytes of a group whose order says 0: up to the beginning of the next one."""
     begins = sorted(g.arena_offset_bytes for g in order.groups)
     held_bytes = min(order.region_bytes, program.manifest.total_bytes)  # one that streams: less
     begins.append(order.arena_offset_bytes + held_bytes)

@@ -1,5 +1,5 @@
-"""What all processes have in common: channels, a life, and an end that may come at any time; and
-the simplest of them, a builder."""
+"""Base of all simulated processes: channels, a life, and an end that may come at any time; and a
+builder, the simplest process."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ Chance = Literal[
 
 
 class Choices(Protocol):
-    """Decides each time; the only source of chance."""
+    """Choices of what happens; the only source of chance."""
 
     def happens(self, what: Chance, name: str) -> bool:
-        """Whether it happens now. ``name``: the model's or the job's, or the process's."""
+        """Return True if it happens now. ``name``: of the model, the job or the process."""
         ...
 
 
 class Faithful:
-    """Nothing goes wrong."""
+    """Choices under which nothing goes wrong."""
 
     def happens(self, what: Chance, name: str) -> bool:
         return False
@@ -50,7 +50,7 @@ class Faithful:
 
 @dataclass(kw_only=True)
 class Scene:
-    """What the processes of one device share; all but the device is the server's."""
+    """State shared by the processes of one device; all but the device is the server's."""
 
     choices: Choices
     costs: Costs
@@ -64,10 +64,10 @@ class Scene:
 
 
 class Process:
-    """Anything with a life. What it says and hears waits in channels, in order.
+    """Simulated process with a life. Its messages in both directions wait in channels, in order.
 
     Args:
-        tell: takes what it has said, when that arrives.
+        tell: takes a message from it on arrival.
         reap: takes its end.
     """
 
@@ -95,27 +95,27 @@ class Process:
         return self.status is None
 
     def say(self, channel: str, message: Message) -> None:
-        """Into a channel to the controller."""
+        """Send a message on a channel to the controller."""
         self.out.setdefault(channel, deque()).append(message)
 
     def hear(self, channel: str, message: Message) -> None:
-        """Into a channel from the controller; nothing is kept for the dead."""
+        """Queue a message from the controller; a dead process gets none."""
         if self.runs:
             self.inbox.setdefault(channel, deque()).append(message)
 
     def kill(self) -> None:
-        """It goes on until the signal strikes."""
+        """Doom the process, which runs on until the signal strikes."""
         self.is_doomed = self.runs
 
     def end(self, status: int) -> None:
-        """It is gone. What it has said is still on its way."""
+        """End the process. Its messages are still on their way."""
         if self.status is None:
             self.status = status
             self.may_lose, self.is_doomed = status != 0, False
             self.inbox.clear()
 
     def moves(self) -> list[Move]:
-        """Everything that may happen to it next."""
+        """Return every move that may happen to it next."""
         costs = self.scene.costs
         found = [
             Move(f"from {channel}", "arrives", costs.message_ms, partial(self._arrives, queue))
@@ -131,14 +131,14 @@ class Process:
         return found
 
     def steps(self) -> list[Move]:
-        """What it can do itself."""
+        """Return the steps that the process can take itself."""
         raise NotImplementedError
 
     def _arrives(self, queue: deque[Message]) -> None:
         self._tell(self, queue.popleft())
 
     def _reads(self, channel: str, take: Callable[[Message], None]) -> list[Move]:
-        """The move that reads a channel's oldest message."""
+        """Return the move that reads a channel's oldest message."""
         queue = self.inbox.get(channel)
         if not queue:
             return []
@@ -151,7 +151,7 @@ def _read(queue: deque[Message], take: Callable[[Message], None]) -> None:
 
 
 class SimulatedBuilder(Process):
-    """Finds what the scene's library holds under the model's name."""
+    """Simulated builder: finds the model's program in the scene's library."""
 
     def __init__(self, order: StartBuild, *of_process: object) -> None:
         address = Address("builder", generation=order.epoch)

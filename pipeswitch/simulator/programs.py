@@ -15,7 +15,7 @@ ALIGNMENT_BYTES = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A model as the world knows it; its layers compute one after the other."""
+    """Program of a model in the world; its layers compute one after the other."""
 
     manifest: Manifest
     plan: tuple[int, ...]  # layers that open a group, as it was built
@@ -24,8 +24,8 @@ class Program:
     profiles: tuple[Found, ...] = ()  # measured by an earlier server, found when it is built
 
     def group_ms(self, plan: Sequence[int], batch: int, more: float = 0.0) -> tuple[float, ...]:
-        """Computing time of each group. ``plan``: RunInference's, empty: as it was built;
-        ``more``: of one row's time, what prompts add."""
+        """Return the computing time of each group. ``plan``: RunInference's, empty: as built;
+        ``more``: extra time for prompts, in units of one row's time."""
         begins = list(plan) or self.plan
         ends = (*begins[1:], len(self.layer_ms))
         rows = 1.0 + (batch - 1) * self.row_share + more
@@ -36,7 +36,7 @@ def manifest_of(
     digest: str, layer_bytes: Sequence[int], plan: tuple[int, ...],
     batching: Batching | None = None,
 ) -> Manifest:  # fmt: skip
-    """Layers of one tensor each; sizes are multiples of ALIGNMENT_BYTES."""
+    """Return a manifest with layers of one tensor each; sizes are multiples of ALIGNMENT_BYTES."""
     offsets = [0, *accumulate(layer_bytes)]
     tensors = tuple(
         TensorSpec(name=f"t{i}", dtype="uint8", shape=(size,), offset_bytes=offsets[i],
@@ -55,7 +55,7 @@ def program_of(
     digest: str, total_bytes: int, *, groups: int = 2, layers_per_group: int = 2,
     layer_ms: float = 0.0, profiles: tuple[Found, ...] = (), batching: Batching | None = None,
 ) -> Program:  # fmt: skip
-    """A program of equal groups of equal layers."""
+    """Return a program of equal groups of equal layers."""
     count = groups * layers_per_group
     size = total_bytes // count // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     plan = tuple(range(0, count, layers_per_group))

@@ -1,4 +1,4 @@
-"""A trace through the real scheduler in the simulated world, and what its clients saw. Pure."""
+"""Replay of a trace through the real scheduler in the simulated world. Pure."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ ENDLESS: Final = 1 << 30  # a limit of the queue that no trace reaches
 
 @dataclass(frozen=True, kw_only=True)
 class PaperModel:
-    """A model as layers: bytes, and computing time in milliseconds at batch 1.
+    """Model as layers: bytes, and computing time in milliseconds at batch 1.
 
     Attributes:
         plan: the layers that open a group.
         batching: how its requests are joined; None: they are not.
-        row_share: of a joined request's computing time, what each further one adds.
+        row_share: additional time of each further joined request, as a share of one request's.
     """
 
     name: str
@@ -59,12 +59,12 @@ class PaperModel:
         return sum(self.layer_ms)
 
     def load_ms(self, link: Link) -> float:
-        """Of its copy, group after group."""
+        """Return how long the model's copy takes, group after group."""
         begins = [*self.plan, len(self.layer_bytes)]
         return sum(link.copy_ms(sum(self.layer_bytes[a:b])) for a, b in pairwise(begins))
 
     def program(self) -> Program:
-        """As the simulated world takes it; sizes go up to whole tensors."""
+        """Return the program for the simulated world; sizes are rounded up to whole tensors."""
         sizes = tuple(aligned(size, ALIGNMENT_BYTES) for size in self.layer_bytes)
         return Program(
             manifest=manifest_of(f"d-{self.name}", sizes, self.plan, self.batching),
@@ -73,14 +73,14 @@ class PaperModel:
 
 
 def paper_model(name: str, profile: Profile) -> PaperModel:
-    """As it was measured, in the groups that are planned from that."""
+    """Return a model with the measured times, in the groups that are planned from them."""
     costs, plan = costs_of(profile), plan_of(profile)
     return PaperModel(name=name, layer_bytes=costs.layer_bytes, layer_ms=costs.compute_ms,
                       plan=plan, row_share=_row_share(profile))  # fmt: skip
 
 
 def _row_share(profile: Profile) -> float:
-    """From batch 1 and the largest that was measured; 1 where there are not both."""
+    """Return the row share from batch 1 and the largest measured batch; 1 if one is missing."""
     most = max(times.batch for times in profile.batches)
     if most == 1 or profile.batch(1) is None:
         return 1.0
@@ -89,7 +89,7 @@ def _row_share(profile: Profile) -> float:
 
 
 def link_of(profile: Profile) -> Link:
-    """As it was measured."""
+    """Return the link with the measured speed."""
     beta = profile.link.beta_ms_per_mib
     return Link(bytes_per_ms=MIB / beta if beta else math.inf, fixed_ms=profile.link.alpha_ms)
 
@@ -105,19 +105,19 @@ class PaperJob:
     at_ms: float = 0.0
 
     def script(self) -> Training:
-        """As the simulated world takes it."""
+        """Return the script for the simulated world."""
         return Training(steps=self.steps, step_ms=self.step_ms, slice_bytes=self.memory_bytes,
                         state_bytes=self.memory_bytes)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A job's end; milliseconds of the virtual clock.
+    """End of a job; milliseconds of the virtual clock.
 
     Attributes:
         jct_ms: from its submission to its end (job completion time).
-        trained_ms: of that, it had the device.
-        preempted_ms: of that, it waited in place, its memory kept, for requests or other jobs.
+        trained_ms: time of it with the device.
+        preempted_ms: time of it suspended in place, its memory kept, for requests or other jobs.
         evictions: how often it had to leave its memory.
     """
 
@@ -130,12 +130,12 @@ class Trained:
 
     @property
     def share(self) -> float:
-        """Of the device's time while it was there."""
+        """Share of the device's time between the job's submission and its end."""
         return self.trained_ms / self.jct_ms if self.jct_ms else 1.0
 
 
 def trained(job: PaperJob, jct_ms: float, row: Mapping[str, Any]) -> Trained:
-    """``row``: of ``pipeswitch jobs``, as it ended."""
+    """Return a job's end. ``row``: its last row of ``pipeswitch jobs``."""
     return Trained(
         name=job.name, at_ms=job.at_ms, jct_ms=jct_ms, trained_ms=1000.0 * row["trained_s"],
         preempted_ms=1000.0 * row["preempted_s"], evictions=row["evictions"],
@@ -144,17 +144,17 @@ def trained(job: PaperJob, jct_ms: float, row: Mapping[str, Any]) -> Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One server to replay on.
+    """Server for a replay.
 
     Attributes:
         memory_bytes: of each device, for models and jobs.
-        own: makes the policy where ``policy`` is no name of ours; each server has its own.
+        own: makes the policy where ``policy`` is not a built-in name; each server has its own.
         slo_ms: how long a request may take beyond its own computing.
-        has_deadlines: whether requests carry that as their deadline; without, a late one is
+        has_deadlines: whether requests carry that as their deadline; without, late ones are
             computed all the same.
-        is_known: what each model takes is known before it was measured.
-        prepares: whether workers load programs beforehand, which on paper takes no time.
-        prompt_share: of a step's computing, what each token of a prompt adds to the first one.
+        is_known: whether each model's times are known before they are measured.
+        prepares: whether workers load programs beforehand, which takes no simulated time.
+        prompt_share: time of each prompt token in the first step, as a share of a step's.
     """
 
     memory_bytes: int
@@ -175,18 +175,18 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a trace's requests; milliseconds of the virtual clock.
+    """Results of a trace's requests; milliseconds of the virtual clock.
 
     Attributes:
-        latency_ms: of each request that was computed, in order of arrival; of several tokens, until
-            the first.
+        latency_ms: of each computed request, in order of arrival; of several tokens, until the
+            first.
         between_ms: from each token of an answer to its next, sorted.
-        in_slo: how many of all ended in time, with all their tokens.
-        refused: how many of all were not computed, by the error's name.
-        busy_ms: the devices computed this long, or trained.
+        in_slo: number of requests that ended in time, with all their tokens.
+        refused: number of requests that were not computed, by the error's name.
+        busy_ms: how long the devices computed or trained.
         order: the requests by their number in the trace, as they were computed.
         jobs: in the order in which they were named.
-        warnings: what a server's log would have, such as of a policy that failed.
+        warnings: lines that a server's log would have, such as of a policy that failed.
     """
 
     requests: int
@@ -227,10 +227,10 @@ def replay(
     watch: Callable[[int], None] | None = None,
     take_span: Callable[[ev.Spans], None] | None = None,
 ) -> Outcome:
-    """All requests of a trace and all jobs, on one server that has registered the models.
+    """Replay all requests of a trace and all jobs, on one server that has registered the models.
 
     Args:
-        watch: is told how many have been answered.
+        watch: called with the number of answered requests.
         take_span: takes the intervals of the timeline.
 
     Raises:
@@ -246,9 +246,9 @@ def replay(
 
 
 def serial(setting: Setting, models: Sequence[PaperModel], arrivals: Sequence[Arrival]) -> Outcome:
-    """The reference: in order of arrival, a model's copy and its computing one after the other, and
-    nothing beside them, as in the loop that PipeSwitch's authors published; the least recently
-    used model leaves."""
+    """Replay the reference: in order of arrival, a model's copy and then its computing, with no
+    overlap, as in the loop that PipeSwitch's authors published; the least recently used model
+    leaves."""
     link = setting.costs.to_device
     jobs = [
         Job(model=models[arrival.model].name, compute_ms=models[arrival.model].compute_ms,
@@ -274,8 +274,8 @@ def serial(setting: Setting, models: Sequence[PaperModel], arrivals: Sequence[Ar
 
 
 class Models(dict[int, PaperModel]):
-    """By their number in the trace. Of a tiled one each tile has the same, under names of its own;
-    they are made when they are asked for."""
+    """Models by their number in the trace. Each tile has the same models under its own names;
+    they are created on first access."""
 
     def __init__(self, first: Sequence[PaperModel], tiles: int = 1) -> None:
         super().__init__(enumerate(first))
@@ -289,7 +289,7 @@ class Models(dict[int, PaperModel]):
 
 
 class Asked(NamedTuple):
-    """A request, or a token of one, that has no answer yet."""
+    """Request, or a token of one, that has no answer yet."""
 
     number: int
     arrival: Arrival
@@ -299,7 +299,7 @@ class Asked(NamedTuple):
 
 
 class Replay(World):
-    """One server, and the requests of a trace that come to it. ``models``: all that may come."""
+    """One server, and the requests of a trace that come to it. ``models``: all possible ones."""
 
     def __init__(
         self, setting: Setting, models: Models, jobs: Sequence[PaperJob] = (),
@@ -340,7 +340,7 @@ class Replay(World):
         )  # fmt: skip
 
     def serve(self, models: Iterable[PaperModel], until_ms: float = math.inf) -> None:
-        """Have them registered by then."""
+        """Register the models, and run until that instant."""
         for model in models:
             self.clients.register(ModelName(model.name), model.program())
         self.run(until_ms)
@@ -361,12 +361,12 @@ class Replay(World):
         return outcome([self], len(arrivals))
 
     def _own_ms(self, arrival: Arrival, step: int) -> float:
-        """What one of its tokens computes, alone."""
+        """Return the time of one token of the request, alone."""
         prompt = 0.0 if step else arrival.prompt * self._setting.prompt_share
         return self.models[arrival.model].compute_ms * (1.0 + prompt)
 
     def ask(self, asked: Asked) -> None:
-        """A request comes, now."""
+        """Send a request now."""
         arrival, step = asked.arrival, asked.step
         model = self.models[arrival.model]
         deadline_ms = arrival.deadline_ms
@@ -434,7 +434,7 @@ class Replay(World):
 
 
 def outcome(servers: Sequence[Replay], requests: int, devices: int = 1) -> Outcome:
-    """Of requests that each went to one of them."""
+    """Return the outcome of requests that each went to one of the servers."""
     first, counts = servers[0], [server.scheduler.core.counts for server in servers]
     latency_ms = {n: ms for server in servers for n, ms in server.latency_ms.items()}
     jobs = tuple(first.trained[job.name] for job in first.jobs)
@@ -453,5 +453,5 @@ def outcome(servers: Sequence[Replay], requests: int, devices: int = 1) -> Outco
 
 
 def quantile_ms(outcome: Outcome, fraction: float) -> float:
-    """Of the latencies; NaN for none."""
+    """Return a quantile of the latencies; NaN if there are none."""
     return percentile(outcome.latency_ms, fraction) if outcome.latency_ms else math.nan

@@ -1,4 +1,4 @@
-"""A training script in a worker, around the real gate (``ipc/gate.py``).
+"""Training script in a worker, around the real gate (``ipc/gate.py``).
 
 Its state is three numbers in its slice (``device.Image``), which it writes one after the other, so
 that every half-done, lost or repeated step shows there.
@@ -47,11 +47,11 @@ COMPUTES: Final = (GateState.RUNNING, GateState.STOPPING)
 
 
 class Halt(Exception):
-    """The main thread waits inside the gate."""
+    """Wait of the main thread inside the gate."""
 
 
 class Bell:
-    """Stands for the gate's condition. To wait is to end the move; it is made again later."""
+    """Stand-in for the gate's condition. A wait ends the move, which is made again later."""
 
     def __enter__(self) -> None:
         return None
@@ -70,10 +70,10 @@ BELL: Final[Any] = Bell()
 
 
 class SimulatedScript:
-    """The main thread of a worker that runs a job, and what the termination thread tells it.
+    """Main thread of a worker that runs a job, and the termination thread's orders to it.
 
     Args:
-        saved: what it resumes from.
+        saved: the image from which it resumes.
     """
 
     def __init__(self, order: RunJob, scene: Scene, say: Say, saved: Image | None) -> None:
@@ -102,7 +102,7 @@ class SimulatedScript:
 
     @property
     def step(self) -> int:
-        """Finished steps, as its slice says."""
+        """Number of finished steps in its slice."""
         return self._image.step
 
     @property
@@ -133,7 +133,7 @@ class SimulatedScript:
                 raise Violation(f"a script takes no {message}")
 
     def _parked(self, turn: int, next_turn: int, where: Where) -> None:
-        """The gate's acknowledgement passes the device on."""
+        """Pass the device on with the gate's acknowledgement."""
         now_ms = self._scene.clock.now_ms
         self._left_ms = max(0.0, self._left_ms - (now_ms - self._computes_since_ms))
         if next_turn:
@@ -148,7 +148,7 @@ class SimulatedScript:
     # -- main thread ---------------------------------------------------------------------------
 
     def steps(self) -> list[Move]:
-        """What the main thread can do next; nothing while it waits."""
+        """Return the next steps of the main thread; none while it waits."""
         gate, plan, costs = self.gate, self._plan, self._scene.costs
         state, is_evicting = gate.state, gate.is_evicting
         if self.is_stubborn and (state is GateState.STOPPING or is_evicting):
@@ -236,7 +236,7 @@ class SimulatedScript:
 
     @property
     def is_commit_over(self) -> bool:
-        """Whether the optimizer may write: no commit reads the parameters."""
+        """True if the optimizer may write: no commit reads the parameters."""
         return self.in_flight < 0 or self.is_acknowledged
 
     def _wait(self) -> None:
@@ -260,7 +260,7 @@ class SimulatedScript:
 
     @property
     def is_due(self) -> bool:
-        """Whether the step that has just ended is committed."""
+        """True if the step that has just ended is to be committed."""
         past_ms = self._scene.clock.now_ms - self._committed_at_ms
         is_late = past_ms >= self.order.commit_every_ms
         return is_late or self._scene.choices.happens("commit", self.order.job)

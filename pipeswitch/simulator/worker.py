@@ -1,4 +1,4 @@
-"""A worker: a main thread that computes or runs a script, and a termination thread."""
+"""Worker: a main thread that computes or runs a script, and a termination thread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OF_A_JOB = StopTask | GrantTurn | EvictTask | LeaseGranted | LeaseRefused
 
 
 class SimulatedInference:
-    """The request that a worker has, and how far it is. It begins when it has its turn."""
+    """Request in a worker, and its progress. It begins when it has its turn."""
 
     def __init__(self, order: RunInference, costs_ms: tuple[float, ...], now_ms: float) -> None:
         self.order = order
@@ -50,7 +50,7 @@ class SimulatedInference:
         return len(self.ends_at_ms)
 
     def computed(self, now_ms: float) -> None:
-        """One more group, which took what it costs and ended not before now."""
+        """Add a computed group, with its cost; it ends now at the earliest."""
         cost_ms = self.costs_ms[self.next_group]
         last_ms = self.ends_at_ms[-1] if self.ends_at_ms else self.turn_at_ms
         begin_ms = max(last_ms, now_ms - cost_ms)
@@ -59,7 +59,7 @@ class SimulatedInference:
 
 
 class SimulatedWorker(Process):
-    """The process in a slot."""
+    """Simulated worker: the process in a slot."""
 
     def __init__(self, address: Address, *of_process: object) -> None:
         super().__init__(f"worker {address.slot}", address, *of_process)  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ class SimulatedWorker(Process):
 
     @property
     def computes(self) -> bool:
-        """Whether it uses the device now (invariant I5)."""
+        """True if the worker uses the device now (invariant I5)."""
         if self.status is not None:
             return False
         if self.inference is not None:
@@ -86,12 +86,12 @@ class SimulatedWorker(Process):
 
     @property
     def orders(self) -> list[RunInference]:
-        """The requests in it and on their way to it."""
+        """Requests in it and on their way to it."""
         found = [m for m in self.inbox.get("task", ()) if isinstance(m, RunInference)]
         return [self.inference.order, *found] if self.inference is not None else found
 
     def users(self) -> list[User]:
-        """Every range that it reads or writes."""
+        """Return every range that it reads or writes."""
         contents = self.scene.device.contents
         found = [] if self.lease is None else [(f"the slice of {self.name}", self.lease)]
         for order in self.orders:
@@ -127,7 +127,7 @@ class SimulatedWorker(Process):
         return hears + self.main_steps()
 
     def main_steps(self) -> list[Move]:
-        """What the main thread can do."""
+        """Return the next steps of the main thread."""
         costs, script = self.scene.costs, self.script
         if self.inference is not None:
             return self._inference_steps(self.inference)
@@ -151,14 +151,14 @@ class SimulatedWorker(Process):
 
     @property
     def may_hear(self) -> bool:
-        """A signal waits, and the job that it speaks of is known."""
+        """True if a signal waits, and its job is known."""
         signals = self.inbox.get("signal")
         if not signals:
             return False
         return self.script is not None or isinstance(signals[0], Ping)
 
     def _hears(self, message: Message) -> None:
-        """The termination thread, whatever the task does."""
+        """Handle a message on the termination thread, whatever the task does."""
         if isinstance(message, Ping):
             self.say("signal", Pong(epoch=message.epoch))
         elif self.script is not None:
@@ -200,7 +200,7 @@ class SimulatedWorker(Process):
             self._fails("TaskFailed", "it does not load")
 
     def _inference_steps(self, task: SimulatedInference) -> list[Move]:
-        """The next group when it has arrived, between the turn and the answer."""
+        """Return the move for the next group that has arrived, between the turn and the answer."""
         order, device = task.order, self.scene.device
         if not task.has_begun:
             is_its_turn = device.turn == order.epoch
@@ -282,6 +282,6 @@ class SimulatedWorker(Process):
 
 
 def output_of(order: RunInference | JoinedRequest) -> SlabTensor:
-    """Its name says whose it is."""
+    """Return a tensor whose name says to which request it belongs."""
     return SlabTensor(name=order.request_id, dtype="uint8", shape=(1,),
                       offset_bytes=order.reply_offset_bytes, size_bytes=1)  # fmt: skip

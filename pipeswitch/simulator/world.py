@@ -1,8 +1,9 @@
-"""The world around the real scheduler: its commands are performed, its questions answered."""
+"""World around the real scheduler: performs its commands, answers its queries."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,14 +33,194 @@ INFORMING = (ev.Publish, ev.Spans, ev.Journal)
 
 
 def key_of(device: int, slot: Slot) -> Slot:
-    """Of a process among the workers of all devices; on the first it is the slot's number."""
+    """Return a process's key among the workers of all devices; on the first, the slot number."""
     return Slot(device * MOST_SLOTS + slot)
 
 
-class World:
-    """One server's life around a scheduler that has not begun yet.
+class Processes(ABC):
+    """Living processes, the memory that they use, and messages of dead ones on their way.
 
-    ``scene``, ``device`` and ``daemon`` are of the first device; there may be more.
+    ``scene``, ``device`` and ``daemon`` belong to the first device; there may be more.
+    """
+
+    def __init__(self, scheduler: Scheduler, choices: Choices, costs: Costs) -> None:
+        self.scheduler = scheduler
+        self.scene = Scene(choices=choices, costs=costs)
+        others = range(1, len(scheduler.machine.devices))
+        self.scenes = [
+            self.scene, *(replace(self.scene, device=Device(), index=index) for index in others)
+        ]  # fmt: skip
+        self.clock, self.device = self.scene.clock, self.scene.device
+        self.daemons: dict[int, Any] = {}  # by device: each a SimulatedDaemon
+        self.workers: dict[Slot, SimulatedWorker] = {}  # by ``key_of``
+        self.dying: list[SimulatedWorker] = []  # killed; their slots have others
+        self.builders: list[SimulatedBuilder] = []
+        self.ghosts: list[Process] = []  # reaped, and some of what they said is on its way
+
+    @abstractmethod
+    def handle(self, event: ev.Event) -> None:
+        """Give the scheduler a process's message or its end."""
+
+    @property
+    def daemon(self) -> Any:
+        """Memory daemon of the first device; None: it is gone."""
+        return self.daemons.get(0)
+
+    @daemon.setter
+    def daemon(self, daemon: Any) -> None:
+        self.daemons[0] = daemon
+
+    def new_worker(self, address: ev.Address) -> SimulatedWorker:
+        """The process in a slot."""
+        scene = self.scenes[address.device]
+        return SimulatedWorker(address, scene, self.from_process, self.reap_worker)
+
+    def new_daemon(self, address: ev.Address) -> SimulatedDaemon:
+        scene = self.scenes[address.device]
+        return SimulatedDaemon(address, scene, self.from_process, self.reap_daemon)
+
+    def workers_of(self, index: int) -> list[SimulatedWorker]:
+        """The processes in a device's slots."""
+        return [worker for worker in self.workers.values() if worker.scene.index == index]
+
+    def processes(self) -> Iterator[Process]:
+        """All that may still do or say something."""
+        yield from list(self.workers.values())
+        yield from list(self.dying)
+        yield from self.ghosts
+        yield from [daemon for daemon in self.daemons.values() if daemon is not None]
+        yield from self.builders
+
+    def require_one(self) -> None:
+        """Check that at most one worker of a device uses it."""
+        computing = [worker for worker in self.workers.values() if worker.computes]
+        devices = {worker.scene.index for worker in computing}
+        names = [worker.name for worker in computing]
+        require(len(computing) <= len(devices), f"{names} compute at the same time (I5)")
+
+    def users(self, index: int) -> list[User]:
+        """Every range of a device that is read or written now, and by whom."""
+        found = [user for worker in self.workers_of(index) for user in worker.users()]
+        daemon = self.daemons.get(index)
+        return found + daemon.users() if daemon is not None else found
+
+    def claims(self, index: int) -> list[User]:
+        """Return the users, and every slice that is still to be copied or zeroed."""
+        daemon = self.daemons.get(index)
+        return self.users(index) + (daemon.readers() if daemon is not None else [])
+
+    def _to_daemon(self, message: Message, scene: Scene) -> None:
+        daemon = self.daemons.get(scene.index)
+        if daemon is None or not daemon.is_ready:
+            raise Violation(f"{message} to a daemon not ready")
+        match message:
+            case OpenCommits(job=job):
+                require(job in self.scene.commits, "opened commits that do not exist")
+            case TransmitModel(model=model):
+                words = self.scheduler.core.settings.words
+                claims = self.claims(scene.index)
+                scene.device.send(message, scene.programs[model], words, claims)
+            case StoreModel(store_offset_bytes=start, size_bytes=size):
+                image = Span(start, start + size)
+                for other in self.daemons.values():
+                    for span in other.stores if other is not None else ():
+                        require(not image.overlaps(span), "two daemons write the host store (I4)")
+            case CancelTransmit(epoch=epoch):
+                scene.device.cancelled |= {epoch}
+            case Scrub():
+                require_unused(slice_of(message), "zeroing a slice", self.users(scene.index))
+            case _:
+                pass
+        daemon.hear("control", message)
+
+    def reap_daemon(self, daemon: SimulatedDaemon) -> None:
+        scene = daemon.scene
+        self.daemons[scene.index] = None
+        scene.device.dirty = ()  # the next memory is another one
+        for worker in self.workers_of(scene.index):
+            if self.scene.choices.happens("takes_along", worker.name):
+                worker.end(70)
+        self._reaped(daemon)
+
+    def _to_worker(self, command: ev.Send) -> None:
+        device = command.target.device
+        worker = self.workers.get(key_of(device, command.target.slot))
+        if worker is None or worker.address != command.target:
+            raise Violation(f"{command} to a process that is gone")
+        message = command.message
+        if isinstance(message, RunInference | PrepareModel | RunJob):
+            is_code = isinstance(message, RunJob) or message.is_code
+            fits = worker.runs_code in (None, is_code)
+            is_sandboxed = self.scheduler.core.settings.is_sandboxed
+            require(fits or not is_sandboxed, f"code and programs in {worker.name}")
+            worker.runs_code = is_code
+        match message:
+            case RunInference():
+                self._require_one_writer(message)
+            case RunJob(job=job):
+                names = [w.script.order.job for w in self.workers.values() if w.script is not None]
+                require(job not in names, f"two processes of {job}")
+            case LeaseGranted(offset_bytes=start, size_bytes=size):
+                lease = Span(start, start + size)
+                if worker.lease != lease:
+                    claims = self.claims(device)
+                    worker.scene.device.claim(lease, f"the slice of {worker.name}", claims)
+                worker.lease = lease
+            case _:
+                pass
+        worker.hear(command.channel, command.message)
+
+    def _require_one_writer(self, order: RunInference) -> None:
+        """A reply is written by one process at a time, whichever devices it was dispatched on."""
+        written = _replies_of(order)
+        for other in (*self.workers.values(), *self.dying):
+            for one in other.orders if other.runs else ():
+                both = written & _replies_of(one)
+                require(not both, f"{other.name} may still write the reply of {sorted(both)} (I4)")
+
+    def _replace(self, before: SimulatedWorker, worker: SimulatedWorker) -> None:
+        """Replace a worker by a process that may run what the old one may not."""
+        is_idle = before.script is None and not before.orders and before.lease is None
+        require(is_idle, f"{before.name} is replaced with a task in it")
+        worker.is_replacement = True
+        before.end(-9)
+        self.dying.append(before)
+
+    def from_process(self, process: Process, message: Message) -> None:
+        self.handle(ev.Received(process.address, message))
+
+    def reap_worker(self, worker: SimulatedWorker) -> None:
+        """Remove a worker for good, and tell the scheduler."""
+        if worker in self.dying:
+            self.dying.remove(worker)
+        else:
+            del self.workers[key_of(worker.scene.index, worker.slot)]
+        scene = worker.scene
+        if worker.lease is not None and self.daemons.get(scene.index) is not None:
+            scene.device.dirty += (worker.lease,)
+        self._reaped(worker)
+
+    def _reaped(self, process: Process) -> None:
+        process.is_reaped = True
+        self.ghosts = [ghost for ghost in self.ghosts if any(ghost.out.values())]
+        if any(process.out.values()):
+            self.ghosts.append(process)
+        self.handle(ev.Exited(process.address, process.status or 0, process.begun))
+
+    def _from_builder(self, builder: SimulatedBuilder, message: Message) -> None:
+        if not isinstance(message, BuildDone):
+            self.from_process(builder, message)
+            return
+        program = self.scene.programs[message.model]
+        self.handle(ev.Received(builder.address, message, program.manifest, program.profiles))
+
+    def _reap_builder(self, builder: SimulatedBuilder) -> None:
+        self.builders.remove(builder)
+        self.handle(ev.Exited(builder.address, builder.status or 0))
+
+
+class World(Processes):
+    """One server's life around a scheduler that has not begun yet.
 
     Args:
         is_checked: whether ``Scheduler.check`` is asked after each event; it looks at everything.
@@ -49,22 +230,11 @@ class World:
         self, scheduler: Scheduler, *, choices: Choices | None = None, costs: Costs | None = None,
         is_checked: bool = True,
     ) -> None:  # fmt: skip
-        self.scheduler = scheduler
-        self.scene = Scene(choices=choices or Faithful(), costs=costs or Costs())
-        others = range(1, len(scheduler.machine.devices))
-        self.scenes = [
-            self.scene, *(replace(self.scene, device=Device(), index=index) for index in others)
-        ]  # fmt: skip
-        self.clock, self.device = self.scene.clock, self.scene.device
+        super().__init__(scheduler, choices or Faithful(), costs or Costs())
         self.clients = SimulatedClients(self.scene, self.handle)
         self.on_disk: dict[JobName, SimulatedArea] = {}  # of jobs that are over
         self._asked_again: list[ev.JobAsked] = []  # with a commit that was read from disk
         self.slot_bytes: dict[JobName, int] = {}  # of each job's newest area
-        self.daemons: dict[int, Any] = {}  # by device: each a SimulatedDaemon
-        self.workers: dict[Slot, SimulatedWorker] = {}  # by ``key_of``
-        self.dying: list[SimulatedWorker] = []  # killed; their slots have others
-        self.builders: list[SimulatedBuilder] = []
-        self.ghosts: list[Process] = []  # reaped, and some of what they said is on its way
         self.left: int | None = None  # the status with which the server ended
         self.story: deque[tuple[float, str, Any]] = deque(maxlen=TOLD)
         self._is_checked = is_checked
@@ -75,19 +245,10 @@ class World:
     def now_ms(self) -> float:
         return self.clock.now_ms
 
-    @property
-    def daemon(self) -> Any:
-        """Of the first device; None: it is gone."""
-        return self.daemons.get(0)
-
-    @daemon.setter
-    def daemon(self, daemon: Any) -> None:
-        self.daemons[0] = daemon
-
     # -- by the clock --------------------------------------------------------------------------
 
     def run(self, until_ms: float = math.inf) -> None:
-        """Let happen what is due, in order, until nothing is any more or it is ``until_ms``."""
+        """Run the due entries in order, until none is left or it is ``until_ms``."""
         clock, everywhere = self.clock, range(len(self.scenes))
         self._touched.update(everywhere)
         while self.left is None:
@@ -113,13 +274,13 @@ class World:
     # -- move by move --------------------------------------------------------------------------
 
     def moves(self) -> list[Move]:
-        """Everything that may happen next, the clients' wishes, faults and time apart."""
+        """Return every move that may happen next, without clients' requests, faults and time."""
         if self.left is not None:
             return []
         return [move for process in self.processes() for move in process.moves()]
 
     def make(self, move: Move) -> None:
-        """Let it happen now."""
+        """Execute a move now."""
         self._do(move.act)
 
     def pass_time(self, ms: float) -> None:
@@ -127,7 +288,7 @@ class World:
         self.handle(ev.Tick())
 
     def to_next_wakeup(self) -> bool:
-        """The clock goes to where the scheduler wants to look again; False when it does not."""
+        """Advance the clock to the scheduler's next wakeup. False: there is none."""
         due_ms = self.scheduler.next_wakeup_ms()
         if due_ms is None or self.left is not None:
             return False
@@ -137,7 +298,7 @@ class World:
     # -- events in, commands out ---------------------------------------------------------------
 
     def handle(self, event: ev.Event) -> None:
-        """One event into the scheduler, its commands into this world."""
+        """Pass one event to the scheduler, and its commands to this world."""
         self.story.append((self.now_ms, ">", event))
         self._do(partial(self._handle, event))
 
@@ -149,7 +310,7 @@ class World:
             self._handle(self._asked_again.pop())
 
     def _do(self, act: Act) -> None:
-        """One act, and what must hold after it; an error gets a note of what led to it."""
+        """Execute an act and check the invariants; an error gets a note with earlier events."""
         try:
             act()
             self.require_one()
@@ -159,15 +320,8 @@ class World:
                 error.add_note("\n".join(lines))
             raise
 
-    def require_one(self) -> None:
-        """Of the workers of a device at most one uses it."""
-        computing = [worker for worker in self.workers.values() if worker.computes]
-        devices = {worker.scene.index for worker in computing}
-        names = [worker.name for worker in computing]
-        require(len(computing) <= len(devices), f"{names} compute at the same time (I5)")
-
     def perform(self, commands: list[ev.Command]) -> None:
-        """What the controller's edges do."""
+        """Perform commands as the controller's edges do."""
         for command in commands:
             if not isinstance(command, INFORMING):
                 self.story.append((self.now_ms, "  <", command))
@@ -231,156 +385,9 @@ class World:
             case _:
                 pass
 
-    def new_worker(self, address: ev.Address) -> SimulatedWorker:
-        """The process in a slot."""
-        scene = self.scenes[address.device]
-        return SimulatedWorker(address, scene, self.from_process, self.reap_worker)
-
-    def new_daemon(self, address: ev.Address) -> SimulatedDaemon:
-        scene = self.scenes[address.device]
-        return SimulatedDaemon(address, scene, self.from_process, self.reap_daemon)
-
-    def workers_of(self, index: int) -> list[SimulatedWorker]:
-        """The processes in a device's slots."""
-        return [worker for worker in self.workers.values() if worker.scene.index == index]
-
     def new_area(self, job: JobName) -> SimulatedArea:
-        """A job's commit area."""
+        """Return a new commit area for a job."""
         return SimulatedArea()
-
-    def processes(self) -> Iterator[Process]:
-        """All that may still do or say something."""
-        yield from list(self.workers.values())
-        yield from list(self.dying)
-        yield from self.ghosts
-        yield from [daemon for daemon in self.daemons.values() if daemon is not None]
-        yield from self.builders
-
-    def users(self, index: int) -> list[User]:
-        """Every range of a device that is read or written now, and by whom."""
-        found = [user for worker in self.workers_of(index) for user in worker.users()]
-        daemon = self.daemons.get(index)
-        return found + daemon.users() if daemon is not None else found
-
-    def claims(self, index: int) -> list[User]:
-        """Those, and every slice that is still to be copied or zeroed."""
-        daemon = self.daemons.get(index)
-        return self.users(index) + (daemon.readers() if daemon is not None else [])
-
-    # -- the memory daemon ---------------------------------------------------------------------
-
-    def _to_daemon(self, message: Message, scene: Scene) -> None:
-        daemon = self.daemons.get(scene.index)
-        if daemon is None or not daemon.is_ready:
-            raise Violation(f"{message} to a daemon not ready")
-        match message:
-            case OpenCommits(job=job):
-                require(job in self.scene.commits, "opened commits that do not exist")
-            case TransmitModel(model=model):
-                words = self.scheduler.core.settings.words
-                claims = self.claims(scene.index)
-                scene.device.send(message, scene.programs[model], words, claims)
-            case StoreModel(store_offset_bytes=start, size_bytes=size):
-                image = Span(start, start + size)
-                for other in self.daemons.values():
-                    for span in other.stores if other is not None else ():
-                        require(not image.overlaps(span), "two daemons write the host store (I4)")
-            case CancelTransmit(epoch=epoch):
-                scene.device.cancelled |= {epoch}
-            case Scrub():
-                require_unused(slice_of(message), "zeroing a slice", self.users(scene.index))
-            case _:
-                pass
-        daemon.hear("control", message)
-
-    def reap_daemon(self, daemon: SimulatedDaemon) -> None:
-        scene = daemon.scene
-        self.daemons[scene.index] = None
-        scene.device.dirty = ()  # the next memory is another one
-        for worker in self.workers_of(scene.index):
-            if self.scene.choices.happens("takes_along", worker.name):
-                worker.end(70)
-        self._reaped(daemon)
-
-    # -- workers -------------------------------------------------------------------------------
-
-    def _to_worker(self, command: ev.Send) -> None:
-        device = command.target.device
-        worker = self.workers.get(key_of(device, command.target.slot))
-        if worker is None or worker.address != command.target:
-            raise Violation(f"{command} to a process that is gone")
-        message = command.message
-        if isinstance(message, RunInference | PrepareModel | RunJob):
-            is_code = isinstance(message, RunJob) or message.is_code
-            fits = worker.runs_code in (None, is_code)
-            is_sandboxed = self.scheduler.core.settings.is_sandboxed
-            require(fits or not is_sandboxed, f"code and programs in {worker.name}")
-            worker.runs_code = is_code
-        match message:
-            case RunInference():
-                self._require_one_writer(message)
-            case RunJob(job=job):
-                names = [w.script.order.job for w in self.workers.values() if w.script is not None]
-                require(job not in names, f"two processes of {job}")
-            case LeaseGranted(offset_bytes=start, size_bytes=size):
-                lease = Span(start, start + size)
-                if worker.lease != lease:
-                    claims = self.claims(device)
-                    worker.scene.device.claim(lease, f"the slice of {worker.name}", claims)
-                worker.lease = lease
-            case _:
-                pass
-        worker.hear(command.channel, command.message)
-
-    def _require_one_writer(self, order: RunInference) -> None:
-        """A reply is written by one process at a time, whichever devices it was dispatched on."""
-        written = _replies_of(order)
-        for other in (*self.workers.values(), *self.dying):
-            for one in other.orders if other.runs else ():
-                both = written & _replies_of(one)
-                require(not both, f"{other.name} may still write the reply of {sorted(both)} (I4)")
-
-    def _replace(self, before: SimulatedWorker, worker: SimulatedWorker) -> None:
-        """By a process that may run what the one before may not, or no more."""
-        is_idle = before.script is None and not before.orders and before.lease is None
-        require(is_idle, f"{before.name} is replaced with a task in it")
-        worker.is_replacement = True
-        before.end(-9)
-        self.dying.append(before)
-
-    def from_process(self, process: Process, message: Message) -> None:
-        self.handle(ev.Received(process.address, message))
-
-    def reap_worker(self, worker: SimulatedWorker) -> None:
-        """It is gone for good, and the scheduler hears of it."""
-        if worker in self.dying:
-            self.dying.remove(worker)
-        else:
-            del self.workers[key_of(worker.scene.index, worker.slot)]
-        scene = worker.scene
-        if worker.lease is not None and self.daemons.get(scene.index) is not None:
-            scene.device.dirty += (worker.lease,)
-        self._reaped(worker)
-
-    def _reaped(self, process: Process) -> None:
-        process.is_reaped = True
-        self.ghosts = [ghost for ghost in self.ghosts if any(ghost.out.values())]
-        if any(process.out.values()):
-            self.ghosts.append(process)
-        self.handle(ev.Exited(process.address, process.status or 0, process.begun))
-
-    # -- builders ------------------------------------------------------------------------------
-
-    def _from_builder(self, builder: SimulatedBuilder, message: Message) -> None:
-        if not isinstance(message, BuildDone):
-            self.from_process(builder, message)
-            return
-        program = self.scene.programs[message.model]
-        self.handle(ev.Received(builder.address, message, program.manifest, program.profiles))
-
-    def _reap_builder(self, builder: SimulatedBuilder) -> None:
-        self.builders.remove(builder)
-        self.handle(ev.Exited(builder.address, builder.status or 0))
 
 
 def _replies_of(order: RunInference) -> set[str]:

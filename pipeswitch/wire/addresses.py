@@ -1,4 +1,4 @@
-"""Which server a client means that was told none: the owner's ipc socket, else loopback TCP."""
+"""Default address of a client's server: the owner's ipc socket, else loopback TCP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HINT = "HOST, HOST:PORT, tcp://HOST:PORT, ipc://PATH, cluster or ray://HOST:PORT
 
 
 def default_address(environ: Mapping[str, str]) -> str:
-    """In this order:
+    """Return the first address that applies.
 
     1. ``PIPESWITCH_HOST``, as ``full_address`` reads it;
     2. the owner's ipc socket of the default port, when a server listens on it;
@@ -29,8 +29,8 @@ def default_address(environ: Mapping[str, str]) -> str:
     4. ``tcp://127.0.0.1:5555``.
 
     Raises:
-        ConfigError: the folder of the sockets is another user's, or open to others: who listens
-            there may be anybody.
+        ConfigError: the folder of the sockets belongs to another user or is open to others, so
+            anybody may listen there.
     """
     named = environ.get("PIPESWITCH_HOST", "").strip()
     if named:
@@ -72,7 +72,7 @@ def full_address(named: str) -> str:
 
 
 def is_live(path: Path) -> bool:
-    """Whether a server listens on this unix socket; a dead server's file does not count."""
+    """Return True if a server listens on this unix socket; a dead server's file does not count."""
     if not path.is_socket():
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -85,10 +85,10 @@ def is_live(path: Path) -> bool:
 
 
 def is_refused(address: str) -> bool:
-    """Whether certainly no server listens at a client's address: nothing is gained by waiting.
+    """Return True if certainly no server listens at an address, so that waiting is useless.
 
     Raises:
-        ConfigError: no machine has its name.
+        ConfigError: no machine has this name.
     """
     scheme, _, rest = address.partition("://")
     if scheme == "ray":
@@ -122,7 +122,8 @@ def parse_listen(listen: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address; a name other than localhost may mean any."""
+    """Return True if only this machine can reach the address; names other than localhost may mean
+    any."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"

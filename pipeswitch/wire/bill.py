@@ -8,16 +8,27 @@ from typing import Annotated, Any, Final, get_type_hints
 import msgspec
 
 SELDOM: Final = (
-    "preprocess_ms", "postprocess_ms", "kept_bytes", "streamed", "device", "placed", "steps",
+    "preprocess_ms", "postprocess_ms", "kept_bytes", "streamed", "device", "placed", "precision",
+    "steps",
 )  # fmt: skip
 
 
-class Bill(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request's time went, in ms; each request of a joined run is told all of it.
+class Computed(msgspec.Struct, frozen=True, kw_only=True):
+    """Place and form in which a run was computed."""
 
-    For a chain or a generation the times, ``kept_bytes`` and ``streamed`` are the sums of its steps
-    or runs, ``resident`` says whether all were, ``preempted`` names the first job that stepped
-    aside, and the rest is the last one's.
+    worker: int = -1
+    epoch: int = 0
+    device: str = ""  # of a server with several
+    placed: str = ""  # why there
+    precision: str = ""  # of the model, if it is not exact
+
+
+class Bill(Computed, frozen=True, kw_only=True):
+    """Timing of a request in ms. Each request of a batched run gets the whole run's times.
+
+    For a chain or a generation, the times, ``kept_bytes`` and ``streamed`` are the sums of its
+    steps or runs; ``resident`` says whether all were resident, ``preempted`` names the first job
+    that stepped aside, and the rest is the last one's.
     """
 
     queue_ms: Annotated[float, "Waiting for the device"] = 0.0
@@ -34,19 +45,16 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
     total_ms: Annotated[float, "In the server, from arrival to answer"] = 0.0
     resident: bool = False
     preempted: str = ""  # the job that stepped aside
-    worker: int = -1
-    epoch: int = 0
     version: int = 1  # of the model
     batch: int = 1  # rows of the run, all joined requests together
     joined: int = 1  # requests that it computed
     kept_bytes: int = 0  # of what a model that streams keeps, which were not sent again
     streamed: int = 0  # bytes that came through the arena, of a model that is larger
-    device: str = ""  # of a server with several
-    placed: str = ""  # why there
     steps: dict[str, Bill] = {}  # of a chain: each step's own, by its name
 
     def as_dict(self) -> dict[str, Any]:
-        """As ``--json`` and the gateway tell it: what is seldom, where it says something."""
+        """Return the fields as ``--json`` and the gateway show them; rare ones only where they are
+        set."""
         told = msgspec.structs.asdict(self)
         if self.steps:
             told["steps"] = {name: bill.as_dict() for name, bill in self.steps.items()}

@@ -36,7 +36,7 @@ SETTLED_NS: Final = 100_000_000  # a folder changed more recently may change aga
 
 @dataclass(frozen=True)
 class ClientKeys:
-    """What a client presents and whom it expects; Z85 text of 40 bytes each."""
+    """Keys of a client, and the server's key that it expects; Z85 text of 40 bytes each."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -72,11 +72,12 @@ def read_public(text_or_path: str) -> bytes:
 
 
 def client_keys(key: str, server_key: str) -> ClientKeys | None:
-    """What a client was given: a secret certificate file, and the server's public key.
+    """Return the keys of a client's secret certificate file and of its server; None if neither is
+    given.
 
     Raises:
         ConfigError: only one of the two was given, or the file holds no secret key.
-        InvalidInput: one of them is no key.
+        InvalidInput: one of them is not a key.
     """
     if not key and not server_key:
         return None
@@ -202,11 +203,11 @@ class KeyFolder:
         _write(self._client_file(name), text)
 
     def give_roles(self, name: str, roles: Iterable[str]) -> None:
-        """These roles and no others, to a client that is admitted already.
+        """Replace the roles of a client that is admitted already.
 
         Raises:
-            ModelNotFound: no client has that name.
-            InvalidInput: one is no role.
+            ModelNotFound: no client has this name.
+            InvalidInput: one of the roles does not exist.
         """
         _check_name(name)
         public = self.clients().get(name)
@@ -298,10 +299,10 @@ def _write(path: Path, text: str) -> None:
 
 
 class AllowList:
-    """Which clients' keys may come in and what they may do, as the folder says now.
+    """Clients' keys that are admitted, and their roles, as the folder has them now.
 
-    Asked by libzmq's authentication thread at each handshake, and by the server's loop about
-    clients that are in already. The folder is read again when it has changed.
+    libzmq's authentication thread asks at each handshake, the server's loop for clients that are
+    connected. The folder is read again when it has changed.
     """
 
     def __init__(self, folder: KeyFolder, roles: frozenset[Role] = LEAST) -> None:
@@ -317,7 +318,7 @@ class AllowList:
         return key in self.standings()
 
     def standings(self) -> Mapping[bytes, Standing]:
-        """By key. A folder that cannot be read admits no client."""
+        """Return each client's standing by its key; none if the folder cannot be read."""
         with self._lock:
             try:
                 facts = os.stat(self._folder.clients_path)

@@ -29,7 +29,8 @@ States = Annotated[dict[_Output, tuple[_Output, _Axis]], Meta(max_length=MAX_TEN
 class RegisterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of ``register`` (docs/protocol.md); ``Client.register`` explains each field."""
 
-    source: Text
+    source: Text = ""
+    as_version: bool = False  # weights alone: the next version of the model with this name
     weights: Text = ""
     inputs: Signature = {}
     takes: Any = None  # tree of input names that gives the arguments; None: one each

@@ -14,7 +14,7 @@ SLAB_ALIGN_BYTES: Final = 4096  # a page: a slab can be pinned or unmapped on it
 
 
 class SlabPool:
-    """Which bytes of the pool are taken. Offsets and sizes are bytes.
+    """Allocator of the pool's bytes. Offsets and sizes are bytes.
 
     Invariants (``check``): holes are sorted, apart from each other and from slabs; holes and slabs
     together are the whole pool.
@@ -40,7 +40,7 @@ class SlabPool:
         return len(self._taken)
 
     def size_of(self, offset_bytes: int) -> int:
-        """Of the slab at that offset; KeyError when there is none."""
+        """Return the size of the slab at an offset; KeyError if there is none."""
         return self._taken[offset_bytes]
 
     def take(self, size_bytes: int) -> int | None:

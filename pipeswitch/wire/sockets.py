@@ -31,7 +31,8 @@ _MONITOR_EVENT: Final = Struct("=HI")  # what happened, and to which descriptor 
 def _make_socket(
     context: zmq.Context[Any], kind: int, max_part_bytes: int, queued: int
 ) -> zmq.Socket[bytes]:
-    """With its caps, keep-alive and handshake limit set; not bound or connected yet."""
+    """Return a socket with its caps, keep-alive and handshake limit set, neither bound nor
+    connected."""
     sock: zmq.Socket[bytes] = context.socket(kind)
     for option, value in (
         (zmq.LINGER, 0),
@@ -96,7 +97,7 @@ def is_readable(sock: zmq.Socket[bytes]) -> bool:
 
 
 def next_events(monitor: zmq.Socket[bytes], at_most: int) -> Iterator[tuple[int, int]]:
-    """What happened and its value (a descriptor, or why); cheaper than ``recv_monitor_message``."""
+    """Yield each event and its value (descriptor or reason), faster than pyzmq's own function."""
     for _ in range(at_most):
         if not is_readable(monitor):
             return

@@ -71,7 +71,7 @@ class Share:
         return frames.INLINE if offset is None else offset
 
     def own(self, place: int, size_bytes: int) -> memoryview:
-        """To be written."""
+        """Return a view of the own share, for writing."""
         return self._own[place : place + size_bytes]
 
     def free(self, place: int) -> None:
@@ -95,7 +95,8 @@ class Stream:
     def __init__(
         self, sock: socket.socket, max_part_bytes: int, *, takes_descriptors: bool = False
     ) -> None:
-        """Without ``takes_descriptors`` the kernel closes what the peer sends of them."""
+        """Read from ``sock``. Unless ``takes_descriptors``, the kernel closes descriptors that the
+        peer sends."""
         sock.setblocking(False)
         self._socket = sock
         self._max_part_bytes = max_part_bytes
@@ -135,7 +136,7 @@ class Stream:
 
     @property
     def held_bytes(self) -> int:
-        """Of a message that has come in part."""
+        """Number of bytes held of a message that has arrived in part."""
         begun = self._message.size_bytes if self._message is not None else 0
         return begun - sum(map(len, self._unread)) + self._end - self._start
 
@@ -215,8 +216,10 @@ class Stream:
             raise EOFError("the peer is gone")
 
     def _read_parts(self) -> int:
-        """Of a message that is known: as long as more comes, up to LARGE_READ_BYTES. A window that
-        this opens is filled again while it is read."""
+        """Receive parts of a message whose table is known, up to LARGE_READ_BYTES.
+
+        A window that this opens is filled again while it is read.
+        """
         total = 0
         while self._unread and total < LARGE_READ_BYTES:
             target = self._unread[0]
@@ -235,7 +238,8 @@ class Stream:
         return total
 
     def _read_some(self) -> int:
-        """Into the buffer, which has room: a table and a header's begin are much smaller."""
+        """Receive into the buffer, which has room: a table and the start of a header are much
+        smaller."""
         if self._start:
             left = self._buffer[self._start : self._end]
             self._buffer[: len(left)] = left
@@ -273,10 +277,10 @@ class Stream:
         return messages
 
     def _begin(self, table: frames.Table, buffer: memoryview) -> Message:
-        """Its parts: those through the socket are views of one buffer, as far as they have come.
+        """Begin a message; its parts that come through the socket are views of one buffer.
 
         Raises:
-            RemoteProtocolError: they are too large together, or a place is not in the share.
+            RemoteProtocolError: the parts are too large together, or a place is not in the share.
         """
         table_bytes, taken_count, places = table
         size_bytes = room = 0

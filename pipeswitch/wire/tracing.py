@@ -53,7 +53,7 @@ class Traced:
             self.traceparent = f"00-{ids}-{here.trace_flags:02x}"
 
     def answered(self, bill: Mapping[str, Any]) -> None:
-        """With what took its time. The way there and back is taken to be equally long."""
+        """End the span with the parts of its time. Both ways are taken to be equally long."""
         ended_ns = time.time_ns()
         parts = [(name, bill.get(key, 0.0)) for name, key in ORDER]
         parts.append(("out", max(0.0, bill["total_ms"] - sum(ms for _, ms in parts))))
@@ -71,7 +71,7 @@ class Traced:
         self._span.end(ended_ns)
 
     def over(self, future: Future[Any]) -> None:
-        """Of a result."""
+        """End the span when its result is there."""
         error = CancelledError() if future.cancelled() else future.exception()
         if error is None:
             self.answered(future.result().timing.as_dict())
@@ -89,7 +89,7 @@ def _ns(ms: float) -> int:
 
 
 def open_tracer(service: str = "") -> Any:
-    """What makes this process's spans, with its name where none is set; None: nobody asks."""
+    """Return the tracer of this process, named ``service`` unless a name is set; None if unused."""
     api = sys.modules.get("opentelemetry.trace")
     if api is not None and not isinstance(api.get_tracer_provider(), api.ProxyTracerProvider):
         return api.get_tracer("pipeswitch")
@@ -97,7 +97,7 @@ def open_tracer(service: str = "") -> Any:
 
 
 def _exporters() -> list[str]:
-    """By the names of the variables' standard."""
+    """Return the exporters that the standard environment variables name."""
     default = "otlp" if any(map(os.environ.get, ENDPOINTS)) else ""
     names = os.environ.get("OTEL_TRACES_EXPORTER") or default
     is_off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"

@@ -328,7 +328,7 @@ def test_a_servers_sequence_answers_the_same_tokens(tmp_path: Path) -> None:
     transformers.AutoConfig.for_model("qwen2", **FAMILIES["qwen2"]).save_pretrained(tmp_path / "m")
     with checked_server(arena="16MiB", host_store="64MiB") as checked:
         client, model = checked.client, plain_model("qwen2")
-        row = client.register("chat", model, generate=True)
+        row = client.register("chat", model, generate=True, precision="exact")
         assert row["notes"] == []
         client.register("other", f"hf:{tmp_path / 'm'}", weights="random:1", generate=True)
         with pytest.raises(RegistrationRefused, match="is no language model"):

@@ -33,7 +33,7 @@ SMALL = Plan(
         "resnet34": DemoModel("torchvision:resnet34", IMAGE),
     },
     arena="112MiB",  # both do not fit beside the job: resnet18 45 MiB, resnet34 84 MiB
-    host_store="256MiB",
+    host_store="512MiB",
     requests=8,
     alone_s=0.5,
 )
@@ -55,6 +55,8 @@ def test_the_demo_fills_its_table_and_loses_no_step(
     assert result["stop_and_start"]["count"] == len(plan.models)
     assert result["pipeswitch"]["resident_count"] < SMALL.requests, "no model was switched in"
     assert result["pipeswitch"]["preempted_count"] > 0
+    assert result["fast"]["pipeswitch"]["count"] == SMALL.requests
+    assert result["fast"]["largest_error"] < 1e-3
     training = result["training"]
     assert (training["state"], training["steps_lost"]) == ("done", 0)
     assert training["suspensions"] > 0

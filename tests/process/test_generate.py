@@ -54,7 +54,9 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="module")
 def running(model: Any, tokenizer: Any) -> Iterator[Checked]:
     with checked_server(arena="64MiB", host_store="256MiB", http=True) as checked:
-        checked.client.register("chat", model, generate=True, tokenizer=tokenizer)
+        checked.client.register(
+            "chat", model, generate=True, tokenizer=tokenizer, precision="exact"
+        )
         yield checked
 
 

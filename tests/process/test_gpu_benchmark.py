@@ -134,7 +134,7 @@ def test_stages_need_what_servers_need() -> None:
 def test_switches_and_soak_run_over_a_fake_gpu(tmp_path: Path) -> None:
     """The stages' own code, with servers and baselines; the numbers mean nothing."""
     done = command(
-        "--dry-run", "facts", "mechanisms", "switch-resnet152", "soak",
+        "--dry-run", "facts", "mechanisms", "switch-resnet152", "precision", "soak",
         PIPESWITCH_DEVICE__BINDINGS="fake_cuda", CUDA_FAKE_BYTES=str(8 << 30),
         TMPDIR=str(tmp_path), PYTHONPATH=str(FAKES),
     )  # fmt: skip

@@ -35,7 +35,7 @@ from pipeswitch.programs.running.executor import BoundProgram
 from pipeswitch.programs.running.views import tensor_over
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec, weights_file
 from pipeswitch.wire.register_request import RegisterRequest
-from workers.inference.task import make_program, read_graph
+from pipeswitch.workers.inference.task import make_program, read_graph
 
 T = torch.Tensor
 pytestmark = [
@@ -444,6 +444,36 @@ def test_a_factory_gets_what_it_takes_by_keyword_alone(tmp_path: Path) -> None:
     assert is_served_right(bound, Mixed(), x, scale, z=x)
 
 
+@pytest.mark.parametrize("mode", ["module", "graph"])
+def test_a_version_is_the_same_program_with_a_files_weights(mode: str, tmp_path: Path) -> None:
+    """As the server asks for it: a factory again, or the served bundle."""
+    kind = Item if mode == "module" else plain
+    manifest, _ = by_factory(kind, tmp_path / "one")
+    assert manifest.mode == mode
+    torch.manual_seed(1)
+    module = kind().eval().requires_grad_(False)
+    state = {f"_orig_mod.{name}": value for name, value in module.state_dict().items()}
+    save_file(state, tmp_path / "other.safetensors")
+    weights = str(tmp_path / "other.safetensors")
+    bundle = str(tmp_path / "one" / BUNDLE_FILE)
+    source = f"{PACKAGE}:{kind.__name__}" if mode == "module" else bundle
+    spec = BuildSpec(name="it 2", source=source, weights=weights, inputs=X, allow_module_mode=True)
+    _, bound = built(spec, tmp_path / "two")
+    assert is_served_right(bound, module, torch.randn(2, 4))
+
+
+def test_a_module_without_data_is_told_how_to_get_it(tmp_path: Path) -> None:
+    module, state, x = plain().eval().to("meta"), fresh(plain).state_dict(), torch.randn(2, 4)
+    with pytest.raises(RegistrationRefused, match="meta device") as refused:
+        export_module_to_bundle(module, x, tmp_path / "it.bundle")
+    assert 'module.to_empty(device="cpu")' in refused.value.hint
+    module.to_empty(device="cpu")
+    module.load_state_dict(state)
+    export_module_to_bundle(module, x, tmp_path / "it.bundle")
+    _, bound = built(BuildSpec(name="it", source=str(tmp_path / "it.bundle")), tmp_path)
+    assert is_served_right(bound, module, x)
+
+
 def test_a_frozen_torchscript_file_is_served(tmp_path: Path) -> None:
     module, path = fresh(plain), str(tmp_path / "frozen.pt")
     torch.jit.save(torch.jit.freeze(torch.jit.script(module)), path)
@@ -543,3 +573,24 @@ def test_a_request_is_written_as_the_modules_own_call(
 ) -> None:
     request = ps.Client._request("m", inputs, None, "", 0, named)
     assert [one.name for one in request["inputs"]] == names
+
+
+class Wrapped(Base):
+    """Its weight is of a library's own class, as after torchao's int4."""
+
+    def made(self) -> None:
+        from torch.testing._internal.two_tensor import TwoTensor
+
+        weight = self.layer.weight.detach()
+        two: Any = TwoTensor(weight, weight.clone())  # type: ignore[no-untyped-call]
+        self.layer.weight = nn.Parameter(two, requires_grad=False)
+
+    def after(self, y: T) -> T:
+        return torch.as_tensor(getattr(y, "a", y))
+
+
+def test_a_weight_of_a_librarys_class_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(RegistrationRefused, match="TwoTensor of torch") as refused:
+        by_factory(Wrapped, tmp_path)
+    assert refused.value.part == "weight 'layer.weight'"
+    assert "register the module as it was before" in refused.value.hint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,16 @@ from pathlib import Path
 import process_tools as tools
 import pytest
 import torch
+from msgspec.structs import replace
 
 from pipeswitch.client.tensors import Result
-from pipeswitch.devices.cpu.packed import missing
+from pipeswitch.devices.cpu.packed import KERNELS, missing
+from pipeswitch.programs.build.verify import load_image
+from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.interface.packing import DERIVED_FILE
+from pipeswitch.programs.running.executor import GraphProgram
+from pipeswitch.programs.running.views import tensor_over
+from pipeswitch.programs.spec import load_manifest, save_manifest, weights_file
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"packed weights: {missing()}")
 
@@ -40,8 +47,40 @@ class Network(torch.nn.Module):
         return logits
 
 
+class Small(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.up, self.down = torch.nn.Linear(64, 512), torch.nn.Linear(512, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return y
+
+
+TRAINS = """
+    import sys
+    import torch
+    from pipeswitch import job
+    class Small(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(4)
+            self.up, self.down = torch.nn.Linear(64, 512), torch.nn.Linear(512, 64)
+        def forward(self, x):
+            return self.down(torch.relu(self.up(x)))
+    net = Small()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in job.steps(range(6), model=net, optimizer=optimizer):
+        net(torch.ones(2, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if job.step == 3:
+            job.publish("live")
+"""
 X = torch.linspace(-1, 1, 3 * 56 * 56).reshape(1, 3, 56, 56)
 ARENA = "24MiB"  # two of the models do not fit beside each other, nor beside the words
+FORMS = {"fast": "fast", "exact": "exact", "other": "fast", "half": "bf16", "quarter": "int8"}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +92,7 @@ def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running(state_dir: Path) -> Iterator[tools.Checked]:
     environment = tools.ENVIRONMENT
     with tools.checked_server(arena=ARENA, state_dir=state_dir, environment=environment) as checked:
-        for name, precision in (("fast", "fast"), ("exact", "exact"), ("other", "fast")):
+        for name, precision in FORMS.items():
             checked.client.register(
                 name, Network().eval(), example_inputs=(X,), precision=precision
             )
@@ -63,6 +102,25 @@ def running(state_dir: Path) -> Iterator[tools.Checked]:
 def bits(result: Result) -> bytes:
     [output] = result.outputs.values()
     return bytes(output.tobytes())
+
+
+def alone(state_dir: Path, digest: str, x: torch.Tensor) -> bytes:
+    """What the program on disk answers in this process, with nothing beside it."""
+    folder = state_dir / "models" / digest
+    manifest = load_manifest(folder)
+    path = folder / weights_file(manifest)
+    is_derived = manifest.precision is not None
+    graph = read_bundle(path, manifest.head_sha256, is_derived=is_derived).graph
+    image = load_image(path, manifest).untyped_storage()
+    program = GraphProgram(manifest, graph, "cpu", KERNELS if is_derived else None)
+    bound = program.bind(lambda spec: tensor_over(image, spec, 0))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        [output] = bound.run([x.clone()], lambda index: None)
+    finally:
+        torch.set_num_threads(threads)
+    return output.numpy().tobytes()
 
 
 def test_a_fast_model_answers_within_rounding_and_says_what_it_measured(
@@ -79,15 +137,98 @@ def test_a_fast_model_answers_within_rounding_and_says_what_it_measured(
     assert bits(running.client.infer("exact", {"x": X.numpy()})) == theirs.numpy().tobytes()
 
 
-def test_its_bits_survive_eviction_and_dead_workers(running: tools.Checked) -> None:
+def test_a_form_in_fewer_bytes_says_what_it_is(running: tools.Checked) -> None:
     client = running.client
-    first = bits(client.infer("fast", {"x": X.numpy()}))
-    for number in range(12):
-        client.infer(("exact", "other")[number % 2], {"x": X.numpy()})  # takes its place
+    theirs = tools.eager(Network().eval(), X)
+    plain_bytes = client.show("exact")["bytes"]
+    for name, share in (("half", 0.55), ("quarter", 0.3)):
+        row = client.show(name)
+        assert row["precision"]["name"] == FORMS[name]
+        assert row["bytes"] < share * plain_bytes
+        assert row["precision"]["plain_bytes"] == plain_bytes
+        assert row["is_batch_invariant"] in (True, False)
+        result = client.infer(name, {"x": X.numpy()})
+        assert result.timing.as_dict()["precision"] == FORMS[name]
+        [ours] = result.outputs.values()
+        error = (torch.from_numpy(ours.copy()) - theirs).abs().max() / theirs.abs().max()
+        assert error <= max(3 * row["precision"]["max_error"], 0.01)
+    shown = {row["name"]: row.get("precision") for row in client.ps() if row["kind"] == "model"}
+    assert (shown["half"], shown["quarter"], shown["exact"]) == ("bf16", "int8", None)
+    assert "precision" not in client.infer("exact", {"x": X.numpy()}).timing.as_dict()
+
+
+def test_a_chain_has_models_of_several_precisions(running: tools.Checked) -> None:
+    client = running.client
+    client.register("tail", torch.nn.Linear(200, 64).eval(), example_inputs=(torch.ones(1, 200),),
+                    precision="bf16")  # fmt: skip
+    output = next(iter(client.show("half")["outputs"]))
+    [given] = client.show("tail")["inputs"]
+    client.register_chain(
+        "both",
+        [{"name": "first", "model": "half", "inputs": {"x": "x"}},
+         {"name": "last", "model": "tail", "inputs": {given: f"first.{output}"}}],
+    )  # fmt: skip
+    middle = client.infer("half", {"x": X.numpy()}).outputs[output]
+    assert bits(client.infer("both", {"x": X.numpy()})) == bits(
+        client.infer("tail", {given: middle})
+    )
+
+
+def test_bits_of_every_form_survive_eviction_and_dead_workers(
+    running: tools.Checked, state_dir: Path
+) -> None:
+    client = running.client
+    rows = {name: client.show(name) for name in FORMS}
+    expected = {name: alone(state_dir, row["digest"], X) for name, row in rows.items()}
+    for number in range(20):
+        name = [*FORMS][number * 3 % len(FORMS)]  # takes another one's place
         if number % 3 == 0:
             for pid in running.worker_pids().values():
                 tools.kill(pid, signal.SIGKILL)
-        assert bits(client.infer("fast", {"x": X.numpy()})) == first
+        assert bits(client.infer(name, {"x": X.numpy()})) == expected[name]
+
+
+@pytest.mark.parametrize("form", ["fast", "bf16", "int8"])
+def test_a_jobs_weights_are_packed_on_their_way_and_the_old_ones_come_back(
+    form: str, tmp_path: Path
+) -> None:
+    net, x = Small().eval(), torch.linspace(-1, 1, 64).reshape(1, 64)
+    script = tools.write_script(tmp_path, "small.py", TRAINS)
+    state = tmp_path / "state"
+    with tools.checked_server(state_dir=state) as checked:
+        client = checked.client
+        first = client.register("live", net, example_inputs=(x,), precision=form)
+        if first["precision"] is None:
+            assert form == "fast"
+            assert "stays exact" in first["notes"][-1]
+        task = client.train(script, name="trains", args=[str(Path(__file__).parent)])
+        tools.finish(task)
+        tools.until(lambda: client.show("live")["version"] > 1, "the script's version serves")
+        row = client.show("live")
+        assert (row["precision"] or {"name": "fast"})["name"] == form
+        assert bits(client.infer("live", {"x": x.numpy()})) == alone(state, row["digest"], x)
+        client.rollback("live")
+        assert bits(client.infer("live", {"x": x.numpy()})) == alone(state, first["digest"], x)
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8"])
+def test_a_form_that_is_larger_than_the_arena_streams(form: str, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    layers = [torch.nn.Linear(1024, 1024) for _ in range(24)]
+    x = torch.linspace(-1, 1, 1024).reshape(1, 1024)
+    arena = {"bf16": "24MiB", "int8": "20MiB"}[form]
+    state = tmp_path / "state"
+    with tools.checked_server(arena=arena, state_dir=state) as checked:
+        row = checked.client.register(
+            "deep", torch.nn.Sequential(*layers).eval(), example_inputs=(x,), precision=form
+        )
+        given = next(iter(checked.client.show("deep")["inputs"]))
+        assert any(note.startswith("streams: ") for note in row["notes"])
+        expected = alone(state, row["digest"], x)
+        for _ in range(3):
+            result = checked.client.infer("deep", {given: x.numpy()})
+            assert result.timing.streamed > 0
+            assert bits(result) == expected
 
 
 def test_its_bits_survive_a_restart_and_damage_is_found(tmp_path: Path) -> None:
@@ -108,3 +249,88 @@ def test_its_bits_survive_a_restart_and_damage_is_found(tmp_path: Path) -> None:
         damaged.write(bytes([byte[0] ^ 1]))
     with tools.checked_server(arena=ARENA, state_dir=state) as checked:
         assert checked.client.show("fast")["state"] != "ready"
+
+
+@pytest.mark.parametrize("form", ["", "bf16", "int8"])
+def test_a_language_model_says_the_same_tokens_whatever_dies(form: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(6)
+    sizes = {"n_layer": 2, "n_embd": 128, "n_head": 4, "n_positions": 128, "vocab_size": 256}
+    config = transformers.GPT2Config(eos_token_id=None, **sizes)
+    with tools.checked_server(arena="32MiB") as checked:
+        client = checked.client
+        model = transformers.GPT2LMHeadModel(config).eval()
+        row = client.register("chat", model, generate=True, precision=form)
+        assert (row["precision"] or {"name": "fast"})["name"] == (form or "fast")
+        with client.generate("chat", [1, 2, 3, 4], max_new_tokens=20) as answer:
+            expected = [token.id for token in answer]
+        assert len(expected) == 20
+        with client.generate("chat", [1, 2, 3, 4], max_new_tokens=20) as answer:
+            again = []
+            for token in answer:
+                again.append(token.id)
+                if len(again) == 7:
+                    for pid in checked.worker_pids().values():
+                        tools.kill(pid, signal.SIGKILL)
+        assert again == expected
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_two_hundred_evictions_kills_and_rebuilds_change_no_bit(tmp_path: Path) -> None:
+    """Each answer equals the same form's answer computed alone."""
+    state, draw = tmp_path / "state", random.Random(39)
+    done, expected = 0, dict[str, bytes]()
+    while done < 200:
+        with tools.checked_server(arena=ARENA, state_dir=state) as checked:
+            client = checked.client
+            for name, form in FORMS.items():
+                if name not in {row["name"] for row in client.models()}:
+                    client.register(name, Network().eval(), example_inputs=(X,), precision=form)
+            for name in FORMS:  # a program of another machine is built again first
+                client.infer(name, {"x": X.numpy()})
+            rows = {row["name"]: row for row in client.models()}
+            expected = {name: alone(state, row["digest"], X) for name, row in rows.items()}
+            for _ in range(50):
+                name = draw.choice([*FORMS])
+                match draw.randrange(10):
+                    case 0 | 1 | 2:
+                        tools.kill(draw.choice([*checked.worker_pids().values()]), signal.SIGKILL)
+                    case 3:  # registered anew, in another precision
+                        client.unregister(name)
+                        form = draw.choice(["exact", "fast", "bf16", "int8"])
+                        row = client.register(
+                            name, Network().eval(), example_inputs=(X,), precision=form
+                        )
+                        expected[name] = alone(state, row["digest"], X)
+                    case _:  # it takes another one's place
+                        pass
+                assert bits(client.infer(name, {"x": X.numpy()})) == expected[name]
+                done += 1
+        for folder in (state / "models").iterdir():  # the next server is another machine's
+            if folder.is_dir() and draw.random() < 0.5:
+                as_if_packed_elsewhere(folder)
+
+
+def as_if_packed_elsewhere(folder: Path) -> None:
+    manifest = load_manifest(folder)
+    if manifest.precision is not None:
+        elsewhere = replace(manifest.precision, fingerprint="another")
+        save_manifest(folder, replace(manifest, precision=elsewhere))
+
+
+def test_a_program_that_was_packed_elsewhere_is_built_again_before_it_serves(
+    tmp_path: Path,
+) -> None:
+    state = tmp_path / "state"
+    with tools.checked_server(arena=ARENA, state_dir=state) as checked:
+        for form in ("bf16", "int8"):
+            checked.client.register(form, Network().eval(), example_inputs=(X,), precision=form)
+        before = {f: bits(checked.client.infer(f, {"x": X.numpy()})) for f in ("bf16", "int8")}
+    for folder in (state / "models").iterdir():
+        if folder.is_dir():
+            as_if_packed_elsewhere(folder)
+    with tools.checked_server(arena=ARENA, state_dir=state) as checked:
+        for form, expected in before.items():
+            assert bits(checked.client.infer(form, {"x": X.numpy()})) == expected
+            assert checked.client.show(form)["precision"]["name"] == form

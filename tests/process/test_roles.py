@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,14 @@ from pipeswitch.wire.keys import KeyFolder, make_pair
 from tests.raw_peer import ask, raw_peer
 
 X = np.ones((1, 4), np.float32)
+
+
+@pytest.fixture(scope="module")
+def nobodys() -> Iterator[RunningServer]:
+    with server(http=True, environment={"PIPESWITCH_GATEWAY__ROLES": ""}) as running:
+        yield running
+
+
 DIGEST = "0" * 64
 BODIES: dict[str, dict[str, Any]] = {
     "register": {"source": "torchvision:resnet18"},
@@ -37,11 +47,12 @@ BODIES: dict[str, dict[str, Any]] = {
 SILENT = ("hello", "prefetch", "infer", "ping", "caller")  # asked in another way, or elsewhere
 
 
-@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("role", [*Role, None])
 def test_without_a_key_a_verb_is_served_when_its_role_is_the_addresss(
-    tmp_path: Path, role: Role
+    tmp_path: Path, role: Role | None
 ) -> None:
-    fake = FakeScheduler(tmp_path, tcp_roles=(role.value,), allow_code=("pkg.*",))
+    roles = () if role is None else (role.value,)  # none: not even infer
+    fake = FakeScheduler(tmp_path, tcp_roles=roles, allow_code=("pkg.*",))
     fake.announce("m")
     try:
         with raw_peer(fake.listeners.tcp.address) as sock:
@@ -56,10 +67,11 @@ def test_without_a_key_a_verb_is_served_when_its_role_is_the_addresss(
                 while reply.more and verb != "events":
                     reply = decode_reply(sock.hear())
                 is_denied = reply.error is not None and reply.error.type == "PermissionDenied"
-                assert is_denied == (needed not in (Role.INFER, role)), (verb, reply.error)
+                given = () if role is None else (Role.INFER, role)
+                assert is_denied == (needed not in given), (verb, reply.error)
                 if is_denied:
                     assert reply.error.data["role"] == needed
-                    wanted = ",".join(in_order({Role.INFER, role, needed}))
+                    wanted = ",".join(in_order({*given, needed}))
                     assert f"--tcp-roles {wanted}" in reply.error.hint
                     assert len(fake.seen) == before
     finally:
@@ -242,6 +254,21 @@ def test_by_default_a_tcp_client_asks_and_lists_and_does_nothing_else(tmp_path: 
         assert command("--host", running.tcp_address, "models").returncode == 0
         assert command("--host", running.tcp_address, "show", "m").returncode == 0
         assert owner.infer("m", X).outputs
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v2/models", "/metrics", "/v2/models/m", "/v2/models/m/ready", "/api/jobs", "/v1/models"],
+)
+def test_an_empty_list_of_roles_is_nobody_over_http(nobodys: RunningServer, path: str) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"http://{nobodys.http_address}{path}", timeout=20)
+    assert refused.value.code == 403
+    assert b"has none" in refused.value.read()
+    with urllib.request.urlopen(
+        f"http://{nobodys.http_address}/v2/health/ready", timeout=20
+    ) as answer:
+        assert answer.status == 200
 
 
 def test_a_client_takes_away_its_own_models_also_after_a_restart(tmp_path: Path) -> None:

@@ -189,6 +189,13 @@ EXACT = {
     trainer.train()
     save(trainer.model.state_dict(), mine.all())
     """,
+    "lightning, a table of metrics": LIGHTNING
+    + """
+    from lightning.pytorch.loggers import CSVLogger
+    module, it = Module(), trainer(logger=CSVLogger(out + ".logs"))
+    job.trainer(it).fit(module, loader(Noisy()), loader(Noisy(16)))
+    save(module.state_dict(), [open(it.logger.log_dir + "/metrics.csv").read()])
+""",
     "lightning, callbacks that keep much": LIGHTNING
     + KEEPS
     + """

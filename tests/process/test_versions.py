@@ -105,6 +105,77 @@ def net() -> torch.nn.Module:
     return torch.nn.Sequential(*layers, torch.nn.Linear(16, 4)).eval()
 
 
+def other_weights(net: torch.nn.Module, seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    other = copy.deepcopy(net)
+    for value in other.state_dict().values():
+        if value.is_floating_point():
+            value.copy_(torch.rand_like(value))
+    return other
+
+
+@pytest.mark.parametrize("way", ["client", "command", "http"])
+def test_a_file_of_weights_becomes_the_next_version_and_the_old_one_can_come_back(
+    checked: tools.Checked, net: torch.nn.Module, tmp_path: Path, way: str
+) -> None:
+    client, x = checked.client, torch.randn(2, 8)
+    name = f"from-file-{way}"
+    other, path = other_weights(net, 5), tmp_path / "other.pt"
+    torch.save({f"_orig_mod.{key}": value for key, value in other.state_dict().items()}, path)
+    with pytest.raises(ModelNotFound):
+        client.register(name, weights=path, as_version=True)
+    client.register(name, net, example_inputs=x)
+    if way == "client":
+        row = client.register(name, weights=path, as_version=True)
+    elif way == "command":
+        said = by_hand(checked, "register", name, "--weights", str(path), "--as-version", "--json")
+        assert said.exit_code == 0, said.output
+        row = json.loads(said.output)
+    else:
+        from safetensors.torch import save_file
+
+        save_file(other.state_dict(), tmp_path / "other.safetensors")
+        digest = client.upload(tmp_path / "other.safetensors", "safetensors")
+        body = {"weights": digest, "as_version": True}
+        row = client._connection.request("register", model=name, body=body).result().body
+    assert row["version"] == 2
+    assert tools.is_bit_equal(client.infer(name, x).value, tools.eager(other, x))
+    assert tools.is_bit_equal(client.infer(name, x, version=1).value, tools.eager(net, x))
+    client.rollback(name)
+    assert tools.is_bit_equal(client.infer(name, x).value, tools.eager(net, x))
+    client.unregister(name)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"weights": "random:3"}, InvalidInput),
+        ({"weights": "pretrained"}, InvalidInput),
+        ({"weights": ""}, InvalidInput),
+        ({"max_batch": 3}, InvalidInput),
+        ({"source": "torchvision:resnet18"}, InvalidInput),
+        ({"lacks": "0.weight"}, RegistrationRefused),
+    ],
+)
+def test_a_version_from_a_file_is_refused_in_words_and_changes_nothing(
+    checked: tools.Checked,
+    net: torch.nn.Module,
+    tmp_path: Path,
+    options: dict[str, Any],
+    error: Any,
+) -> None:
+    client, x, name = checked.client, torch.randn(2, 8), "from-file"
+    client.register(name, net, example_inputs=x)
+    state = other_weights(net, 6).state_dict()
+    state.pop(options.get("lacks", ""), None)
+    options = {key: value for key, value in options.items() if key != "lacks"}
+    torch.save(state, tmp_path / "it.pt")
+    with pytest.raises(error):
+        client.register(name, as_version=True, **{"weights": tmp_path / "it.pt", **options})
+    assert tools.is_bit_equal(client.infer(name, x).value, tools.eager(net, x))
+    client.unregister(name)
+
+
 SMALL = """
     import sys
     import torch
@@ -158,12 +229,14 @@ def test_a_jobs_parameters_become_the_next_version_and_the_old_one_can_come_back
     assert rows[3]["source"] == "job:small-3@3"
     (row,) = client.models()
     assert (row["name"], row["version"], row["current"]) == ("small", 3, True)
-    with pytest.raises(InvalidInput, match="it has 2, 3"):
+    with pytest.raises(ModelNotFound, match="it has 2, 3"):
         client.infer("small", x, version=1)
     for version in (2, 3):
         answer = next(iter(client.infer("small", x, version=version).outputs.values()))
         assert tools.is_bit_equal(answer, plain[version])
 
+    with pytest.raises(ModelNotFound, match="it has 2, 3"):
+        client.rollback("small", 7)
     assert client.rollback("small")["version"] == 2
     assert client.infer("small", x).timing.version == 2
     assert client.show("small", version=3)["current"] is False
@@ -194,7 +267,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
     with pytest.raises(RegistrationRefused) as refusal:
         client.publish("fits", "wide")
     reason = refusal.value.data["reason"]
-    assert "0.weight: the model has float32[16,8], the job float32[17,8]" in reason
+    assert "0.weight: the model has float32[16,8], here it is float32[17,8]" in reason
     assert "3.bias" not in reason
     with pytest.raises(InvalidInput, match="step 2; step 1 is not there"):
         client.publish("fits", "wide", step=1)
@@ -397,7 +470,7 @@ def test_a_script_reads_why_it_cannot_publish(
     tools.finish(task)
     log = "".join(task.logs())
     assert "RegistrationRefused" in log
-    assert "0.weight: the model has float32[16,8], the job float32[17,8]" in log
+    assert "0.weight: the model has float32[16,8], here it is float32[17,8]" in log
     (row,) = (row for row in checked.client.models() if row["name"] == "narrow")
     assert row["version"] == 1
 

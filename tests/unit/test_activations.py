@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -349,6 +350,22 @@ def test_a_step_over_its_budget_is_told_by_how_much() -> None:
     assert 'offload="auto"' in caught.value.hint
     with pytest.raises(OutOfDeviceMemory, match="too much"):
         train(vgg, limited("auto", 30_000))
+
+
+@pytest.mark.parametrize("make", [vgg, resnet, Transformer])
+@pytest.mark.parametrize("offload", ["auto", "all", "conv", "none"])
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6])
+def test_what_a_refusal_says_to_set_is_enough_at_once(
+    make: Callable[[], nn.Module], offload: str, share: float
+) -> None:
+    whole = limited("none", 1 << 40)
+    train(make, whole)
+    try:
+        train(make, limited(offload, int(share * whole.room.peak_bytes)))
+    except OutOfDeviceMemory as refusal:
+        found = re.search(r'activation_memory="(\d+)KiB"', refusal.hint)
+        assert found is not None
+        train(make, limited(offload, int(found[1]) << 10))
 
 
 def test_forward_alone_may_save_more_than_fits() -> None:

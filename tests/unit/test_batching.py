@@ -143,6 +143,27 @@ def test_what_waits_together_is_one_run_up_to_the_limit_and_each_has_its_own_ans
     assert spent_us["infer"] == (10 + 5) * COMPUTE_MS * 1000  # the device's time is counted once
 
 
+PARTS = ("preprocess_ms", "queue_ms", "switch_ms", "stall_ms", "compute_ms", "postprocess_ms")
+
+
+def test_the_parts_of_a_bill_never_exceed_its_total() -> None:
+    """Models that are not there, one that waits behind others, joined ones, and one that stays."""
+    server = Server()
+    for n in range(4):
+        program = program_of(f"cold{n}", (4 + 4 * n) * MIB, layer_ms=1.0 + 3.0 * n)
+        server.clients.register(ModelName(f"cold{n}"), program)
+    server.run()
+    tokens = [server.ask(name) for name in ("cold0", "cold3", "cold1", "other", "cold2", "cold1")]
+    tokens += server.ask_behind(6)
+    server.run(server.now_ms + 5000.0)
+    bills = [server.answers[token][1].timing for token in tokens]
+    assert {bill.resident for bill in bills if bill} == {True, False}
+    for bill in bills:
+        assert bill is not None
+        assert sum(getattr(bill, part) for part in PARTS) <= bill.total_ms + 1e-6, bill
+        assert bill.compute_ms > 0.0
+
+
 def test_a_request_alone_has_a_batch_and_is_not_joined() -> None:
     server = Server()
     token = server.ask("other")

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from benchmarks import readme
+from benchmarks import papers, readme
+from benchmarks.__main__ import NAMES, main
 from benchmarks.machine import Others, warnings_of
 from benchmarks.pipeline import costs_of
 from benchmarks.rig import Switch
@@ -52,8 +54,9 @@ def test_every_missed_target_is_named():
     bench.find("neither", 1.0)
     results = {"switch": ("switch_cpu_2026-01-01.json", bench.document())}
     assert readme.target_table(results).endswith("| 0123456 | quiet | 1 of 2 |")
-    rows = readme.missed_table(results).splitlines()[4:]
-    assert rows == ["| switch | bad | 99 ms | ≤ 3 |"]
+    rows = readme.findings_table(*results["switch"]).splitlines()
+    assert rows[0].startswith("1 of 2 targets are missed")
+    assert rows[4:] == ["| bad | 99 ms | ≤ 3 |"]
     assert "1 of 2 targets are met" in readme.front_page(results)[-1]
 
 
@@ -143,3 +146,55 @@ def test_a_model_whose_library_is_missing_is_skipped_not_failed(monkeypatch):
     assert bench.notes == [
         "bert-base: skipped: transformers is not installed: pip install 'pipeswitch[hf]'"
     ]
+
+
+def a_claim(*numbers: papers.Number) -> list[str]:
+    return papers._row(
+        papers.Claim("1", "c", "d", "switch", numbers),
+        {
+            "switch": (
+                "switch.json",
+                {
+                    "is_quick": False,
+                    "findings": [{"name": "a", "value": 2.0}, {"name": "b", "value": 3.0}],
+                },
+            )
+        },
+    )
+
+
+def test_whether_a_papers_claim_holds_is_computed_from_our_numbers() -> None:
+    good, bad = papers.Number("a", "a", high=2.5), papers.Number("b", "b", high=2.5)
+    assert a_claim(good)[4] == "yes"
+    assert a_claim(good, papers.Number("b", "b", above="a"))[4] == "yes"
+    assert a_claim(good, bad, papers.Number("a", "c", above="b"))[4] == "partly, not: b; c"
+    assert a_claim(bad)[4] == "**no**"
+    assert a_claim(papers.Number("a", "a"), papers.Number("gone", "b", low=0))[3:5] == [
+        "a: 2; b: not in the newest result ([switch.json](../benchmarks/results/switch.json))",
+        "not decided",
+    ]
+
+
+def test_every_figure_of_the_papers_has_a_number_or_says_why_not() -> None:
+    results = readme.newest(ROOT / "benchmarks" / "results")
+    claims = [claim for _, claims in papers.SOURCES.values() for claim in claims]
+    figures = " ".join(claim.figure for claim in papers.PIPESWITCH)
+    assert figures == "Figure 5 Figure 6 Figure 7 Figure 8 Figure 9"
+    for claim in claims:
+        row = papers._row(claim, results)
+        assert ("no number, because" in row[3]) == (not claim.benchmark), row
+        assert "not in the newest result" not in row[3], row
+        assert claim.benchmark in ("", "simulated", *NAMES)
+
+
+def test_without_a_name_benchmarks_are_listed_and_none_is_run(monkeypatch) -> None:
+    ran: list[tuple[str, ...]] = []
+    monkeypatch.setenv("PYTHONPATH", "")  # it is set for children
+    monkeypatch.setattr("benchmarks.__main__.run", lambda names, **_: ran.append(names) or 0)
+    told = CliRunner().invoke(main, []).output
+    assert not ran
+    assert all(f"  {name} " in told for name in NAMES)
+    assert " min" in told
+    for words, names in ((["all"], ()), (["switch", "state"], ("switch", "state"))):
+        CliRunner().invoke(main, words)
+        assert ran.pop() == names

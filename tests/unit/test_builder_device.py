@@ -54,7 +54,7 @@ def test_a_builder_sees_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     seen: list[str | None] = []
 
-    def build(*_: object) -> None:
+    def build(*_: object, **__: object) -> None:
         seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
         raise RegistrationRefused("build", "far enough")
 

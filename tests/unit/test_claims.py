@@ -157,7 +157,7 @@ class Rig:
         )
         sizes = SimpleNamespace(
             build_threads=1, build_timeout_s=0.0, build_memory_bytes=0, task_memory_bytes=0,
-            is_sandboxed=True,
+            is_sandboxed=True, packs_weights=True,
         )  # fmt: skip
         ground = SimpleNamespace(
             sizes=sizes, places=self.places, children=self.children, take=self.taken.append,

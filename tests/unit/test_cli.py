@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -395,11 +396,11 @@ def test_a_socket_in_a_folder_that_others_may_write_is_no_server(tmp_path: Path,
     assert default_address({**environ, "PIPESWITCH_HOST": "gpu1"}) == "tcp://gpu1:5555"
 
 
-def test_show_ends_with_what_a_model_does_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_begins_with_the_models_name(monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"name": "m", "state": "ready", "profile": {"layers": 200 * [1]}}
     answering(monkeypatch, show=lambda name, version: row)
     lines = [line.split()[0] for line in run("show", "m")[1].splitlines() if line[0] != " "]
-    assert lines == ["profile", "state", "name"]
+    assert lines == ["name", "state", "profile"]
     assert list(json.loads(run("show", "m", "--json")[1])) == list(row)
 
 
@@ -640,14 +641,27 @@ def test_ui_says_what_to_type_to_a_stranger_and_where_there_is_no_page(
     assert "serve --http" in run("ui")[2]
 
 
+def headers_of(listing: views.Listing, width: int = 240) -> list[str]:
+    return [str(column.header) for column in listing.fitted(width)[0].columns]
+
+
 def test_tables_have_a_column_for_the_device_where_there_are_several() -> None:
     row = {"name": "m", "kind": "model", "state": "resident", "worker": None}
-    assert "ON" not in [column.header for column in views.ps_table([row]).columns]
-    headers = [column.header for column in views.ps_table([{**row, "on": "cpu:1"}]).columns]
+    assert "ON" not in headers_of(views.ps_table([row]))
+    headers = headers_of(views.ps_table([{**row, "on": "cpu:1"}]))
     assert headers[:6] == ["MODEL/JOB", "KIND", "STATE", "WORKER", "ON", "DEVICE"]
     rows = [{"name": "m", "on": ["cpu:0", "cpu:1"]}, {"name": "n", "on": []}]
-    (on,) = (one for one in views.table(rows, views.MODEL_COLUMNS).columns if one.header == "ON")
+    view, _ = views.Listing(rows, views.MODEL_COLUMNS).fitted(240)
+    (on,) = (one for one in view.columns if one.header == "ON")
     assert list(map(str, on.cells)) == ["cpu:0, cpu:1", ""]
+
+
+def test_a_failed_job_has_its_cause_and_what_to_type() -> None:
+    from pipeswitch.cli.jobs import _why
+
+    row = {"name": "net", "state": "failed", "error": "ValueError: no\nmore lines", "why": "x"}
+    assert _why(row) == "ValueError: no (pipeswitch jobs logs net)"
+    assert _why({**row, "error": "", "state": "paused"}) == "x"
 
 
 def test_top_shows_what_jobs_hold_and_what_streams() -> None:
@@ -690,3 +704,166 @@ def test_streams_that_the_caller_closed_are_no_place_for_the_next_file(tmp_path:
     script = 'exec "$0" -P -c "$1" "$2" <&- >&- 2>&-'
     subprocess.run(["sh", "-c", script, sys.executable, code, found], check=True)
     assert found.read_text() == "/dev/null /dev/null /dev/null"
+
+
+LONG = "a-model-of-" + 40 * "x" + "-v12345"
+
+
+def narrow(shown: Any, width: int = 80, height: int = 25) -> list[str]:
+    """What stands on a screen of so many columns."""
+    console = Console(width=width, height=height, file=io.StringIO())
+    console.print(shown)
+    return str(console.file.getvalue()).splitlines()
+
+
+def ps_rows(count: int) -> list[dict[str, Any]]:
+    rows = [
+        {
+            "name": f"{LONG}{n}",
+            "kind": "model",
+            "state": "host",
+            "host": "9",
+            "prio": "normal",
+            "last_used": 5.0,
+        }
+        for n in range(count)
+    ]
+    return [
+        *rows,
+        {"name": "late", "kind": "model", "state": "resident"},
+        {"name": "over", "kind": "job", "state": "done"},
+        {"name": "train", "kind": "job", "state": "active", "why": "word " * 9},
+        {"name": "worker-0", "kind": "worker", "state": "active"},
+    ]
+
+
+def test_a_narrow_screen_shortens_names_in_the_middle_and_names_the_columns_it_lacks() -> None:
+    lines = narrow(views.ps_table(ps_rows(2)))
+    assert max(map(len, lines)) <= 80
+    shown = [line.split()[0] for line in lines if not line.startswith(" ")]
+    names = [name.partition("…") for name in shown if "…" in name]
+    assert [(LONG.startswith(head), tail[-7:]) for head, _, tail in names] == [
+        (True, "v123450"),
+        (True, "v123451"),
+    ]
+    assert lines[-1].startswith("not shown: ")
+    assert not [line for line in narrow(views.ps_table(ps_rows(2)), 240) if "…" in line]
+
+
+def test_jobs_stand_before_models_and_what_runs_before_what_is_idle() -> None:
+    names = [line.split()[0] for line in narrow(views.ps_table(ps_rows(1)), 240)]
+    assert names[1:] == ["train", "over", "late", f"{LONG}0", "worker-0"]
+
+
+@pytest.mark.parametrize("columns", [views.PS_COLUMNS, views.MODEL_COLUMNS, views.JOB_COLUMNS])
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_table_is_cut_without_a_sign(columns: tuple[str, ...], width: int) -> None:
+    row = {
+        one: 12345678 if one.endswith(("bytes", "step", "_s", "s")) else "words" for one in columns
+    }
+    row |= {"name": LONG, "state": "suspended", "device": "0", "last_used": 3.0, "why": "w " * 60}
+    table, dropped = views.Listing([row], columns).fitted(width)
+    assert len(table.columns) + len(dropped) == len(columns)
+    text = narrow(views.Listing([row], columns), width)
+    assert max(map(len, text)) <= width
+    assert any("suspended" in line for line in text)
+    assert bool(dropped) == ("not shown" in " ".join(text))
+
+
+def test_a_job_says_why_on_eighty_columns() -> None:
+    row = dict.fromkeys(views.JOB_COLUMNS, 0) | {"name": LONG, "state": "failed"}
+    text = " ".join(narrow(views.Listing([row | {"why": "no space left"}], views.JOB_COLUMNS)))
+    assert "no space left" in text
+
+
+def test_a_record_shows_sizes_shapes_and_ranges_and_leaves_out_what_is_empty() -> None:
+    row = {
+        "name": "m",
+        "notes": [],
+        "reason": "",
+        "bytes": 1 << 20,
+        "intermediate_bytes": 2 << 20,
+        "inputs": {"x": [["batch", 3], "float32"], "y": [[], "int64"]},
+        "batch": [1, 64],
+        "dims": {"batch": [1, 64]},
+        "device_s": {"infer": 0.123456},
+        "plan": None,
+        "memory": {"free_bytes": 3 << 20},
+    }
+    lines = [line.split(maxsplit=1) for line in narrow(views.details(row))]
+    assert [(key, value.strip()) for key, value in lines[:3]] == [
+        ("name", "m"),
+        ("bytes", "1.00 MiB"),
+        ("intermediate", "2.00 MiB"),
+    ]
+    text = "\n".join(" ".join(line.split()) for line in narrow(views.details(row)))
+    for part in (
+        "inputs x [batch, 3] float32; y [] int64",
+        "batch 1 to 64",
+        "dims batch 1 to 64",
+        "device s infer 0.12",
+        "memory free_bytes 3.00 MiB",
+    ):
+        assert part in text
+    assert len(lines) == 8
+
+
+def test_top_scrolls_to_its_last_line_and_back() -> None:
+    screen = views.Scrolled()
+    screen.inner = views.ps_table(ps_rows(40))
+    first = narrow(screen)
+    assert len(first) == 24
+    assert "late" not in first[-2]
+    assert first[-1].startswith("lines 1 to 23 of ")
+    for keys in (b"\x1b[6~", b"\x1b[6~", b"jjj", b"\x1b[B"):
+        screen.press(keys)
+        narrow(screen)
+    last = narrow(screen)
+    assert "not shown" in last[-2]
+    for keys in (b"\x1b[5~", b"\x1b[5~", b"k", b"\x1b[A"):
+        screen.press(keys)
+    assert narrow(screen) == first
+    with pytest.raises(KeyboardInterrupt):
+        screen.press(b"q")
+    screen.inner = views.ps_table(ps_rows(1))
+    assert "lines" not in narrow(screen)[-1], "it is whole"
+
+
+def test_options_behind_the_script_are_refused_unless_they_follow_two_dashes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[Any] = []
+
+    def train(entry: str, **given: Any) -> Job:
+        sent.append((entry, given["args"]))
+        return Job()
+
+    answering(monkeypatch, train=train)
+    for words in (["t.py", "--pririty", "low"], ["t.py", "5", "-x"], ["--lr", "1", "t.py"]):
+        status, _, text = run("train", *words)
+        assert (status, "follow --" in text) == (2, True), text
+    assert run("train", "t.py", "5", "--priority", "low")[0] == 0
+    assert run("train", "t.py", "--", "--priority", "low", "-5")[0] == 0
+    assert sent == [("t.py", ("5",)), ("t.py", ("--priority", "low", "-5"))]
+
+
+class Job:
+    """A job that runs on."""
+
+    name = "t"
+
+    def wait(self, timeout_s: float) -> None:
+        raise TimeoutError
+
+
+@pytest.mark.parametrize("group", ["", "models", "jobs", "keys", "config", "cluster"])
+def test_help_lists_each_command_with_a_whole_sentence(group: str) -> None:
+    context = click.Context(main)
+    command = main.get_command(context, group) if group else main
+    assert isinstance(command, click.Group)
+    listed = " ".join(run(*group.split(), "--help", env={"COLUMNS": "80"})[1].split())
+    assert "..." not in listed.partition("Commands:")[2]
+    for name in command.list_commands(context):
+        found = command.get_command(context, name)
+        assert found is not None
+        assert found.get_short_help_str(limit=1000) in listed

@@ -134,3 +134,12 @@ def test_models_without_a_profile_are_listed_with_what_to_do() -> None:
 
 def test_a_server_without_models_says_so() -> None:
     assert "no models" in text_of(cli_profile.report_view(cli_profile.report(answer(), {})))
+
+
+def test_a_plan_of_one_model_is_that_models() -> None:
+    found = answer(profile("m0", 10.0), profile("m1", 20.0), None)
+    made = cli_profile.report(found, {}, ["m1"])
+    assert ([model["name"] for model in made["models"]], made["without_profile"]) == (["m1"], [])
+    assert cli_profile.report(found, {}, ["m0", "m1"])["fit_count"] == 2
+    with pytest.raises(ModelNotFound, match='did you mean "m1"'):
+        cli_profile.report(found, {}, ["mm1"])

@@ -464,6 +464,14 @@ def test_a_connection_is_of_an_address_and_its_keys(monkeypatch: pytest.MonkeyPa
     assert found == [(b"one",), (b"other",), (b"one",)]
 
 
+def test_a_version_from_a_file_is_refused_where_nodes_would_differ() -> None:
+    rig = Rig()
+    with pytest.raises(errors.InvalidInput) as refused:
+        rig.call("register", model="m", body={"as_version": True, "weights": "put:0"})
+    assert "unregister m" in refused.value.hint
+    assert not rig.asked
+
+
 def test_what_changes_something_is_sent_once() -> None:
     rig = Rig()
     rig.doors["a"].error = errors.ServerUnavailable("it may have been carried out")

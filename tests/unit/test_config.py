@@ -203,6 +203,7 @@ def test_choices_are_those_of_the_code_that_takes_them() -> None:
         ("workers = 3", "workers: 3 is not a table"),
         ("profiles_dir = 3", "profiles_dir: 3 is not a text"),
         ('[[model]]\nname = "m"', "[[model]] 0 source: is required"),
+        ('[gateway]\naliases = ["gpt-4o"]', "of the form gpt-4o=chat"),
         ('[[model]]\nname = "m"\nsource = "a:b"\npin = 1', "pin: 1 is not true or false"),
         (
             '[server]\nwatchdog = "481h"',

@@ -44,6 +44,8 @@ def _result(**changes: object) -> dict[str, object]:
     return {
         "pipeswitch": {**ends, **bill}, "ready_model": ends, "stop_and_start": ends,
         "training": training, "errors": [], "largest_difference": 0.0,
+        "fast": {"pipeswitch": {**ends, **bill, "p50_ms": 7.0}, "errors": [],
+                 "largest_error": 1e-6},
         **changes,
     }  # fmt: skip
 
@@ -52,7 +54,8 @@ def test_the_table_shows_the_run_and_nothing_else() -> None:
     text = io.StringIO()
     demo_report.show(_result(), Console(file=text, width=120))
     shown = text.getvalue()
-    for part in ("12 ms", "4.20 s", "0 steps lost", "3 suspensions", "60 %", "98.5 %", "bit-equal"):
+    for part in ("12 ms", "4.20 s", "0 steps lost", "3 suspensions", "60 %", "98.5 %", "bit-equal",
+                 "7.0 ms", "0.58 of the ready model's", "1.0e-06"):  # fmt: skip
         assert part in shown
 
 
@@ -72,6 +75,8 @@ def test_a_lower_bound_that_is_none_is_said_to_be_noise() -> None:
         ({"errors": ["QueueFull: no"]}, "request failed"),
         ({"largest_difference": 0.5}, "differs from the plain"),
         ({"largest_difference": float("nan")}, "differs from the plain"),
+        ({"fast": {"errors": ["QueueFull: no"], "largest_error": 0.0}}, "precision fast"),
+        ({"fast": {"errors": [], "largest_error": float("nan")}}, "precision fast: the error"),
     ],
 )
 def test_what_must_not_happen_is_a_problem(changes: dict[str, object], said: str) -> None:

@@ -398,8 +398,16 @@ def test_the_page_is_shown_to_everyone_and_its_policy_lets_nothing_else_in(rig: 
     assert "'none'" in POLICY.split(";")[0]
 
 
+def test_a_browser_that_asks_for_nothing_is_sent_to_the_page(rig: Rig) -> None:
+    answer = rig.ask("GET", "/", token="")
+    assert (answer.status, dict(answer.headers)["Location"]) == (303, "/ui")
+    assert rig.refused("POST", "/")[0] == 405
+    assert rig.refused("GET", "/nothing")[0] == 404
+
+
 def test_the_pages_files_ask_no_other_site_and_parse_no_text_as_html() -> None:
-    for path, answer in Page().answers.items():
+    for path in FILES:
+        answer = Page().answers[path]
         text = bytes(answer.parts[0]).decode()
         sites = set(re.findall(r"https?://[^\s\"'<)]+", text))
         assert sites <= {"http://www.w3.org/2000/svg"}, path  # a name, not an address

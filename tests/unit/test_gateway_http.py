@@ -339,23 +339,19 @@ def test_a_compressed_body_that_is_none_or_too_large_is_refused(
     assert (rig.asked, rig.server.shared.waiting.held) == ([], 0)
 
 
-@pytest.mark.parametrize("head", [b"", b"GET /a HTTP/1.1\r\n" + HOST + b"\r\n"])
-def test_each_path_has_the_form_of_errors_that_its_clients_read(rig: Rig, head: bytes) -> None:
+def test_each_path_has_the_form_of_errors_that_its_clients_read(rig: Rig) -> None:
     """Also of what is refused before the path's own code is asked."""
-    rig.server = HttpServer(
-        rig.admit, LIMITS, None, lambda path, error: json_answer({"of": path}, 418)
-    )
+    form = lambda path, error: json_answer({"of": path}, 418)  # noqa: E731
+    rig.server = HttpServer(rig.admit, LIMITS, None, form)
     gzipped = b"Content-Encoding: gzip\r\n"
     for request in (
-        post("/v1/x", b"b", b"Content-Encoding: zstd\r\n"),
-        post("/v1/x", b"not gzip", gzipped),
+        post("/v1/x", b"b", b"Content-Encoding: zstd\r\n"), post("/v1/x", b"not gzip", gzipped),
         post("/v1/x", gzip.compress(b"y" * 2000), gzipped),
-        post("/v1/x", bytes(LIMITS.body_bytes + 1)),
-        b"POST http://h/v1/x HTTP/1.1\r\nContent-Length: 9999999\r\n" + HOST + b"\r\n",
+        post("http://h/v1/x", bytes(LIMITS.body_bytes + 1)),
         b"POST /v1/x HTTP/1.1\r\nA: " + b"a" * LIMITS.head_bytes,
-    ):
+    ):  # fmt: skip
         connection, wire = rig.connect()
-        feed(connection, head)
+        feed(connection, b"GET /a HTTP/1.1\r\n" + HOST + b"\r\n")
         feed(connection, request)
         assert answers(wire)[-1] == (418, b'{"of":"/v1/x"}')
         connection.connection_lost(None)

@@ -94,6 +94,7 @@ def facts() -> dict[str, Any]:
         {"name": name, "version": version, "share": share}
         for name, version, share in (("m", 1, 0), ("m", 2, 90), ("m", 3, 10), ("whole", 1, 100))
     ]
+    models[-1]["precision"] = {"name": "bf16"}
     rows = {"jobs": [job], "ps": [*workers, {"kind": "model"}], "tally": [tally.row("m", 1)],
             "models": models}  # fmt: skip
     return {"stats": {**stats, **own}, **rows}
@@ -117,6 +118,8 @@ def test_an_operator_is_told_of_the_server_and_others_are_not() -> None:
         assert tuple(found[f"pipeswitch_{name}", one, "chat"] for one in versions) == values
     shares = {key[1:]: value for key, value in found.items() if "share_ratio" in key[0]}
     assert shares == {("2", "m"): 0.9, ("3", "m"): 0.1}
+    forms = {tuple(sorted(key[1:])) for key in found if key[0] == "pipeswitch_model_info"}
+    assert forms >= {("1", "exact", "m"), ("1", "bf16", "whole")}
     assert told(metrics) == {}
 
 
@@ -198,13 +201,14 @@ def test_joined_requests_are_one_run_and_their_rows_are_counted_once() -> None:
     assert found["nv_inference_exec_count", "1", "m"] == 2
 
 
-def test_every_metric_of_the_dashboard_exists() -> None:
+def test_every_metric_of_the_dashboard_and_the_alerts_exists() -> None:
     dashboard = json.loads((ROOT / "packaging/grafana.json").read_text())
     tally = Tally()
     tally.answered("m", 33.0, BILL)
     metrics = Metrics(tally)
     known = {key[0] for key in told(metrics, facts())}
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked += re.findall(r"expr: .*", (ROOT / "packaging/alerts.yaml").read_text())
     named = set(re.findall(r"\bpipeswitch_\w+", " ".join(asked)))
     assert len(named) > 15
     assert named <= known

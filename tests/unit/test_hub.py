@@ -110,7 +110,7 @@ def build_that(
     would have looked."""
     seen: dict[str, str | None] = {}
 
-    def build(spec: BuildSpec, work: Path, progress: Any, disk_bytes: int) -> Manifest:
+    def build(spec: BuildSpec, work: Path, progress: Any, disk_bytes: int, **_: bool) -> Manifest:
         names = ("HF_HOME", "HF_HUB_CACHE", "TORCH_HOME", "HF_TOKEN")
         seen.update({name: os.environ.get(name) for name in names})
         seen["folder"] = str(Path("org/model").resolve()) if Path("org/model").exists() else None

@@ -20,8 +20,10 @@ from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.verify import load_image
 from pipeswitch.programs.graphs.bundle import decode_graph, encode_graph, read_bundle
 from pipeswitch.programs.graphs.contracts import BrokenContract
+from pipeswitch.programs.graphs.graph import resolve
 from pipeswitch.programs.interface import packing
 from pipeswitch.programs.interface.layout import Manifest
+from pipeswitch.programs.running import executor
 from pipeswitch.programs.running.executor import GraphProgram, fitting
 from pipeswitch.programs.running.views import tensor_over
 from pipeswitch.programs.spec import BuildSpec, is_checked
@@ -111,11 +113,17 @@ def packing_always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def built(
-    module: nn.Module, inputs: tuple[torch.Tensor, ...], folder: Path, **options: Any
+    module: nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    folder: Path,
+    precision: str = "fast",
+    packs_weights: bool = True,
+    **options: Any,
 ) -> Manifest:
+    folder.mkdir(exist_ok=True)
     export_module_to_bundle(module.eval(), inputs, folder / "m.bundle")
-    spec = BuildSpec(name="m", source=str(folder / "m.bundle"), precision="fast", **options)
-    return build(spec, folder / "out", lambda stage, fraction: None)
+    spec = BuildSpec(name="m", source=str(folder / "m.bundle"), precision=precision, **options)
+    return build(spec, folder / "out", lambda *told: None, packs_weights=packs_weights)
 
 
 def answers(
@@ -180,6 +188,53 @@ def test_a_sum_that_broadcasts_is_not_fused(tmp_path: Path) -> None:
     torch.testing.assert_close(answers(manifest, tmp_path, (x,))[0], module(x))
 
 
+VIEWS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda y: y.view(y.shape[0], -1),
+    "relu": lambda y: torch.relu(y).view(-1, 16 * 36),
+    "all": lambda y: y.view(-1),
+    "channels": lambda y: y.view(y.shape[0] * 16, 36),
+    "shuffle": lambda y: y.view(-1, 4, 4, 6, 6).transpose(1, 2).contiguous().view(-1, 16, 6, 6),
+    "pooled": lambda y: nn.functional.max_pool2d(y, 2).view(y.shape[0], -1),
+    "written": lambda y: y.view(y.shape[0], -1).add_(1.0) + y.flatten(1),
+    "later": lambda y: y.view(y.shape[0], -1).mul_(2.0).sum() + y,
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_of_a_convolution_is_the_modules(name: str, tmp_path: Path) -> None:
+    class Viewed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(8, 16, 3, padding=1), nn.Conv2d(16, 16, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return VIEWS[name](self.second(self.first(x)))
+
+    module = Viewed()
+    manifest = built(module, (torch.randn(3, 8, 6, 6),), tmp_path)
+    assert manifest.precision is not None
+    for rows in (1, 3):
+        x = torch.randn(rows, 8, 6, 6)
+        torch.testing.assert_close(answers(manifest, tmp_path, (x,))[0], module(x))
+
+
+def test_a_call_is_packed_if_it_gains_at_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {1: (1.0, 1.2), 8: (3.0, 2.0)}  # plain and packed, by rows
+
+    def timed(calls: Sequence[Callable[[], Any]]) -> tuple[float, ...]:
+        return times[len(calls[0]())]
+
+    monkeypatch.setattr(fusing._Fusing, "_plain", lambda self, chain, x: x)
+    monkeypatch.setattr(fusing, "least_ms", timed)
+    manifest = built(nn.Linear(16, 16), (torch.randn(2, 16),), tmp_path)
+    assert manifest.precision is not None
+    assert "batch=8" in manifest.extra["notes"][-1]
+    times[8] = (3.0, 2.9)
+    assert built(nn.Linear(16, 16), (torch.randn(2, 16),), tmp_path / "b").precision is None
+
+
 @pytest.mark.parametrize("how", ["wrong", "nan"])
 def test_a_form_that_disagrees_is_refused(how: str, tmp_path: Path) -> None:
     class Lying(CpuKernels):
@@ -206,9 +261,22 @@ def test_an_error_over_the_limit_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_that_gains_nothing_stays_exact(tmp_path: Path) -> None:
     manifest = built(nn.Softmax(-1), (torch.randn(2, 16),), tmp_path)
-    assert manifest.precision is None
+    exact = built(nn.Softmax(-1), (torch.randn(2, 16),), tmp_path, "exact")
+    assert manifest.precision is exact.precision is None
+    assert manifest.digest != exact.digest  # else the one that is stored first has the notes
     assert "it stays exact" in manifest.extra["notes"][-1]
     assert not (tmp_path / "out" / packing.DERIVED_FILE).exists()
+
+
+def test_machines_that_derive_other_forms_name_one_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, x = nn.Linear(64, 64), torch.randn(2, 64)
+    packed = built(module, (x,), tmp_path)
+    monkeypatch.setattr(precision, "least_ms", lambda calls: (1.0, 2.0))
+    slower, exact = (built(module, (x,), tmp_path, form) for form in ("fast", "exact"))
+    assert packed.program == slower.program != exact.program
+    assert len({packed.digest, slower.digest, exact.digest}) == 3
 
 
 def test_a_clients_bundle_may_not_be_packed(tmp_path: Path) -> None:
@@ -262,3 +330,241 @@ def test_a_layout_that_a_builder_made_up_is_refused(how: str, tmp_path: Path) ->
             del packed[name]
     with pytest.raises(RegistrationRefused):
         GraphProgram(manifest, replace(graph, packed=packed), "cpu", KERNELS)
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (1, 8, 12), (1, 7, 12, 12), (0, 8, 12, 12), (1, 8, -5, 12), (1, 8, 1, 1 << 62)]
+)
+def test_a_layout_for_an_input_that_cannot_be_is_refused(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    manifest = built(Block(), (torch.randn(3, 8, 12, 12),), tmp_path)
+    graph = read_bundle(tmp_path / "out" / packing.DERIVED_FILE, is_derived=True).graph
+    name = next(name for name in graph.packed if "third" in name)
+    layout = graph.packed[name]
+    assert layout.input_shape == (1, 8, 12, 12)
+    packed = dict(graph.packed) | {name: replace(layout, input_shape=shape, description=b"")}
+    with pytest.raises(RegistrationRefused):
+        GraphProgram(manifest, replace(graph, packed=packed), "cpu", KERNELS)
+
+
+# --- bfloat16 and int8 ------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """A layer of a transformer with a table of tokens, which its head uses too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(128, 64)
+        self.norm, self.last = nn.LayerNorm(64), nn.LayerNorm(64)
+        self.query, self.key, self.value = (nn.Linear(64, 64) for _ in range(3))
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.head = nn.Linear(64, 128, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)
+        y = self.norm(x)
+        scores = self.query(y) @ self.key(y).transpose(1, 2) / 8.0
+        x = x + torch.softmax(scores, -1) @ self.value(y)
+        x = x + self.down(nn.functional.gelu(self.up(self.last(x))))
+        return self.head(x)
+
+
+class Shared(nn.Module):
+    """Views of a product that are changed in place while others are still read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        y = self.linear(x)
+        part = y[:, :32]
+        part.add_(1.0)
+        z = self.other(x)
+        return y.exp(), self.other(y), torch.relu_(z)
+
+
+class Seen(nn.Module):
+    """A convolution whose result the module views as if it were contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.head = nn.Conv2d(4, 16, 3), nn.Linear(16 * 36, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.convolution(x).view(x.shape[0], 16 * 36))
+
+
+class Masked(nn.Module):
+    """A mask of numbers that bfloat16 does not have, a recurrent layer, and a convolution in 1d."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.memory = nn.Linear(64, 64), nn.LSTM(64, 32, batch_first=True)
+        self.convolution = nn.Conv1d(64, 32, 3, padding=1)
+        mask = torch.full((64, 64), torch.finfo(torch.float32).min).triu(1)
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.softmax(self.linear(x) + self.mask, -1)
+        return self.memory(y)[0] + self.convolution(y.transpose(1, 2)).transpose(1, 2)
+
+
+FORMS = {
+    "block": (Block, torch.randn(3, 8, 12, 12)),
+    "layer": (Layer, torch.arange(40).reshape(2, 20) * 3 % 128),
+    "shared": (Shared, torch.randn(4, 64)),
+    "seen": (Seen, torch.randn(2, 4, 8, 8)),
+    "masked": (Masked, torch.randn(2, 64, 64)),
+}
+
+
+def outputs_of(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    with torch.no_grad():
+        found = module(x.clone())
+    return found if isinstance(found, tuple) else (found,)
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    assert ours.dtype == theirs.dtype
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@pytest.mark.parametrize("machine", ["packs", "stores", "unpacked"])
+@pytest.mark.parametrize("form", ["bf16", "int8"])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_in_fewer_bytes_answers_as_the_module_does(
+    name: str, form: str, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``stores``: a processor without bfloat16; ``unpacked``: what a cuda device gets."""
+    if machine == "stores":
+        monkeypatch.setattr(CpuKernels, "half", lambda kernels: "")
+    module, x = FORMS[name][0](), FORMS[name][1]
+    packs = machine != "unpacked"
+    manifest = built(module, (x,), tmp_path, form, packs_weights=packs)
+    packed = read_bundle(tmp_path / "out" / packing.DERIVED_FILE, is_derived=True).graph.packed
+    assert packs or not packed
+    assert manifest.precision is not None
+    assert manifest.precision.name == form
+    assert manifest.total_bytes < manifest.precision.plain_bytes
+    for rows in (1, len(x)):
+        found = answers(manifest, tmp_path, (x[:rows],))
+        pairs = zip(found, outputs_of(module, x[:rows]), strict=True)
+        errors = [relative_error(ours, theirs) for ours, theirs in pairs]
+        assert 0.0 < max(errors) < 0.05
+
+
+def test_sums_and_norms_of_a_transformer_stay_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, x = FORMS["layer"][0](), FORMS["layer"][1]
+    manifest = built(module, (x,), tmp_path, "bf16")
+    path = tmp_path / "out" / packing.DERIVED_FILE
+    graph = read_bundle(path, manifest.head_sha256, is_derived=True).graph
+    image = load_image(path, manifest).untyped_storage()
+    seen: dict[str, set[torch.dtype]] = {}
+
+    class Watching(CpuKernels):
+        def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
+            return {**super().operators(), packing.LINEAR: watched(packing.LINEAR)}
+
+    def watched(target: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            found = (KERNELS.operators().get(target) or resolve(target))(*arguments, **named)
+            if isinstance(found, torch.Tensor):
+                seen.setdefault(target, set()).add(found.dtype)
+            return found
+
+        return call
+
+    monkeypatch.setattr(executor, "resolve", watched)
+    program = GraphProgram(manifest, graph, "cpu", Watching())
+    program.bind(lambda spec: tensor_over(image, spec, 0)).run([x], lambda index: None)
+    assert seen[packing.LINEAR] == seen["aten.matmul.default"] == {torch.bfloat16}
+    for target in ("aten.layer_norm.default", "aten.softmax.int", "aten.add.Tensor"):
+        assert seen[target] == {torch.float32}
+
+
+def test_a_tied_weight_is_stored_for_each_of_its_uses_and_counted(tmp_path: Path) -> None:
+    manifest = built(FORMS["layer"][0](), (FORMS["layer"][1],), tmp_path, "bf16")
+    names = [spec.name for spec in manifest.tensors if "tokens" in spec.name or "head" in spec.name]
+    assert len(names) == 2
+    table_bytes = 128 * 64 * 2
+    assert [s.size_bytes for s in manifest.tensors if s.name in names] == [table_bytes] * 2
+    assert manifest.total_bytes >= sum(spec.size_bytes for spec in manifest.tensors)
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8"])
+def test_weights_shrink_as_the_form_says(form: str, tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
+    manifest = built(module, (torch.randn(2, 512),), tmp_path, form)
+    assert manifest.precision is not None
+    share = {"bf16": 0.5, "int8": 0.25}[form]
+    assert manifest.total_bytes == pytest.approx(share * manifest.precision.plain_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8"])
+def test_a_slower_form_is_kept_for_its_bytes_and_says_so(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "least_ms", lambda calls: (1.0, 2.0))
+    manifest = built(nn.Linear(64, 64), (torch.randn(2, 64),), tmp_path, form)
+    assert manifest.precision is not None
+    assert "slower" in manifest.extra["notes"][-1]
+
+
+def test_a_model_without_float32_weights_stays_exact(tmp_path: Path) -> None:
+    for form in ("bf16", "int8"):
+        manifest = built(nn.ReLU(), (torch.randn(2, 64),), tmp_path, form)
+        assert manifest.precision is None
+        assert "it stays exact" in manifest.extra["notes"][-1]
+
+
+def test_a_large_max_error_does_not_serve_nonsense(tmp_path: Path) -> None:
+    class Lost(CpuKernels):
+        def pack_linear(self, weight: torch.Tensor) -> tuple[packing.PackedLayout, torch.Tensor]:
+            return super().pack_linear(torch.zeros_like(weight))
+
+    export_module_to_bundle(nn.Linear(64, 64), (torch.randn(2, 64),), tmp_path / "n.bundle")
+    spec = BuildSpec(name="m", source=str(tmp_path / "n.bundle"))
+    plain = build(spec, tmp_path / "plain", lambda stage, fraction: None)
+    with pytest.raises(RegistrationRefused):
+        derive(plain, tmp_path / "plain", "bf16", 1.0, 0, Lost())
+
+
+def test_a_saturated_weight_is_refused(tmp_path: Path) -> None:
+    module = nn.Linear(64, 64)
+    with torch.no_grad():
+        module.weight[3, 5] = 3.4028e38  # above the largest bfloat16
+    x = torch.zeros(2, 64)
+    x[:, 5] = 1e-30
+    with pytest.raises(RegistrationRefused):
+        built(module, (x,), tmp_path, "bf16")
+
+
+def test_a_layer_of_int8_gives_a_row_its_bits_in_any_small_batch(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64))
+    manifest = built(module, (torch.randn(2, 256),), tmp_path, "int8", batch=8)
+    assert manifest.precision is not None
+    x = torch.randn(8, 256)
+    [together] = answers(manifest, tmp_path, (x,))
+    alone = [answers(manifest, tmp_path, (x[row : row + 1],))[0] for row in range(8)]
+    assert torch.equal(torch.cat(alone), together) is manifest.precision.is_batch_invariant
+
+
+def test_a_model_whose_rows_look_at_each_other_is_not_batch_invariant(tmp_path: Path) -> None:
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) - x.mean(0)
+
+    for form in ("fast", "bf16", "int8"):
+        manifest = built(Mixing(), (torch.randn(2, 64),), tmp_path, form)
+        assert manifest.precision is not None
+        assert manifest.precision.is_batch_invariant is False

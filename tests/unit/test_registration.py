@@ -16,8 +16,9 @@ from pipeswitch.base.roles import OWNER
 from pipeswitch.cli import common
 from pipeswitch.cli.main import main
 from pipeswitch.client.client import Client
-from pipeswitch.controller.restore import _configured
+from pipeswitch.controller.restore import configured
 from pipeswitch.frontend.verbs import Rules, ask
+from pipeswitch.programs.interface.packing import PRECISIONS
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.scheduler.events import RegisterAsked, Token
 from pipeswitch.wire.frames import VERSION, RequestHeader, encode_header
@@ -53,19 +54,22 @@ def test_the_sdk_the_command_line_and_the_file_ask_for_the_same(
     sdk, line = Recorded(), Recorded()
     sdk.register("m", SOURCE, inputs={"x": ((8, (1, 9)), "float32")}, max_batch=4, batch=2,
                  batch_delay_ms=3.0, devices=["cpu:0"], preprocess="a.b:c", priority="normal",
-                 raw={"text": (((1, 64),), "bytes")}, precision="exact")  # fmt: skip
+                 raw={"text": (((1, 64),), "bytes")}, precision="exact", weights="random:1",
+                 generate=True)  # fmt: skip
     monkeypatch.setattr(common, "connected", lambda: line)
     monkeypatch.setattr(Recorded, "__exit__", lambda *_: None)
     words = [SOURCE, "--input", "x=8x1..9:float32", "--max-batch", "4", "--batch", "2",
              "--batch-delay", "3ms", "--devices", "cpu:0", "--preprocess", "a.b:c",
-             "--raw", "text=1..64:bytes", "--json"]  # fmt: skip
+             "--raw", "text=1..64:bytes", "--weights", "random:1", "--generate",
+             "--precision", "exact", "--json"]  # fmt: skip
     done = CliRunner().invoke(main, ["register", "m", *words])
     assert done.exit_code == 0, done.output
     assert sdk.body == line.body
     file = ModelConfig(name="m", source=SOURCE, inputs=("x=8x1..9:float32",), max_batch=4, batch=2,
                        batch_delay_ms=3.0, devices=("cpu:0",), preprocess="a.b:c",
-                       raw=("text=1..64:bytes",))  # fmt: skip
-    assert _configured(Token(1), file) == asked(sdk.body)
+                       raw=("text=1..64:bytes",), weights="random:1", generate=True,
+                       precision="exact")  # fmt: skip
+    assert configured(Token(1), file) == asked(sdk.body)
 
 
 def test_an_older_client_that_sends_every_field_asks_for_the_same() -> None:
@@ -97,3 +101,31 @@ def test_each_mistake_is_refused_with_a_hint_or_the_field(field: dict[str, Any])
     error = caught.value
     assert type(error).__name__ in ("InvalidInput", "RegistrationRefused")
     assert error.hint or name in error.message or "the tree" in error.message
+
+
+@pytest.mark.parametrize(
+    ("given", "precision"),
+    [({}, "exact"), ({"generate": True}, "fast"), ({"precision": "bf16"}, "bf16"),
+     ({"generate": True, "precision": "exact"}, "exact"), ({"precision": "int8"}, "int8")],
+)  # fmt: skip
+def test_a_language_model_is_fast_and_a_module_exact_unless_the_request_says(
+    given: dict[str, Any], precision: str
+) -> None:
+    spec = msgspec.msgpack.decode(asked({"source": "hf:gpt2", **given}).spec, type=BuildSpec)
+    assert spec.precision == precision
+
+
+def test_the_file_knows_every_precision() -> None:
+    for precision in PRECISIONS:
+        file = ModelConfig(
+            name="m", source=SOURCE, weights="random:0", precision=precision, max_error=0.01
+        )
+        spec = msgspec.msgpack.decode(configured(Token(1), file).spec, type=BuildSpec)
+        assert (spec.precision, spec.max_error) == (precision, 0.01)
+
+
+def test_a_language_model_may_be_registered_when_the_server_starts() -> None:
+    model = ModelConfig(name="m", source="hf:gpt2", weights="pretrained", generate=True, pin=True)
+    event = configured(Token(1), model)
+    assert event.is_pinned
+    assert msgspec.msgpack.decode(event.spec, type=BuildSpec).generate

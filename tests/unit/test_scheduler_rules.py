@@ -443,6 +443,48 @@ def test_a_suspended_job_resumes_in_place_when_the_queue_is_empty(rig: Rig) -> N
     assert not rig.sent(RunJob)
 
 
+def test_a_job_that_waits_behind_requests_says_so(rig: Rig) -> None:
+    def why() -> list[str]:
+        listed = rig.answers[rig.ask(ev.Query, what="ps")].body["rows"]
+        shown = rig.answers[rig.job_asked("cifar", "show")].body["job"]["why"]
+        return [shown, *(row["why"] for row in listed if row["name"] == "cifar")]
+
+    rig.register("a")
+    rig.make_resident("a")
+    job = rig.start_training()
+    assert why() == ["", ""]
+    rig.infer("a")
+    assert why() == 2 * ["waits behind 1 request"]
+    rig.park(job, rig.state.owner.pending.turn)
+    rig.infer("a")
+    assert why() == 2 * ["waits behind 2 requests"]
+    rig.done()
+    rig.done()
+    assert why() == ["", ""]
+
+
+def test_what_a_task_does_before_its_first_group_belongs_to_the_switch_alone(rig: Rig) -> None:
+    """It has the turn from 10 ms on, begins at 50, waits 5 ms for its second group, ends at 85."""
+    rig.register("a")
+    token = rig.infer("a")
+    rig.arrived("a")
+    task, began_ms = rig.state.owner.running, rig.now_ms
+    rig.now_ms += 90.0
+    at = {"turn_at_ms": 10.0, "first_group_at_ms": 50.0, "ended_at_ms": 85.0}
+    rig.worker(
+        task.slot,
+        InferenceDone(
+            epoch=task.epoch,
+            outputs=(),
+            stall_ms=45.0,
+            **{name: began_ms + ms for name, ms in at.items()},
+        ),
+    )
+    bill = rig.answers[token].timing
+    assert (bill.switch_ms, bill.stall_ms, bill.compute_ms) == (50.0, 5.0, 30.0)
+    assert bill.total_ms == 90.0
+
+
 def test_the_answer_may_arrive_before_the_parked_of_the_job_it_preempted(rig: Rig) -> None:
     rig.register("a")
     job = rig.start_training()
@@ -1255,6 +1297,18 @@ def test_a_script_that_does_not_stop_or_unwind_is_killed_after_its_grace(rig: Ri
     rig.infer("a")
     rig.tick(rig.core.settings.stop_grace_ms)
     assert [command.target.slot for command in rig.commands(ev.Kill)] == [job.slot]
+
+
+@pytest.mark.parametrize("has_stepped_aside", [False, True])
+def test_a_job_that_never_stepped_aside_says_so(rig: Rig, has_stepped_aside: bool) -> None:
+    rig.register("a")
+    job = rig.start_training()
+    job.progress.suspensions = int(has_stepped_aside)
+    rig.infer("a")
+    rig.tick(rig.core.settings.stop_grace_ms)
+    rig.worker_exits(job.slot)
+    (row,) = rig.scheduler.listing.jobs()
+    assert ("never stepped aside" in row["why"]) != has_stepped_aside
 
 
 def hangs(rig: Rig, job: Any) -> float:
@@ -2475,7 +2529,7 @@ def test_versions_that_nothing_keeps_leave_when_no_request_wants_them(rig: Rig) 
     lineage = rig.scheduler.machine.served["net"].born
     late = infer_of(rig, lineage)
     assert rig.state.requests[late].model == "net@3", "nobody reads of a version that has left"
-    assert isinstance(rig.error(infer_of(rig, 0)), errors.InvalidInput), "it asked for version 1"
+    assert isinstance(rig.error(infer_of(rig, 0)), errors.ModelNotFound), "it asked for version 1"
     assert isinstance(rig.error(infer_of(rig, lineage - 1)), errors.ModelNotFound), (
         "another model's"
     )

@@ -10,7 +10,26 @@ import pytest
 
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.commits.image import HEADER_BYTES, dump_json, pack_header
-from pipeswitch.commits.weights import for_anybody, read_image, save_weights, weights_of
+from pipeswitch.commits.weights import (
+    Weight,
+    for_anybody,
+    of_part,
+    read_image,
+    save_weights,
+    weights_of,
+)
+
+
+def test_a_part_has_its_models_own_names() -> None:
+    weight = Weight("float32", (1,), np.zeros(1, np.uint32))
+    names = ("net.0.weight", "ema.module.0.weight", "ema.n_averaged", "module.module.a", "module.b")
+    every = dict.fromkeys(names, weight)
+    assert [*of_part(every, "net")] == ["0.weight"]
+    assert [*of_part(every, "ema")] == ["0.weight"]
+    assert [*of_part(every, "module")] == ["module.a", "b"]  # no average: a model with such a child
+    with pytest.raises(InvalidInput) as refused:
+        of_part(every, "n")
+    assert "ema, module, net" in refused.value.hint
 
 
 def image(tensors: dict[str, dict[str, Any]], data: bytes) -> memoryview:

@@ -42,28 +42,28 @@ class RequestPool:
 
     @property
     def address(self) -> int:
-        """Where it is mapped in this process."""
+        """Address of the pool in this process."""
         return self._storage.data_ptr()
 
     def tensor(self, slab: SlabTensor, *, is_code: bool) -> torch.Tensor:
-        """A tensor over a request's slab; it stays valid until the reply is sent.
+        """Return a tensor over a request's slab, valid until the reply is sent.
 
         ``is_code``: the operator's own module may change the tensor itself, so it is a new one.
         """
         return self._view(self._storage, slab) if is_code else self._kept(slab)
 
     def own(self, slab: SlabTensor) -> torch.Tensor:
-        """As ``tensor``, for what this code copies."""
+        """Return the tensor of a slab, like ``tensor``, for copies by our own code."""
         return self._view(self._own, slab)
 
     def number(self, slab: SlabTensor) -> int:
-        """The only one of an input."""
+        """Return the single number of an input."""
         return int(self.own(slab).item())
 
     def joined(self, columns: Iterable[Sequence[SlabTensor]], model: str) -> list[torch.Tensor]:
-        """Of each input the rows of several requests one after the other, in our own memory.
+        """Return for each input the rows of several requests in sequence, in private memory.
 
-        The model's next ones lie there too: to take fresh pages is five times the copy.
+        The model's next requests reuse that memory: taking fresh pages costs five times the copy.
         """
         inputs = [[self.own(slab) for slab in slabs] for slabs in columns]
         shapes = [padded_shape(parts) for parts in inputs]
@@ -79,7 +79,7 @@ class RequestPool:
         ]
 
     def let_go(self) -> None:
-        """Of what the last joined requests lay in: another model's run has its own limit."""
+        """Free the memory of the last joined requests: another model's run has its own limit."""
         self.joined_for, self._joined = "", torch.empty(0, dtype=torch.uint8)
 
     def _view(self, storage: torch.UntypedStorage, slab: SlabTensor) -> torch.Tensor:

@@ -39,14 +39,14 @@ Known = tuple[int, int, int]  # a sequence, the run that made its last rows, and
 
 
 class Caches:
-    """Of a model's last runs; all of it is in the pool too."""
+    """Caches of a model's last runs; the pool has all of their contents too."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self.let_go()
 
     def let_go(self) -> None:
-        """Another model's run has a limit of its own."""
+        """Free the caches: another model's run has a limit of its own."""
         self.model = ""
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._rows = torch.empty(0, 0, 0)
@@ -56,8 +56,11 @@ class Caches:
         self, model: str, given: Sequence[torch.Tensor], known: Sequence[Known], extent: int,
         most: int,
     ) -> tuple[list[int], torch.Tensor]:  # fmt: skip
-        """All caches as one tensor with that extent or some more, up to ``most``; and of each where
-        it is. One that lies there from the last run is not copied."""
+        """Return all caches as one tensor, and the row of each.
+
+        Its extent is the given one or larger, up to ``most``. Caches that are there from the last
+        run are not copied.
+        """
         rows, width, count = self._rows, given[0].shape[2], len(given)
         is_other = (model, given[0].dtype, width) != (self.model, rows.dtype, rows.shape[2])
         does_fit = extent <= rows.shape[1] <= 3 * extent and count <= len(rows)
@@ -79,7 +82,7 @@ class Caches:
         return order, self._rows[:count, :extent]
 
     def _make_room(self, like: torch.Tensor, count: int, extent: int) -> None:
-        """On fresh pages a copy takes five times as long: the old ones are taken again."""
+        """Make room for the rows, in old pages: a copy to fresh ones takes five times as long."""
         shape = (count, extent, like.shape[2])
         size_bytes = math.prod(shape) * like.itemsize
         if size_bytes > len(self._memory):
@@ -89,12 +92,12 @@ class Caches:
         self._known = [None] * count
 
     def keep(self, row: int, known: Known) -> None:
-        """What lies there now."""
+        """Record the sequence whose cache the row now holds."""
         self._known[row] = known
 
 
 class Stepping:
-    """What a worker remembers of its last runs: how long a step took, and the caches."""
+    """State that a worker keeps of its last runs: the time of a step, and the caches."""
 
     def __init__(self) -> None:
         self._step_ms: dict[tuple[ModelName, int], float] = {}  # by rows, of the last run
@@ -104,7 +107,8 @@ class Stepping:
         self, message: RunInference, bound: BoundProgram, pool: RequestPool, device: str,
         is_over: Callable[[], bool],
     ) -> Steps | None:  # fmt: skip
-        """None: nobody has tokens chosen. ``is_over``: others wait."""
+        """Return the run's steps; None: no request selects tokens here. ``is_over``: others
+        wait."""
         requests: Requests = (message, *message.joined)
         if not any(one.choosing for one in requests):
             return None
@@ -112,9 +116,10 @@ class Stepping:
         return Steps(bound, requests, most, self.caches, pool, device, is_over)
 
     def _most(self, message: RunInference, requests: Requests, manifest: Manifest) -> int:
-        """So many steps may follow one another; 0: there is one, in the pool's own memory.
+        """Return how many steps may follow one another; 0: one step, in the pool's memory.
 
-        A prompt is one, and so is the first one that this process computes, whose time it learns.
+        A prompt is a single step, as is the first step that this process computes, whose time it
+        learns.
         """
         choosing = [one.choosing for one in requests if one.choosing is not None]
         slabs = [_slabs_of(one, manifest) for one in requests]
@@ -135,7 +140,7 @@ class Stepping:
 
 
 class Steps:
-    """Those of one run, of a sequence for each request."""
+    """Steps of one run, with a sequence for each request."""
 
     def __init__(
         self, bound: BoundProgram, requests: Requests, most: int, caches: Caches,
@@ -154,7 +159,7 @@ class Steps:
         return len(self._tokens)
 
     def inputs(self) -> list[torch.Tensor]:
-        """Where ``most`` is not 0: what the program gets."""
+        """Return the program's inputs; only for ``most`` other than 0."""
         manifest, pool = self._bound.manifest, self._pool
         slabs = [_slabs_of(one, manifest) for one in self._requests]
         used = [pool.number(one[USED]) for one in slabs]
@@ -175,7 +180,7 @@ class Steps:
     def run(
         self, inputs: Sequence[torch.Tensor], before_group: Callable[[int], None]
     ) -> list[torch.Tensor]:
-        """As ``BoundProgram.run``, of the last step."""
+        """Run all steps like ``BoundProgram.run``; return the last step's outputs."""
         began_ms, specs = now_ms(), self._bound.manifest.inputs
         named = {spec.name: value for spec, value in zip(specs, inputs, strict=True)}
         upto = (named[USED] + named[COUNT]).tolist()  # tokens, with those of this step
@@ -222,7 +227,7 @@ class Steps:
         )
 
     def keep(self, epoch: int) -> None:
-        """Its caches, for the next run: on another device they are not."""
+        """Keep the caches for the next run; on devices other than the cpu nothing is kept."""
         if not self.most or self._cache.device.type != "cpu":
             return
         for one, row in zip(self._requests, self._order, strict=True):
@@ -243,7 +248,7 @@ class Steps:
         return self.count == self.most or is_late or is_end or self._is_over()
 
     def _choose(self, logits: torch.Tensor, upto: Sequence[int]) -> list[int]:
-        """The next token of each row."""
+        """Choose the next token of each row."""
         values, found = logits.float().cpu().numpy(), [0] * len(upto)
         for one, row in zip(self._requests, self._order, strict=True):
             if (how := one.choosing) is None or how.is_piece:
@@ -259,10 +264,10 @@ class Steps:
 
 
 def _slabs_of(request: RunInference | JoinedRequest, manifest: Manifest) -> dict[str, SlabTensor]:
-    """Its inputs by name."""
+    """Return a request's inputs by name."""
     pairs = zip(manifest.inputs, request.inputs, strict=True)
     return {spec.name: slab for spec, slab in pairs}
 
 
 def _is_there(_: int) -> None:
-    """Its groups came with the first step."""
+    """Do nothing: the groups arrived with the first step."""

@@ -13,6 +13,7 @@ import torch
 from pipeswitch.base import failpoints
 from pipeswitch.base.errors import PipeSwitchError, RegistrationRefused, to_wire
 from pipeswitch.base.failpoints import reach
+from pipeswitch.devices.cpu.packed import missing_half
 from pipeswitch.devices.view import PoolView, now_ms
 from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
@@ -71,7 +72,7 @@ class Programs:
         allocator_switch()  # while this process may still open a file
 
     def take_files(self, model: ModelName, descriptors: list[int]) -> None:
-        """Of a program that is going to be asked for: they are read when it is."""
+        """Take the files of a program that will be requested; they are read only then."""
         self._close_files(model)
         self._files[model] = descriptors
 
@@ -112,7 +113,7 @@ class Programs:
         return known
 
     def bound(self, wanted: Wanted) -> BoundProgram:
-        """The program with its parameters over its region; cached: it seldom moves."""
+        """Return the program with its parameters over its region; cached, since it seldom moves."""
         version, offset = (wanted.digest, wanted.plan), wanted.arena_offset_bytes
         place = (offset, wanted.landings)
         known = self._bound.get(wanted.model)
@@ -144,7 +145,7 @@ class Programs:
 
 
 def read_graph(manifest: Manifest, bundle: Source) -> Graph | None:
-    """The graph of a bundle; None in module mode, which has none.
+    """Return the graph of a bundle; None in module mode, which has none.
 
     Raises:
         RegistrationRefused: the file is damaged, or other contracts than ours let the program
@@ -176,9 +177,12 @@ def make_program(
 
 
 def warm_up() -> None:
-    """What torch reads and starts when it first computes, before the sandbox forbids it: all
-    compute threads of this one; the libraries look at the processor."""
+    """Make torch read and start what its first computation needs, before the sandbox forbids it.
+
+    That is every compute thread of this process; the libraries also inspect the processor.
+    """
     checked_by()  # reads torch's version from a file
+    missing_half()  # asks Linux for the processor's matrix registers (AMX)
     fingerprint()
     square = torch.ones(WARM_SIDE, WARM_SIDE)
     torch.mm(square, square).sum()
@@ -186,8 +190,8 @@ def warm_up() -> None:
 
 
 class _Groups:
-    """Called before each group: waits for its arrival word, shows its weights to the kernels,
-    keeps the times for the bill."""
+    """Callback before each group: wait for its arrival word, show its weights to the kernels,
+    keep the times for the bill."""
 
     def __init__(
         self, view: PoolView, message: RunInference, manifest: Manifest, task: Channel, slot: int
@@ -228,7 +232,7 @@ class _Groups:
         self.ends_ms.append(now_ms())
 
     def _step_aside(self) -> None:
-        """Nothing of this task computes: another has the device, until the turn word is ours."""
+        """Leave the device to another task until the turn word is ours; compute nothing."""
         board = self._view.board
         board.write_stop(self._slot, 0)  # it is written again when the next one waits
         board.write_turn(0)
@@ -340,7 +344,7 @@ def _report_failure(
 
 
 def _waits(view: PoolView, slot: int, message: RunInference) -> bool:
-    """Whether another request does."""
+    """Return True if another request waits."""
     return view.board.stop(slot) == message.epoch
 
 
@@ -367,8 +371,10 @@ def _lend_inputs(view: PoolView, message: RunInference, manifest: Manifest) -> N
 def _inputs(
     message: RunInference, pool: RequestPool, steps: Steps | None, caches: Caches
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """What the program gets, and how many rows of it are each request's; of joined ones in one
-    place or in the other."""
+    """Return the program's inputs, and the row count of each request if they are joined.
+
+    Joined requests lie in one tensor, in private memory of the pool or of the caches.
+    """
     if not message.joined and (steps is None or not steps.most):
         return [pool.tensor(slab, is_code=message.is_code) for slab in message.inputs], []
     requests: Requests = (message, *message.joined)
@@ -433,7 +439,7 @@ def _failure(message: RunInference, error: BaseException) -> InferenceFailed:
 
 
 def _text(error: BaseException) -> str:
-    """What it says, as it can travel: its text is the model's own code too."""
+    """Return the error's text in a form that can be sent; the text is the model's own code too."""
     try:
         return str(error)[:2000].encode("utf-8", "replace").decode()
     except Exception:

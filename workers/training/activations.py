@@ -51,7 +51,7 @@ AskedFor = tuple[str, int | None]  # ``offload``, and the budget
 
 
 class _Handle:
-    """What autograd keeps in place of a saved tensor."""
+    """Placeholder that autograd keeps instead of a saved tensor."""
 
     __slots__ = ("dtype", "ended", "offset", "saved", "shape", "stride", "version", "witness")
 
@@ -64,7 +64,7 @@ class _Handle:
         self.witness.data = tensor.new_empty(0)
 
     def tensor(self) -> torch.Tensor:
-        """The view that was saved, of the bytes where they are now."""
+        """Return the saved view over the bytes where they are now."""
         assert self.saved.device is not None
         made = self.saved.device.new_empty(0, dtype=self.dtype)
         made.set_(self.saved.device.untyped_storage(), self.offset, self.shape, self.stride)
@@ -124,12 +124,13 @@ class _Layers:
 
 
 class Activations:
-    """Of one loop. ``body`` goes around each of its bodies; ``figures`` are those of the last.
+    """Activations of one loop. ``body`` wraps each of its bodies; ``figures`` are the last
+    one's.
 
     Args:
         offload: as ``pipeswitch.job.steps``.
         budget_bytes: None: there is none, and ``all`` or ``conv`` keep two layers on the device.
-        charge: called with what is needed of host memory, before it is taken, whenever that grows.
+        charge: called at each increase with the host memory needed, in bytes, before it is taken.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class Activations:
     def of_loop(
         cls, before: Activations | None, asked_for: AskedFor, host: JobHost, gate: Gate
     ) -> Activations | None:
-        """For a loop that asks for it; that of the loop ``before``, if it asked for the same."""
+        """Return a loop's activations, if it asks for them; reuse ``before`` for equal settings."""
         if before is not None and before.asked_for == asked_for:
             return before
         if before is not None:
@@ -168,14 +169,14 @@ class Activations:
         return cls(*asked_for, host.host_copies(), gate, host.charge_host, host.tiles)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are no activations."""
+        """Exclude these tensors from the activations."""
         for tensor in tensors:
             if tensor.layout is torch.strided:
                 self._own.put(tensor.untyped_storage())
 
     @contextmanager
     def body(self, batch: Any) -> Iterator[None]:
-        """What is saved meanwhile is an activation."""
+        """Treat tensors that are saved during the block as activations."""
         self.keep(_tensors_in(batch))
         self._begin()
         hooks = [register_module_forward_pre_hook(self._layers.enter)]
@@ -190,14 +191,14 @@ class Activations:
         self._end()
 
     def give_back(self) -> None:
-        """A loop is over: what host memory it had beside what is still there."""
+        """Return unused host memory at a loop's end, all but that of tensors still there."""
         self._settle()
         if self._charged > self._on_host:
             self._charge(self._on_host)
             self._charged = self._on_host
 
     def close(self) -> None:
-        """Nothing is used any more."""
+        """Close the lanes; nothing is used after that."""
         self._lanes.close()
 
     def _begin(self) -> None:
@@ -294,7 +295,7 @@ class Activations:
     def _bring(self, saved: Saved) -> None:
         """4. and 5. of a storage's life: after this its bytes are on the device."""
         if self.room.refused:
-            raise self.room.over_budget(self._offload)
+            raise self.room.over_budget(self._offload, self.plan.of_step)
         if not saved.is_used:
             self.plan.note("use", saved, self.room.waited_ms)
             if saved.host is not None:
@@ -305,7 +306,7 @@ class Activations:
         if saved.place is Place.HOST:
             if not self._make_room(saved.size_bytes, "backward"):
                 self.room.needed = self.room.held + saved.size_bytes
-                raise self.room.over_budget(self._offload)
+                raise self.room.over_budget(self._offload, self.plan.of_step)
             self._ask_back(saved)
         saved.is_used = True
         self._look_ahead(saved)
@@ -348,7 +349,7 @@ class Activations:
         return True
 
     def _drop_a_copy(self) -> bool:
-        """Of what came back: what was used (``retain_graph``), then what is used last."""
+        """Drop the device copy of a returned tensor: used (``retain_graph``), then last-used."""
         came = [one for one in self._alive if one.host is not None and one.device is not None]
         if not came:
             return False
@@ -359,7 +360,7 @@ class Activations:
         return True
 
     def _send_another(self) -> bool:
-        """The one that was saved first: its use is the farthest."""
+        """Send the tensor saved first, whose use is the farthest; return False without one."""
         if self.room.budget < UNLIMITED:
             for saved in self._alive:
                 if saved.place is Place.DEVICE and saved.may_leave and saved.host is None:
@@ -387,7 +388,7 @@ class Activations:
         saved.copy = self._lanes.submit(saved, saved.host, to_host=False)
 
     def _stay(self, saved: Saved) -> None:
-        """Its copy out has not ended: it need not leave."""
+        """Cancel an unfinished copy to the host, so that the tensor stays."""
         if saved.place is Place.LEAVING:
             assert saved.copy is not None
             self._lanes.cancel(saved.copy)
@@ -395,7 +396,7 @@ class Activations:
             saved.copy, saved.place = None, Place.DEVICE
 
     def _forget_bytes(self, saved: Saved) -> None:
-        """They are on the host. What autograd may be computing with counts until it is gone."""
+        """Drop the device copy; while autograd may compute with it, its bytes still count."""
         assert saved.device is not None
         storage, saved.device = saved.device.untyped_storage(), None
         saved.place = Place.HOST
@@ -406,8 +407,10 @@ class Activations:
             self.room.change(-saved.size_bytes)
 
     def _wait(self, where: Where, size_bytes: int, is_over: Callable[[], bool]) -> None:
-        """For a copy, or (a long one, in a step whose times are known) until ``is_over`` without
-        the device."""
+        """Wait for a copy, or leave the device until ``is_over``.
+
+        It leaves for a long copy, in a step whose times are known.
+        """
         gate, lanes = self._gate, self._lanes
         may_leave = gate.lets_copy and not (self.plan.measuring or gate.in_optimizer_step)
         is_long = size_bytes > WORTH_MS * lanes.bytes_per_ms(to_host=where == "forward")
@@ -484,7 +487,7 @@ class Activations:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """One whose bytes say all of it."""
+    """Return True if the bytes describe all of the tensor."""
     return (
         type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
         and not tensor.is_quantized and not tensor.is_conj() and not tensor.is_neg()
@@ -493,22 +496,22 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _may_be_copied(saved: Saved) -> bool:
-    """A copy of it was begun, perhaps before the last write to it."""
+    """Return True if a copy was begun, perhaps before the last write to the tensor."""
     return saved.host is not None or (saved.copy is not None and saved.copy.is_begun)
 
 
 def _is_as_saved(saved: Saved, tensor: torch.Tensor) -> bool:
-    """It, or another view of the same tensor, was saved before, and nothing was written since.
+    """Return True if the tensor, or another view of its root, was saved and not written since.
 
-    Pieces that torch has cut without telling (``unsafe_chunk``, in recurrent cells) are written in
-    place one after the other, and no version tells of it.
+    Pieces that torch cuts without recording a view (``unsafe_chunk``, in recurrent cells) are
+    written in place one after the other, and no version shows it.
     """
     one, now = root(tensor), version(tensor)
     return any(known() is one and now == then for known, then in saved.roots)
 
 
 def _tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """Of a batch: lists, tuples and mappings of tensors."""
+    """Yield the tensors of a batch: of lists, tuples and mappings."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, Mapping):

@@ -119,16 +119,16 @@ class Committer:
         )
 
     def parameters_are_intact(self, point: Point) -> bool:
-        """No parameter was written since; what goes through ``.data`` is not seen."""
+        """Return True if no parameter was written since; writes through ``.data`` are not seen."""
         parameters = self._objects.parameters.values()
         return all(version(p) == mark[0] for p, mark in zip(parameters, point.marks, strict=True))
 
     def sum_of_parameters(self) -> int:
-        """Tells of writes that versions do not show; a pass over the parameters."""
+        """Return a sum over the parameters, which shows writes that versions do not."""
         return self._layout.sum_of_parameters()
 
     def is_intact(self, point: Point) -> bool:
-        """The point can still be committed exactly."""
+        """Return True if the point can still be committed exactly."""
         return (
             self.parameters_are_intact(point)
             and point.options.is_intact()
@@ -206,7 +206,7 @@ class Committer:
         self._layout.write(0, pack_header(document, offset, image_bytes))
 
     def _tensors(self, point: Point) -> bytes:
-        """The JSON of the tensors; kept, since it changes with the layout only."""
+        """Return the JSON of the tensors; cached, since it changes with the layout only."""
         if point.gradients:
             places = self._layout.gradient_places
             names = [name for name, *_ in point.gradients]

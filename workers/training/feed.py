@@ -57,14 +57,14 @@ class Source:
         self.is_closed = False  # the framework has ended: no batch comes any more
 
     def begin(self, behind: int) -> None:
-        """The next epoch, behind so many of its batches."""
+        """Begin the next epoch, after ``behind`` of its batches."""
         self.given, self._is_fresh = behind, True
         self._entry = self._before = now = self._now()
         self._open(DataState(*now[1]) if behind else None)
 
     @property
     def is_over(self) -> bool:
-        """This epoch's last batch was given."""
+        """True if this epoch's last batch was given."""
         if self._ahead:
             return not (self._is_fresh or self._held)
         return bool(self.given == len(self._loader))
@@ -112,12 +112,12 @@ class Source:
         self._data.restore_generators(now)
 
     def pass_by(self, state: dict[str, Any]) -> None:
-        """It was at its end: nothing is fetched."""
+        """Skip a loader that was at its end; nothing is fetched."""
         if self._ahead:
             self._loader.iteration = state["iteration"]
 
     def _open(self, data: DataState | None) -> None:
-        """Behind what was given; None: at the start."""
+        """Open the loader at a position; None: at the start."""
         self._held.clear()
         if self._ahead:  # as DataLoaderShard.__iter__ begins
             self._loader.begin()
@@ -199,7 +199,7 @@ class Feed:
         return self.step()
 
     def step(self) -> Any:
-        """The session's loop begins, or resumes, with the first batch that is asked for."""
+        """Begin or resume the session's loop, at the first batch that is fetched."""
         if self._steps is None:
             self._steps = self._loop.session.steps(self._source, **self._loop.objects())
         return next(self._steps)
@@ -211,7 +211,7 @@ class Feed:
         return self
 
     def close(self) -> None:
-        """The framework is through: the loop ends, and is committed."""
+        """End and commit the loop: the framework has finished."""
         self._source.is_closed = True
         if self._steps is not None:
             next(self._steps, None)
@@ -295,7 +295,7 @@ def _overrides(callback: Any, method: str) -> bool:
 
 
 class TrainerLoop:
-    """One trainer's; its state, as an ``extra_state``, is what the trainer itself keeps."""
+    """State of one trainer's loop; as an ``extra_state`` it is what the trainer itself keeps."""
 
     def __init__(self, session: Any, trainer: Any) -> None:
         self.session, self.trainer = session, trainer
@@ -303,7 +303,7 @@ class TrainerLoop:
         self.was_over = False  # as the job's last commit knows it
 
     def objects(self) -> dict[str, Any]:
-        """What ``job.steps`` takes."""
+        """Objects for ``job.steps``."""
         raise NotImplementedError
 
     def extras(self, scaler: Any, keepers: Keepers) -> dict[str, Any]:
@@ -311,7 +311,7 @@ class TrainerLoop:
         return extras if scaler is None else {**extras, "scaler": scaler}
 
     def began(self, *_: Any, **__: Any) -> None:
-        """A callback: a loop that had ended is restored as it was then."""
+        """Restore, as a callback, a loop that had ended."""
         if self.was_over and self.feed is not None:
             with contextlib.suppress(StopIteration):
                 self.feed.step()

@@ -6,7 +6,7 @@ it raises goes straight through ``backward()``. Optimizers: ``register_step_pre_
 ``register_step_post_hook``. (``register_full_backward_pre_hook`` would rewire the graph.)
 
 The hooks are module-level functions that find the gate in a module-level variable, not closures:
-so a script may still pickle or deep-copy its model.
+so a script may still deep-copy its model. A model that it saves or scripts is without them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from pipeswitch.ipc.gate import Gate
+
+from .torch_private import hook_unseen
 
 Closure = Callable[..., Any]
 
@@ -67,7 +69,7 @@ def hook_modules(models: Iterable[nn.Module]) -> list[RemovableHandle]:
             if id(module) in seen or not (own or is_leaf):
                 continue
             seen.add(id(module))
-            handles.append(module.register_forward_pre_hook(look_at_the_gate_before_forward))
+            handles.append(hook_unseen(module, look_at_the_gate_before_forward))
             trained = next((p for p in own if p.requires_grad and id(p) not in seen), None)
             if trained is not None:
                 seen.add(id(trained))

@@ -1,4 +1,4 @@
-"""What a training session asks of its process: leases, commits, reports."""
+"""Services of the process for a training session: leases, commits, reports."""
 
 from __future__ import annotations
 
@@ -42,8 +42,11 @@ MAX_HISTORY_BYTES: Final = 64 << 20  # a line of three numbers takes about 60
 
 
 class JobHost:
-    """What a session needs, over the worker's channels. The main thread asks, the termination
-    thread delivers the answers. (Tests of sessions have hosts of their own.)"""
+    """Services for a session over the worker's channels.
+
+    The main thread sends requests, the termination thread delivers the replies. (Tests of sessions
+    have hosts of their own.)
+    """
 
     def __init__(
         self, message: RunJob, task: Channel, view: PoolView, descriptors: Sequence[int]
@@ -71,7 +74,7 @@ class JobHost:
         self._commits = areas[-1] if message.share else last
 
     def host_copies(self) -> HostCopies:
-        """As ``PoolView``."""
+        """See ``PoolView``."""
         return self._view.host_copies()
 
     def now_ms(self) -> float:
@@ -80,7 +83,7 @@ class JobHost:
 
     @functools.cached_property
     def ring(self) -> Ring | None:
-        """Where the batches of its group lie, from the first ``job.shared`` on."""
+        """Ring with the batches of the job's group, from the first ``job.shared`` on."""
         if self._ring_descriptor < 0:
             return None
         return Ring(self._ring_descriptor, self._message.job)
@@ -117,17 +120,17 @@ class JobHost:
         return slice_tensor
 
     def charge_host(self, size_bytes: int) -> None:
-        """So much of the activations may lie in host memory from now on.
+        """Reserve host memory for activations: ``size_bytes`` in total from now on.
 
         Raises:
-            HostStoreFull: there is no room; what was granted before stays.
+            HostStoreFull: there is no room; earlier grants stay.
         """
         self._ask(HostRequest(epoch=self._message.epoch, size_bytes=size_bytes), or_evicted=False)
 
     def _ask(
         self, request: LeaseRequest | HostRequest, *, or_evicted: bool
     ) -> LeaseGranted | HostGranted | None:
-        """For memory; None when an eviction came first, and that ends the wait."""
+        """Request memory and wait for the grant; return None when an eviction comes first."""
         with self._changed:
             self._lease = None
         self._task.send(request)
@@ -175,7 +178,7 @@ class JobHost:
         return self._publishing > 0
 
     def await_copy(self) -> None:
-        """Until all that was published is copied; the caller has left the device.
+        """Wait until all published data is copied; the caller has left the device.
 
         Raises:
             TaskPreempted: the job was evicted while it waited.
@@ -215,13 +218,13 @@ class JobHost:
             raise from_wire(answer.error, answer.message, answer.hint, answer.data)
 
     def _await_publish(self) -> PublishAnswered | None:
-        """The answer; None when an eviction came first."""
+        """Wait for the answer; return None when an eviction comes first."""
         with self._changed:
             self._changed.wait_for(lambda: self._published is not None or self._evicting)
             return self._published
 
     def restore(self) -> memoryview | None:
-        """The last committed image as it is now (a private copy), or None."""
+        """Return a private copy of the last committed image, or None."""
         reach("job.restore")
         image = _last_image(self._commits) if self._commits >= 0 else None
         return memoryview(image) if image is not None else None
@@ -256,12 +259,12 @@ class JobHost:
                 self.report("unseen", steps=self._unseen_steps)
 
     def ended(self) -> None:
-        """The script has left by itself or was asked to: what comes next is no restart."""
+        """Record that the script ended or was stopped: the next run is no restart."""
         if self._progress is not None:
             self._progress.ended()
 
     def flush(self) -> None:
-        """What was remembered is for others to read; of a long log the newest stays."""
+        """Write remembered values where others can read them; a long log keeps its newest part."""
         if self._message.log_bytes:
             with contextlib.suppress(OSError):  # where a file has no holes it stays whole
                 keep_newest(self._message.log_path, self._message.log_bytes)
@@ -307,7 +310,7 @@ class JobHost:
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """An eviction was asked for: a wait for memory ends."""
+        """End a wait for memory, because an eviction was requested."""
         with self._changed:
             self._evicting = True
             self._changed.notify_all()
@@ -318,7 +321,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def _last_image(descriptor: int) -> bytes | None:
-    """A private copy of the newest complete commit (the area goes on being written)."""
+    """Return a private copy of the newest complete commit: the area continues to be written."""
     area = CommitArea(descriptor, slot_bytes_of(descriptor))
     try:
         commit = area.newest()

@@ -31,7 +31,7 @@ class Place:
     stride: tuple[int, ...]
 
     def entry(self) -> dict[str, Any]:
-        """As the image's JSON names it."""
+        """Return the entry of the image's JSON."""
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
             "shape": list(self.shape),
@@ -41,7 +41,7 @@ class Place:
         }
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's values can lie here."""
+        """Return True if a tensor's values fit here."""
         return self.dtype == tensor.dtype and self.shape == tuple(tensor.shape)
 
 
@@ -83,7 +83,7 @@ class Area:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Its elements fill one stretch of memory without holes or overlap, in any order."""
+    """Return True if the elements fill one stretch without holes or overlap, in any order."""
     expected = 1
     for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if extent == 1:
@@ -104,7 +104,7 @@ def row_major(shape: Iterable[int]) -> tuple[int, ...]:
 
 
 def padded_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """What they take one behind the other in an area."""
+    """Return the bytes that the tensors take one after the other in an area."""
     return sum(aligned(_bytes_of(tensor), TENSOR_BYTES) for tensor in tensors)
 
 

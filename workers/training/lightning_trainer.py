@@ -8,16 +8,23 @@ and the metrics that callbacks last saw.
 
 from __future__ import annotations
 
+import csv
 import importlib
 import inspect
 import json
 import operator
-from collections.abc import Iterator
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Final
 
 from pipeswitch.base.errors import InvalidInput
 
 from .feed import Feed, Keepers, TrainerLoop
+
+NUMBERED: Final = ("CSVLogger", "TensorBoardLogger")  # they begin a folder, version_N, each time
 
 
 class LightningLoop(TrainerLoop):
@@ -43,6 +50,34 @@ class LightningLoop(TrainerLoop):
         callback.on_train_start, callback.on_train_end = self.began, self.ended
         callback.on_train_batch_end = self.batch_ended
         trainer.callbacks.append(callback)
+        self._rows, self._tables = 0, list[Path]()  # of metrics.csv
+        self._keep_logs()
+
+    def _keep_logs(self) -> None:
+        """Log to the folders of this job's first run, where these loggers number theirs."""
+        place = self.session.place
+        versions = [] if place.saved is None else place.saved.values.get("logs", [])
+        loggers = [one for one in self.trainer.loggers if type(one).__name__ in NUMBERED]
+        for logger, version in zip_longest(loggers, versions[: len(loggers)]):
+            logger._version = logger.version if version is None else version
+            path = Path(logger.log_dir, "metrics.csv")
+            if type(logger).__name__ != "CSVLogger":
+                continue
+            if version is not None and path.exists():
+                table = path.read_bytes()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # that it deletes the table, which it does
+                    logger.experiment.metrics_keys = next(
+                        csv.reader([table.decode().splitlines()[0]])
+                    )
+                path.write_bytes(table)
+                self._tables.append(path)
+            logger.log_metrics = partial(self._counted, logger.log_metrics)
+        place.entry["logs"] = [one.version for one in loggers]
+
+    def _counted(self, log: Callable[..., None], *args: Any, **options: Any) -> None:
+        self._rows += 1
+        log(*args, **options)
 
     def fit(self, *args: Any, **options: Any) -> Any:
         """``Trainer.fit``; a commit of this job goes before a checkpoint of the script."""
@@ -88,6 +123,7 @@ class LightningLoop(TrainerLoop):
         return {
             "loops": json.dumps(loop.state_dict()),
             "fetched": loop._data_fetcher.fetched if loop._data_fetcher is not None else 0,
+            "rows": self._rows,
             "stops": trainer.should_stop,
             "callbacks": {c.state_key: s for c in trainer.callbacks if (s := c.state_dict())},
             "seen": dict(trainer._logger_connector._callback_metrics),
@@ -110,6 +146,9 @@ class LightningLoop(TrainerLoop):
         for name, metric in self._metrics():
             vars(metric).update(state["metrics"][name])
             metric.to(trainer.strategy.root_device)
+        self._rows = state["rows"]
+        for table in self._tables:
+            _cut_rows(table, self._rows)
         _fill_when_logged(loop.epoch_loop._results, dict(state["results"]))
         batches = getattr(self.feed, "batch_sampler", None)
         for sampler in (getattr(self.feed, "sampler", None), getattr(batches, "sampler", None)):
@@ -117,7 +156,7 @@ class LightningLoop(TrainerLoop):
                 sampler.set_epoch(loop.epoch_progress.current.processed)
 
     def _metrics(self) -> list[tuple[str, Any]]:
-        """Of torchmetrics, in the user's module."""
+        """Return the torchmetrics modules in the user's module."""
         modules = self.trainer.lightning_module.named_modules()
         return [(name, module) for name, module in modules if hasattr(module, "metric_state")]
 
@@ -126,8 +165,14 @@ def _of_metric(metric: Any) -> dict[str, Any]:
     return {**metric.metric_state, "_update_count": metric.update_count}
 
 
+def _cut_rows(table: Path, count: int) -> None:
+    """Drop the rows of steps that are going to be computed again."""
+    lines = table.read_bytes().splitlines(keepends=True)
+    table.write_bytes(b"".join(lines[: count + 1]))  # and the header
+
+
 def _loops(loop: Any) -> Iterator[Any]:
-    """It, and those in it."""
+    """Yield the loop and the loops inside it."""
     yield loop
     for inner in vars(loop).values():
         if hasattr(inner, "on_iteration_done"):

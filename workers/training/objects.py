@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,12 +18,12 @@ from pipeswitch.commits.weights import OPTIMIZER
 from pipeswitch.job import InexactResumeWarning
 
 from .snapshot import load_state, state_of
-from .torch_private import has_aliases, registered_buffers
+from .torch_private import has_aliases, made_in_forward, registered_buffers
 
 
 @dataclass
 class TrainedObjects:
-    """What one phase trains; the same objects in every loop of the phase."""
+    """Objects that one phase trains; they are the same in every loop of the phase."""
 
     models: Mapping[str, nn.Module]
     optimizers: Mapping[str, torch.optim.Optimizer]
@@ -80,7 +81,7 @@ class TrainedObjects:
         ]
 
     def refuse_other_structure(self) -> None:
-        """A resumed script builds its models anew, as they are before the loop.
+        """Refuse a script that changed its models: resumed, it builds them as before the loop.
 
         Raises:
             InvalidInput: layers or parameters came or went since.
@@ -103,7 +104,7 @@ class TrainedObjects:
             )
 
     def refuse_shared_memory(self) -> None:
-        """Every parameter gets a place of its own, so none may lie in another tensor's memory.
+        """Refuse parameters in another tensor's memory: each gets a place of its own.
 
         Raises:
             InvalidInput: two of them overlap, or a parameter and a buffer.
@@ -125,8 +126,10 @@ class TrainedObjects:
                 )
 
     def aliased(self) -> list[str]:
-        """Parameters whose memory something else of the script refers to."""
-        return [name for name, parameter in self.parameters.items() if has_aliases(parameter)]
+        """Return the parameters whose memory something else of the script refers to."""
+        modules = (module for model in self.models.values() for module in model.modules())
+        known = Counter(t.data_ptr() for module in modules for t in made_in_forward(module))
+        return [n for n, one in self.parameters.items() if has_aliases(one, known[one.data_ptr()])]
 
     def warn_of_what_is_lost(self) -> None:
         """Say what a resumed script will not find as it was."""
@@ -167,14 +170,14 @@ class TrainedObjects:
 
 
 def bare(optimizer: Any) -> Any:
-    """What accelerate has prepared steps the one in it, and that is where hooks belong."""
+    """Return the optimizer inside accelerate's wrapper, which steps it: hooks belong there."""
     return optimizer.optimizer if type(optimizer).__name__ == "AcceleratedOptimizer" else optimizer
 
 
 def options_of(
     objects: TrainedObjects, odd_buffers: Mapping[str, torch.Tensor | None] | None = None
 ) -> dict[str, Any]:
-    """Everything small that a step boundary must pin: lr, momentum, scheduler, extra_state."""
+    """Return the small state that a step boundary pins: lr, momentum, scheduler, extra_state."""
     return {
         "odd_buffers": dict(odd_buffers or {}),
         "modules": {path: m.get_extra_state() for path, m in objects.with_extra_state.items()},

@@ -59,11 +59,11 @@ class SavedImage:
         return self._image[offset : offset + size]
 
     def random(self, name: str) -> RandomState:
-        """A stored set of random generators."""
+        """Return a stored set of random generators."""
         return RandomState.from_values(self.values[name])
 
     def data(self, name: str) -> DataState:
-        """A stored data position."""
+        """Return a stored data position."""
         return DataState(*self.values[name])
 
     def past(self) -> dict[int, bytes]:
@@ -97,7 +97,7 @@ class ScriptPlace:
         return self.saved is None and not self.is_over
 
     def begin_epochs(self, count: int) -> SavedImage | None:
-        """A ``job.epochs`` begins, and with it a phase; the image to take it up from.
+        """Begin a ``job.epochs`` and with it a phase; return the image from which it resumes.
 
         Raises:
             InvalidInput: it had another ``count`` when it was committed: a script that skips
@@ -126,13 +126,13 @@ class ScriptPlace:
         self.in_epochs, self._epoch = False, -1
 
     def begin_phase(self) -> None:
-        """A ``job.steps`` begins that no ``job.epochs`` surrounds."""
+        """Begin the phase of a ``job.steps`` outside any ``job.epochs``."""
         self.phase += 1
         self._loop = 0
         self.entry["epochs"] = 0
 
     def begin_loop(self, name: str | None) -> Position:
-        """The place where the next ``job.steps`` begins."""
+        """Return the place where the next ``job.steps`` begins."""
         name = name or f"steps-{self.phase}"
         start = Position(self.phase, self._epoch, self._loop, 0, False, name, self.step)
         self._loop += 1
@@ -155,8 +155,11 @@ class ScriptPlace:
         self.position = replace(self.position, finished=True, step=self.step)
 
     def upcoming(self) -> tuple[SavedImage, bool] | None:
-        """What the next ``job.steps`` will be taken up from, and whether that was over; None: it
-        starts afresh."""
+        """Return the image from which the next ``job.steps`` resumes, and whether its loop was
+        over.
+
+        None means that it starts afresh.
+        """
         if self.in_epochs:
             raise InvalidInput("a Trainer inside job.epochs", hint="use range() here")
         phase = self.phase + 1
@@ -168,7 +171,8 @@ class ScriptPlace:
         return saved, is_over or (isinstance(own, dict) and bool(own.get("is_closed")))
 
     def image_of_phase(self, phase: int | None = None) -> SavedImage | None:
-        """The image to take this phase up from, by default the newest; None: it starts afresh."""
+        """Return the image to resume this phase from, by default the newest; None: it starts
+        afresh."""
         if self.saved is None:
             return None
         phase = self.phase if phase is None else phase
@@ -180,7 +184,7 @@ class ScriptPlace:
         return SavedImage(memoryview(self.past[later[0]])) if later else self.saved
 
     def go_to(self, saved: SavedImage, start: Position) -> None:
-        """The loop that begins at ``start`` is taken up where ``saved`` was committed."""
+        """Resume the loop that begins at ``start`` where ``saved`` was committed."""
         place = saved.position
         if place.phase == start.phase and start.order > place.order:
             raise InvalidInput("the script passed the place of its commit: it changed since")

@@ -24,7 +24,7 @@ from pipeswitch.devices.view import HostCopies
 from pipeswitch.ipc.gate import Gate
 
 from .activations import Activations
-from .saved import STEPS_MEASURED
+from .saved import STEPS_MEASURED, least_for
 from .script import run_entry
 from .snapshot import named
 
@@ -40,11 +40,11 @@ class Rehearsal(job_api._PlainSession):
 
     @property
     def device(self) -> str:
-        """As the server's would say."""
+        """Device name, as the server's session reports it."""
         return self._device
 
     def steps(self, loader: Iterable[Any], *, model: Any = None, **_: Any) -> Iterator[Any]:
-        """As ``job.steps``, up to the last one that is measured."""
+        """Yield batches like ``job.steps``, up to the last measured step."""
         gate = Gate(lambda *_: None)
         gate.grant(1)
         gate.enter()
@@ -66,6 +66,7 @@ class Rehearsal(job_api._PlainSession):
         assert plan.measured is not None
         rates = [_bytes_per_ms(self._copies, self._device, to_host=way) for way in (True, False)]
         found = {"step": asdict(plan.measured), "compute_ms": plan.compute_ms,
+                 "least_bytes": least_for(plan.of_step),
                  "lanes": [{"bytes_per_ms": rate} for rate in rates]}  # fmt: skip
         with open(self._out, "w") as file:
             json.dump(found, file)

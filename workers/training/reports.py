@@ -1,4 +1,4 @@
-"""What a session tells of its progress, and what the script logs."""
+"""Progress reports of a session, and the values that the script logs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FETCHES: Final = 16  # the last ones; of these the mean is told
 
 
 class Reports:
-    """To the controller at most every ``REPORT_EVERY_MS``; the newest values win."""
+    """Reports to the controller, at most every ``REPORT_EVERY_MS``; the newest values win."""
 
     def __init__(self, host: JobHost) -> None:
         self._host = host
@@ -39,7 +39,10 @@ class Reports:
         return self._host.now_ms() >= self._at_ms
 
     def log(self, values: Mapping[str, Any], step: int) -> dict[str, float]:
-        """Those of the numbers that are read now: when reports are due, or cheap to read."""
+        """Log the numbers that are read now, when reports are due or they are cheap to read.
+
+        The result holds those numbers.
+        """
         due = self.are_due
         known: dict[str, float] = {}
         for name, value in values.items():
@@ -50,7 +53,7 @@ class Reports:
         return known
 
     def was_away(self, ms: float) -> None:
-        """For a batch, and in the step before for copies; others could compute meanwhile."""
+        """Record time off the device, for a batch or for the last step's copies."""
         self._away_ms.append(ms)
 
     def progress(self, step: int, epoch: int, left: int, **activations: Any) -> None:

@@ -4,9 +4,10 @@ the device."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import groupby
 from typing import Any, Final
 
 import torch
@@ -185,16 +186,30 @@ class Room:
         tiles.is_stuck = False
         return is_there
 
-    def over_budget(self, offload: str) -> OutOfDeviceMemory:
-        """Return the error of a step that needs more than the budget."""
+    def over_budget(self, offload: str, of_step: Sequence[Saved]) -> OutOfDeviceMemory:
+        """Return the error of a step over the budget; its hint names enough for it."""
         needed = self.needed
         if offload in ("none", "conv"):  # nothing more could be offloaded
             needed = max(needed, self.held + self.refused)
+        else:
+            needed = max(needed, least_for(of_step))
         more = "" if offload == "auto" else ' or offload="auto"'
         return OutOfDeviceMemory(
             f"the step's activations take {format_bytes(needed)} of the device at once and may "
             f"take {format_bytes(self.budget)}: {format_bytes(needed - self.budget)} too much",
-            hint=f'activation_memory="{-(-needed >> 20)}MiB"{more}; or a smaller batch',
+            hint=f'activation_memory="{-(-needed >> 10)}KiB"{more}; or a smaller batch',
             requested_bytes=needed,
             largest_free_bytes=self.budget,
         )
+
+
+def least_for(of_step: Sequence[Saved]) -> int:
+    """Return a budget that is enough for a step that saves these storages, without a plan: backward
+    uses them layer by layer, the last one first, each layer's together."""
+    events = [Event("save", one.number, 0.0) for one in of_step]
+    for _, layer in groupby(sorted(of_step, key=lambda one: -one.layer), lambda one: one.layer):
+        numbers = [one.number for one in layer][::-1]
+        events += [Event("use", number, 0.0) for number in numbers]
+        events += [Event("release", number, 0.0) for number in numbers]
+    sizes = [one.size_bytes for one in of_step]
+    return least_bytes(Step(sizes_bytes=sizes, events=events))

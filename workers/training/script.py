@@ -87,7 +87,7 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
 
 
 def _print_error(error: BaseException) -> None:
-    """As the script by hand would: from its own first line on."""
+    """Print the error like the plain script would: from its own first line on."""
     frames = error.__traceback__
     while frames and frames.tb_frame.f_code.co_filename.startswith((__file__, "<frozen ")):
         frames = frames.tb_next
@@ -138,10 +138,10 @@ def keep_freed_memory() -> None:
 
 
 def give_freed_memory_back() -> None:
-    """Between two steps, to the machine, for the next job's step; where memory is short.
+    """Return freed memory between two steps, for the next job's step, if memory is short.
 
-    To give back and fault in anew what a step of 190 MiB of activations takes costs 75 ms of CPU
-    (glibc 2.36): as long as there is room it stays.
+    Returning and faulting in anew the memory of a step with 190 MiB of activations costs 75 ms of
+    CPU (glibc 2.36), so it is kept as long as there is room.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None and available_bytes() < KEPT_BYTES:
@@ -156,7 +156,7 @@ def _join_threads() -> None:
 
 
 def _run_exit_hooks() -> None:
-    """What the script registered with ``atexit``; a worker leaves without the interpreter's end."""
+    """Run the script's ``atexit`` hooks; a worker exits without the interpreter's shutdown."""
     run = getattr(atexit, "_run_exitfuncs", None)
     if run is not None:
         with contextlib.suppress(BaseException):  # it has printed its traceback
@@ -164,11 +164,11 @@ def _run_exit_hooks() -> None:
 
 
 def _let_children_be_ended() -> None:
-    """The script's own processes obey SIGTERM and SIGINT, which this one does not.
+    """Let SIGTERM and SIGINT end the script's own processes, though this one ignores them.
 
     An ignored signal stays ignored across exec, and a pool that ends its children with SIGTERM
-    would wait for them for ever; a handler does not, and after a fork it is taken out. One that
-    comes before that waits until then.
+    would wait for them for ever; a handler does not, and it is removed after a fork. A signal
+    that arrives before that waits until then.
     """
     for number in SIGNALS:
         signal.signal(number, _stay)
@@ -179,7 +179,7 @@ def _let_children_be_ended() -> None:
 
 
 def _stay(number: int, frame: object) -> None:
-    """Who leaves when is the controller's decision."""
+    """Ignore the signal: the controller decides when a process exits."""
 
 
 def _hold_signals() -> None:
@@ -206,7 +206,7 @@ def _redirect_output(path: str) -> None:
 
 
 def _flush() -> None:
-    """What a full disk does not take is lost; the job's outcome is not."""
+    """Flush stdout and stderr; on a full disk the text is lost, the job's outcome is not."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()

@@ -1,19 +1,19 @@
-"""What stands behind ``job`` in a worker: loops that can be suspended, evicted, resumed.
+"""Session behind ``job`` in a worker: loops that can be suspended, evicted, resumed.
 
 Life of a loop, in numbered steps:
-1. ``steps`` sizes and leases the slice (first loop of a phase), binds the tensors, restores the
-   commit if the job has one for this place of the script, or skips a finished loop.
-2. Between two bodies stands a *boundary*. Behind an update it is a commit point, whichever of the
-   optimizers has stepped, and before the first update: captured, and committed when the interval is
-   over. Then the gate is looked at. A body that was seen to write parameters behind torch's back
+1. ``steps`` sizes and leases the slice (first loop of a phase), binds the tensors, restores
+   the commit if the job has one for this place of the script, or skips a finished loop.
+2. Between two bodies is a *boundary*. After an update, whichever optimizer has stepped, and
+   before the first update it is a commit point: captured, and committed when the interval is
+   over. Then the gate is checked. A body that was seen to write parameters behind torch's back
    (``.data``) overlaps no commit.
-3. The next batch is fetched with the device given up; the body runs with the hooks of
-   ``hooks.py`` looking at the gate at every layer, forward and backward.
-4. ``optimizer.step()`` first waits for the commit under way, and is never interrupted; a closure
-   that it is given may be, the first time, as a body.
-5. An eviction commits the last point and unwinds the script. If finished steps would be lost, the
-   script goes on to the next point first, but no longer than ``CommitTiming.waits_for_step``
-   allows. At most the current step is recomputed.
+3. The next batch is fetched with the device given up; the body runs while the hooks of
+   ``hooks.py`` check the gate at every layer, forward and backward.
+4. ``optimizer.step()`` first waits for the commit in progress, and is never interrupted; its
+   closure may be, the first time, like a body.
+5. An eviction commits the last point and unwinds the script. If finished steps would be lost,
+   the script first continues to the next point, but no longer than
+   ``CommitTiming.waits_for_step`` allows. At most the current step is recomputed.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class TrainingSession:
 
     @property
     def device(self) -> str:
-        """Where models belong."""
+        """Device on which models belong."""
         return self._host.device
 
     @property
@@ -407,7 +407,7 @@ class TrainingSession:
         self._gate.check("boundary")
 
     def _end_loop(self) -> None:
-        """After the last batch, or a ``break``: what follows must find the state as it is now."""
+        """End a loop after its last batch, or a ``break``; later code finds the current state."""
         self._has_failed = False
         self._watch_script()
         phase, self._watch.is_in_body = self._phase, False

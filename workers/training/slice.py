@@ -62,7 +62,7 @@ class TrainingSlice:
 
     @property
     def slice_bytes(self) -> int:
-        """What to lease."""
+        """Number of bytes to lease."""
         return self.buffers.end_bytes
 
     @property
@@ -128,14 +128,14 @@ class TrainingSlice:
         return tensor.device.type == self._memory.device.type and tensor.layout is torch.strided
 
     def home_of(self, optimizer: str, parameter: torch.Tensor, key: Any) -> Place | None:
-        """Where a state tensor lies, if in the slice."""
+        """Return the place of a state tensor, or None if it is not in the slice."""
         home = self._homes.get((optimizer, id(parameter), key))
         return None if home is None else home[0]
 
     def view(self, place: Place) -> torch.Tensor:
-        """A tensor over a place, with a storage of just its bytes.
+        """Return a tensor over a place, with a storage of just its bytes.
 
-        Its own storage, so that ``torch.save`` of a parameter does not write the arena.
+        So ``torch.save`` of a parameter does not write the whole arena.
         """
         if not place.size_bytes:
             return torch.empty(place.shape, dtype=place.dtype, device=self._memory.device)
@@ -217,7 +217,7 @@ class TrainingSlice:
             target.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
 
     def restore_odd_buffers(self, odd: Mapping[str, torch.Tensor | None]) -> None:
-        """What ``snapshot_buffers`` returned, back on its modules."""
+        """Put the result of ``snapshot_buffers`` back on its modules."""
         for name, value in odd.items():
             module, key = self.objects.owners[name]
             setattr(module, key, None if value is None else value.to(self._memory.device))

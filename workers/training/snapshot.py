@@ -55,13 +55,13 @@ class Captured:
             self._parts.append((part.source, version(part.source)) if watch else part.read())
 
     def is_intact(self) -> bool:
-        """No watched tensor was written since."""
+        """Return True if no watched tensor was written since."""
         return all(
             version(part[0]) == part[1] for part in self._parts if not isinstance(part, bytes)
         )
 
     def read(self) -> list[bytes]:
-        """The attachments' bytes."""
+        """Return the attachments' bytes."""
         return [
             part if isinstance(part, bytes) else tagged.Attachment(part[0], 0).read()
             for part in self._parts
@@ -85,7 +85,7 @@ def captured(value: Any, last: Captured | None) -> Captured:
 
 
 def named(value: Any, what: str) -> dict[str, Any]:
-    """One object, several or a dict of them, as a dict with stable names."""
+    """Return one object, several or a dict of them, as a dict with stable names."""
     if value is None:
         return {}
     if has_state(value):
@@ -110,7 +110,7 @@ memory."""
 
 
 def has_state(value: Any) -> bool:
-    """It can be captured and put back by itself."""
+    """Return True if a value's state can be captured and restored on its own."""
     return hasattr(value, "state_dict") or isinstance(value, GENERATORS)
 
 
@@ -173,7 +173,7 @@ def _values_of_now(value: Any, path: str) -> list[str]:
 
 
 def state_of(item: Any) -> Any:
-    """The state of one scheduler, EMA, GradScaler, generator, or of a script's notes."""
+    """Return the state of one scheduler, EMA, GradScaler, generator, or of a script's notes."""
     if isinstance(item, torch.Generator):
         return item.get_state()
     if isinstance(item, np.random.Generator):
@@ -287,7 +287,7 @@ def digest_of(batch: Any) -> str | None:
 
 @dataclass(frozen=True)
 class DataState:
-    """Where a loader stood: its generators and, where it has one, its ``state_dict()``."""
+    """Position of a loader: its generators and, where it has one, its ``state_dict()``."""
 
     generators: dict[str, Any]  # by where they were found: their states
     own: Any  # of the loader or its dataset; None without
@@ -353,18 +353,18 @@ class DataPosition:
             load_state(self._generators[path], value)
 
     def pass_by(self, state: DataState) -> None:
-        """The loop is over: nothing of this pass is fetched."""
+        """Skip a finished loop: no batch of this pass is fetched."""
         if hasattr(self._loader, "pass_by"):
             self._loader.pass_by(state.own)
 
     def open_new(self) -> Iterator[Any]:
-        """An iterator from the start."""
+        """Return an iterator from the start."""
         return iter(self._loader)
 
     def open_at(
         self, batches: int, state: DataState, begin: DataState | None = None
     ) -> Iterator[Any]:
-        """An iterator that continues behind ``batches``; the generators are as at loop entry.
+        """Return an iterator that continues after ``batches``; generators as at loop entry.
 
         Args:
             begin: the start of the loop; the object behind a wrapper is restored to it.

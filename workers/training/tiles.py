@@ -1,10 +1,10 @@
-"""What the jobs of a device hold of activations together: each says on the board how many tiles.
+"""Activation memory that a device's jobs share: each job claims tiles on the board.
 
-Only the job that has the turn may come to hold more; one that waits for copies or parks can only
-let go. So no two words grow at once, and nobody is asked: what the others do not claim is free to
-who has the turn. A job in its step claims what it holds and at least what it can finish with
-(``least``), so it always can. One that is between two steps claims nothing; as long as all of them
-could be in their steps at once, room to begin is left for it.
+Only the job that has the turn may increase its claim; one that waits for copies or parks can only
+release memory. So no two words grow at once, and no messages are needed: memory that no other job
+claims is free to the job that has the turn. A job in its step claims what it holds, and at least
+what it can finish with (``least``), so it can always finish. A job between two steps claims
+nothing; as long as all of them could be in their steps at once, room to begin is left for it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ TILE_BYTES: Final = 64 << 10
 
 
 class Tiles:
-    """Of one job.
+    """Tiles of one job.
 
     Attributes:
-        least: as far as it is known; else all, so that it has its step alone.
-        most: that all jobs held at once, whenever this one came to hold more.
+        least: tiles that a step can finish with; until known all, so that the job steps alone.
+        most: the most tiles that all jobs held at once, at any increase by this one.
     """
 
     def __init__(self, view: PoolView, slot: int, total_bytes: int) -> None:
@@ -41,7 +41,7 @@ class Tiles:
 
     @property
     def free_bytes(self) -> int:
-        """What this job may hold, with room left for those that are between two steps."""
+        """Number of bytes that this job may hold, with room left for jobs between two steps."""
         claims, leasts = self._others()
         if self.least + sum(map(abs, leasts)) <= self._total and not self.is_stuck:
             claims = [max(claim, abs(least)) for claim, least in zip(claims, leasts, strict=True)]
@@ -49,16 +49,16 @@ class Tiles:
 
     @property
     def can_wait(self) -> bool:
-        """One that is in its step goes on, and will let go."""
+        """True if a job in its step will continue, and release memory."""
         return any(claim and least >= 0 for claim, least in zip(*self._others(), strict=True))
 
     def learn(self, least_bytes: int) -> None:
-        """A step was measured."""
+        """Set ``least`` from a measured step."""
         self.least = min(self._total, _tiles(least_bytes))
         self.is_known = True
 
     def forget(self) -> None:
-        """Its steps have changed: it is to have them alone."""
+        """Reset ``least`` to all tiles: the steps changed, so the job is to have them alone."""
         self.least, self.is_known = self._total, False
 
     def enter_step(self, *, is_in: bool = True) -> None:
@@ -66,7 +66,7 @@ class Tiles:
         self.hold(self.held * TILE_BYTES)
 
     def hold(self, size_bytes: int) -> None:
-        """So much from now on."""
+        """Set the bytes that the job holds."""
         before, self.held = self.held, _tiles(size_bytes)
         claim = max(self.held, self.least) if self._is_in_step else self.held
         least = self.least * self.is_known

@@ -1,4 +1,4 @@
-"""When a job's next commit is due, and whether its copy may overlap the next body."""
+"""Timing of a job's commits: when one is due, and if its copy may overlap the next body."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CommitTiming:
         return self._now_ms() >= self._next_at_ms
 
     def committed(self, took_ms: float) -> None:
-        """A commit has ended well."""
+        """Record a successful commit."""
         self._gap_ms = min(2 * self._gap_ms, self._every_ms)
         self.committed_at_ms = self._now_ms()
         self._next_at_ms = self.committed_at_ms + max(self._gap_ms, COMMIT_SHARE * took_ms)
@@ -37,7 +37,7 @@ class CommitTiming:
         self._next_at_ms = self._now_ms() + self._every_ms
 
     def hurry(self) -> None:
-        """The commit under way may be of two states: the next one is due now."""
+        """Make the next commit due now, because the present one may mix two states."""
         self._next_at_ms = self._now_ms()
 
     def waits_for_step(self) -> bool:
@@ -51,11 +51,11 @@ class CommitTiming:
 
 
 class WriteWatch:
-    """Do the script's bodies write parameters before the optimizer does?
+    """Watch for bodies that write parameters before the optimizer does.
 
     Version counters tell of most writes; ``.data`` passes them by, so the first bodies, and those
-    behind a commit, are watched by a sum over the parameters. A body that writes must not overlap
-    a commit, nor may its point be committed in mid-step.
+    behind a commit, are watched by a sum over the parameters. A body that writes must not overlap a
+    commit, nor may its point be committed in mid-step.
 
     Args:
         was_watched, writes_unseen: what an earlier life of the script has shown.
@@ -72,12 +72,12 @@ class WriteWatch:
         self._is_clean, self.is_in_body = False, True
 
     def at_point(self, sum_now: Callable[[], int], *, is_due: bool) -> None:
-        """A point was captured: watch the next body, where that is worth a pass."""
+        """Watch the body after a captured point, where that is worth a pass."""
         watch = (is_due or not self.was_watched) and not self.writes_unseen
         self._sum = sum_now() if watch else None
 
     def before_optimizer(self, is_intact: bool, sum_now: Callable[[], int]) -> bool:
-        """The body is over; False: it was caught writing unseen.
+        """Check a finished body; return False if it was caught writing unseen.
 
         Args:
             is_intact: what the version counters say.

@@ -6,11 +6,14 @@ where a name is gone, the fallback is slower or loses nothing but a warning.
 
 from __future__ import annotations
 
+import copy
 import dis
+from collections import OrderedDict
 from typing import Any, Final
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.hooks import RemovableHandle
 
 RAISING: Final = (
     "CALL", "PRECALL", "RAISE", "RERAISE", "BINARY", "COMPARE", "CONTAINS", "LOAD", "STORE",
@@ -42,7 +45,10 @@ def advance_sampler(iterator: Any, batches: int) -> bool:
 
 
 def is_plain_map_loader(loader: Any) -> bool:
-    """A DataLoader without worker processes over a map-style dataset (public attributes)."""
+    """Return True for a DataLoader without worker processes over a map-style dataset.
+
+    Only public attributes are read.
+    """
     return (
         isinstance(loader, DataLoader)
         and loader.num_workers == 0
@@ -69,21 +75,58 @@ def bytes_of_their_own(memory: torch.Tensor, offset_bytes: int, size_bytes: int)
 
 
 def registered_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor | None]]:
-    """A module's own buffers, those that are None too; without them where the name is gone."""
+    """Return a module's own buffers, including None; without these where the attribute is gone."""
     buffers = getattr(module, "_buffers", None)
     if buffers is None:
         return list(module.named_buffers(recurse=False))
     return list(buffers.items())
 
 
-def has_aliases(tensor: torch.Tensor) -> bool:
-    """Other tensors lie in this one's storage: views, ``.data``, a ``state_dict()``.
+class _HookTable(OrderedDict[int, Any]):
+    """Forward pre-hooks of a module; ``hidden`` runs, but pickle and TorchScript do not see it."""
+
+    hidden: Any = None
+
+    def values(self) -> Any:  # what torch.jit.script compiles; a call goes by ``items``
+        return [hook for hook in super().values() if hook is not self.hidden]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        seen = [(key, hook) for key, hook in self.items() if hook is not self.hidden]
+        return OrderedDict, (seen,)
+
+    def __deepcopy__(self, copies: dict[int, Any]) -> _HookTable:
+        found = type(self)((key, copy.deepcopy(hook, copies)) for key, hook in self.items())
+        found.hidden = self.hidden
+        return found
+
+
+def hook_unseen(module: torch.nn.Module, hook: Any) -> RemovableHandle:
+    """Register a forward pre-hook that is not part of the module where it is saved or scripted."""
+    table = getattr(module, "_forward_pre_hooks", None)
+    if type(table) is OrderedDict and not isinstance(module, torch.jit.ScriptModule):
+        hooks = _HookTable(table)
+        hooks.hidden = hook
+        module._forward_pre_hooks = hooks
+    return module.register_forward_pre_hook(hook)
+
+
+def made_in_forward(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the attributes that a module's forward pre-hooks make anew, as spectral_norm does."""
+    hooks = getattr(module, "_forward_pre_hooks", {}).values()
+    found = [vars(module).get(getattr(hook, "name", None) or "") for hook in hooks]
+    return [one for one in found if isinstance(one, torch.Tensor)]
+
+
+def has_aliases(tensor: torch.Tensor, known: int = 0) -> bool:
+    """Return whether other tensors than the ``known`` number lie in this one's storage: views,
+    ``.data``, a ``state_dict()``.
 
     False where this torch cannot tell.
     """
     count = getattr(torch._C, "_storage_Use_Count", None)
     storage = tensor.untyped_storage()
-    return count is not None and int(count(storage._cdata)) > 2  # the tensor and ``storage``
+    # The tensor and ``storage`` are two.
+    return count is not None and int(count(storage._cdata)) > 2 + known
 
 
 def is_left_by_error(frame: Any) -> bool:
@@ -109,12 +152,12 @@ def version(tensor: torch.Tensor) -> int:
 
 
 def root(tensor: torch.Tensor) -> torch.Tensor:
-    """What this is a view of, or it itself: all views of one tensor have its version."""
+    """Return the tensor that this is a view of, or itself: all views share its version."""
     return tensor if tensor._base is None else tensor._base
 
 
 def optimizer_was_called(optimizer: torch.optim.Optimizer) -> bool:
-    """What a scheduler looks at to warn of ``scheduler.step()`` before ``optimizer.step()``."""
+    """Return the flag that shows a scheduler if ``optimizer.step()`` was called first."""
     return bool(getattr(optimizer, "_opt_called", False))
 
 

@@ -1,6 +1,6 @@
-"""Where models lie on the cpu device: in one file, or in one for each tenant (ADR 23).
+"""Arenas of models on the cpu device: one file, or one for each tenant (ADR 23).
 
-The memory daemon alone writes it. It begins with the arrival words.
+Only the memory daemon writes an arena. It begins with the arrival words.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 class OneFile:
-    """Of all tenants: populated at the start, and sealed against other writers.
+    """One arena for all tenants: populated at the start, and sealed against other writers.
 
-    All but ``take`` and ``open_tenant`` belong to the copy thread; so they do in ``FilePerTenant``.
+    All methods but ``take`` and ``open_tenant`` belong to the copy thread, as in ``FilePerTenant``.
     """
 
     def __init__(self, arena_bytes: int, words: int) -> None:
@@ -50,7 +50,7 @@ class OneFile:
         raise RemoteProtocolError("tenants share this arena")
 
     def take(self, order: TransmitModel) -> None:
-        """Its region is its tenant's from now on; no task reads it as another's any more.
+        """Assign a region to the order's tenant; no task of another tenant reads it from now on.
 
         Raises:
             RemoteProtocolError: this tenant has no file.
@@ -71,7 +71,7 @@ class OneFile:
         self._words[index] = value
 
     def tidy(self) -> None:
-        """A copy has ended: give back what a tenant has no place for any more."""
+        """Free, after a copy, the memory for which a tenant has no place any more."""
 
     def close(self) -> None:
         self._words.release()
@@ -95,7 +95,8 @@ class _TenantsFile:
 
 
 class FilePerTenant:
-    """One sparse file for each, with the same places in each: one ledger leases them all.
+    """Sparse files, one for each tenant, with the same places in each: one ledger leases them
+    all.
 
     Invariant (after ``tidy``): a page exists in the file of the tenant that has its place, so that
     all files together hold no more than the arena, and the arrival words of each.
@@ -140,7 +141,7 @@ class FilePerTenant:
             keep_only(file.descriptor, [words, *own], self._arena_bytes)
 
     def write(self, tenant: str, start: int, source: Bytes) -> None:
-        """A system call takes new pages without clearing them first, and maps none here."""
+        """Write by a system call: it takes new pages without clearing them, and maps none here."""
         descriptor, left = self._files[tenant].descriptor, source.data
         while left:
             count = os.pwrite(descriptor, left, start)

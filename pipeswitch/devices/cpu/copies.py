@@ -23,10 +23,10 @@ class CpuCopies:
         self._links = {to_host: Link(link_bytes_per_s) for to_host in (True, False)}
 
     def mark(self) -> Any:
-        """This device computes in the calling thread: nothing is under way."""
+        """Return None: this device computes in the calling thread, so nothing is pending."""
 
     def target(self, size_bytes: int, *, on_host: bool, mark: Any) -> torch.Tensor:
-        """As ``HostCopies``."""
+        """See ``HostCopies``."""
         import torch
 
         return torch.empty(size_bytes, dtype=torch.uint8)
@@ -34,7 +34,7 @@ class CpuCopies:
     def pieces(
         self, source: torch.Tensor, target: torch.Tensor, mark: Any, *, to_host: bool
     ) -> Iterator[int]:
-        """As ``HostCopies``. By numpy: torch would take this machine's other cores as well."""
+        """Implement ``HostCopies.pieces`` with numpy: torch would use the other cores as well."""
         copied, into = source.numpy(), target.numpy()
         link = self._links[to_host]
         link.begin()

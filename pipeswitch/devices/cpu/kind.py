@@ -1,4 +1,4 @@
-"""What the server knows of a cpu device."""
+"""Server side of a cpu device."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class CpuKind:
     def choose(
         self, config: DeviceConfig, name: str, *, workers: int, available_bytes: int
     ) -> ChosenDevice:
-        """It is always there."""
+        """Choose the cpu, which is always available."""
         arena = config.arena.resolve(available_bytes, available_bytes // ARENA_SHARE)
         return ChosenDevice(kind=self, name=name, arena_bytes=arena)
 
     def held(self, device: ChosenDevice) -> AbstractContextManager[None]:
-        """Any number of servers may have one."""
+        """Hold nothing: any number of servers may share a cpu."""
         return nullcontext()
 
     def open_memory(
         self, settings: DaemonSettings, store: int, board: int, bells: Sequence[int]
     ) -> CpuDeviceMemory:
-        """As ``DeviceKind``."""
+        """See ``DeviceKind``."""
         *workers, own = bells
         return CpuDeviceMemory(settings, store=store, board=board, bells=workers, bell=own)
 
     def open_view(
         self, settings: WorkerSettings, arena: Sequence[int], *, board: int, bells: Sequence[int]
     ) -> CpuPoolView:
-        """As ``DeviceKind``."""
+        """See ``DeviceKind``."""
         return CpuPoolView(settings, arena, board=board, bells=bells)

@@ -47,7 +47,7 @@ class Link:
         self.chunk_bytes = THROTTLED_CHUNK_BYTES if bytes_per_s > 0 else CHUNK_BYTES
 
     def begin(self) -> None:
-        """A transfer starts: the link does not save up bandwidth while it is idle."""
+        """Begin a transfer; the link does not save up bandwidth while it is idle."""
         self._busy_until_s = max(self._busy_until_s, time.monotonic())
 
     def pace(self, size_bytes: int, cancelled: threading.Event | None = None) -> None:
@@ -101,18 +101,18 @@ class CpuDeviceMemory(DeviceMemory):
         return [*self._models.descriptors, self._work_descriptor]
 
     def store_view(self, offset_bytes: int, size_bytes: int) -> memoryview:
-        """As ``DeviceMemory``."""
+        """See ``DeviceMemory``."""
         check_range("store view", offset_bytes, size_bytes, self.store_bytes)
         if size_bytes:
             os.posix_fallocate(self._store_descriptor, offset_bytes, size_bytes)
         return memoryview(self._store_map)[offset_bytes : offset_bytes + size_bytes]
 
     def open_tenant(self, tenant: str, descriptor: int) -> None:
-        """As ``DeviceMemory``."""
+        """See ``DeviceMemory``."""
         self._models.open_tenant(tenant, descriptor)
 
     def transmit(self, order: TransmitModel, on_end: OnEnd) -> None:
-        """As ``DeviceMemory``.
+        """Implement ``DeviceMemory.transmit``.
 
         Raises:
             RemoteProtocolError: its tenant has no file.
@@ -124,7 +124,7 @@ class CpuDeviceMemory(DeviceMemory):
         self._models.tidy()
 
     def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
-        """Of *work*."""
+        """Read ranges of *work* into a buffer."""
         target: Bytes = np.frombuffer(into, dtype=np.uint8)
         position = 0
         self._to_host.begin()
@@ -138,7 +138,7 @@ class CpuDeviceMemory(DeviceMemory):
                 self._to_host.pace(size)
 
     def scrub(self, offset_bytes: int, size_bytes: int) -> None:
-        """Of *work*; whole pages are given back."""
+        """Clear a range of *work*; whole pages are returned to the system."""
         end = offset_bytes + size_bytes
         first_page = -(-offset_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         last_page = end // mmap.PAGESIZE * mmap.PAGESIZE
@@ -155,7 +155,7 @@ class CpuDeviceMemory(DeviceMemory):
             self._work[first_page:last_page] = 0
 
     def close(self) -> None:
-        """As ``DeviceMemory``."""
+        """See ``DeviceMemory``."""
         super().close()
         self._models.close()
         del self._work, self._store

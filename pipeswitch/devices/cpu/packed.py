@@ -25,12 +25,15 @@ from ...programs.interface.packing import (
     CONVOLUTION_ADD,
     LINEAR,
     LINEAR_ADD,
+    LINEAR_INT8,
+    Half,
     PackedLayout,
 )
 
 _MKLDNN_LAYOUT: Final = 3  # c10::Layout::Mkldnn
 _SCALAR_TYPES: Final = {"float32": 6, "bfloat16": 15}  # c10::ScalarType
-_SELF_TEST_ERROR: Final = 1e-5  # relative to the largest output
+_SELF_TEST_ERROR: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest output
+MAX_INT8_ROWS: Final = 12  # where both ways to multiply by int8 weights take equally long
 
 
 class CpuKernels:
@@ -85,9 +88,14 @@ class CpuKernels:
         tensor: torch.Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule)
         return tensor
 
+    def half(self) -> Half:
+        """Implement ``PackedKernels``."""
+        return "" if missing_half() else "packed"
+
     def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
         """Implement ``PackedKernels``."""
         return {
+            LINEAR_INT8: _linear_int8,
             LINEAR: torch.ops.mkldnn._linear_pointwise.default,
             LINEAR_ADD: _linear_add,
             CONVOLUTION: torch.ops.mkldnn._convolution_pointwise.default,
@@ -95,7 +103,20 @@ class CpuKernels:
         }
 
 
+class UnpackedKernels(CpuKernels):
+    """Operators of a device that reads plain bfloat16 and int8 tensors (cuda)."""
+
+    def half(self) -> Half:
+        """Implement ``PackedKernels``."""
+        return "plain"
+
+    def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
+        """Implement ``PackedKernels``."""
+        return {LINEAR_INT8: _linear_int8}
+
+
 KERNELS: Final = CpuKernels()
+UNPACKED: Final = UnpackedKernels()
 
 
 def _linear_add(
@@ -103,6 +124,23 @@ def _linear_add(
 ) -> torch.Tensor:
     result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, weight, bias, "add")
     return result
+
+
+def _linear_int8(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Multiply bfloat16 activations by int8 weights.
+
+    The int8 kernel reads a weight once for each row of the input. For many rows it is faster to
+    convert the weight first.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if len(rows) <= MAX_INT8_ROWS:
+        result = torch._weight_int8pack_mm(rows.contiguous(), weight, scales)
+    else:
+        result = torch.nn.functional.linear(rows, weight.to(x.dtype)) * scales
+    result = result if bias is None else result + bias
+    return result.reshape(*x.shape[:-1], len(weight))
 
 
 def _convolution_add(
@@ -156,26 +194,39 @@ def missing() -> str:
     Returns:
         The reason why packed weights cannot be used here; empty if they can.
     """
+    return _missing(torch.float32)
+
+
+@cache
+def missing_half() -> str:
+    """Return why products over packed weights cannot be computed in bfloat16; empty: they can."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "this processor has no instructions for it (AVX-512 or AMX)"
+    return missing() or _missing(torch.bfloat16)
+
+
+def _missing(dtype: torch.dtype) -> str:
     try:
-        found = _self_test()
+        found = _self_test(dtype)
     except (AttributeError, OSError, RuntimeError, RegistrationRefused) as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
-    return "" if found <= _SELF_TEST_ERROR else f"results differ by {found:.1e} of the largest"
+    limit = _SELF_TEST_ERROR[dtype]
+    return "" if found <= limit else f"results differ by {found:.1e} of the largest"
 
 
-def _self_test() -> float:
+def _self_test(dtype: torch.dtype) -> float:
     values = torch.linspace(-1.0, 1.0, 16 * 8 * 3 * 3)
     operators, error = KERNELS.operators(), 0.0
     with torch.no_grad():
         weight, x = values[:512].reshape(32, 16), values[:64].reshape(4, 16)
-        layout, data = KERNELS.pack_linear(weight)
-        ours = operators[LINEAR](x, KERNELS.wrap(data, layout), None, "none", [], "")
+        layout, data = KERNELS.pack_linear(weight.to(dtype))
+        ours = operators[LINEAR](x.to(dtype), KERNELS.wrap(data, layout), None, "none", [], "")
         theirs = torch.nn.functional.linear(x, weight)
         error = max(error, float((ours - theirs).abs().max() / theirs.abs().max()))
         weight, x = values.reshape(16, 8, 3, 3), values[:512].reshape(1, 8, 8, 8)
         how = [1, 1], [1, 1], [1, 1], 1
-        layout, data = KERNELS.pack_convolution(weight, *how, x.shape)
+        layout, data = KERNELS.pack_convolution(weight.to(dtype), *how, x.shape)
         wrapped = KERNELS.wrap(data, layout)
-        ours = operators[CONVOLUTION](x, wrapped, None, *how, "none", [], "")
+        ours = operators[CONVOLUTION](x.to(dtype), wrapped, None, *how, "none", [], "")
         theirs = torch.nn.functional.conv2d(x, weight, None, 1, 1)
         return max(error, float((ours - theirs).abs().max() / theirs.abs().max()))

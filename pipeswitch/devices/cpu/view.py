@@ -76,7 +76,7 @@ class CpuPoolView(PoolView):
         return bytes_over(self._work_map)
 
     def prefault(self, offset_bytes: int, size_bytes: int) -> None:
-        """As ``PoolView``."""
+        """See ``PoolView``."""
         self._window.populate(offset_bytes, size_bytes)
 
     def enter(self, offset_bytes: int, size_bytes: int, last_word: int, epoch: int) -> None:
@@ -134,7 +134,7 @@ class CpuPoolView(PoolView):
         return tensor_over(self._models, spec, region_offset_bytes)
 
     def _slice(self, spec: TensorSpec) -> torch.Tensor:
-        """Its storage is all of *work*."""
+        """Return a tensor whose storage is all of *work*."""
         from ...programs.running.views import tensor_over
 
         tensor = tensor_over(self._work, spec, 0)
@@ -143,13 +143,13 @@ class CpuPoolView(PoolView):
         return tensor
 
     def kernels(self) -> PackedKernels:
-        """As ``PoolView``."""
+        """See ``PoolView``."""
         from .packed import KERNELS
 
         return KERNELS
 
     def host_copies(self) -> CpuCopies:
-        """As ``PoolView``."""
+        """See ``PoolView``."""
         return CpuCopies(self._link_bytes_per_s)
 
     def pin(self, pointer: int, size_bytes: int) -> None:

@@ -1,6 +1,6 @@
-"""What a worker's kernels can reach of shared memory: windows that are opened and closed.
+"""Windows that open and close shared memory to a worker's kernels.
 
-All of the memory stays mapped, with its page faults taken: to map a model anew for each switch
+All of the memory stays mapped, with its page faults taken: mapping a model anew for each switch
 costs 70 ms a GiB. Two mechanisms close it, for two sizes (ADR 19):
 
 - ``Guarded`` changes the access of pages, 25 us a MiB: for the slabs of a request.
@@ -150,7 +150,7 @@ def whole_pages(offset_bytes: int, size_bytes: int) -> tuple[int, int]:
 
 
 def address_of(mapping: mmap.mmap) -> int:
-    """Where it lies in this process."""
+    """Return a mapping's address in this process."""
     return int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data)
 
 
@@ -190,7 +190,7 @@ def _libc() -> Any:
 
 
 def _kernel(name: str, *arguments: int) -> None:
-    """One system call on memory; other threads go on meanwhile."""
+    """Make one system call on memory; other threads continue meanwhile."""
     if getattr(_libc(), name)(*arguments) in (-1, _FAILED):
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")

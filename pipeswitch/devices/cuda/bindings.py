@@ -70,7 +70,7 @@ call fails too, and only a new process gets a working context."""
 
 
 class NoCudaDevice(ConfigError):
-    """There is no GPU to be had; ``kind`` is ``no driver``, ``no device`` or ``no bindings``."""
+    """Missing GPU; ``kind`` is ``no driver``, ``no device`` or ``no bindings``."""
 
 
 def no_driver(**data: Any) -> NoCudaDevice:
@@ -91,7 +91,7 @@ class CudaError(PipeSwitchError):
 
     @property
     def is_sticky(self) -> bool:
-        """Nothing works in this process any more: leave, and be replaced."""
+        """True if CUDA is unusable in this process, which must exit and be replaced."""
         return str(self.data["code"]) not in HARMLESS_ERRORS | NO_GPU_ERRORS
 
 
@@ -118,7 +118,10 @@ class Calls:
         self._checked(name, getattr(self._driver, name), arguments)
 
     def _checked(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """All bindings return ``(error, values…)``; without a driver those of ``driver`` raise."""
+        """Return a call's values, or raise its error: all bindings return ``(error, values…)``.
+
+        Without a driver the calls of ``driver`` raise.
+        """
         try:
             error, *values = call(*arguments)
         except RuntimeError as problem:  # DynamicLibNotFoundError is one
@@ -130,7 +133,7 @@ class Calls:
         return values
 
     def _text_of(self, name: str, error: Any) -> str:
-        """The runtime's own words; the driver interface gives a code only."""
+        """Return the runtime's own text; for the driver interface, only the code."""
         explain = getattr(self._runtime, "cudaGetErrorString", None)
         if explain is None or not name.startswith("cuda"):
             return f"code {int(error)}"
@@ -150,7 +153,7 @@ class Queues(Calls):
         self._do("cudaStreamDestroy", stream)
 
     def event(self) -> int:
-        """An event to wait for without spinning; it keeps no time."""
+        """Return an event to wait for without spinning; it records no time."""
         return int(
             self._ask("cudaEventCreateWithFlags", EVENT_BLOCKING_SYNC | EVENT_DISABLE_TIMING)
         )
@@ -163,7 +166,7 @@ class Queues(Calls):
         self._do("cudaEventSynchronize", event)
 
     def is_done(self, event: int) -> bool:
-        """Whether the event's last record has run."""
+        """Return True if the event's last record has run."""
         try:
             self._do("cudaEventQuery", event)
         except CudaError as error:
@@ -176,11 +179,11 @@ class Queues(Calls):
         self._do("cudaEventDestroy", event)
 
     def wait_value(self, stream: int, pointer: int, value: int) -> None:
-        """The stream goes on when the word at ``pointer`` is exactly ``value``."""
+        """Make the stream wait until the word at ``pointer`` is exactly ``value``."""
         self._drive("cuStreamWaitValue32", stream, pointer, value, WAIT_VALUE_EQ)
 
     def write_value(self, stream: int, pointer: int, value: int) -> None:
-        """The stream writes a word, behind what it was given before."""
+        """Make the stream write a word, after its earlier work."""
         self._drive("cuStreamWriteValue32", stream, pointer, value, 0)
 
 
@@ -245,7 +248,7 @@ class Cuda(Queues):
         )  # fmt: skip
 
     def name_and_uuid(self, index: int) -> tuple[str, str]:
-        """What the device at ``index`` calls itself; asking makes no context."""
+        """Return the name and UUID of the device at ``index``; the query makes no context."""
         found = self._ask("cudaGetDeviceProperties", index)
         name = found.name
         raw = bytes(found.uuid.bytes)[:16].hex()
@@ -271,7 +274,7 @@ class Cuda(Queues):
         self._do("cudaDeviceSynchronize")
 
     def still_works(self) -> bool:
-        """After an error of unknown weight: whether the context goes on. Waits for the device.
+        """Return True if the context survived an unknown error. Waits for the device.
 
         What a driver says when it does not pin memory depends on kernel, container and virtual
         machine; an unknown code is no reason to give the device up.
@@ -288,7 +291,7 @@ class Cuda(Queues):
         return int(self._ask("cudaMalloc", size_bytes))
 
     def free(self, pointer: int) -> None:
-        """Waits for the device."""
+        """Free memory; waits for the device."""
         self._do("cudaFree", pointer)
 
     def fill(self, pointer: int, value: int, size_bytes: int, stream: int) -> None:
@@ -318,7 +321,7 @@ class Cuda(Queues):
         self._do("cudaHostRegister", pointer, size_bytes, 0)
 
     def unregister(self, pointer: int) -> None:
-        """Before it is unmapped, never after."""
+        """Unregister memory; call it before the memory is unmapped, never after."""
         self._do("cudaHostUnregister", pointer)
 
     # -- other processes -----------------------------------------------------------------------

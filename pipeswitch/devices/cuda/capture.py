@@ -18,7 +18,7 @@ class CaptureBroke(CudaError):
 
     @property
     def is_sticky(self) -> bool:
-        """As a broken context: leave, and be replaced."""
+        """True, as for a broken context: the process must exit and be replaced."""
         return True
 
 
@@ -73,7 +73,7 @@ class CudaRecorder:
             graph.capture_end()
 
     def _mend(self) -> None:
-        """After a capture that failed: torch's allocators and its random generators go on.
+        """Repair torch's allocators and its random generators after a failed capture.
 
         ``capture_end`` raises before it has told the allocators that the capture is over. From
         then on every use of its pool fails ("already recording to mempool_id"), every request in

@@ -21,13 +21,16 @@ class CudaCopies:
         self._streams = {to_host: make_stream(device=index) for to_host in (True, False)}
 
     def mark(self) -> Any:
-        """The stream that this thread computes on, and an event behind what it has enqueued."""
+        """Return this thread's compute stream, and an event behind its enqueued work."""
         stream = torch.cuda.current_stream(self._index)
         return stream, stream.record_event()
 
     def target(self, size_bytes: int, *, on_host: bool, mark: Any) -> torch.Tensor:
-        """As ``HostCopies``. On the device it is the way back's: a block that the computing one has
-        freed may still be read by kernels which are enqueued there."""
+        """Implement ``HostCopies.target``.
+
+        On the device the block belongs to the stream of the way back: one that the computing stream
+        freed may still be read by kernels enqueued there.
+        """
         if on_host:
             return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
         with torch.cuda.stream(self._streams[False]):
@@ -38,7 +41,7 @@ class CudaCopies:
     def pieces(
         self, source: torch.Tensor, target: torch.Tensor, mark: Any, *, to_host: bool
     ) -> Iterator[int]:
-        """As ``HostCopies``; in one piece."""
+        """Implement ``HostCopies.pieces`` with a single piece."""
         stream = self._streams[to_host]
         with torch.cuda.stream(stream):
             stream.wait_event(mark[1])

@@ -1,4 +1,4 @@
-"""What works on this machine's GPU: asked of the self-test, a process of its own (``selftest.py``).
+"""Capabilities of this machine's GPU, from the self-test's own process (``selftest.py``).
 
 The controller makes no CUDA context and imports no bindings.
 """
@@ -21,10 +21,10 @@ SELFTEST_S: Final = 220.0  # in all; each check has a limit of its own, which th
 
 
 def examine(package: str, index: int, *, tests: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-    """As ``look``.
+    """Return the result of ``look`` for a device that works.
 
     Raises:
-        ConfigError: there is no such device; carries the program's own words.
+        ConfigError: there is no such device; it carries the self-test's own text.
     """
     found = look(package, index, tests)
     device = found["device"]
@@ -72,7 +72,7 @@ def look(
 
 
 def has_driver_library() -> bool:
-    """Whether libcuda can be loaded; loading it starts nothing."""
+    """Return True if libcuda can be loaded; loading it starts nothing."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -51,11 +51,11 @@ class GraphBudget:
             self.remove(oldest)
 
     def touch(self, key: tuple[int, Shapes]) -> None:
-        """These shapes were used now."""
+        """Mark these shapes as the last used."""
         self._held.move_to_end(key)
 
     def remove(self, key: tuple[int, Shapes]) -> None:
-        """They are gone."""
+        """Drop these shapes and their bytes."""
         size_bytes, _ = self._held.pop(key, (0, None))
         self.used_bytes -= size_bytes
 
@@ -74,11 +74,7 @@ class DeviceProgram:
     """
 
     def __init__(
-        self,
-        bound: BoundProgram,
-        device: str,
-        recorder: CudaRecorder | None,
-        budget: GraphBudget,
+        self, bound: BoundProgram, device: str, recorder: CudaRecorder | None, budget: GraphBudget
     ) -> None:
         self.manifest = bound.manifest
         self._bound = bound
@@ -97,9 +93,9 @@ class DeviceProgram:
         self.is_replaying = False
 
     def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
-        """As ``BoundProgram.run``; returns when everything is enqueued, not when it has run.
+        """Implement ``BoundProgram.run``; return when all is enqueued, before it has run.
 
-        The inputs must stay until then. Outputs of a replay are overwritten by the next one.
+        The inputs must stay until it has run. The next replay overwrites a replay's outputs.
 
         Raises:
             InvalidInput: an index out of its table's range; nothing was enqueued.
@@ -172,7 +168,7 @@ class DeviceProgram:
     def _capture(
         self, bound: BoundGraph, shapes: Shapes, recorder: CudaRecorder
     ) -> tuple[_Captured, int]:
-        """With what it cost: what the whole device has less, whoever took it."""
+        """Capture a graph; return it with its cost: the loss of free memory on the whole device."""
         before = recorder.free_bytes()
         with recorder.session(), torch.inference_mode():
             inputs = [

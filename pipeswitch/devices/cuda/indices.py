@@ -68,7 +68,7 @@ def index_limits(graph: Graph, tensors: Sequence[TensorSpec]) -> dict[int, int]:
 
 
 def _value(argument: object) -> int:
-    """The number of the value that an argument names; -1 for a constant."""
+    """Return the number of the value that an argument names; -1 for a constant."""
     return int(argument["v"]) if isinstance(argument, dict) and "v" in argument else -1
 
 

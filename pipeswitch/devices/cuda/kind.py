@@ -1,4 +1,4 @@
-"""What the server knows of a cuda device, and how its processes open it."""
+"""Server side of a cuda device, and how its processes open it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CudaKind:
     def choose(
         self, config: DeviceConfig, name: str, *, workers: int, available_bytes: int
     ) -> ChosenDevice:
-        """As ``DeviceKind``; takes seconds."""
+        """Implement ``DeviceKind.choose``; takes seconds."""
         wishes = Wishes(config.waits, config.words, config.activations, config.graphs)
         index = index_of(name)
         tests = TESTS if wishes.needs_test else ()
@@ -81,7 +81,7 @@ class CudaKind:
 
     @contextlib.contextmanager
     def held(self, device: ChosenDevice, folder: Path | None = None) -> Iterator[None]:
-        """As ``DeviceKind``: a second server would find no memory, late and in other words.
+        """Implement ``DeviceKind.held``: a second server would fail late, for lack of memory.
 
         The lock is on a file named by the GPU's UUID and dies with the process.
         """
@@ -103,7 +103,7 @@ class CudaKind:
     def open_memory(
         self, settings: DaemonSettings, store: int, board: int, bells: Sequence[int]
     ) -> DeviceMemory:
-        """As ``DeviceKind``."""
+        """See ``DeviceKind``."""
         from .bindings import Cuda
         from .memory import CudaDeviceMemory
 
@@ -123,7 +123,7 @@ class CudaKind:
     def open_view(
         self, settings: WorkerSettings, arena: Sequence[int], *, board: int, bells: Sequence[int]
     ) -> PoolView:
-        """As ``DeviceKind``; makes this process's context."""
+        """Implement ``DeviceKind.open_view``; makes this process's context."""
         from .bindings import Cuda
         from .torch import torch_side
         from .view import CudaPoolView
@@ -143,7 +143,7 @@ class CudaKind:
 
 
 def index_of(name: str) -> int:
-    """Of the GPU, as this process sees them."""
+    """Return the GPU's index, as this process numbers them."""
     return int(name.partition(":")[2] or 0)
 
 
@@ -163,13 +163,18 @@ def arena_size(wish: Amount, free_bytes: int) -> int:
 
 
 def private_size(free_bytes: int, arena_bytes: int) -> int:
-    """What one worker may allocate for itself: what the arena leaves. Several hold little each,
-    since only the one that computes holds activations, and a suspended job."""
+    """Return the bytes that one worker may allocate for itself: the memory beside the arena.
+
+    Several workers hold little each: only the computing one, or a suspended job, has activations.
+    """
     return max(GIB // 2, free_bytes - arena_bytes) // UNIT_BYTES * UNIT_BYTES
 
 
 def _open_lock(path: Path) -> int:
-    """Without O_CREAT where it exists: in a sticky folder another user's file cannot be created."""
+    """Open the lock file, without O_CREAT if it exists.
+
+    In a sticky folder that flag fails for another user's file.
+    """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         return os.open(path, flags)
@@ -183,6 +188,6 @@ def _open_lock(path: Path) -> int:
 
 
 def _leave() -> None:
-    """A broken context stays broken: other threads may hang in it, so this waits for none."""
+    """Exit without waiting for other threads, which may hang in the broken context."""
     logging.shutdown()
     os._exit(STATUS_LOST)

@@ -1,9 +1,9 @@
-"""Which CUDA mechanisms to use: a pure decision from wishes and the self-test's results.
+"""Choice of CUDA mechanisms: a pure decision from wishes and the self-test's results.
 
-Each rung is a switch of the configuration with the rung below as its fallback (ADR 12): CPU
-flags and ordinary memory work on any driver; the device waiting by itself, the activation slice
-and CUDA graphs are used where the self-test saw them work on this very machine. A wish never
-overrules a failed test: the lower rung serves, and says why.
+Each rung is a switch of the configuration with the rung below as its fallback (ADR 12): CPU flags
+and ordinary memory work on any driver; device-side waits, the activation slice and CUDA graphs are
+used only where the self-test passed on this machine. A wish never overrules a failed test: the
+lower rung serves, and the reason is reported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the configuration asks for; ``auto`` leaves it to the self-test."""
+    """Mechanisms that the configuration asks for; ``auto`` leaves the choice to the self-test."""
 
     waits: str = AUTO
     words: str = AUTO
@@ -70,7 +70,7 @@ class Ladder:
 
 
 def choose(wishes: Wishes, results: Mapping[str, Outcome] | None) -> Ladder:
-    """The highest rungs that were asked for and work.
+    """Return the highest requested rungs that work.
 
     Args:
         results: by test name; a missing one did not run. None: no self-test was wanted, and the
@@ -130,7 +130,7 @@ def _rung(
     results: Mapping[str, Outcome] | None,
     reasons: list[str],
 ) -> bool:
-    """Whether the upper rung serves."""
+    """Return True if the upper rung serves; append the reason."""
     if wish == lower:
         reasons.append(f"{test}={lower}: asked for")
         return False
@@ -143,7 +143,7 @@ def _rung(
 
 
 class CudaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How daemon and workers use a device: the rungs that were chosen when the server began."""
+    """Options of the device for daemon and workers: the rungs chosen at the server's start."""
 
     package: str
     visible: str = ""  # UUID: what CUDA_VISIBLE_DEVICES becomes in children; empty: as it is
@@ -156,8 +156,10 @@ class CudaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @classmethod
     def shown(cls, data: bytes) -> CudaOptions:
-        """Those of a child, which sees one device, as number 0, from now on: a script's ``cuda:0``
-        is the right one."""
+        """Decode a child's options, and limit the child to its device.
+
+        The device becomes number 0, so a script's ``cuda:0`` is the right one.
+        """
         options = msgspec.msgpack.decode(data, type=cls)
         if options.visible:
             os.environ["CUDA_VISIBLE_DEVICES"] = options.visible

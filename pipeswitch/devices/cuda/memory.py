@@ -114,7 +114,7 @@ class CudaDeviceMemory(DeviceMemory):
         return [self._words_descriptor]
 
     def export_handle(self) -> bytes:
-        """The IPC handle of arena and slice: one allocation, opened once by each worker.
+        """Return the IPC handle of arena and slice: one allocation, opened once by each worker.
 
         Raises:
             CudaError: this driver or container does not share memory between processes.
@@ -125,7 +125,7 @@ class CudaDeviceMemory(DeviceMemory):
     # -- host store ----------------------------------------------------------------------------
 
     def store_view(self, offset_bytes: int, size_bytes: int) -> memoryview:
-        """As ``DeviceMemory``; pinned."""
+        """Implement ``DeviceMemory.store_view``; the view is pinned."""
         check_range("store view", offset_bytes, size_bytes, self.store_bytes)
         with self._watched():
             self._cuda.set_device(INDEX)
@@ -135,7 +135,7 @@ class CudaDeviceMemory(DeviceMemory):
     # -- host to device ------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """The device is current by thread."""
+        """Make the device current in this thread."""
         with self._watched():
             self._cuda.set_device(INDEX)
 
@@ -161,8 +161,7 @@ class CudaDeviceMemory(DeviceMemory):
         return ended
 
     def _pin_store(self) -> None:
-        """For the next time. A copy that runs meanwhile is staged, or is not: its bytes are the
-        same."""
+        """Pin queued ranges for later copies; a copy meanwhile has the same bytes either way."""
         with self._watched():
             self._cuda.set_device(INDEX)
             while (place := self._to_pin.get()) is not None:
@@ -193,7 +192,7 @@ class CudaDeviceMemory(DeviceMemory):
             flight.enqueued(0, group.word)
 
     def _write_word(self, word: int, value: int) -> None:
-        """Behind the data, on the same stream: who sees the word sees the data."""
+        """Write a word behind the data, on the same stream: a reader of the word sees the data."""
         target = self._base + word * WORD_BYTES
         if self._word_writer == "write":
             self._cuda.write_value(self._to_device, target, value)
@@ -206,8 +205,9 @@ class CudaDeviceMemory(DeviceMemory):
     # -- device to host ------------------------------------------------------------------------
 
     def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
-        """The worker has waited for its kernels before it asked (``PoolView.settle``). Through
-        two pinned buffers in turns: ``into`` is a job's commit area, which is not pinned.
+        """Read ranges; the worker has waited for its kernels (``PoolView.settle``).
+
+        Two pinned buffers take turns: ``into`` is a job's commit area, which is not pinned.
         """
         target = np.frombuffer(into, dtype=np.uint8)
         filling: deque[tuple[int, int, int]] = deque()  # (buffer, position, size)
@@ -238,7 +238,7 @@ class CudaDeviceMemory(DeviceMemory):
         np.copyto(target[position : position + size], self._bounces[buffer].array[:size])
 
     def scrub(self, offset_bytes: int, size_bytes: int) -> None:
-        """As ``DeviceMemory``."""
+        """See ``DeviceMemory``."""
         with self._watched():
             self._cuda.set_device(INDEX)
             self._cuda.fill(self._base + offset_bytes, 0, size_bytes, self._to_host)
@@ -247,7 +247,7 @@ class CudaDeviceMemory(DeviceMemory):
     # -- end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """The workers are gone, or have closed their mapping: freeing under them is undefined."""
+        """Free the memory; undefined unless workers are gone or have closed their mapping."""
         super().close()
         self._to_pin.put(None)
         self._pinner.join()
@@ -305,7 +305,7 @@ class _Flight:
             self._land_oldest()
 
     def enqueued(self, size_bytes: int, word: int) -> None:
-        """A chunk (or a word, ``size_bytes`` 0) was enqueued: put an event behind it."""
+        """Put an event behind an enqueued chunk (or behind a word, ``size_bytes`` 0)."""
         memory = self._memory
         if len(self._marks) >= RING_WORDS // 2:  # many tiny groups: no ring slot twice
             self._land_oldest()

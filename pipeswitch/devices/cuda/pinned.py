@@ -62,7 +62,7 @@ class PinnedMapping:
                     self._pin_piece(piece)
 
     def needs_pin(self, offset_bytes: int, size_bytes: int) -> bool:
-        """Whether ``pin`` would pin something of that place."""
+        """Return True if ``pin`` would pin a part of that range."""
         return not self.refusal and bool(size_bytes and self._unpinned(offset_bytes, size_bytes))
 
     def _unpinned(self, offset_bytes: int, size_bytes: int) -> list[int]:
@@ -106,11 +106,11 @@ class PinnedBuffer:
         self.array: Bytes = np.ctypeslib.as_array(raw)
 
     def close(self) -> None:
-        """Nothing may refer to ``array`` any more."""
+        """Free the buffer; no reference to ``array`` may remain."""
         del self.array
         self._cuda.free_pinned(self.address)
 
 
 def next_boundary(offset_bytes: int) -> int:
-    """Where the registration that ``offset_bytes`` lies in ends."""
+    """Return the end of the registration that contains ``offset_bytes``."""
     return (offset_bytes // PIN_BYTES + 1) * PIN_BYTES

@@ -1,10 +1,10 @@
-"""What works on this machine's GPU: raw checks, one mechanism each, without the server.
+"""Self-test of this machine's GPU: raw checks, one mechanism each, without the server.
 
 ``python -m pipeswitch.devices.cuda.selftest '{"package": …, "index": 0, "tests": ["memory", …]}'``
-prints one JSON line per check: first the device (or why there is none), then what is wanted. Each
-is a process of its own, forked from this one, which makes no context: a hang or a crash costs that
-check, and those that need it. A server's start and ``pipeswitch doctor`` ask for those of
-``ladder.TESTS``; ``make gpu`` has more of them (``benchmarks/gpu_mechanisms.py``).
+prints one JSON line per check: first the device (or why there is none), then the requested checks.
+Each is a process of its own, forked from this one, which makes no context: a hang or a crash costs
+that check, and those that need it. A server's start and ``pipeswitch doctor`` run those of
+``ladder.TESTS``; ``make gpu`` runs more (``benchmarks/gpu_mechanisms.py``).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Rig:
     index: int
 
     def cuda(self) -> Cuda:
-        """In this process, with a context."""
+        """Load the bindings in this process, with a context."""
         cuda = Cuda.load(self.package)
         cuda.set_device(self.index)
         return cuda
@@ -75,12 +75,16 @@ class Pipe:
         self._end, self._file = end, end.makefile("rw")
 
     def tell(self, **values: Any) -> None:
-        """To the other end."""
+        """Send values to the other end."""
         self._file.write(json.dumps(values, default=str) + "\n")
         self._file.flush()
 
     def hear(self) -> dict[str, Any]:
-        """What the other end says next; ``EOFError`` where it ended instead."""
+        """Return the next message from the other end.
+
+        Raises:
+            EOFError: the other process ended.
+        """
         line = self._file.readline()
         if not line:
             raise EOFError("the other process ended")
@@ -88,19 +92,23 @@ class Pipe:
         return found
 
     def ask(self, key: str) -> Any:
-        """One value of what a peer says next; ``RuntimeError`` where it failed, with its words."""
+        """Return one value of a peer's next message.
+
+        Raises:
+            RuntimeError: the peer failed; it has the peer's text.
+        """
         found = self.hear()
         if "error" in found:
             raise RuntimeError(f"the other process: {found['error']}")
         return found[key]
 
     def is_silent(self, for_s: float) -> bool:
-        """Whether the other end says nothing for so long."""
+        """Return True if the other end sends nothing for ``for_s`` seconds."""
         return not select.select([self._end], [], [], for_s)[0]
 
 
 def fork(run: Callable[[Pipe], None]) -> tuple[int, Pipe]:
-    """Another process that runs this and leaves; made before this one has a context."""
+    """Fork a process that runs this and exits; call it before this process has a context."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid:
@@ -201,7 +209,7 @@ class Sender:
 
 
 def _torch(rig: Rig) -> str:
-    """It can be imported and computes."""
+    """Check that torch can be imported and computes."""
     side = rig.side()
     import torch
 
@@ -283,7 +291,7 @@ def fill(cuda: Cuda, address: int, value: int, size_bytes: int) -> None:
 
 
 def total(cuda: Cuda, address: int) -> int:
-    """Of the bytes of a MiB of the device."""
+    """Return the sum of the bytes in one MiB of device memory."""
     buffer, stream = PinnedBuffer(cuda, MIB), cuda.stream()
     cuda.copy_to_host(buffer.address, address, MIB, stream)
     cuda.synchronize(stream)
@@ -325,7 +333,7 @@ def tensor_of(
 
 
 class Check(NamedTuple):
-    """What is looked at, and which others must have passed for it to mean something."""
+    """One check, with the checks that must have passed for it to mean something."""
 
     run: Callable[[Rig], dict[str, Any] | str]
     needs: tuple[str, ...] = ()

@@ -33,7 +33,7 @@ _kept: list[Any] = []
 
 
 class Segments:
-    """Where segments lie in the slice. Pure: a bump pointer, and a list of what came back."""
+    """Layout of segments in the slice: a bump pointer, and a list of freed ones. Pure."""
 
     def __init__(self, base: int, size_bytes: int) -> None:
         self.base = base
@@ -43,7 +43,7 @@ class Segments:
         self._free: dict[int, int] = {}  # address -> bytes
 
     def take(self, size_bytes: int) -> int:
-        """An address for a segment; 0 where there is no room: torch's out of memory."""
+        """Return a segment's address; 0 if there is no room, which is torch's out of memory."""
         self.calls += 1
         size = -(-size_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
         for address, held in self._free.items():
@@ -62,15 +62,15 @@ class Segments:
         self._free[address] = -(-size_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
 
     def holds(self, address: int) -> bool:
-        """Whether an address lies in the slice."""
+        """Return True if an address lies in the slice."""
         return self.base <= address < self.base + self.size_bytes
 
 
 def make_pool(segments: Segments) -> torch.cuda.MemPool:
-    """A pool of torch's allocator over the slice.
+    """Return a pool of torch's allocator over the slice.
 
-    The one private name is ``torch._C._cuda_customAllocator``: torch's own managed-memory pool
-    is made with it. The public class wants a compiled library instead of two functions.
+    The one private name is ``torch._C._cuda_customAllocator``: torch's own managed-memory pool is
+    made with it. The public class needs a compiled library instead of two functions.
     """
     import torch
 

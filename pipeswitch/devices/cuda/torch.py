@@ -1,4 +1,4 @@
-"""Everything a worker needs of ``torch.cuda``, and the private names of torch it is done with.
+"""Worker's use of ``torch.cuda``, and the private names of torch that it needs.
 
 A stand-in for the bindings (``fake_cuda`` of the tests) brings its own ``torch_side``, so that the
 whole system runs over a fake GPU: there tensors are host tensors over the fake's memory.
@@ -20,7 +20,7 @@ from .slice import Segments, make_pool, reserve
 
 
 def torch_side(package: str, index: int) -> CudaTorch:
-    """The stand-in's own, or the real one."""
+    """Return the stand-in's torch side, or the real one."""
     made = getattr(importlib.import_module(package), "torch_side", None)
     side: CudaTorch = CudaTorch(index) if made is None else made(index)
     return side
@@ -56,7 +56,7 @@ class CudaTorch:
         self._segments: Segments | None = None
 
     def current_stream(self) -> int | None:
-        """The stream that this thread's code computes on, as a handle; a script may change it.
+        """Return the handle of this thread's compute stream, which a script may change.
 
         None while the script captures a graph of its own there: nothing may be asked then.
         """
@@ -65,19 +65,19 @@ class CudaTorch:
         return int(torch.cuda.current_stream(self._index).cuda_stream)
 
     def storage(self, pointer: int, size_bytes: int) -> torch.UntypedStorage:
-        """All of a mapping as one storage; nothing is copied, nothing owned."""
+        """Return all of a mapping as one storage; nothing is copied, nothing owned."""
         mapped = _Mapped(pointer, size_bytes)
         return torch.as_tensor(mapped, device=self.device).untyped_storage()
 
     def tensor(
         self, storage: torch.UntypedStorage, spec: TensorSpec, offset_bytes: int
     ) -> torch.Tensor:
-        """The tensor of ``spec``; bounds are checked."""
+        """Return the tensor of ``spec``; bounds are checked."""
         return tensor_at(storage, spec, offset_bytes)
 
     @contextlib.contextmanager
     def computing(self, *, in_slice: bool) -> Iterator[None]:
-        """What runs inside is enqueued on ``stream``; its memory comes from the slice."""
+        """Enqueue the block's work on ``stream``, with memory from the slice."""
         with torch.cuda.stream(self._stream):
             if self._pool is None or not in_slice:
                 yield
@@ -86,7 +86,7 @@ class CudaTorch:
                 yield
 
     def take_slice(self, pointer: int, size_bytes: int) -> None:
-        """From now on ``computing(in_slice=True)`` allocates here."""
+        """Let ``computing(in_slice=True)`` allocate here from now on."""
         segments = Segments(pointer, size_bytes)
         pool = make_pool(segments)
         reserve(pool, segments, self._stream)
@@ -167,15 +167,15 @@ class CudaTorch:
         self._stream.synchronize()
 
     def recorder(self) -> CudaRecorder:
-        """What captures this worker's graphs."""
+        """Return the recorder that captures this worker's graphs."""
         return CudaRecorder(self._stream, self._index, self._pool)
 
 
 def tensor_at(storage: torch.UntypedStorage, spec: TensorSpec, offset_bytes: int) -> torch.Tensor:
-    """As ``views.tensor_over``, by the constructor that needs no driver and a third of the time.
+    """Return the tensor of ``views.tensor_over``, without the driver and in a third of the time.
 
-    ``_construct_CUDA_Tensor_From_Storage_And_Metadata`` is private and checks no bounds: we do.
-    Where this torch does not have it, the public way.
+    ``_construct_CUDA_Tensor_From_Storage_And_Metadata`` is private and checks no bounds, so they
+    are checked here. A torch without it uses the public way.
 
     Raises:
         LocalProtocolError: the spec's numbers contradict each other or the storage.

@@ -21,7 +21,7 @@ from .ladder import CudaOptions
 if TYPE_CHECKING:
     import torch
 
-    from ...programs.running.executor import BoundProgram
+    from ...programs.running.executor import BoundProgram, PackedKernels
     from .copies import CudaCopies
     from .graphs import DeviceProgram
     from .torch import CudaTorch
@@ -80,7 +80,7 @@ class CudaPoolView(PoolView):
         return self._side.tensor(self._arena, spec, 0)
 
     def take_slice(self, size_bytes: int) -> None:
-        """From now on programs allocate behind the arena; call once, before any other thread."""
+        """Let programs allocate behind the arena; call it once, before any other thread."""
         self._side.take_slice(self._base + self._arena_bytes, size_bytes)
         self.can_step_aside = False  # who comes meanwhile computes there, too
 
@@ -95,15 +95,21 @@ class CudaPoolView(PoolView):
         return lambda bound: DeviceProgram(bound, self.device, recorder, budget)
 
     def program(self, bound: BoundProgram) -> DeviceProgram:
-        """The program as this device runs it: inputs copied in, groups as graphs if allowed."""
+        """Return the program for this device: inputs copied in, groups as graphs if allowed."""
         return self._program_maker(bound)
 
+    def kernels(self) -> PackedKernels:
+        """Implement ``PoolView``."""
+        from ..cpu.packed import UNPACKED
+
+        return UNPACKED
+
     def can_improve(self, program: BoundProgram) -> bool:
-        """Whether shapes that ran eagerly could be captured."""
+        """Return True if shapes that ran eagerly could be captured."""
         return bool(getattr(program, "is_capture_wanted", False))
 
     def improve(self, program: BoundProgram) -> None:
-        """An idle moment of this worker: capture graphs of what ran eagerly, if that is wanted."""
+        """Capture graphs of programs that ran eagerly, in an idle moment, if that is wanted."""
         from .graphs import DeviceProgram
 
         if isinstance(program, DeviceProgram):
@@ -111,7 +117,7 @@ class CudaPoolView(PoolView):
                 program.improve()
 
     def drop(self, program: BoundProgram) -> None:
-        """The program is bound anew elsewhere, or forgotten: its graphs go."""
+        """Drop the graphs of a program that is bound anew elsewhere, or no longer used."""
         from .graphs import DeviceProgram
 
         if isinstance(program, DeviceProgram):
@@ -161,10 +167,10 @@ class CudaPoolView(PoolView):
         return 0.0
 
     def quiesce(self) -> None:
-        """As ``PoolView``.
+        """Implement ``PoolView.quiesce``.
 
         Raises:
-            CudaError: something that was enqueued failed.
+            CudaError: an enqueued operation failed.
         """
         self._cuda.synchronize(self._side.stream)
 
@@ -177,17 +183,17 @@ class CudaPoolView(PoolView):
         self._cuda.synchronize_device()
 
     def host_copies(self) -> CudaCopies:
-        """As ``PoolView``."""
+        """See ``PoolView``."""
         from .copies import CudaCopies
 
         return CudaCopies(INDEX)
 
     def pacer(self) -> Callable[[], None]:
-        """Keeps a training script at most two groups ahead (``RunAhead``)."""
+        """Return the pacer that keeps a training script at most two groups ahead (``RunAhead``)."""
         return RunAhead(self._cuda, self._side.current_stream).look
 
     def is_lost(self, error: BaseException) -> bool:
-        """Whether the context is broken: then this process must leave and be replaced."""
+        """Return True if the context is broken: then this process must exit and be replaced."""
         if isinstance(error, CudaError) and error.is_sticky:
             return True
         try:
@@ -196,10 +202,10 @@ class CudaPoolView(PoolView):
             return problem.is_sticky
 
     def _has_ended(self) -> bool:
-        """Whether what was enqueued has run, or does soon: a queue that waits is not waited for.
+        """Return True if the enqueued work ends soon; do not wait for a queue that waits itself.
 
         Raises:
-            CudaError: something that was enqueued failed.
+            CudaError: an enqueued operation failed.
         """
         ends_at_s = time.monotonic() + ENDING_S
         event = self._cuda.event()
@@ -237,7 +243,7 @@ class CudaPoolView(PoolView):
 
 
 class RunAhead:
-    """Called at every gate point of a script; at most two groups are queued behind the running one
+    """Pacer for every gate point of a script: at most two groups queue behind the running one
     (ADR 14).
 
     So a request waits for no more than that after a stop. Used by the script's thread alone.

@@ -1,1 +1,1 @@
-"""Sequences: state that one request leaves for the next."""
+"""Sequences: state that a request keeps for the next one."""

@@ -1,7 +1,7 @@
-"""The caches of generations: sequences of their own, whose ended ones others continue.
+"""Caches of generations: sequences whose rows later generations can reuse.
 
-A prompt's rows are looked for among those of the same caller's generations (``prefixes``): a spare
-that begins with the same tokens is taken over, and the rows of another one are copied.
+A prompt's rows are searched in the same caller's generations (``prefixes``): a spare that begins
+with the same tokens is taken over, and the rows of a running one are copied.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One generation: the ids so far, how the next are chosen, and the sequence that has their rows."""
+"""One generation: its ids so far, its sampling parameters, and the sequence with its rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_STOP_IDS: Final = 2 * MAX_EOS
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of ``generate``, beside who asks."""
+    """Body of ``generate``, without the caller."""
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 128
     so_far: tuple[int, ...] = ()  # tokens that came from a server that is gone
@@ -62,18 +62,18 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def made(self) -> int:
-        """The number of new tokens so far."""
+        """Number of new tokens so far."""
         return len(self.ids) - self.prompt_count
 
     @property
     def rows(self) -> int:
-        """The number of rows to make room for at once. A generation that lost its cache asks for
-        more, so that it starts again only a few times."""
+        """Number of rows to make room for at once. A generation that lost its cache requests
+        more, so that it restarts only a few times."""
         ahead = max(len(self.ids) // 2, MOST_STEPS) if self.made else 0
         return min(len(self.ids) + ahead, self.prompt_count + self.most)
 
     def next(self, used: int) -> Choosing:
-        """Begin the next run, of a sequence with ``used`` rows."""
+        """Return the next run, for a sequence with ``used`` rows."""
         self.count = min(len(self.ids) - used, self.piece)
         is_piece, left = used + self.count < len(self.ids), self.most - self.made
         how, options = self.sampling, self.sampling.options
@@ -90,7 +90,7 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
         return self.choosing
 
     def new_rows(self, tokens: int) -> int:
-        """The number of rows that a run leaves which chose so many tokens."""
+        """Return the number of rows left by a run that chose ``tokens`` tokens."""
         return self.count + max(tokens - 1, 0)
 
 

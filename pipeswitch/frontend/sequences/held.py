@@ -1,4 +1,4 @@
-"""One sequence: what it holds between its requests, and what a request says of it."""
+"""One sequence: its state between requests, and the fields of a request about it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Key = tuple[str, str]  # who asks, and what it calls the sequence
 
 
 class Grown(msgspec.Struct, kw_only=True, eq=False):
-    """State that grows along one dimension, such as a cache: rows after rows."""
+    """State that grows along one dimension by appended rows, such as a cache."""
 
     room: Room  # its inputs' slab
     row_bytes: int
@@ -45,7 +45,7 @@ class Grown(msgspec.Struct, kw_only=True, eq=False):
         self.used += made.size_bytes // self.row_bytes
 
     def has_room_for(self, made: SlabTensor | None) -> bool:
-        """Whether these are whole rows, no more than were foreseen."""
+        """Return True if these are whole rows that fit the remaining capacity."""
         if made is None:
             return False
         left_bytes = (self.capacity - self.used) * self.row_bytes
@@ -79,25 +79,25 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def copy_bytes(self) -> int:
-        """To be copied before its request is computed; many, where another copy must come first."""
+        """Bytes to copy before its request is computed; huge if a donor must be copied first."""
         waits = any(donor.copies for donor in self.donors)
         return 1 << 62 if waits else sum(size for _, _, size in self.copies)
 
     @property
     def used(self) -> int:
-        """The number of rows in a language model's cache."""
+        """Number of rows in a language model's cache."""
         grown = self.grown.get(CACHE)
         return 0 if grown is None else grown.used
 
     @property
     def state(self) -> Mapping[str, tuple[str, int]]:
-        """Its inputs, the outputs that they come from, and the dimension that grows by those."""
+        """State inputs, each with the output that it comes from and the dimension that grows."""
         found: Mapping[str, tuple[str, int]] = self.announced.manifest.extra["state"]
         return found
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes of the pool that the sequence holds."""
+        """Bytes of the pool that the sequence holds."""
         grown = sum(one.room.held_bytes for one in self.grown.values())
         replaced = [one for name, one in self.values.items() if name not in self.grown]
         return grown + sum(one.size_bytes for one in replaced)
@@ -140,13 +140,13 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
         return replace(admitted, inputs=tuple(inputs), input_bytes=offset)
 
     def among(self, placed: Sequence[SlabTensor]) -> tuple[SlabTensor, ...]:
-        """All inputs in order: those that were placed, and the state where it lies."""
+        """Return all inputs in order: the placed ones, and the state where it lies."""
         known = self.values | {one.name: one for one in placed}
         return tuple(known[one.name] for one in self.announced.manifest.inputs)
 
     def answered(self, answer: Answer) -> Answer:
-        """What its client gets: the state stays. What a worker claims may be wrong: then it is as
-        before, and the answer says so."""
+        """Return the client's answer, without the state. If the worker's claims are wrong, the
+        sequence is unchanged, and the answer is an error."""
         if answer.error is not None:
             return answer
         by_output = {output: name for name, (output, _) in self.state.items()}
@@ -163,7 +163,7 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request says of its sequence."""
+    """Fields of a request about its sequence."""
 
     id: str
     starts: bool
@@ -171,7 +171,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def asked_of(body: Body) -> Asked | None:
-    """None: it stands alone. Raises InvalidInput."""
+    """Return the request's fields about its sequence; None: it has none. Raises InvalidInput."""
     name = body.text("sequence", "")
     starts, ends = body.flag("start"), body.flag("end")
     if not name:

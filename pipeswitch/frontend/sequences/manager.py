@@ -1,15 +1,15 @@
-"""Sequences: requests that go on from what the one before left (``register(…, state=…)``).
+"""Sequences: requests that continue from the state of the one before (``register(…, state=…)``).
 
 A sequence keeps the outputs that are its state where its worker wrote them, in the request pool,
-and its next request brings them along as inputs. So the scheduler sees ordinary requests, and
-a worker that dies costs nothing: the request is computed again from the same bytes. What a
-sequence holds is of its caller's share of the pool.
+and its next request gets them as inputs. So the scheduler sees ordinary requests, and a worker that
+dies costs nothing: the request is computed again from the same bytes.
 
-It has one request at a time. One that fails leaves the state as it was. An answer that did not
-reach its client ends the sequence: nobody could say which step it is at.
+The state counts toward its caller's share of the pool. A sequence has one request at a time. A
+failed request leaves the state as it was. An answer that did not reach its client ends the
+sequence: its client could not know its step.
 
 A generation's cache is a sequence too (``open``, ``fit``, ``append``). When it has ended it stays
-as a *spare* until its memory is wanted: a generation of the same caller that begins with the same
+as a *spare* until its memory is needed: a generation of the same caller that begins with the same
 tokens takes it over, or copies the rows of one that still runs (``reuse``). Large copies are made
 by another thread (``copy``), before the request is computed.
 """
@@ -45,7 +45,7 @@ HINT: Final = "start another one: it ended, was idle for 5 minutes, or the serve
 
 
 class Sequences:
-    """All of them, in the order in which they were used."""
+    """All sequences, in the order of their last use."""
 
     def __init__(self, pool: RequestPool, now_ms: Callable[[], float]) -> None:
         self._pool, self._now_ms = pool, now_ms
@@ -59,7 +59,7 @@ class Sequences:
         self._number = 0
 
     def of(self, asked: Asked, client: Client, caller: str, announced: Announce) -> Held:
-        """The sequence that a request goes on with, or a new one, which ``begin`` will keep.
+        """Return the sequence that a request continues, or a new one, which ``begin`` will keep.
 
         Raises:
             InvalidInput: the model has no state; another request is under way.
@@ -149,13 +149,13 @@ class Sequences:
         return msgspec.structs.replace(header, inputs=tuple(inputs)), all_frames
 
     def _forget_tokens(self, held: Held) -> None:
-        """Nobody knows any more what its rows are of."""
+        """Drop a sequence's token history: the content of its rows is unknown from now on."""
         if held.history is not None:
             self._prefixes.remove(held.history)
         held.history = None
 
     def copied(self, held: Held) -> None:
-        """What was copied from is needed no longer."""
+        """Release the donors of a finished copy."""
         donors, held.donors, held.copies = held.donors, [], []
         for donor in donors:
             donor.pins -= 1
@@ -163,7 +163,7 @@ class Sequences:
             self._let_go(one)
 
     def _let_go(self, held: Held) -> None:
-        """Of what nobody copies from any more: all, if it is over."""
+        """Release rooms that are no longer copied from: all rooms if the sequence is over."""
         if held.pins or held.copies:
             return
         rooms, held.leaving = held.leaving, []
@@ -175,12 +175,12 @@ class Sequences:
             self._pool.release_reply(room)
 
     def refused(self, held: Held) -> None:
-        """The request was not accepted: one that it would have started holds nothing."""
+        """Drop a sequence that a refused request would have started."""
         if self.held.get(held.key) is not held:
             self.drop(held)
 
     def begin(self, held: Held, asked: Asked) -> None:
-        """Its request was accepted. One that starts replaces another of this name."""
+        """Note the accepted request. A starting sequence replaces another one of its name."""
         known = self.held.get(held.key)
         if known is not None and known is not held:
             self.drop(known)
@@ -188,7 +188,7 @@ class Sequences:
         self.held[held.key] = self.held.pop(held.key, held)
 
     def ended(self, held: Held, room: Room | None, *, is_ok: bool, is_sent: bool) -> None:
-        """Its request is over, and the room of the reply is this one's to give back."""
+        """Note the end of its request, and release the reply's room."""
         held.is_busy, held.used_at_ms = False, self._now_ms()
         made, held.made = held.made, {}
         is_here = self.held.get(held.key) is held
@@ -208,7 +208,7 @@ class Sequences:
             self._pool.release_reply(room)
 
     def drop(self, held: Held) -> None:
-        """It is over; what it holds is free, as soon as nobody copies from it."""
+        """End a sequence; its memory is free as soon as it is not copied from any more."""
         if self.held.get(held.key) is held:
             del self.held[held.key]
         self.spare.pop(id(held), None)
@@ -219,7 +219,7 @@ class Sequences:
         self.copied(held)
 
     def retire(self, held: Held) -> None:
-        """End a sequence. A generation's is a spare, if its tokens are known."""
+        """End a sequence. A generation's becomes a spare, if its tokens are known."""
         tokens = held.history.tokens if held.history is not None else NO_TOKENS
         is_whole = not held.copies and all(one.used == len(tokens) for one in held.grown.values())
         if len(tokens) < BLOCK or not is_whole:
@@ -234,14 +234,14 @@ class Sequences:
             self._give_up()
 
     def _give_up(self) -> bool:
-        """A spare's memory is wanted. False: there is none."""
+        """Drop the oldest spare to free its memory. False: there is none."""
         held = next(iter(self.spare.values()), None)
         if held is not None:
             self.drop(held)
         return held is not None
 
     def as_dict(self) -> dict[str, Any]:
-        """As ``stats`` shows it. Spares' slabs of the pool are as good as free."""
+        """Return the sequences' part of ``stats``. Spares' slabs of the pool count as free."""
         return {
             "sequences": len(self.held),
             "sequences_by_model": self.by_model(),
@@ -251,7 +251,7 @@ class Sequences:
         }
 
     def by_model(self) -> dict[str, dict[str, int]]:
-        """Of each that has any: live ones, what they and the spares hold, and the tokens so far."""
+        """Return live sequences, bytes of them and of spares, and tokens so far, by model."""
         nothing = {"sequences": 0, "sequence_bytes": 0, "spare_bytes": 0, "tokens": 0}
         found = {name: nothing | {"tokens": count} for name, count in self._tokens.items()}
         for held in (*self.held.values(), *self.spare.values()):
@@ -349,13 +349,13 @@ class Sequences:
         return Grown(room=room, row_bytes=row_bytes, capacity=capacity, least=0, stale=stale)
 
     def forget(self, client: Client) -> None:
-        """Of a client that is gone: those without a request; the others end with it."""
+        """Retire the idle sequences of a client that is gone; busy ones end with their request."""
         for held in [one for one in self.held.values() if one.client is client]:
             if not held.is_busy:
                 self.retire(held)
 
     def expire(self) -> float:
-        """Drop those that were abandoned; milliseconds until the next one may be."""
+        """Drop abandoned sequences; return the milliseconds until the next one may be dropped."""
         now_ms, next_ms = self._now_ms(), IDLE_MS
         if now_ms < self._look_at_ms:
             return self._look_at_ms - now_ms
@@ -371,7 +371,7 @@ class Sequences:
         return next_ms
 
     def end(self, name: str, caller: str) -> Token | None:
-        """End a sequence as its client asks: where a request is under way, when that is over; of a
+        """End a sequence at its client's request, after a request that is under way; for a
         generation, return the request that must be cancelled.
 
         Raises:
@@ -387,7 +387,7 @@ class Sequences:
         return held.token
 
     def rows(self, caller: str | None) -> list[dict[str, Any]]:
-        """As ``pipeswitch sequences`` shows them; of one caller, or all."""
+        """Return the rows of ``pipeswitch sequences``, for one caller or for all."""
         self.expire()
         now_ms = self._now_ms()
         return [

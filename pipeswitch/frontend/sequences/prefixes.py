@@ -27,7 +27,7 @@ def tokens_of(ids: Any) -> Tokens[int]:
 
 
 class History(msgspec.Struct, eq=False):
-    """The tokens that a sequence has the rows of."""
+    """Tokens whose rows a sequence has."""
 
     scope: Hashable
     of: Any = None  # what its owner knows it by

@@ -1,7 +1,7 @@
-"""Who is connected, and what is on its way to them.
+"""Connected clients, and the messages on their way to them.
 
 Owned by the frontend. A client is a session (128 random bits) on one connection; an answer goes
-only to both together.
+only to this session on this connection.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Counters:
         return self.accepted - self.ok - self.error - self.undeliverable
 
     def as_dict(self) -> dict[str, int]:
-        """As ``stats`` shows them."""
+        """Return the counters' part of ``stats``."""
         return {**asdict(self), "in_flight": self.in_flight}
 
 
@@ -53,10 +53,10 @@ class Peer(Protocol):
 
     @property
     def wants_turn(self) -> bool:
-        """It would go on without waiting."""
+        """True if it can continue without waiting."""
 
     def transmit(self, outgoing: Outgoing) -> bool:
-        """Send a message, or go on with it; False: not all has left, call again with the same.
+        """Send a message, or the rest of it. False: not all has left, call again with the same one.
 
         Raises:
             OSError: it is gone.

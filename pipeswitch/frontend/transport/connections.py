@@ -1,15 +1,15 @@
-"""Strangers' connections: how many there may be, and what they may make us hold.
+"""Connections of unknown clients: limits on their number and on the memory that they occupy.
 
-What was received of a message that is not whole is *held* for its connection, and:
+The received part of an incomplete message is *held* for its connection:
 
-1. one without a session may have SESSIONLESS_BYTES held, must say hello within HELLO_S, and
+1. without a session a connection may hold SESSIONLESS_BYTES, must say hello within HELLO_S, and
    may send few other messages before;
-2. one with a session may have ``client_bytes`` held, all together ``total_bytes``; over that the
-   largest go first of the tenant that has most;
-3. over ``max_count`` connections, the one that has waited longest to say hello goes while another
-   waits too; over so many sessions, the newest of the tenant that has most.
+2. with a session it may hold ``client_bytes``, all together ``total_bytes``; over that the
+   largest are closed first, of the tenant that holds most;
+3. over ``max_count`` connections, the one that has waited longest to say hello is closed while
+   another waits too; over as many sessions, the newest of the tenant that has most.
 
-Who goes is hung up; an honest client's library connects again by itself.
+An honest client's library connects again by itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SLICE: Final = 64  # connections at a time: no request waits longer for it
 
 
 class Connection:
-    """One that was accepted. Its owner says what it holds, and ends it."""
+    """Accepted connection. Its owner reports the bytes that it holds, and ends it."""
 
     since_s = 0.0
     tenant = ""  # with a session
@@ -40,16 +40,16 @@ class Connection:
     last_held_bytes = 0  # when it was last looked at
 
     def held_bytes(self, now_s: float) -> int:
-        """Of a message that has not come whole; below 0: it has ended."""
+        """Return the bytes of an incomplete message; below 0: the connection has ended."""
         raise NotImplementedError
 
     def hang_up(self) -> None:
-        """Have its end read soon, by both sides."""
+        """Shut the connection down, so that both sides soon read its end."""
         raise NotImplementedError
 
 
 class Connections:
-    """All of them at one port."""
+    """All connections at one port."""
 
     def __init__(self, *, max_count: int, client_bytes: int, total_bytes: int) -> None:
         """Limits: connections; bytes held for one client, and for all of them."""
@@ -65,7 +65,7 @@ class Connections:
         self.hung_up: Counter[str] = Counter()  # by us, and why
 
     def __len__(self) -> int:
-        """Connections, those that are being ended too."""
+        """Return the number of connections, including those that are ending."""
         return len(self._connections)
 
     def add(self, one: Connection, now_s: float) -> None:
@@ -78,7 +78,7 @@ class Connections:
             self.end(next(iter(self._waiting)), "too many connections")
 
     def took(self, one: Connection, now_s: float) -> bool:
-        """A whole message of this connection has come; False: do not look at it."""
+        """Count a whole message of a connection. False: ignore the message."""
         if not one.is_ended and not one.has_session:
             one.message_count += 1
             allowed = SESSIONLESS_MESSAGES + SESSIONLESS_MESSAGES_PER_S * (now_s - one.since_s)
@@ -87,7 +87,7 @@ class Connections:
         return not one.is_ended
 
     def greeted(self, one: Connection, tenant: str) -> None:
-        """It has a session of this tenant now."""
+        """Note that the connection has a session of this tenant now."""
         if one not in self._waiting:
             return
         del self._waiting[one]
@@ -103,13 +103,13 @@ class Connections:
             self.end(newest, "too many connections")
 
     def remove(self, one: Connection) -> None:
-        """It has ended. Idempotent."""
+        """Remove an ended connection. Idempotent."""
         if one in self._connections:
             self._leave(one)
             del self._connections[one]
 
     def tick(self, now_s: float) -> None:
-        """Look at the next few connections when it is time."""
+        """Check the next few connections when it is time."""
         if now_s < self.next_at_s:
             return
         if not self._round:
@@ -132,7 +132,7 @@ class Connections:
             self.end(one, "no hello")
 
     def _shed(self) -> None:
-        """The largest go of who holds most, until all together hold no more than they may."""
+        """End the largest connections of the heaviest tenant until the total limit is met."""
         held = Counter[str]()
         for one in self._connections:
             held[one.tenant] += one.last_held_bytes
@@ -144,7 +144,7 @@ class Connections:
             self.end(largest, "unfinished messages")
 
     def end(self, one: Connection, cause: str) -> None:
-        """Hang it up; what has come of it already is not looked at."""
+        """Hang the connection up; its received messages are ignored."""
         if one.is_ended:
             return
         held_bytes = one.last_held_bytes
@@ -158,7 +158,7 @@ class Connections:
             )
 
     def _leave(self, one: Connection) -> None:
-        """It counts no more."""
+        """Stop counting the connection."""
         if not one.is_ended:
             one.last_held_bytes = 0
             self._count -= 1

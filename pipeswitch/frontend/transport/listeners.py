@@ -1,9 +1,9 @@
-"""Where clients come in: a TCP address and the owner's unix socket.
+"""Listeners for clients: a TCP address and the owner's unix socket.
 
-Both are plain streams. TCP is the frontend's on loopback; where other machines can reach it, or the
-owner says so, each client needs a CURVE key, and the gateway listens there (``gateway/keyed.py``).
-The owner's socket lies in a folder that is the owner's alone, so what reaches it is the owner's: it
-gives every role, and asks for no key.
+Both are plain streams. The frontend listens at TCP on loopback. Where other machines can reach it,
+or if the owner configures it, each client needs a CURVE key, and the gateway listens there
+(``gateway/keyed.py``). The owner's socket lies in a folder that only the owner can enter, so its
+clients are the owner's: they have every role, and need no key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 
 from ...base.config import ServerConfig
 from ...base.errors import ConfigError, PipeSwitchError
-from ...base.roles import ANYONE, OWNER, Role, Standing, in_order, parse_roles
+from ...base.roles import ANYONE, OWNER, Role, Standing, address_roles, in_order, parse_roles
 from ...ipc.messages.gateway import KeyedSettings
 from ...wire.addresses import is_live, is_loopback, parse_listen
 from ...wire.keys import KeyFolder
@@ -31,7 +31,7 @@ BACKLOG_CONNECTIONS: Final = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """A socket that listens, and whose clients come in there."""
+    """Listening socket, and the standing of its clients."""
 
     sock: socket.socket
     address: str
@@ -41,14 +41,14 @@ class Listener:
 
 @dataclass(frozen=True, kw_only=True)
 class Listeners:
-    """Made and closed on the frontend's behalf."""
+    """Both listeners of the frontend."""
 
     tcp: Listener
     ipc: Listener
     warnings: tuple[str, ...] = ()  # for who starts the server
 
     def keyed(self, config: ServerConfig) -> KeyedSettings | None:
-        """What the gateway is told that accepts at TCP; None: the frontend does."""
+        """Return the settings of the gateway that accepts at TCP; None: the frontend accepts."""
         if not self.tcp.needs_keys:
             return None
         return KeyedSettings(
@@ -62,26 +62,26 @@ class Listeners:
 
     @property
     def ours(self) -> list[Listener]:
-        """Those at which the frontend accepts."""
+        """Listeners at which the frontend accepts."""
         return [one for one in (self.tcp, self.ipc) if not one.needs_keys]
 
     def close(self) -> None:
-        """Close them, and remove the owner's file."""
+        """Close both listeners, and remove the owner's file."""
         self.tcp.sock.close()
         self.ipc.sock.close()
         Path(self.ipc.address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 def _keys_path(config: ServerConfig) -> Path:
-    """Where the server's key and the clients' are."""
+    """Return the folder with the keys of the server and the clients."""
     return Path(config.keys_dir or Path(config.state_dir, "keys"))
 
 
 def check_access(config: ServerConfig, host: str) -> tuple[bool, list[str]]:
-    """Whether clients at this TCP address must prove a key, and what its owner is to be told.
+    """Return whether clients at this TCP address must prove a key, and warnings for the owner.
 
     Raises:
-        ConfigError: keys are needed and there is none of the server's, or no client is admitted.
+        ConfigError: keys are needed, but the server has none or no client is admitted.
     """
     if config.auth == "auto" and is_loopback(host):
         if not config.allow_code or Role.CODE in config.tcp_roles:
@@ -140,7 +140,7 @@ def open_listeners(config: ServerConfig) -> Listeners:
     except PipeSwitchError:
         tcp.close()
         raise
-    roles = Standing(tenant=ANYONE, roles=parse_roles(config.tcp_roles))
+    roles = Standing(tenant=ANYONE, roles=address_roles(config.tcp_roles))
     address = f"tcp://{shown}:{port}"
     return Listeners(
         tcp=Listener(sock=tcp, address=address, standing=roles, needs_keys=needs_keys),
@@ -170,7 +170,7 @@ def _owners_path(config: ServerConfig, port: int) -> Path:
 
 
 def _bind_unix(path: Path) -> socket.socket:
-    """Listens there; a dead server's file is removed."""
+    """Return a socket that listens at the path; a dead server's file is removed."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.exists():

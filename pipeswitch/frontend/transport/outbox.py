@@ -1,4 +1,4 @@
-"""Messages on their way out: replies, and events to those who read them."""
+"""Outgoing messages: replies, and events for their subscribers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SHORT_BYTES: Final = 64 << 10  # largest message that may go before long answers
 
 
 class Outbox:
-    """Sends without ever blocking; what a client does not read waits under its byte budget."""
+    """Outgoing messages. Sending never blocks; unread messages wait within the byte budget."""
 
     def __init__(
         self, budget_bytes: int, now_ms: Callable[[], float], drop: Callable[[Client], None]
     ) -> None:
-        """``drop``: a client that is over its budget, too slow or gone."""
+        """``drop``: called with a client that is over its budget, too slow or gone."""
         self._budget_bytes = budget_bytes
         self._now_ms = now_ms
         self._drop = drop
@@ -32,7 +32,7 @@ class Outbox:
 
     @property
     def wants_turn(self) -> bool:
-        """A message would go on without waiting for its socket."""
+        """True if a message could continue without waiting for its socket."""
         return any(one.peer.wants_turn for one in self.backlogged)
 
     def send(self, client: Client, outgoing: Outgoing) -> None:
@@ -57,7 +57,7 @@ class Outbox:
                 self._drop(client)
 
     def reply(self, client: Client, request_id: str, **fields: Any) -> None:
-        """A message that settles nothing; ``fields`` as of ``reply_frames``."""
+        """Send a message that ends no request; ``fields``: see ``reply_frames``."""
         frames = reply_frames(request_id, client.session, **fields)
         self.send(client, Outgoing(frames=frames))
 
@@ -83,7 +83,7 @@ class Outbox:
         return True
 
     def forget(self, client: Client) -> None:
-        """The client is gone: what it did not take is lost."""
+        """Drop the messages of a client that is gone."""
         self.backlogged.discard(client)
         while client.backlog:
             outgoing = client.backlog.popleft()
@@ -92,7 +92,7 @@ class Outbox:
                 outgoing.on_end(False)
 
     def sweep(self) -> None:
-        """Retry what was refused."""
+        """Retry messages that the socket refused."""
         for client in list(self.backlogged):
             if not self._flush(client) or self._is_too_slow(client, self._now_ms()):
                 self._drop(client)
@@ -103,17 +103,17 @@ def _is_long_answer(outgoing: Outgoing) -> bool:
 
 
 class Readers:
-    """Clients that read events: from now on each is a reply of which more follow."""
+    """Subscribers of events: each event is a reply that is not final."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
         self.clients: set[Client] = set()
 
     def add(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
-        """The verb ``events``.
+        """Handle the verb ``events``.
 
         Raises:
-            QueueFull: it reads too often.
+            QueueFull: the client subscribes too often.
         """
         body = Body("events", header.body)
         topics = body.texts("topics")
@@ -125,7 +125,7 @@ class Readers:
         self._outbox.reply(client, header.id, more=True)  # they begin
 
     def tell(self, published: Publish) -> None:
-        """An event, to each that wants it; who does not read misses some."""
+        """Send an event to each of its subscribers; a client that does not read misses some."""
         for reader in list(self.clients):
             for request_id, topics in list(reader.readings.items()):
                 is_wanted = published.topic.startswith(topics) and reader.standing.may_operate

@@ -1,9 +1,9 @@
 """Connections of clients, each a plain stream (docs/adr/0039).
 
-A peer is what stands for one connection: it hands on the messages that come, and takes ``Outgoing``
-ones; ``Peers`` are all of them. The owner's may have a share: a tensor that comes in it is copied
-once, into its request's slab, since the client can still change it; answers are copied to it a
-piece at a time, so that the loop never stands still for a large one.
+A peer represents one connection: it passes received messages on, and sends ``Outgoing`` ones;
+``Peers`` has all of them. The owner's connections may have a share: a tensor that comes in it is
+copied once, into its request's slab, since the client can still change it; answers are copied to it
+a piece at a time, so that a large one never blocks the loop.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _CREDENTIALS: Final = Struct("3i")  # pid, uid, gid
 
 
 class Shares:
-    """How much memory local clients may have: MAX_SHARES of a fixed size."""
+    """Shared memory for local clients: at most MAX_SHARES of a fixed size."""
 
     def __init__(self, size_bytes: int) -> None:
-        """0: none has any."""
+        """``size_bytes``: of each share; 0: no client gets one."""
         self._size_bytes = size_bytes
         self.count = 0
 
     def take(self) -> int:
-        """A memfd that is the caller's; -1: there is none to be had. ``give_back`` it later."""
+        """Return a memfd that the caller owns; -1: none is left. Call ``give_back`` later."""
         if not self._size_bytes or self.count >= MAX_SHARES:
             return -1
         try:
@@ -68,7 +68,7 @@ class Shares:
         self.count -= 1
 
     def as_dict(self) -> dict[str, int]:
-        """As ``stats`` shows it."""
+        """Return the shares' part of ``stats``."""
         return {"shares": self.count, "share_bytes": self._size_bytes}
 
 
@@ -77,7 +77,7 @@ def _nothing() -> None:
 
 
 class StreamPeer(Connection):
-    """One connection."""
+    """One client's connection."""
 
     def __init__(
         self, sock: socket.socket, standing: Standing, max_bytes: int, shares: Shares
@@ -105,7 +105,7 @@ class StreamPeer(Connection):
 
     @property
     def wants_turn(self) -> bool:
-        """There is something to do without waiting for the socket."""
+        """True if there is work that need not wait for the socket."""
         return not self.is_closed and (self._stream.has_more or bool(self._pieces))
 
     def _changed(self) -> None:
@@ -115,7 +115,7 @@ class StreamPeer(Connection):
             self.on_change()
 
     def greeted(self, client: Client) -> None:
-        """It has a session: its messages may be large."""
+        """Note the session: its messages may be large."""
         self.client = client
         self._stream.max_bytes = self._max_bytes
 
@@ -128,10 +128,10 @@ class StreamPeer(Connection):
     # ---- in ------------------------------------------------------------------------------------
 
     def messages(self) -> Iterator[Message]:
-        """Those that have come; a burst at most.
+        """Yield the messages that have arrived, at most a burst.
 
         Raises:
-            EOFError: it is gone.
+            EOFError: the client is gone.
             RemoteProtocolError: it sent nonsense.
         """
         if self._owes_share:
@@ -151,7 +151,7 @@ class StreamPeer(Connection):
                 self._bring_share()
 
     def _took(self, taken_count: int) -> None:
-        """The client is done with our parts up to this one; they are taken as they were lent."""
+        """Free the parts in the share that the client has read; they are read in the order sent."""
         if not self._taken_count <= taken_count <= self._taken_count + len(self._lent):
             raise RemoteProtocolError(f"part {taken_count} of the share was not lent")
         share = self._stream.share
@@ -160,7 +160,7 @@ class StreamPeer(Connection):
             self._taken_count += 1
 
     def _bring_share(self) -> None:
-        """Or that there is none; later when the socket is full."""
+        """Send the share, or that there is none; later when the socket is full."""
         if not self._owes_share or self._stream.is_sending:
             return
         descriptor = self._shares.take()
@@ -183,7 +183,7 @@ class StreamPeer(Connection):
     # ---- out -----------------------------------------------------------------------------------
 
     def transmit(self, outgoing: Outgoing) -> bool:
-        """Send a message, or go on with it; False: not all has left, call again with the same.
+        """Send a message, or the rest of it. False: not all has left, call again with the same one.
 
         Raises:
             OSError: it is gone.
@@ -201,7 +201,7 @@ class StreamPeer(Connection):
         return True
 
     def send_now(self, frames: Sequence[Any]) -> None:
-        """To a client without a session; nothing is kept for one that does not read."""
+        """Send to a client without a session; drop the message if the client does not read."""
         if not self.is_closed and self._begun is None and not self._stream.is_sending:
             self._stream.put(pack_table([(len(part), INLINE) for part in frames[1:]]), frames[1:])
             with contextlib.suppress(OSError):
@@ -227,7 +227,7 @@ class StreamPeer(Connection):
         self._stream.put(pack_table(table), inline)
 
     def _copy_piece(self) -> None:
-        """What is in the share must be there before its table leaves."""
+        """Copy a piece into the share, which must be complete before its table is sent."""
         target, source = self._pieces.popleft()
         np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
@@ -240,7 +240,7 @@ class StreamPeer(Connection):
         return is_flushed
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connection. Idempotent."""
         if not self.is_closed:
             self.is_closed = True
             self._pieces.clear()
@@ -252,7 +252,7 @@ class StreamPeer(Connection):
 
 
 class Peers:
-    """All connections. Those of strangers are held to ``Connections``' limits."""
+    """All connections. Those of unknown clients obey the limits of ``Connections``."""
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ class Peers:
         """
         Args:
             hear: takes a message; raises nothing.
-            gone: told whose connection ends, and why.
+            gone: called with the client whose connection ends, and the cause.
         """
         self._limits = limits
         self._complaints = complaints
@@ -282,7 +282,7 @@ class Peers:
         self.rests_until_s = math.inf
 
     def watch(self, selector: selectors.BaseSelector, listeners: Iterable[Listener]) -> None:
-        """Accept, and have them call when they can be read."""
+        """Watch the listeners, and accept their connections when they can be read."""
         self._selector = selector
         for listener in listeners:
             welcome = functools.partial(self._welcome, listener)
@@ -297,7 +297,7 @@ class Peers:
             selector.unregister(peer)
 
     def _welcome(self, listener: Listener) -> None:
-        """Connections that wait there."""
+        """Accept the connections that wait at a listener."""
         if self._selector is None:
             return
         try:
@@ -322,20 +322,20 @@ class Peers:
             self.watch(self._selector, resting)
 
     def _follow(self, peer: StreamPeer) -> None:
-        """Have the loop woken when it can go on sending, as long as it has to."""
+        """Let the selector wake the loop when the peer can send, while it has something to send."""
         if self._selector is not None and peer in self.all:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.wants_write else 0)
             self._selector.modify(peer, events, functools.partial(self.turns.add, peer))
 
     def turn(self) -> None:
-        """What came by each."""
+        """Read the messages of each peer that wants a turn."""
         for peer in list(self.turns):
             self.read(peer)
             if not peer.wants_turn:
                 self.turns.discard(peer)
 
     def read(self, peer: StreamPeer) -> None:
-        """What came by one; who sends nonsense, or is gone, is forgotten."""
+        """Read a peer's messages; close it if it sent nonsense or is gone."""
         cause = ""
         try:
             for message in peer.messages():
@@ -353,7 +353,7 @@ class Peers:
             self.part(peer)
 
     def part(self, peer: StreamPeer) -> None:
-        """Its connection ends."""
+        """Close a peer's connection."""
         if peer in self.all:
             self.all.remove(peer)
             self.turns.discard(peer)
@@ -386,6 +386,6 @@ def accept(listener: Listener, max_bytes: int, shares: Shares) -> Iterator[Strea
 
 
 def is_ours(sock: socket.socket) -> bool:
-    """Whether the process that connected is this user's, or root's."""
+    """Return True if the connected process belongs to this user or to root."""
     facts = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _CREDENTIALS.unpack(facts)[1] in (os.getuid(), 0)

@@ -1,4 +1,4 @@
-"""What goes back to a client, as frames; and what can be said of a message that is wrong. Pure."""
+"""Replies to clients as frames, and the readable parts of invalid messages. Pure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def reply_frames(
     error: PipeSwitchError | None = None,
     more: bool = False,
 ) -> list[Any]:
-    """Magic and header; a body too large for a header follows as a tensor of its own."""
+    """Return magic and header; a body too large for a header follows as its own tensor."""
     header = ReplyHeader(
         v=VERSION,
         id=request_id,
@@ -68,7 +68,7 @@ def reply_frames(
 
 
 def answer_frames(request_id: str, session: str, answer: Answer, memory: memoryview) -> list[Any]:
-    """A reply with its outputs, which lie in ``memory`` and are not copied here."""
+    """Return a reply with its outputs, which lie in ``memory`` and are not copied here."""
     outputs: list[WireTensor] = []
     tensors: list[Any] = []
     for number, tensor in enumerate(answer.outputs):
@@ -92,10 +92,10 @@ def answer_frames(request_id: str, session: str, answer: Answer, memory: memoryv
 def told(
     op: str, body: dict[str, Any], standing: Standing, counts: Mapping[str, int]
 ) -> dict[str, Any]:
-    """A listing, less what only operators learn: paths, and what other clients have and do.
+    """Return a listing without facts for operators only: paths, and other clients' data.
 
     Args:
-        counts: of the asker's own requests.
+        counts: of the caller's own requests.
     """
     if standing.may_operate or not body:
         return body
@@ -116,19 +116,19 @@ def _told_of(row: Mapping[str, Any], standing: Standing) -> dict[str, Any]:
 
 
 class _Envelope(msgspec.Struct):
-    """What can be had of a header that is otherwise wrong."""
+    """Readable fields of a header that is otherwise invalid."""
 
     id: str = ""
     v: int = 0
 
 
 def envelope_id(parts: Sequence[Any]) -> str:
-    """The request id of a message that is otherwise wrong; empty when there is none."""
+    """Return the request id of an otherwise invalid message; empty when there is none."""
     return envelope.id if (envelope := _envelope(parts)) and len(envelope.id) <= 64 else ""
 
 
 def wrong_version(parts: Sequence[Any]) -> RemoteProtocolError | None:
-    """Another version may have other fields: say that, not which field was unknown."""
+    """Return the error for another protocol version, whose fields may differ, else None."""
     envelope = _envelope(parts)
     if envelope is None or envelope.v == VERSION:
         return None
@@ -148,7 +148,7 @@ def _envelope(parts: Sequence[Any]) -> _Envelope | None:
 
 
 def output_outside(outputs: Sequence[SlabTensor], start_bytes: int, size_bytes: int) -> str:
-    """Why a worker's claim about its outputs is refused: it may only name its own reply slab."""
+    """Return why a worker's outputs are refused: they may only name its own reply slab."""
     end_bytes = start_bytes + size_bytes
     for tensor in outputs:
         size = ITEM_BYTES.get(tensor.dtype, 0)

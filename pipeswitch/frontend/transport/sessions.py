@@ -1,4 +1,4 @@
-"""Sessions: clients from their hello until they are gone, and what travels to and from them."""
+"""Sessions: clients from their hello until they are gone, and their messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ...base.config import ServerConfig
 from ...base.errors import InvalidInput, PermissionDenied, RemoteProtocolError
-from ...base.roles import Standing, parse_roles
+from ...base.roles import Standing, address_roles
 from ...wire.frames import RequestHeader
 from ...wire.stream import Message
 from ..admission import Body
@@ -27,7 +27,7 @@ SLOW: Final = "slow or gone"  # why a client is dropped whose end was not read
 
 
 class Sessions:
-    """All clients, their connections and the messages that leave."""
+    """All clients, their connections and the outgoing messages."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Sessions:
         return client
 
     def change_caller(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
-        """The verb ``caller``: the roles of one for whom the owner's process speaks are others."""
+        """Handle the verb ``caller``: set the roles of a client behind the owner's process."""
         caller = caller_of(client.standing, header)
         for peer in self.peers.all:
             if peer.is_owners and peer.standing.tenant == caller.tenant:
@@ -96,7 +96,7 @@ class Sessions:
     def reply_now(self, peer: StreamPeer, request_id: str, **fields: Any) -> None:
         """Reply to a connection, with a session or without.
 
-        It takes nothing while an answer is on its way: a session's waits behind it.
+        While an answer is on its way the reply is dropped; a session's waits behind the answer.
         """
         if peer.client is not None and not peer.client.is_gone:
             self.outbox.reply(peer.client, request_id, **fields)
@@ -104,7 +104,7 @@ class Sessions:
             peer.send_now(reply_frames(request_id, **fields))
 
     def drop(self, client: Client, cause: str) -> None:
-        """Forget a client that is gone, or is to be. Idempotent."""
+        """Remove a client that is gone, or is to be closed. Idempotent."""
         if client.is_gone:
             return
         client.is_gone = True  # late answers to it are undeliverable from now on
@@ -143,7 +143,7 @@ def caller_of(standing: Standing, header: RequestHeader) -> Standing:
     if not standing.is_owner:
         raise PermissionDenied("only the owner's socket names another caller")
     body = Body("caller", header.body)
-    tenant, roles = body.text("tenant"), parse_roles(body.texts("roles"))
+    tenant, roles = body.text("tenant"), address_roles(body.texts("roles"))
     body.done()
     if not tenant:
         raise InvalidInput("caller: tenant must not be empty")

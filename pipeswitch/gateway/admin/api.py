@@ -153,7 +153,7 @@ class Api:
                          "max_batch": ("integer", "With a bundle: the largest batch"),
                          "batch": ("integer", "With a bundle: up to which requests are joined"),
                          "batch_delay_ms": ("number", "With a bundle: for which one waits"),
-                         "precision": ("string", "With a bundle: exact or fast"),
+                         "precision": ("string", "With a bundle: exact, fast, bf16 or int8"),
                          "max_error": ("number", "With a bundle: of precision, at most")}),
             Route(method="DELETE", path="models/{model}", role=OPERATE,
                   run=self._verb("unregister", is_safe=False), what="Unregister"),
@@ -164,10 +164,10 @@ class Api:
         )  # fmt: skip
 
     def find(self, head: Head, caller: Standing) -> Work:
-        """What a request asks for.
+        """Return the work that a request asks for.
 
         Raises:
-            NotFound, MethodNotAllowed, PermissionDenied, InvalidInput: nothing of its body is read.
+            NotFound, MethodNotAllowed, PermissionDenied, InvalidInput: before its body is read.
         """
         path = head.path.rstrip("/")
         parts = path.removeprefix(PREFIX).lstrip("/").split("/")
@@ -240,7 +240,7 @@ class Api:
         return _json(told(await self._upstream.show(asked.names["model"], version), asked.caller))
 
     def _verb(self, op: str, *, is_safe: bool = True) -> Verb:
-        """Of the server, or of the model that the path names."""
+        """Return a verb that asks about the server, or about the model that the path names."""
 
         async def run(asked: Asked) -> Answer:
             model = asked.names.get("model", "")

@@ -32,7 +32,7 @@ class Route:
     gives: str = "application/json"
 
     def names_in(self, parts: Sequence[str]) -> dict[str, str] | None:
-        """The names of a path's parts; None: it is another route's."""
+        """Return the names in a path's parts; None if the path belongs to another route."""
         wanted = self.path.split("/")
         if len(wanted) != len(parts):
             return None
@@ -46,7 +46,7 @@ class Route:
 
 
 def document(routes: Iterable[Route], *, prefix: str, version: str) -> dict[str, Any]:
-    """All routes by path and method.
+    """Return all routes by path and method.
 
     Args:
         prefix: before each path.
@@ -116,7 +116,7 @@ def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(given: Any, schemas: dict[str, Any]) -> Any:
-    """Of a struct, which joins ``schemas``; anything else is a schema."""
+    """Return the schema of a struct, which joins ``schemas``; anything else already is a schema."""
     if not isinstance(given, type):
         return given
     (found,), more = msgspec.json.schema_components([given], ref_template=SCHEMAS)

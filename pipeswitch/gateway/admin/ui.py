@@ -42,3 +42,4 @@ class Page:
             path: Answer(parts=[(folder / name).read_bytes()], content_type=kind, headers=HEADERS)
             for path, (name, kind) in FILES.items()
         }
+        self.answers[""] = Answer(status=303, headers=(("Location", "/ui"),))  # of GET /

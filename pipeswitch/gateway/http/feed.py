@@ -35,7 +35,7 @@ class Feed:
         self._readers: Counter[str] = Counter()
 
     def add(self, topic: str, body: dict[str, Any]) -> None:
-        """One more event, for all who read."""
+        """Add an event for all readers."""
         data = encode_json({"topic": topic, **body})
         self._events.append((topic, b"id: %s-%d\ndata: %s\n\n" % (self._id, self._next, data)))
         self._next += 1
@@ -47,7 +47,7 @@ class Feed:
         return self._name.encode()
 
     def read(self, peer: str, topics: Sequence[str] = (), last_id: str = "") -> Reader:
-        """From now on, or behind ``last_id``, the ``Last-Event-ID`` of an earlier reader.
+        """Return a reader from now on, or behind ``last_id``, a reader's ``Last-Event-ID``.
 
         Args:
             peer: its address.
@@ -85,16 +85,16 @@ class Feed:
         return self._next - len(self._events)
 
     def records(self, number: int) -> list[tuple[str, bytes]]:
-        """A batch of events from this number on, which is kept."""
+        """Return a batch of events from this number on, which must still be kept."""
         start = number - self.first
         return [self._events[at] for at in range(start, min(start + MAX_BATCH, len(self._events)))]
 
     async def wait(self, number: int, timeout_s: float) -> bool:
-        """Until the event of that number is there; whether it is."""
+        """Wait for the event of that number; return False after the timeout."""
         return number < self._next or await self.news(timeout_s)
 
     async def news(self, timeout_s: float) -> bool:
-        """Until one more event is there; whether it is."""
+        """Wait for one more event; return False after the timeout."""
         try:
             await asyncio.wait_for(self._news.wait(), timeout_s)
         except TimeoutError:

@@ -70,7 +70,7 @@ _LENGTH: Final = re.compile(rb"\r\nContent-Length: ?([0-9]+)\r\n", re.IGNORECASE
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one peer, and all together, may make the gateway hold."""
+    """Limits on what the gateway holds for one peer, and for all together."""
 
     head_bytes: int = 64 << 10
     head_s: float = 10.0  # from a connection, or a head's first byte, to the head's end
@@ -86,7 +86,7 @@ class Limits:
 
     @property
     def unfinished_bytes(self) -> int:
-        """Of all requests that are not whole yet; with what lies around them, one's largest."""
+        """Limit for all unfinished requests together; with overhead, one largest request."""
         return self.body_bytes * 3 // 4
 
 
@@ -102,7 +102,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def coding(self) -> str:
-        """How the body is compressed."""
+        """Compression of the body."""
         return self.headers.get("content-encoding", "identity").lower()
 
 
@@ -114,14 +114,14 @@ class Stream(Protocol):
     """A body that comes bit by bit. It holds what it needs until it is closed."""
 
     async def next(self) -> bytes:
-        """The next piece, made when the peer has taken those before it; empty: the end."""
+        """Return the next piece, made when the peer has taken the earlier ones; empty: the end."""
         ...
 
     def close(self) -> None: ...
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes back."""
+    """HTTP response."""
 
     status: int = 200
     parts: Sequence[Any] = ()  # buffers of the body, one behind the other
@@ -194,11 +194,11 @@ class HttpServer:
         self._claims: dict[str | None, tuple[float, list[tuple[Claim, Connection]]]] = {}
 
     def __call__(self) -> Connection:
-        """The protocol of one more connection, for ``loop.create_server``."""
+        """Return the protocol of one more connection, for ``loop.create_server``."""
         return Connection(self)
 
     def admit_anew(self) -> None:
-        """What callers may do has changed: no head is known any more."""
+        """Forget all known heads, because the callers' permissions changed."""
         for connection in self.connections:
             connection.reading.known = None
 
@@ -224,7 +224,7 @@ class HttpServer:
             connection.abort()
 
     def enter(self, connection: Connection) -> bool:
-        """Whether there is room for one more; the least of the others makes some if need be."""
+        """Return True if the connection fits; evict the one with the weakest claim if necessary."""
         peer = connection.peer
         is_crowded = self.by_peer[peer] >= self.limits.connections_per_address
         if is_crowded or len(self.connections) >= self.limits.connections:
@@ -238,10 +238,10 @@ class HttpServer:
         return True
 
     def _least(self, peer: str | None) -> Connection | None:
-        """Whose claim is the least, of that address or of all; None: no one has to go.
+        """Return the connection with the weakest claim, of an address or of all; None: all stay.
 
-        A crowd comes faster than all can be looked at, so one look serves for a while: it tells of
-        those that never asked, who go first.
+        A crowd arrives too fast to compare all connections each time, so one comparison serves for
+        a while: it keeps those that never sent a request, which are evicted first.
         """
         now_s = time.monotonic()
         looked_at_s, strangers = self._claims.get(peer, (-CLAIMS_S, []))
@@ -269,7 +269,7 @@ class HttpServer:
                 del self.by_peer[connection.peer]
 
     def make_room(self) -> None:
-        """While what is not whole does not fit together, the largest is given up."""
+        """Drop the largest incomplete request until the rest fit the limit."""
         while self.unfinished_bytes > self.limits.unfinished_bytes:
             largest = max(self.connections, key=lambda one: one.reading.held_bytes)
             if largest.reading.held_bytes == self.unfinished_bytes:
@@ -322,7 +322,7 @@ class _Reading:
         self._parser = None
 
     def take(self, nbytes: int, *, is_next: bool) -> None:
-        """So many bytes have come; ``is_next``: no request before them waits for its answer."""
+        """Parse ``nbytes`` received bytes; ``is_next``: no earlier request waits for its answer."""
         if self.rest is None:
             is_next = is_next and self._is_between
             self._parse(_scratch[:nbytes])
@@ -377,7 +377,8 @@ class _Reading:
             self.rest = self._body[self.received_bytes :]
 
     def repeats(self, nbytes: int, before: bytes, behind: bytes, work: Work, path: str) -> bool:
-        """One whole request with the last one's head, and no more: then it is queued."""
+        """Queue a message that is exactly one request with the last one's head; False: it is
+        not."""
         if not self._is_between:
             return False
         data, at = bytes(_scratch[:nbytes]), len(before)
@@ -391,7 +392,7 @@ class _Reading:
         return True
 
     def _learn(self, nbytes: int, asked: _Asked) -> None:
-        """The head of a request that came whole, and alone."""
+        """Learn the head of a request that arrived whole, and alone."""
         self.known, size = None, nbytes - len(asked.body)
         if isinstance(asked.work, Answer) or asked.is_compressed or not asked.is_kept:
             return
@@ -505,7 +506,7 @@ class _Reading:
 
     @property
     def held_bytes(self) -> int:
-        """Of a request that is not whole yet."""
+        """Number of bytes held for an incomplete request."""
         return self.head_bytes + self.received_bytes
 
     def _forget_head(self) -> None:
@@ -519,7 +520,7 @@ class _Reading:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One peer: what it is answered, and for how long it is waited for."""
+    """Connection to one peer: its answers, and the time limits of each wait."""
 
     def __init__(self, server: HttpServer) -> None:
         self._server = server
@@ -542,7 +543,7 @@ class Connection(asyncio.BufferedProtocol):
     # ---- asyncio's side ------------------------------------------------------------------------
 
     def enter(self, transport: asyncio.BaseTransport) -> bool:
-        """Whether there is room for this peer."""
+        """Return True if there is room for this peer."""
         self._transport = transport
         address = transport.get_extra_info("peername")
         self.peer = str(address[0]) if isinstance(address, tuple) else ""
@@ -614,7 +615,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._task.step()
 
     def queue_up(self, work: Work | Answer, body: Any, head: Head | None = None) -> None:
-        """What is asked when what has come is parsed; ``head``: None: it is known."""
+        """Queue a parsed request; ``head`` is None for a known head."""
         try:
             self._server.shared.waiting.take(self.peer, len(body))
         except QueueFull as error:
@@ -640,7 +641,7 @@ class Connection(asyncio.BufferedProtocol):
             self._task = None
 
     async def _answer_all(self) -> None:
-        """Every request that is whole, in order; then this task is over."""
+        """Answer every complete request in order; then the task ends."""
         try:
             while self.queue:
                 if self._server.by_peer[self.peer] > CROWD:
@@ -760,8 +761,7 @@ class Connection(asyncio.BufferedProtocol):
         self._end()
 
     def _end(self) -> None:
-        """No more answers. What the peer still sends is read for a while: hung up on at once, it
-        might not see the last one."""
+        """Send no more answers, but read for a while, or the peer might miss the last answer."""
         self.stop_reading()
         self.since_s = time.monotonic()
         self._transport.resume_reading()
@@ -776,8 +776,10 @@ class Connection(asyncio.BufferedProtocol):
     # ---- what takes too long -------------------------------------------------------------------
 
     def claim(self, now_s: float) -> Claim | None:
-        """What speaks for keeping it when there are too many: that it has asked and read before,
-        then that its last move is not long ago. None: it may stay, it is at work or was just now.
+        """Return the connection's claim to stay in a crowd; None if it may not be evicted.
+
+        A connection that asked and read before ranks first, then one that moved recently. One that
+        is at work, or was just now, may not be evicted.
         """
         if self._task is not None and not self._unread_bytes:
             return None
@@ -788,8 +790,10 @@ class Connection(asyncio.BufferedProtocol):
         return is_known, since_s
 
     def look(self, now_s: float) -> None:
-        """Cut off what has had its time. An answer's time is the server's business, until the peer
-        does not take it."""
+        """Cut off a connection whose time is over.
+
+        An answer's time is the server's responsibility, until the peer does not take it.
+        """
         unread = self._transport.get_write_buffer_size()
         if not unread or unread != self._unread_bytes:
             self._unread_bytes, self._unread_since_s = unread, now_s
@@ -864,7 +868,7 @@ def _chunk(piece: bytes) -> bytes:
 
 
 def _head_of(answer: Answer, size: int | None, *, is_kept: bool, is_chunked: bool = False) -> bytes:
-    """``size``: of the body in bytes; None: it comes in chunks, or ends with the connection."""
+    """Return the head; ``size``: of the body in bytes; None: in chunks, or until the end."""
     lines = [
         f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}",
         f"Content-Type: {answer.content_type}",
@@ -877,7 +881,7 @@ def _head_of(answer: Answer, size: int | None, *, is_kept: bool, is_chunked: boo
 
 
 def _bytes_of(answer: Answer, *, is_kept: bool, has_body: bool = True) -> bytes:
-    """All of a short one."""
+    """Return all bytes of a short answer."""
     head = _head_of(answer, sum(map(len, answer.parts)), is_kept=is_kept)
     return b"".join([head, *answer.parts]) if has_body else head
 
@@ -896,5 +900,5 @@ def _head_too_large(limits: Limits) -> HeadTooLarge:
 def _body_too_large(limits: Limits) -> TooLarge:
     return TooLarge(
         f"a body has at most {format_bytes(limits.body_bytes)} here",
-        hint="[gateway] max_body; or smaller batches",
+        hint="send less at once (a model: pipeswitch register), or raise [gateway] max_body",
     )

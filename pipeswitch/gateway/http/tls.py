@@ -24,7 +24,7 @@ def context_of(certificate: str, key: str) -> ssl.SSLContext:
 
 
 class Secured(SSLProtocol):
-    """What ``loop.create_server(ssl=…)`` puts before each connection, and the count."""
+    """TLS protocol that ``loop.create_server(ssl=…)`` puts before a connection, with its count."""
 
     max_size = RECEIVED_BYTES
 

@@ -90,7 +90,7 @@ Answered = Callable[[Standing, str, bytes], Awaitable[bytes]]
 async def open_server(
     service: Service, callers: Callers, settings: GatewaySettings, shared: Shared
 ) -> grpc.aio.Server:
-    """A server that listens."""
+    """Return a server that listens."""
     most_bytes = settings.max_body_bytes + SPARE_BYTES
     bounds = (
         ("grpc.max_receive_message_length", most_bytes),
@@ -197,7 +197,7 @@ class Calls:
     async def _answered(
         self, verb: Answered, caller: Standing, address: str, peer: str, data: bytes
     ) -> AsyncIterator[bytes]:
-        """A message's answer, until it has left.
+        """Return a message's answer and hold its bytes until it has left.
 
         Raises:
             QueueFull: its address has as many bytes here as it may have.
@@ -362,7 +362,7 @@ class Calls:
             return await self._shared.aside.run(address, joined, parts)
 
     async def _stream(self, _: object, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        """One answer for each request, in order; an error is an answer too, and goes on."""
+        """Yield one answer for each request, in order; an error is an answer and ends nothing."""
         response = INFERENCE["ModelStreamInferResponse"]
         streamed = functools.partial(self._infer, is_streamed=True)
         try:
@@ -391,7 +391,7 @@ def _address(context: grpc.aio.ServicerContext) -> str:
 
 
 def _told(error: PipeSwitchError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
-    """What ``abort`` ends a call with: code, text, and the error's name as trailing metadata."""
+    """Return the arguments of ``abort``: code, text, and the error's name as trailing metadata."""
     code = grpc.StatusCode[status_of(error).grpc]
     return code, str(error), (("pipeswitch-code", type(error).__name__),)
 
@@ -410,7 +410,7 @@ async def _only(arriving: Arriving) -> bytes:
 
 
 def _of_model(name: str, ask: Callable[..., Awaitable[Any]], field: str = "") -> Verb:
-    """What the service says of a model: all of the answer, or that field of it."""
+    """Return a verb for a query about a model; ``field`` selects a single field of the reply."""
 
     async def verb(caller: Standing, request: Any) -> Any:
         found = await ask(caller, request.name, request.version)
@@ -420,7 +420,7 @@ def _of_model(name: str, ask: Callable[..., Awaitable[Any]], field: str = "") ->
 
 
 def _small(message: Any, verb: Verb) -> Answered:
-    """A verb whose message has no tensors."""
+    """Return a verb whose message has no tensors."""
 
     async def answered(caller: Standing, address: str, data: bytes) -> bytes:
         return _to_bytes(await verb(caller, _read(message, data)))
@@ -447,7 +447,7 @@ def _no_message(message: Any) -> InvalidInput:
 
 
 def read_infer(data: bytes, raw: Sequence[Any] = ()) -> tuple[Any, InferRequest]:
-    """A ModelInferRequest, and what is asked by it. ``data``, ``raw``: see ``split_raw``.
+    """Return a ModelInferRequest, and its inference request. ``data``, ``raw``: see ``split_raw``.
 
     Raises:
         InvalidInput: it is no such message, or a tensor is not what it says.
@@ -458,7 +458,7 @@ def read_infer(data: bytes, raw: Sequence[Any] = ()) -> tuple[Any, InferRequest]
 
 
 def _id_of(data: bytes) -> str:
-    """Of a request that was refused, where it can be told."""
+    """Return the id of a refused request, or an empty string if it cannot be read."""
     try:
         return str(_read(INFERENCE["ModelInferRequest"], split_raw(data)[0]).id)
     except PipeSwitchError:
@@ -466,8 +466,9 @@ def _id_of(data: bytes) -> str:
 
 
 def split_raw(data: bytes) -> tuple[bytes, Sequence[memoryview]]:
-    """A ModelInferRequest less its raw contents, and those as they lie in ``data``: protobuf would
-    copy each twice. A small message is left as it is.
+    """Return a ModelInferRequest less its raw contents, and those as they lie in ``data``.
+
+    protobuf would copy each twice. A small message is left as it is.
 
     Raises:
         InvalidInput: it is no such message, or has more parts than one has.
@@ -497,7 +498,11 @@ def split_raw(data: bytes) -> tuple[bytes, Sequence[memoryview]]:
 
 
 def _number(data: memoryview, at: int) -> tuple[int, int]:
-    """A varint, and where it ends. IndexError: it does not, or after ten bytes not yet."""
+    """Return a varint, and where it ends.
+
+    Raises:
+        IndexError: it does not end, or not within ten bytes.
+    """
     value = 0
     for shift in range(0, 70, 7):
         byte = data[at]

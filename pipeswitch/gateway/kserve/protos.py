@@ -97,7 +97,7 @@ class _Reader:
 
 
 def _classes(name: str, package: str) -> dict[str, Any]:
-    """Of a file's messages, by name."""
+    """Return the message classes of a proto file, by name."""
     file = _Reader((FOLDER / f"{name}.proto").read_text("utf-8"), package).file
     POOL.AddSerializedFile(file.SerializeToString())
     return {

@@ -16,7 +16,7 @@ SERVICES: Final = (
 
 
 def described(request: Any) -> Any:
-    """The answer to one ServerReflectionRequest."""
+    """Return the answer to one ServerReflectionRequest."""
     messages = REFLECTION[request.DESCRIPTOR.file.package]
     answer = messages["ServerReflectionResponse"](valid_host=request.host, original_request=request)
     code, text = grpc.StatusCode.NOT_FOUND, "there is none of this name"

@@ -101,7 +101,7 @@ class Answering:
         self._begin = msgspec.structs.replace(self._begin, prompt="", messages=None)
 
     async def next(self) -> Token | None:
-        """The next token; None: that was the last."""
+        """Return the next token, or None after the last."""
         while not self._came and self.step.reason is None:
             if self._request is None:
                 self._request = self._sent()
@@ -175,7 +175,7 @@ class Answering:
                 self._answers.texts.leave(talk)
 
     async def close(self) -> None:
-        """It is over, or nobody wants the rest. Once."""
+        """Release the answer's resources when it ends or its caller leaves; call it once."""
         self._leave()
         self._end()
         if self.is_counted:

@@ -89,7 +89,5 @@ def check_count(prompts: int, n: int) -> None:
     """Raise InvalidInput if a request asks for too many answers."""
     if n < 1 or prompts * n > MAX_CHOICES:
         raise InvalidInput(
-            f"{prompts} prompts with n = {n}: a request has 1 to {MAX_CHOICES} answers",
-            hint="send several requests",
-            param="n",
+            f"{prompts} prompts with n = {n}: a request has 1 to {MAX_CHOICES} answers", param="n"
         )

@@ -36,10 +36,13 @@ from ..serving.service import Service
 from ..sharing import Aside
 from .answers import Answering, Answers
 from .choices import MAX_CHOICES, Choices, check_count
+from .embeddings import MAX_TEXTS, Embed, embedded
 from .text_process import Begin
 
 PREFIX: Final = "/v1"
 MODELS, TEXT, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
+EMBED: Final = "/v1/embeddings"
+PATHS: Final = (MODELS, TEXT, CHAT, EMBED)
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_FIELDS: Final = 256
 MAX_LIST_BYTES: Final = 16 << 10  # of ``logit_bias``
@@ -51,6 +54,7 @@ WHOLE_CONTEXT: Final = 1 << 40
 SIGNATURE: Final = ({"ids", "count", "used", CACHE}, {LOGITS, CACHE_NEW})  # ADR 49
 _NEUTRAL: Final = """
 user metadata safety_identifier request_id prompt_cache_key prompt_cache_retention = "*"
+keep_alive ttl = "*"
 stream_options.include_obfuscation parallel_tool_calls = true false
 length_penalty = 1
 priority top_logprobs = 0
@@ -78,7 +82,7 @@ NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
 """Unsupported options of OpenAI and vLLM, each with the values that change no answer (``*``: all).
 These values and null are accepted; any other value is refused by name."""
 CODES: Final = {"Unauthenticated": "invalid_api_key", "ModelNotFound": "model_not_found"}
-S = TypeVar("S", "Said", "Asked")
+S = TypeVar("S", "Said", "Asked", Embed)
 log = logging.getLogger(__name__)
 
 
@@ -120,13 +124,16 @@ class Said(Asked, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
 
 
-Prompts = msgspec.defstruct(
-    "Prompts",
-    [(f"prompt_{number}", str | list[int], "") for number in range(MAX_CHOICES)],
-    array_like=True,
-    forbid_unknown_fields=True,
+Prompts, Inputs = (
+    msgspec.defstruct(
+        "Prompts",
+        [(f"prompt_{number}", str | list[int], "") for number in range(most)],
+        array_like=True,
+        forbid_unknown_fields=True,
+    )
+    for most in (MAX_CHOICES, MAX_TEXTS)
 )
-"""A list with a limit, at which decoding stops."""
+"""Lists with a limit, at which decoding stops."""
 
 
 class Completions:
@@ -138,17 +145,17 @@ class Completions:
         self._closing: set[asyncio.Task[None]] = set()
 
     def find(self, head: Head, caller: Standing) -> Work:
-        """What a request below ``/v1`` asks for.
+        """Return the work that a request below ``/v1`` asks for.
 
         Raises:
-            NotFound, MethodNotAllowed, TooLarge: nothing of its body is read.
+            NotFound, MethodNotAllowed, TooLarge: before its body is read.
         """
         path, model = head.path.rstrip("/"), ""
         if path.startswith(f"{MODELS}/"):
             path, model = MODELS, path.removeprefix(f"{MODELS}/")
-        if path not in (MODELS, TEXT, CHAT):
-            near = nearest(path, (MODELS, TEXT, CHAT))
-            raise NotFound(f"no path {path[:200]!r}{near}", hint=f"{MODELS}, {TEXT}, {CHAT}")
+        if path not in PATHS:
+            near = nearest(path, PATHS)
+            raise NotFound(f"no path {path[:200]!r}{near}", hint=", ".join(PATHS))
         methods = ("GET", "HEAD") if path == MODELS else ("POST",)
         if head.method not in methods:
             raise MethodNotAllowed(head.method, path, ", ".join(methods))
@@ -156,7 +163,13 @@ class Completions:
 
         if path == MODELS:
             return lambda _: self._models(caller, model)
+        if path == EMBED:
+            return lambda body: self._embed(caller, head, body)
         return lambda body: self._complete(caller, head, body, is_chat=path == CHAT)
+
+    async def _embed(self, caller: Standing, head: Head, body: Any) -> Answer:
+        asked = await self._read(head, body, Embed)
+        return json_answer(await embedded(self._answers, caller, head, asked))
 
     async def _models(self, caller: Standing, name: str) -> Answer:
         told = {"object": "model", "owned_by": "pipeswitch", "created": self._began_s}
@@ -165,6 +178,9 @@ class Completions:
             for row in await self._service.rows(caller)
             if ({*row["inputs"]}, {*row["outputs"]}) == SIGNATURE
         }
+        for alias, model in self._service.aliases.items():
+            if model in rows:
+                rows.setdefault(alias, {**rows[model], "id": alias})
         if not name:
             return json_answer({"object": "list", "data": [*rows.values()]})
         if name not in rows:
@@ -185,12 +201,17 @@ class Completions:
             raise InvalidInput("echo is for prompts that are texts", param="echo")
         if said.best_of not in (None, n):
             raise InvalidInput("best_of is not done here", hint="leave it out", param="best_of")
-        seeds = _seeds(said.seed, n)
+        messages = bytes(said.messages) if is_chat else None
+        own: Any = {"messages": messages, "tokens": None if is_chat else SHORT_TOKENS}
+        seeds = [None if said.seed is None else said.seed + one for one in range(n)]
         begins = [
-            partial(self._answers.begin, caller, head, said.model, partial(begun, seed=seed))
-            for begun in _beginnings(said, prompts, is_chat=is_chat)
+            partial(
+                self._answers.begin, caller, head, said.model,
+                partial(_begin, said, prompt, seed=seed, **own),
+            )
+            for prompt in prompts
             for seed in seeds
-        ]
+        ]  # fmt: skip
         choices = await Choices.begin(begins, n)
         form = _OpenAi(choices, said, prompts, n)
         return await self._answer(choices, form, is_stream=bool(said.stream))
@@ -199,8 +220,13 @@ class Completions:
         """Decode a request; a long one beside the loop, in its address's turn."""
         _check_size(len(body))
         if len(body) <= LONG_BYTES:
-            return _said(body, kind)
-        return await self._aside.run(head.peer, _said, body, kind)
+            request = _said(body, kind)
+        else:
+            request = await self._aside.run(head.peer, _said, body, kind)
+        alias = getattr(request, "model", "")
+        if alias in self._service.aliases:
+            request = replace(request, model=self._service.aliases[alias])
+        return request
 
     async def generate(
         self, caller: Standing, model: str, version: str, head: Head, body: Any,
@@ -240,14 +266,14 @@ class Completions:
 
 
 class _OpenAi:
-    """How chats and completions are told."""
+    """Wire format of chats and completions."""
 
     end = b"data: [DONE]\n\n"
 
     def __init__(
         self, choices: Choices, said: Said, prompts: Sequence[str | list[int]], n: int
     ) -> None:
-        """A client that asks in token ids gets them, beside the text."""
+        """Prepare the format: a client that sent token ids receives ids beside the text."""
         self._choices, self._has_ids = choices, isinstance(prompts[0], list)
         self._echo = [str(one) if said.echo else "" for one in prompts for _ in range(n)]
         self._is_chat, self._created_s = said.messages != ABSENT, int(time.time())
@@ -308,7 +334,7 @@ class _OpenAi:
 
 
 class _Triton:
-    """How ``generate`` tells it."""
+    """Wire format of ``generate``."""
 
     end = b""
 
@@ -370,7 +396,7 @@ def openai_body(error: PipeSwitchError) -> dict[str, Any]:
 
 
 def refused(error: PipeSwitchError) -> Answer:
-    """As ``http.refusal``, for OpenAI's clients."""
+    """Return an error like ``http.refusal``, for OpenAI's clients."""
     return replace(refusal(error), parts=[encode_json(openai_body(error))])
 
 
@@ -401,8 +427,9 @@ def _said(body: Any, kind: type[S]) -> S:
         for name in ("logit_bias", "stop_token_ids"):
             if len(given.get(name, b"")) > MAX_LIST_BYTES:
                 raise InvalidInput(f"{name} has too many tokens", param=name)
-        if "prompt" in given:
-            given["prompt"] = _prompts(given["prompt"])
+        for name, most in (("prompt", Prompts), ("input", Inputs)):
+            if name in given and name in known:
+                given[name] = _prompts(name, given[name], most)
         wanted = {name: given[name] for name in known if name in given}
         return msgspec.json.decode(encode_json(wanted), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -487,21 +514,7 @@ def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def _seeds(seed: int | None, n: int) -> list[int | None]:
-    """Return a seed for each of the answers to one prompt, so that they differ."""
-    return [None if seed is None else (seed + number) % (MAX_SEED + 1) for number in range(n)]
-
-
-def _beginnings(
-    said: Said, prompts: Sequence[str | list[int]], *, is_chat: bool
-) -> list[Callable[..., Begin]]:
-    """Return what begins an answer to each prompt."""
-    messages = bytes(said.messages) if is_chat else None
-    tokens = None if is_chat else SHORT_TOKENS
-    return [partial(_begin, said, prompt, messages, tokens=tokens) for prompt in prompts]
-
-
-def _prompts(given: msgspec.Raw) -> msgspec.Raw:
+def _prompts(name: str, given: msgspec.Raw, most: Any) -> msgspec.Raw:
     """Return a request's prompts as a list.
 
     Raises:
@@ -511,9 +524,10 @@ def _prompts(given: msgspec.Raw) -> msgspec.Raw:
         msgspec.json.decode(given, type=str | list[int])
         return msgspec.Raw(b"[%b]" % bytes(given))
     with contextlib.suppress(msgspec.ValidationError):
-        msgspec.json.decode(given, type=Prompts)
+        msgspec.json.decode(given, type=most)
         return given
     raise InvalidInput(
-        f"prompt must be one text, a list of token ids, or a list of 1 to {MAX_CHOICES} of these",
-        param="prompt",
+        f"{name} must be one text, a list of token ids, or a list of at most "
+        f"{len(most.__struct_fields__)} of these",
+        param=name,
     )

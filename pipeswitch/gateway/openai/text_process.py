@@ -23,6 +23,7 @@ from ...base.codec import encode_msgpack
 from ...base.errors import InvalidInput
 from ...programs.decoding.answer import Answer, Ending
 from ...programs.decoding.generating import (
+    LONGEST,
     TOO_LONG,
     Facts,
     Token,
@@ -49,7 +50,7 @@ NO_TEXT: Final = msgspec.Raw(b"null")
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To the process, of an answer."""
+    """Message to the text process about one answer."""
 
     answer: int
 
@@ -73,7 +74,7 @@ class Came(Said, frozen=True, kw_only=True, tag=True):
 
 
 class Drop(Said, frozen=True, kw_only=True, tag=True):
-    """Nobody asks for more of it; this alone has no reply."""
+    """Message that no more of the answer is wanted; the only message without a reply."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -179,7 +180,7 @@ def check_length(prompt: str | list[int], context: int) -> None:
 
 def _too_long(what: str, context: int) -> InvalidInput:
     return InvalidInput(
-        f"a prompt of {what} does not fit: prompt and answer have at most {context} tokens",
+        f"a prompt of {what} does not fit: {LONGEST.format(context)}",
         code=TOO_LONG,
     )
 
@@ -226,13 +227,13 @@ def _text(content: msgspec.Raw) -> str:
 
 
 def compiled(template: str) -> Callable[..., str]:
-    """What renders it, with the names that transformers gives a template."""
+    """Return the template's render function, with the names that transformers provides."""
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Marked(Extension):
-        """Which text is the model's own, which matters to who trains: here it is as any."""
+        """Extension for the tag around the model's own text; only training needs it: ignored."""
 
         def __init__(self, environment: Any) -> None:
             super().__init__(environment)

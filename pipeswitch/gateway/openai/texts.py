@@ -312,7 +312,9 @@ class Texts:
             self._starting[name] = place = msgspec.structs.replace(place, is_starting=True)
             if found[1]:
                 await self._talks.pop(found[1]).close()
-            facts = await self._service.generation(caller, model, version, with_texts=True)
+            facts = await self._service.generation(
+                caller, model, version, with_texts=True, embeds=bool(facts.pooling)
+            )
             talk = self._talks[name] = await Talk.open(facts, owner)
             return talk
         finally:

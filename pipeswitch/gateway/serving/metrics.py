@@ -59,7 +59,7 @@ _JOB_COUNTERS: Final[Mapping[str, str]] = {
 
 
 class Metrics:
-    """How what was counted is told."""
+    """Prometheus output of the counters."""
 
     def __init__(self, tally: Tally, *, has_nv_names: bool = False) -> None:
         """``has_nv_names``: tell Triton's metrics by their names too."""
@@ -69,7 +69,7 @@ class Metrics:
         self._registry.register(self._server)
 
     def text(self, accept: str, facts: Mapping[str, Any] | None) -> tuple[bytes, str]:
-        """The page and its type.
+        """Return the page and its type.
 
         Args:
             accept: the scraper's ``Accept``.
@@ -134,14 +134,23 @@ class _Server:
         by_state = {(state,): count for state, count in sorted(states.items())}
         yield gauges("pipeswitch_workers", "By state", ["state"], by_state)
         yield self._shares(self.facts["models"])
+        yield gauges(
+            "pipeswitch_model_info", "1: the precision that a version computes in",
+            ["model", "version", "precision"],
+            {(m["name"], str(m["version"]), (m.get("precision") or {"name": "exact"})["name"]): 1
+             for m in self.facts["models"] if "steps" not in m},
+        )  # fmt: skip
         yield from self._sequences(stats["sequences_by_model"])
         yield from self._jobs(self.facts["jobs"])
         if self._has_nv_names:
             yield from self._triton(self.facts["tally"])
 
     def _device_time(self, stats: Mapping[str, Any]) -> Iterable[Metric]:
-        """By kind, and by device where there are several. What computes is told when it is over, so
-        idle time, the rest, is not let sink: a counter that does has begun anew."""
+        """Yield device time by kind, and by device if there are several.
+
+        A computation counts only when it is over, so idle time, the rest, is kept from falling: a
+        falling counter counts as restarted.
+        """
         up_s = stats["up_s"]
         if up_s < self._up_s:  # another server
             self._idle_s, self._up_s, self._busy_s = {}, 0.0, 0.0
@@ -199,8 +208,10 @@ class _Server:
 
     @staticmethod
     def _shares(rows: Iterable[Mapping[str, Any]]) -> Metric:
-        """Of names that several versions stand for. While one of them is quarantined the current
-        one has its share too."""
+        """Return the traffic shares of names with several versions.
+
+        While one version is quarantined, the current one receives its share too.
+        """
         split = {row["name"] for row in rows if 0 < row["share"] < 100}
         return gauges(
             "pipeswitch_model_share_ratio",

@@ -54,17 +54,17 @@ BINARY_TYPE: Final = "application/octet-stream"
 
 
 class RequestedOutput(msgspec.Struct, kw_only=True):
-    """One of ``outputs``: which, and how it is to come back."""
+    """Requested output: its name, and how it is to be returned."""
 
     name: str
     parameters: dict[str, Any] | None = None
 
     @property
     def place(self) -> Place | None:
-        """Where it is to be written; None: it comes with the answer.
+        """Place of an output in shared memory; None: it is sent with the answer.
 
         Raises:
-            InvalidInput: what is said of that is no place.
+            InvalidInput: the parameters do not name a valid place.
         """
         return place_of(self.name, self.parameters or {})
 
@@ -77,7 +77,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
 
     def parameters(self) -> dict[str, Any]:
-        """As an answer says it."""
+        """Shared memory parameters, as in an answer."""
         return {
             "shared_memory_region": self.region,
             "shared_memory_offset": self.offset_bytes,
@@ -94,7 +94,7 @@ class _Input(msgspec.Struct, kw_only=True):
 
 
 class _Body(msgspec.Struct, kw_only=True):
-    """What may be left out may be null too: clients that are made from a schema write it."""
+    """Request body. Optional fields may also be null: clients generated from a schema send it."""
 
     inputs: list[_Input]
     id: str | None = None
@@ -103,7 +103,7 @@ class _Body(msgspec.Struct, kw_only=True):
 
 
 class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of a model, by whichever protocol."""
+    """Inference request, independent of the protocol."""
 
     id: str
     inputs: tuple[WireTensor, ...]
@@ -116,7 +116,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
-    """One of an answer's tensors."""
+    """Tensor of an answer."""
 
     name: str
     dtype: str
@@ -129,7 +129,7 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
-    """A request's body.
+    """Decode a request's body.
 
     Args:
         body: a buffer; the frames of the result share its memory.
@@ -231,7 +231,8 @@ def _parsed(whole: memoryview, end: int) -> _Body:
 
 
 def raw_request(body: Any, row: Mapping[str, Any]) -> InferRequest:
-    """A body that is nothing but the bytes of a model's only input (Triton's raw binary request).
+    """Decode a body that is only the bytes of a model's single input (Triton's raw binary
+    request).
 
     Args:
         body: a buffer.
@@ -270,7 +271,7 @@ def raw_request(body: Any, row: Mapping[str, Any]) -> InferRequest:
 def encode_answer(
     model: str, asked: InferRequest, outputs: Sequence[Output], bill: Mapping[str, Any]
 ) -> tuple[list[Any], int | None]:
-    """An answer's body in parts, and how many bytes of it are JSON if there are others.
+    """Return an answer's body in parts, and how many bytes of it are JSON if there are others.
 
     Raises:
         InvalidInput: an output is asked for that the model does not have.
@@ -307,7 +308,7 @@ def encode_answer(
 
 
 def is_long(asked: InferRequest, outputs: Sequence[Output]) -> bool:
-    """Whether ``encode_answer`` takes long: it has many numbers to tell."""
+    """Return True if ``encode_answer`` is slow because it writes many numbers as text."""
     size_bytes = 0  # a number is a byte at the least
     for output in outputs:
         size_bytes += len(output.data)
@@ -315,7 +316,7 @@ def is_long(asked: InferRequest, outputs: Sequence[Output]) -> bool:
 
 
 def _numbers_of(chosen: Sequence[tuple[Output, bool]]) -> int:
-    """How many of an answer's numbers are told as text."""
+    """Return how many of an answer's numbers are written as text."""
     count = 0
     for output, is_binary in chosen:
         if not is_binary and output.place is None:
@@ -324,7 +325,7 @@ def _numbers_of(chosen: Sequence[tuple[Output, bool]]) -> int:
 
 
 def wanted(asked: InferRequest, outputs: Sequence[Output]) -> list[tuple[Output, bool]]:
-    """The outputs that are asked for, in the order asked, and whether each is to be binary.
+    """Return the requested outputs in that order, and whether each is to be binary.
 
     Raises:
         InvalidInput: the model has none of a name.
@@ -377,7 +378,7 @@ def _whole(name: str, parameters: Mapping[str, Any], high: int) -> int:
 
 
 def flag(name: str, parameters: Mapping[str, Any], *, default: bool = False) -> bool:
-    """A parameter that is true or false.
+    """Return a boolean parameter.
 
     Raises:
         InvalidInput: it is neither.
@@ -440,10 +441,10 @@ def check_shape(name: str, dtype: str, shape: Sequence[int]) -> int:
 
 
 def place_of(name: str, parameters: Mapping[str, Any]) -> Place | None:
-    """Where a tensor lies in shared memory; None: it does not.
+    """Return a tensor's place in shared memory, or None if it has none.
 
     Raises:
-        InvalidInput: it is no place.
+        InvalidInput: the place is not valid.
     """
     region = parameters.get("shared_memory_region")
     if region is None:
@@ -470,7 +471,7 @@ def check_bytes(name: str, dtype: str, shape: Sequence[int], data: Any, size: in
 
 
 def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> memoryview:
-    """The bytes of numbers, flat or nested, in row-major order; too large ones are infinite.
+    """Return the bytes of flat or nested numbers in row-major order; too large ones: infinite.
 
     None is not-a-number, for which JSON has no word.
 
@@ -535,8 +536,10 @@ def _are_numbers(array: Any) -> bool:
 
 
 def as_numbers(output: Output) -> list[Any]:
-    """An output's values, flat, in row-major order. What is no finite number becomes null, the one
-    word that every client's parser takes: orjson and rapidjson refuse 1e999, most others Infinity.
+    """Return an output's values, flat, in row-major order.
+
+    A number that is not finite becomes null, the one word that every client's parser takes: orjson
+    and rapidjson refuse 1e999, most others Infinity.
 
     Raises:
         InvalidInput: a byte string that is no text.
@@ -559,7 +562,7 @@ def as_numbers(output: Output) -> list[Any]:
 
 
 def _to_bfloat16(values: Any) -> Any:
-    """The upper halves of float32, rounded to the nearest even one; not-a-number stays one."""
+    """Return the upper halves of float32, rounded to the nearest even one; NaN stays NaN."""
     bits = values.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
@@ -571,7 +574,7 @@ def _dense(array: Any) -> memoryview:
 
 
 def shown(extents: Sequence[int | str]) -> list[int]:
-    """A signature's shape as the protocol writes it: -1 is any."""
+    """Return a signature's shape as the protocol writes it: -1 is any."""
     return [extent if isinstance(extent, int) else -1 for extent in extents]
 
 
@@ -632,7 +635,7 @@ def config(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ensemble(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A chain's steps; what a step returns is called ``STEP.OUTPUT`` inside."""
+    """Return a chain's steps; a step's result is called ``STEP.OUTPUT`` inside."""
     return {
         "step": [
             {"model_name": step["model"], "model_version": -1, "input_map": step["inputs"]}

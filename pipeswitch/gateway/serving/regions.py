@@ -47,7 +47,7 @@ class _Region:
         weakref.finalize(self, os.close, self.descriptor)
 
     def row(self, name: str) -> dict[str, Any]:
-        """As the protocol's status has it."""
+        """Return the region as a row of the protocol's status."""
         return {
             "name": name,
             "key": self.key,
@@ -100,14 +100,14 @@ class Regions:
         )
 
     def unregister(self, caller: Standing, name: str = "") -> None:
-        """One, or all of the caller's; it is no error that there is none."""
+        """Remove one region, or all of the caller's; a missing one is no error."""
         require_role(caller, Role.CODE, WHAT)
         for tenant, known in list(self._regions):
             if tenant == caller.tenant and name in ("", known):
                 del self._regions[tenant, known]
 
     def rows(self, caller: Standing, name: str = "") -> list[dict[str, Any]]:
-        """One, or all of the caller's.
+        """Return one region, or all of the caller's.
 
         Raises:
             NotFound: there is none of this name.
@@ -123,7 +123,7 @@ class Regions:
         return rows
 
     def filled(self, caller: Standing, asked: InferRequest) -> InferRequest:
-        """A request with the bytes of its inputs that lie in regions; blocks while it reads.
+        """Return a request with the bytes of its inputs in regions; blocks while it reads.
 
         Raises:
             PermissionDenied, NotFound, InvalidInput, TooLarge: also for its outputs' places, before
@@ -208,7 +208,7 @@ class Regions:
 
 
 def _open(key: str) -> int:
-    """A plain file for reading; no link, no device."""
+    """Open a plain file for reading: no link, no device."""
     try:
         descriptor = os.open(f"{FOLDER}/{key.removeprefix('/')}", os.O_RDONLY | _OPEN)
     except OSError as error:

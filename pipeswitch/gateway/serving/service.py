@@ -1,6 +1,6 @@
-"""What both protocols serve: the verbs of the Open Inference Protocol, for a caller with roles.
+"""Verbs of the Open Inference Protocol that HTTP and gRPC share, for a caller with roles.
 
-Each verb checks the caller's roles first, by the role of the wire's verb that it stands for.
+Each verb first checks the caller's roles: it needs the role of the corresponding wire verb.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Service:
     ) -> None:  # fmt: skip
         """``regions``: where all callers are on this machine; ``tracer``: of requests' spans."""
         self.text_processes = 8  # that run at once, at most
+        self.aliases: dict[str, str] = {}  # models by OpenAI's clients' names for them
         self._upstream = upstream
         self._tracer = tracer
         self._regions = regions
@@ -86,7 +87,7 @@ class Service:
         return self._regions
 
     async def is_live(self) -> bool:
-        """The server answers."""
+        """Return True if the server answers."""
         try:
             await self._upstream.ask("ping")
         except ServerUnavailable:
@@ -94,14 +95,20 @@ class Service:
         return True
 
     async def is_ready(self) -> bool:
-        """The server would serve a request now."""
+        """Return True if the server would serve a request now."""
         try:
             return bool((await self._upstream.ask("ping"))["ready"])
         except ServerUnavailable:
             return False
 
     async def is_model_ready(self, caller: Standing, model: str, version: str) -> bool:
-        return bool((await self._row(caller, model, version))["state"] == READY)
+        return not await self.why_not_ready(caller, model, version)
+
+    async def why_not_ready(self, caller: Standing, model: str, version: str) -> str:
+        """Return a model's state and, for those who may know it, the reason; empty: it is ready."""
+        row = await self._row(caller, model, version)
+        reason = f": {row['reason']}" if row.get("reason") else ""
+        return "" if row["state"] == READY else f'"{model}" is {row["state"]}{reason}'
 
     async def metadata(self, caller: Standing, model: str, version: str) -> dict[str, Any]:
         return oip.metadata(_built(await self._row(caller, model, version)))
@@ -112,7 +119,7 @@ class Service:
     async def statistics(
         self, caller: Standing, model: str = "", version: str = ""
     ) -> dict[str, Any]:
-        """Of one model, or of all."""
+        """Return the statistics of one model, or of all."""
         if model:
             rows = [await self._row(caller, model, version)]
         else:
@@ -121,7 +128,7 @@ class Service:
         return {"model_stats": [self._tally.row(row["name"], row["version"]) for row in rows]}
 
     async def index(self, caller: Standing, *, ready_only: bool = False) -> list[dict[str, Any]]:
-        """The repository's index."""
+        """Return the repository's index."""
         rows = [
             {
                 "name": row["name"],
@@ -161,8 +168,11 @@ class Service:
         self, caller: Standing, model: str, version: str, asked: InferRequest,
         carrier: Mapping[str, str] = MappingProxyType({}), address: str = "",
     ) -> tuple[list[Output], dict[str, Any]]:  # fmt: skip
-        """The outputs, and the bill with what the gateway added; ``carrier``: headers that may
-        name the caller's trace; ``address``: the caller's, which has its turns."""
+        """Return the outputs, and the bill with the gateway's own share.
+
+        ``carrier``: headers that may name the caller's trace; ``address``: the caller's, which
+        takes turns.
+        """
         require(caller, "infer")
         if asked.priority == URGENT_PRIORITY:
             require_role(caller, Role.URGENT, "priority high")
@@ -246,11 +256,13 @@ class Service:
             self._tally.failed(model, type(error).__name__, took_ms if is_models else None)
 
     async def generation(
-        self, caller: Standing, model: str, version: str, *, with_texts: bool = False
-    ) -> Facts:
-        """What is known of a language model; its tokenizer and template where they are wanted."""
+        self, caller: Standing, model: str, version: str, *, with_texts: bool = False,
+        embeds: bool = False,
+    ) -> Facts:  # fmt: skip
+        """Return the facts of a language model; its tokenizer and template only on request."""
         require(caller, "generation")
         body = {"version": number_of(model, version), "tokenizer": with_texts}
+        body |= {"embedding": True} if embeds else {}
         return msgspec.convert(await self._upstream.ask("generation", model, body=body), Facts)
 
     async def owner(self, model: str, version: str) -> str:
@@ -258,7 +270,7 @@ class Service:
         return str((await self._upstream.show(model, number_of(model, version)))["tenant"])
 
     async def metrics(self, caller: Standing, accept: str) -> tuple[bytes, str]:
-        """What Prometheus reads, and its type: the server's own numbers are for operators."""
+        """Return the Prometheus text and its type; only operators see the server's own numbers."""
         require(caller, "stats")
         facts: dict[str, Any] | None = None
         if caller.may_operate:
@@ -293,7 +305,7 @@ class Service:
         return dict(current)
 
     async def row(self, caller: Standing, model: str) -> dict[str, Any]:
-        """A model that is built, as far as the caller may know it."""
+        """Return the row of a built model, as far as the caller may see it."""
         return _built(await self._row(caller, model, ""))
 
     async def _row(self, caller: Standing, model: str, version: str) -> dict[str, Any]:
@@ -311,7 +323,7 @@ class Service:
 
 
 def _places(asked: InferRequest) -> list[Place]:
-    """Of its tensors that lie in shared memory, or are to."""
+    """Return the shared memory places of the request's tensors and outputs."""
     places = [one for one in asked.frames if isinstance(one, Place)]
     return places + [one.place for one in asked.outputs or () if one.place is not None]
 
@@ -323,7 +335,7 @@ async def _copied(tensors: Sequence[Place | Output], copy: Callable[..., R], *ar
 
 
 def number_of(model: str, version: str) -> int:
-    """A version as the wire has it; 0: the current one."""
+    """Return the version's number from the wire; 0: the current one."""
     if version and not re.fullmatch("[1-9][0-9]{0,8}", version):
         raise NotFound(
             f'"{model}" has no version {version[:40]!r}', hint="versions are numbers from 1 on"

@@ -1,5 +1,4 @@
-"""What the gateway has seen of each model: plain numbers, told as Prometheus' metrics of requests
-and as what Triton's ``statistics`` tell."""
+"""Counts of each model's requests, for Prometheus metrics and for Triton's ``statistics``."""
 
 from __future__ import annotations
 
@@ -97,9 +96,11 @@ class Tally:
             part.counts[bisect_left(_ENDS_MS, ms)] += 1
 
     def failed(self, model: str, outcome: str, took_ms: float | None = None) -> bool:
-        """``outcome``: the error's name; ``took_ms``: None where it is not the model's. False: it
-        is not counted: not every failure tells that there is such a model, and a stranger can ask
-        for one name after the other."""
+        """Count a failure; return False if it is not counted.
+
+        ``outcome``: the error's name; ``took_ms``: None where the model did not cause it. A failure
+        may name a model that does not exist, and a stranger could send one name after the other.
+        """
         is_full = self._counted >= MAX_COUNTED or len(model) > MAX_NAME_CHARS
         if is_full and outcome not in self._models.get(model, _Model()).outcomes:
             return False
@@ -116,12 +117,12 @@ class Tally:
         return seen
 
     def forget_others(self, models: set[str]) -> None:
-        """Of models that are registered no more."""
+        """Drop the counts of models that are no longer registered."""
         for name in self._models.keys() - models:
             self._counted -= len(self._models.pop(name).outcomes)
 
     def row(self, model: str, version: int) -> dict[str, Any]:
-        """One of ``model_stats``: what was counted of a name, at its current version."""
+        """Return a row of ``model_stats``: the counts of a name, at its current version."""
         seen = self._models.get(model, _Model())
         ok_count = seen.outcomes.get(OK, 0)
         phases = {
@@ -143,7 +144,7 @@ class Tally:
         }
 
     def collect(self) -> Iterable[Metric]:
-        """What Prometheus is told of requests."""
+        """Yield the Prometheus metrics of requests."""
         yield counters(
             "pipeswitch_gateway_requests", "Requests to models through the gateway",
             ["model", "outcome"],

@@ -27,7 +27,7 @@ Take = Callable[[str, dict[str, Any]], None]
 
 
 class _Connection(LoopConnection):
-    """One to a server that may be away: callers are not told of whose."""
+    """Connection to one server that may be absent; errors do not name it to callers."""
 
     def _fail(self, call: Call, error: PipeSwitchError) -> None:
         if isinstance(error, ServerUnavailable):
@@ -36,8 +36,10 @@ class _Connection(LoopConnection):
 
 
 class Upstream:
-    """What callers ask the server through; it outlives servers. All raise what it says, or
-    ServerUnavailable: there is none, or it leaves."""
+    """Connections to the server, which outlive a restart.
+
+    Every call raises the server's own error, or ServerUnavailable if it is absent or shutting down.
+    """
 
     def __init__(self, address: str, cluster: str = "") -> None:
         """``cluster``: file of the table of the cluster's nodes; empty: the server is alone."""
@@ -92,18 +94,18 @@ class Upstream:
         return self._connection.ask("generate", model=model, convert=_tokens, **asked.options)
 
     async def show(self, model: str, version: int = 0) -> dict[str, Any]:
-        """A model's row; of the current version, or another."""
+        """Return a model's row, of the current version or another."""
         body = {"version": version} if version else None
         return dict((await self.ask("show", model, body=body))["model"])
 
     async def ask(
         self, op: str, model: str = "", *, body: dict[str, Any] | None = None, is_safe: bool = True
     ) -> dict[str, Any]:
-        """The answer to a verb; ``is_safe``: it may be asked twice."""
+        """Return the answer to a verb; ``is_safe``: it may be sent twice."""
         return dict((await self._connection.ask(op, model=model, body=body, is_safe=is_safe)).body)
 
     async def job(self, name: str, action: str, **fields: Any) -> dict[str, Any]:
-        """One action on a job, as ``Client.job``."""
+        """Perform one action on a job, as ``Client.job``."""
         body = {"name": name, "action": action, **fields}
         return await self.ask("job", body=body, is_safe=action in ("show", "logs"))
 
@@ -119,7 +121,7 @@ class Upstream:
         return f"put:{digest}"
 
     async def follow(self, take: Take) -> None:
-        """Have ``take`` called with all events from now on; only the first call counts.
+        """Call ``take`` with all events from now on; only the first call counts.
 
         Raises:
             ServerUnavailable: there is no server now.
@@ -131,7 +133,7 @@ class Upstream:
             self._following = asyncio.create_task(self._follow(take))
 
     async def _follow(self, take: Take) -> None:
-        """By a connection of their own: no answer waits behind them."""
+        """Follow events on a connection of their own, so that no answer waits behind them."""
 
         def took(record: dict[str, Any]) -> None:
             if record:

@@ -10,7 +10,7 @@ from .base import Epoch, Message, ModelName
 
 
 class BuildSettings(Message, frozen=True):
-    """What a builder is started with: one registration, then it exits."""
+    """Settings of a builder process, which handles one registration and exits."""
 
     model: ModelName
     epoch: Epoch
@@ -23,6 +23,7 @@ class BuildSettings(Message, frozen=True):
     task_memory_bytes: int = 0  # what a run may take for its intermediate values; 0: no limit
     is_sandboxed: bool = False  # where the program is a client's
     is_owners: bool = False  # what it fetches from a hub lands in the owner's caches
+    packs_weights: bool = True  # the devices read weights in the layout of this processor's kernels
 
 
 class BuildProgress(Message, frozen=True):

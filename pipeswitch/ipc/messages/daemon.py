@@ -6,7 +6,7 @@ from .base import ByteRange, Epoch, JobName, Message, ModelName
 
 
 class DaemonSettings(Message, frozen=True):
-    """What a memory daemon is started with (descriptors: control, store, board, bells…)."""
+    """Settings of a memory daemon (descriptors: control, store, board, bells…)."""
 
     device: str
     arena_bytes: int

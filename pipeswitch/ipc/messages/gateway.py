@@ -17,10 +17,10 @@ class KeyedSettings(Message, frozen=True):
 
 
 class GatewaySettings(Message, frozen=True):
-    """What a gateway is started with.
+    """Settings of a gateway process.
 
-    Descriptors: what keeps two gateways out of one state directory; with ``http`` and ``keyed`` the
-    socket of each.
+    Descriptors: the lock that keeps two gateways out of one state directory; the sockets of
+    ``http`` and ``keyed`` if these are set.
     """
 
     address: str  # of the owner's socket
@@ -37,6 +37,7 @@ class GatewaySettings(Message, frozen=True):
     needs_token: bool = False
     nv_metrics: bool = False
     text_processes: int = 8
+    aliases: tuple[str, ...] = ()  # ALIAS=MODEL
     tls_cert: str = ""  # file
     tls_key: str = ""  # file
     cluster: str = ""  # file of a cluster's table; empty: the server is alone

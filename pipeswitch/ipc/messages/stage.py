@@ -6,15 +6,14 @@ from .base import Epoch, Message, SlabTensor
 
 
 class StageSettings(Message, frozen=True):
-    """What a stage process is started with. Descriptors: the memory it returns results in, the
-    server's environment."""
+    """Settings of a stage process. Descriptors: its results' memory, the server's environment."""
 
     result_bytes: int
 
 
 class CheckStage(Message, frozen=True):
-    """What a process is started with that imports functions for a registration, says StageReady
-    or StageFailed, and leaves. Descriptor: the server's environment."""
+    """Settings of a process that imports a registration's functions, sends StageReady or
+    StageFailed, and exits. Descriptor: the server's environment."""
 
     functions: tuple[str, ...]  # package.module:function
     inputs: tuple[str, ...]  # that the first will be called with; none: not known yet

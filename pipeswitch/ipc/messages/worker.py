@@ -11,7 +11,7 @@ from .base import ByteRange, Epoch, JobName, Message, ModelName, SlabTensor, Slo
 
 
 class WorkerSettings(Message, frozen=True):
-    """What a worker is started with.
+    """Settings of a worker.
 
     Descriptors: task and signal channel, board, ``bell_count`` bells; then the pool and
     DaemonReady's, which come with BindTenant where tenants are separate.
@@ -82,8 +82,8 @@ class ForgetModel(Message, frozen=True):
 
 
 class Choosing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a worker chooses a generation's tokens (``programs.decoding.sampling``), and for how many
-    steps it may continue in one run (ADR 54). Part of RunInference, no message."""
+    """Sampling of a generation's tokens (``programs.decoding.sampling``), and the number of
+    steps that a worker may continue in one run (ADR 54). Part of RunInference, not a message."""
 
     steps: int = 1
     temperature: float = 0.0

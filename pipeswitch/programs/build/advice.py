@@ -1,4 +1,4 @@
-"""What to do about a module that is no graph: a sentence for each kind, by torch's own words."""
+"""Advice on a module that cannot become a graph: a sentence for each kind of torch message."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _ENGINES: Final = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 
 
 def advice(reason: str) -> str:
-    """What helps where torch, or the closed list, gave this reason."""
+    """Return the advice for a reason given by torch or by the closed operator list."""
     rest = UNLISTED if reason.startswith("aten.") else OTHERS
     return next((said for said, words in _KINDS if any(w in reason for w in words)), rest)
 
@@ -91,6 +91,11 @@ def refuse_engines(module: nn.Module) -> None:
             f"weights {', '.join(lazy[:8])}",
             "they have no values before the module's first call",
             hint="call the module once before you register it, in a factory before it returns",
+        )
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    if empty := [name for name, tensor in tensors if tensor.is_meta]:
+        raise RegistrationRefused(
+            f"weights {', '.join(empty[:8])}", "they are on the meta device: no data", hint=NO_DATA
         )
     for name, child in module.named_modules():
         if type(child).__module__.startswith(_ENGINES):

@@ -21,7 +21,7 @@ _alone: Final = threading.RLock()
 
 
 def _backends() -> dict[str, bool]:
-    """The settings of the whole process that ``torch.export`` switches off while it traces."""
+    """Return the process-wide settings that ``torch.export`` switches off while it traces."""
     backends: Any = torch.backends
     return {
         "mkldnn": backends.mkldnn.enabled,
@@ -32,7 +32,7 @@ def _backends() -> dict[str, bool]:
 
 @contextlib.contextmanager
 def one_export_at_a_time() -> Iterator[None]:
-    """No other export of this module runs meanwhile, and torch's backends end as they began.
+    """Run one export at a time, and restore torch's backends at its end.
 
     Two traces at once fail, or leave mkldnn, nnpack and cudnn off in this process for ever. A
     thread that computes during an export does so without these: more slowly, and other in the last

@@ -30,7 +30,7 @@ from . import hub
 
 
 def exports(settings: BuildSettings) -> bool:
-    """The source is exported here; a bundle was by its client. Never raises."""
+    """Return True if the source is exported here: a bundle's is not. Never raises."""
     try:
         spec = msgspec.msgpack.decode(settings.spec, type=BuildSpec)
     except Exception:  # for the build to refuse
@@ -45,6 +45,7 @@ def run(settings: BuildSettings, channel: Channel) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
+    from ...devices.cpu.packed import missing_half
     from .program import build
 
     torch.set_num_threads(settings.threads)
@@ -69,10 +70,13 @@ def run(settings: BuildSettings, channel: Channel) -> int:
         reach("build.begin")
         if spec.source.startswith("hf:") and not settings.is_owners:
             os.chdir(work)  # ``hf:a/b`` would be the folder a/b of where the server runs
+        missing_half()  # asks Linux for the processor's matrix registers, which the sandbox forbids
         if settings.is_sandboxed and not needs_more(settings.spec) and not are_enabled():
             _confine(settings.spec, spec.source, work)
         with _metered(settings, spec, work, channel):
-            manifest = build(spec, work, progress, settings.disk_bytes)
+            manifest = build(
+                spec, work, progress, settings.disk_bytes, packs_weights=settings.packs_weights
+            )
         _check_memory(manifest, settings.task_memory_bytes)
         reach("build.write")
     except (Exception, SystemExit) as error:  # a model's own code may raise anything
@@ -91,7 +95,7 @@ def run(settings: BuildSettings, channel: Channel) -> int:
 
 
 def _confine(packed: bytes, source: str, work: Path) -> None:
-    """What a client sent is built in a sandbox, with one folder to write."""
+    """Confine the build of a client's program to a sandbox with one writable folder."""
     tempfile.tempdir = str(work)
     hub.without_token(work)
     confine_builder([*files_of(packed), *hub.readable(source)], work)
@@ -101,7 +105,7 @@ def _confine(packed: bytes, source: str, work: Path) -> None:
 def _metered(
     settings: BuildSettings, spec: BuildSpec, work: Path, channel: Channel
 ) -> Iterator[None]:
-    """What a client has fetched from a hub fits its share of the disk, and goes with the build."""
+    """Limit a client's hub downloads to its share of the disk; they are deleted with the build."""
     if settings.is_owners or spec.weights != "pretrained":
         yield
         return
@@ -124,7 +128,7 @@ def _metered(
 
 
 def _limit(settings: BuildSettings) -> None:
-    """The kernel ends a build that takes too long, and refuses it more memory than its share."""
+    """Let the kernel end a build that takes too long, and deny it more memory than its share."""
     if settings.timeout_s:
         signal.setitimer(signal.ITIMER_REAL, settings.timeout_s)  # SIGALRM, which nothing catches
         cpu_s = math.ceil(settings.timeout_s * (settings.threads + 1))
@@ -136,7 +140,7 @@ def _limit(settings: BuildSettings) -> None:
 
 
 def _check_memory(manifest: Manifest, limit_bytes: int) -> None:
-    """What a run would take at its largest batch, before a worker tries."""
+    """Refuse a program whose largest batch needs too much memory, before a worker tries it."""
     taken_bytes = manifest.extra.get("intermediate_bytes", 0)
     if limit_bytes and taken_bytes > limit_bytes:
         raise RegistrationRefused(
@@ -149,7 +153,7 @@ def _check_memory(manifest: Manifest, limit_bytes: int) -> None:
 
 
 def work_prefix(epoch: int) -> str:
-    """How the folder of an unfinished build is called; a killed builder leaves it behind."""
+    """Return the folder prefix of an unfinished build; a killed builder leaves the folder."""
     return f".build-{epoch}-"
 
 

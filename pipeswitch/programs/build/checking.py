@@ -1,8 +1,8 @@
-"""Does what was exported compute the plain module's bits? Asked before it is sent.
+"""Check that an exported graph computes the plain module's bits, before it is sent.
 
 A graph can differ from the module it was made from: torch has fused kernels that export does not
-see, and what a process has set (its default dtype) does not travel. The server that gets the
-graph alone could not tell.
+see, and what a process has set (its default dtype) does not travel. The server that gets the graph
+alone could not tell.
 """
 
 from __future__ import annotations
@@ -80,17 +80,18 @@ ROUNDING: Final = {
 """Of the largest number of an output: what other kernels for another batch may differ by."""
 
 
-def is_rounded(found: torch.Tensor, own: torch.Tensor) -> bool:
-    """Whether they differ by no more than other kernels do."""
+def is_rounded(found: torch.Tensor, own: torch.Tensor, least: float = 0.0) -> bool:
+    """Return whether two tensors differ by no more than other kernels do, or than ``least`` of the
+    largest number."""
     if found.shape != own.shape or found.dtype is not own.dtype or found.dtype not in ROUNDING:
         return False
-    most = ROUNDING[own.dtype] * float(own.nan_to_num().abs().max())
+    most = max(ROUNDING[own.dtype], least) * float(own.nan_to_num().abs().max())
     return torch.allclose(found, own, rtol=0.0, atol=most, equal_nan=True)
 
 
 @contextlib.contextmanager
 def workers_default_dtype() -> Iterator[None]:
-    """A worker computes with torch's own default dtype, whatever this process has set."""
+    """Use torch's own default dtype, as a worker does, whatever this process has set."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -177,11 +178,12 @@ def rehearse_ends(graph: Graph, weights: Sequence[torch.Tensor]) -> None:
 def shapes_to_try(
     dims: Sequence[Dim], given: Values, suspects: Sequence[Values]
 ) -> list[dict[str, int]]:
-    """Where a program is compared with its module, beside the extents it was exported with.
+    """Return the extents, besides the exported ones, at which a program is compared with its
+    module.
 
-    One dimension after the other: a batch of 1, or 2 if that is the example's, for extents of 1
-    broadcast; the ends and the middle of the other ranges. Also all extents that torch could not
-    decide.
+    Dimensions vary one at a time. A batch of 1 (or 2 if the example's is 1) is tried because
+    extents of 1 broadcast; other ranges are tried at their ends and middle. All extents that torch
+    could not decide are added.
     """
     small = {dim.name: min(max(1, dim.low), dim.high) if dim.name == BATCH else given[dim.name]
              for dim in dims}  # fmt: skip
@@ -291,7 +293,7 @@ def all_same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> boo
 def resized(
     shapes: Sequence[Shape], inputs: Sequence[torch.Tensor], values: Values
 ) -> list[torch.Tensor]:
-    """The inputs at other extents: repeated as often as needed, and cut."""
+    """Return the inputs at other extents: repeated as often as needed, and cut."""
     found = []
     for shape, value in zip(shapes, inputs, strict=True):
         for axis, extent in enumerate(shape_at(shape, values)):
@@ -342,7 +344,7 @@ def _like(made: torch.Tensor, example: torch.Tensor, way: int) -> torch.Tensor:
 
 
 def moved(value: torch.Tensor) -> torch.Tensor:
-    """The same values in other places, and, where they may have fractions, halves of them."""
+    """Return the values in other places and, for dtypes with fractions, halved."""
     rolled = value.flatten().roll(1).reshape(value.shape)
     return rolled * 0.5 if value.is_floating_point() else rolled
 
@@ -358,7 +360,7 @@ def to_tensors(specs: Sequence[ValueSpec], values: Values, seed: int = 0) -> lis
 
 
 def _why(plain: Compute, inputs: Sequence[torch.Tensor], found: list[torch.Tensor]) -> str:
-    """What the caller can do about a difference; empty when we do not know."""
+    """Return what the caller can do about a difference, or an empty string if that is unknown."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

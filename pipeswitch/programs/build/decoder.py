@@ -89,7 +89,7 @@ class Decoder(nn.Module):
         return {LOGITS: logits[:, 0], CACHE_NEW: torch.cat(rows, -1)}
 
     def _past(self, cache: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each layer's keys and values, [batch, heads, past, size]: views."""
+        """Yield each layer's keys and values, [batch, heads, past, size], as views."""
         parts = iter(torch.split(cache, self._sizes, -1))
         batch, past = cache.shape[:2]
         for heads, key_size, value_size in self.shapes:
@@ -97,7 +97,8 @@ class Decoder(nn.Module):
             yield keys, next(parts).view(batch, past, heads, value_size).transpose(1, 2)
 
     def _mask(self, step: torch.Tensor, used: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-        """What each new token sees: the rows in use, itself and those before it.
+        """Return the attention mask: new tokens see the rows in use, themselves and earlier
+        ones.
 
         It is added to the scores: [batch, 1, length, past + length].
         """
@@ -112,7 +113,7 @@ class Decoder(nn.Module):
 
     @contextlib.contextmanager
     def _as_decoder(self, count: torch.Tensor) -> Iterator[None]:
-        """The model with our attention, and logits of each sequence's last real token alone."""
+        """Run the model with our attention, and with logits of each last real token only."""
 
         def last(head: nn.Module, hidden: tuple[torch.Tensor]) -> torch.Tensor:
             batch = torch.arange(count.shape[0], device=count.device)
@@ -129,7 +130,7 @@ class Decoder(nn.Module):
             hook.remove()
 
     def example(self) -> dict[str, torch.Tensor]:
-        """What it is exported with."""
+        """Return the example inputs for the export."""
         batch, length, past = _BATCH_LENGTH_PAST
         return {
             "ids": torch.arange(batch * length).view(batch, length) % self.vocabulary,
@@ -149,7 +150,7 @@ class Decoder(nn.Module):
         return int(self.model.get_output_embeddings().weight.shape[0])
 
     def generation(self, tokenizer: Any = None) -> Generation:
-        """What goes into the bundle beside the graph; ``tokenizer`` is a fast one, or None."""
+        """Return the bundle's data beside the graph; ``tokenizer`` is a fast tokenizer or None."""
         own = getattr(self.model, "generation_config", None)
         settings = own or self.model.config
         eos, bos = settings.eos_token_id, settings.bos_token_id
@@ -218,7 +219,7 @@ def _text_config(model: Any) -> Any:
 
 
 def _cache_layers(model: Any, keyword: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each layer's keys and values of two tokens; refused where a layer keeps something else."""
+    """Return each layer's keys and values of two tokens; refuse layers that keep anything else."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     refuse_encoder(model.config)
@@ -281,7 +282,7 @@ def _attention(
 
 
 def _packed(mask: torch.Tensor, groups: int) -> torch.Tensor:
-    """The mask of packed heads, made once for all layers: kept on the mask, which is one call's."""
+    """Return the mask of packed heads, made once for all layers and kept on the call's own mask."""
     if groups == 1:
         return mask
     made: dict[int, torch.Tensor] = vars(mask).setdefault("of_groups", {})

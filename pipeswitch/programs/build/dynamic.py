@@ -1,7 +1,7 @@
-"""Which dimensions a model leaves open: what was asked for, and what its export allows.
+"""Choice of a model's open dimensions: the requested ones, within the limits of its export.
 
 Dimension 0 is the batch where all inputs share it. Others are opened where the caller, or the
-source, gives a range; ``choices`` lists what is tried, the most open first.
+source, gives a range; ``choices`` lists the attempts, the most open first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Works = Mapping[str, tuple[int | None, int | None]]
 
 
 class NotDynamic(Exception):
-    """This export did not work; with fewer open dimensions, or narrower ones, another might."""
+    """Failed export that might work with fewer open dimensions or narrower ranges."""
 
     def __init__(self, why: str, works: Works | None = None) -> None:
         super().__init__(why)
@@ -44,7 +44,7 @@ class NotDynamic(Exception):
 
 
 def narrowed(axes: Axes, shapes: Sequence[Sequence[int]], works: Works) -> Axes:
-    """The same dimensions with the ranges that work; the same where none is narrower."""
+    """Return the same dimensions with the ranges that work; equal ones if none is narrower."""
     given = {dim.name: shapes[number][axis] for (number, axis), dim in axes.items()}
     found = {}
     for place, dim in axes.items():
@@ -58,8 +58,11 @@ def narrowed(axes: Axes, shapes: Sequence[Sequence[int]], works: Works) -> Axes:
 def working_end(
     values: Values, given: Values, is_same: Callable[[Values], bool]
 ) -> dict[str, tuple[int | None, int | None]]:
-    """How far the range of the one dimension that differs from ``given`` reaches, seen from where
-    it does not work; nothing where several differ."""
+    """Return how far the range of the one dimension that differs from ``given`` works, searched
+    from a failing value.
+
+    The result is empty if several dimensions differ.
+    """
     names = [name for name in given if name != BATCH and values[name] != given[name]]
     if len(names) != 1:
         return {}
@@ -100,8 +103,10 @@ def asked_axes(names: Sequence[str], shapes: Sequence[Sequence[int]], dynamic: D
 
 
 def _by_input(names: Sequence[str], dynamic: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Each input's ranges: under its name, or a pattern (``cache.*.k``); as torch's
-    ``dynamic_shapes`` they may also be in the inputs' order, or None."""
+    """Yield each input's ranges: under its name, or a pattern (``cache.*.k``).
+
+    Like torch's ``dynamic_shapes``, they may also be in the inputs' order, or None.
+    """
     if isinstance(dynamic, list | tuple):
         dynamic = dict(zip(names, dynamic, strict=False))
     for pattern, wanted in dynamic.items():
@@ -117,7 +122,7 @@ def _by_input(names: Sequence[str], dynamic: Any) -> Iterator[tuple[str, dict[An
 
 
 def names_for(shape: Sequence[Any], axis: int) -> Iterator[str]:
-    """What an unnamed dimension may be called, best first."""
+    """Yield candidate names for an unnamed dimension, best first."""
     is_picture = len(shape) != 4 or shape[1] in _CHANNELS
     usual = _USUAL_NAMES.get((len(shape), axis), "") if is_picture else ""
     usual = BATCH if axis == 0 else usual or f"dim{axis}"
@@ -139,14 +144,14 @@ def _range(part: str, given: Any) -> tuple[str, int, int]:
 
 
 def _end(end: Any, default: int) -> int:
-    """Of torch's ends, where none is None, 0 or no number."""
+    """Return a range end from torch as an int, or the default if it is None, 0 or not a number."""
     return int(end) or default if str(end).isdigit() else default
 
 
 def _named(
     free: Iterable[str], low: int, high: int, extent: int, taken: dict[str, tuple[Dim, int]]
 ) -> Dim:
-    """A dimension of the first name that is free, or is the same one."""
+    """Return a dimension of the first name that is free, or has the same range."""
     for name in free:
         dim, known = taken.setdefault(name, (Dim(name, low, high), extent))
         if (dim.low, dim.high, known) == (low, high, extent):
@@ -186,7 +191,7 @@ def batch_axes(shapes: Sequence[Sequence[int]], max_batch: int, asked: Axes) -> 
 
 
 def choices(batch: Axes, asked: Axes, *, is_wish: bool) -> list[Axes]:
-    """What is tried in turn. ``is_wish``: what was asked for may be left out."""
+    """Return the attempts in order; ``is_wish`` allows dropping the requested dimensions."""
     tried = [{**batch, **asked}]
     if not any(axis == 0 for _, axis in asked):
         tried.append(asked)

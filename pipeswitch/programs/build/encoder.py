@@ -1,4 +1,4 @@
-"""From what ``torch.export`` made to a program: its graph, its weights in order of first use."""
+"""Encoder of a ``torch.export`` result: its graph, and its weights in order of first use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..graphs.operators import DROPPED_AT_EXPORT, split_target
 from ..interface.dims import Extent
 from ..interface.layout import ValueSpec
 from ..running.values import dtype_name
-from .advice import DATA, NO_DATA, OTHERS, SPARSE, WRITES, advice, refuse_wrapped
+from .advice import DATA, OTHERS, SPARSE, WRITES, advice, refuse_wrapped
 from .dynamic import Axes, NotDynamic
 from .recurrent import own_name
 from .symbols import extent_of, suspects
@@ -159,16 +159,12 @@ class Encoder:
         return source[target].detach()
 
     def _weight(self, target: str, tensor: Any) -> Any:
-        """A weight's value; tensors that are one stay one, odd strides become a permutation."""
+        """Return a weight's value; tied tensors share one, odd strides become a permutation."""
         key = _identity(tensor)
         name = self._first_names.get(key, target).removeprefix(_PREFIX)
         dtype_name(tensor.dtype, f"weight {name!r}")
         if tensor.layout is not torch.strided:
             raise RegistrationRefused(f"weight {name!r}", "it is sparse", hint=SPARSE)
-        if tensor.is_meta:
-            raise RegistrationRefused(
-                f"weight {name!r}", "it has no data: it is on the meta device", hint=NO_DATA
-            )
         if key not in self._tensors:
             # Convolutions choose their kernel by the weight's strides (channels_last), so bits
             # depend on them: keep the order of the bytes, and permute the view back.
@@ -184,7 +180,7 @@ class Encoder:
         return {"v": ("w", self._tensors[key])}
 
     def _value(self, name: str) -> Any:
-        """A node's value; a permuted weight's permutation is emitted right at its first use."""
+        """Return a node's value; emit a weight's permutation just before its first use."""
         if name in self._wrapped:
             target, tensor = self._wrapped[name]
             refuse_wrapped(target, tensor)
@@ -353,7 +349,7 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _needed(exported: torch.export.ExportedProgram) -> set[Any]:
-    """The calls whose result is one of the outputs', or that write; a dropped check needs none."""
+    """Return the calls that write or that the outputs need; a dropped check needs none."""
     needed: set[Any] = set()
     for node in reversed(exported.graph.nodes):
         target = node.target
@@ -367,7 +363,7 @@ def _needed(exported: torch.export.ExportedProgram) -> set[Any]:
 
 
 def _takes_default_dtype(node: Any) -> bool:
-    """It makes a tensor of a dtype that this process has set, and a worker has not."""
+    """Return True if the node creates a tensor of a default dtype that workers lack."""
     if torch.get_default_dtype() is torch.float32 or not isinstance(
         node.target, torch._ops.OpOverload
     ):

@@ -183,7 +183,7 @@ _RELATED: Final = re.compile(r"(\w+) = (.*[A-Za-z].*)")
 
 
 def _not_dynamic(error: BaseException) -> NotDynamic:
-    """What the model allows of its dimensions, of torch's advice; else torch's first line."""
+    """Build a NotDynamic from the dimensions that torch suggests, or from the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or not lines[0].startswith("Constraints violated"):
         return NotDynamic(f"torch.export: {first_line(error)}")
@@ -285,19 +285,22 @@ def _checked_program(
 
 
 def _is_scripted(module: nn.Module) -> bool:
-    """By name: torch.jit does not export the class. A traced module, its subclass, exports."""
+    """Return True for a ScriptModule, by name: torch.jit does not export the class.
+
+    A traced module is a subclass and can be exported.
+    """
     return type(module).__name__ == "RecursiveScriptModule"
 
 
 def _scripted_names(module: Any) -> list[str] | None:
-    """What TorchScript calls its arguments, which Python does not see."""
+    """Return the argument names of a scripted module, which Python cannot inspect, else None."""
     if not _is_scripted(module):
         return None
     return [one.name for one in module.forward.schema.arguments][1:]
 
 
 def _traceable(module: Any, example: Example) -> Any:
-    """The module; of TorchScript, the same calls as a graph that torch can export."""
+    """Return the module, or for TorchScript the same calls as a graph that torch can export."""
     if not _is_scripted(module):
         return module
     from torch._export.converter import TS2EPConverter  # imports torch's own exporter, and more

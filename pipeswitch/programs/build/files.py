@@ -39,7 +39,7 @@ def convert(
     example_inputs: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """A file of a program as a bundle; returns as ``export_module_to_bundle``.
+    """Convert a program's file to a bundle; return the same as ``export_module_to_bundle``.
 
     Raises:
         RegistrationRefused: it is none of them, it needs an example, or does not export.
@@ -82,7 +82,7 @@ def convert(
 
 
 def convert_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
-    """A state dict that ``torch.save`` wrote, as safetensors.
+    """Convert a state dict that ``torch.save`` wrote to safetensors.
 
     Raises:
         RegistrationRefused: it cannot be read, or holds something else.
@@ -148,7 +148,7 @@ def convert_pt2(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> di
 def _taken(
     flat: Flat, names: Sequence[str], inputs: Sequence[torch.Tensor], dynamic: OpenDims
 ) -> OpenDims:
-    """Without the smallest extents that the file's own guards refuse, which its ranges have."""
+    """Return the open dimensions without the smallest extents that the file's own guards refuse."""
     shapes = [tuple(value.shape) for value in inputs]
     dims = asked_axes(names, shapes, dynamic)
     specs = [
@@ -181,7 +181,7 @@ def _takes(flat: Flat, inputs: Sequence[torch.Tensor]) -> bool:
 
 
 def _open_in(loaded: torch.export.ExportedProgram, names: Sequence[str]) -> OpenDims:
-    """The dimensions that a file was exported with, by the names we give them."""
+    """Return the dimensions that a file was exported with, under our names."""
     kept = set(loaded.graph_signature.user_inputs)
     values = [node.meta["val"] for node in loaded.graph.nodes
               if node.op == "placeholder" and node.name in kept
@@ -203,7 +203,7 @@ def _open_in(loaded: torch.export.ExportedProgram, names: Sequence[str]) -> Open
 
 
 def _ends(loaded: torch.export.ExportedProgram, symbol: Any) -> tuple[int, int]:
-    """A symbol's range in a file; one without an upper end has ``ENDLESS``."""
+    """Return a symbol's range in a file; its upper end may be ``ENDLESS``."""
     ends: Any = loaded.range_constraints.get(symbol)
     if ends is None:
         raise RegistrationRefused(

@@ -209,7 +209,7 @@ class _Reach:
             self._look_at_function(value)
 
     def _look_at_class(self, kind: type) -> None:
-        """Its attributes, and those that its functions may set."""
+        """Visit a class's attributes, and those that its functions may set."""
         functions = [value for value in vars(kind).values() if type(value) is FunctionType]
         names = {*vars(kind)}.union(*(_names(function.__code__) for function in functions))
         for name in names:

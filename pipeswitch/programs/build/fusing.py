@@ -1,27 +1,41 @@
 """Derivation of a graph with packed weights and fused calls from a verified graph.
 
-A call is packed only if that is faster on this machine: both forms are timed on the example's
-values. Positions are those of nodes in the plain graph; a new weight is named, ``{"w": name}``,
-until the derived graph is numbered.
+A call is packed only if that is faster on this machine: both forms are timed at the example's
+shape and at a batch. Positions are those of nodes in the plain graph; a new weight is named,
+``{"w": name}``, until the derived graph is numbered.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from msgspec.structs import replace
 
-from ..graphs.bundle import Graph, Node, node_references, references
+from ..graphs.bundle import Graph, Node, node_references
 from ..graphs.graph import CompiledGraph, resolve
-from ..interface.packing import CONVOLUTION, CONVOLUTION_ADD, LINEAR, LINEAR_ADD, PackedLayout
+from ..interface.packing import (
+    CONVOLUTION,
+    CONVOLUTION_ADD,
+    LINEAR,
+    LINEAR_ADD,
+    LINEAR_INT8,
+    PackedLayout,
+)
 from ..running.executor import PackedKernels
 
-ROUNDS: Final = 7  # rounds of a timing; the minimum counts
+TIMED: Final = 2  # shapes at which calls are timed
+ROUNDS: Final = 7  # the fewest rounds of a timing; the minimum counts
+MAX_ROUNDS: Final = 40
+ENOUGH_MS: Final = 40.0  # a timing of short calls takes this long: other programs disturb it
 MIN_MS: Final = 0.2  # a round repeats a call until it takes this long
+COPY: Final = "aten.contiguous.default"
+MOST_PADDED: Final = 1.1  # bytes of a packed bfloat16 weight, of those that it has plain,
+PADDED_BYTES: Final = 64 << 10  # or so many more, which nobody misses
 PRODUCTS: Final = {"aten.conv2d.default": 0, "aten.linear.default": 0, "aten.addmm.default": 1}
 """Calls that may be packed, and which of their arguments is the input."""
 
@@ -71,7 +85,8 @@ class _Form:
 
     node: Node
     weights: NewWeights  # its new ones
-    run: Callable[[], object]  # on the example's input
+    run: Callable[[torch.Tensor, torch.Tensor], object]  # on its input and the other addend
+    given: Any  # its input
     key: tuple[Any, ...]  # equal for forms that take equally long
 
 
@@ -80,28 +95,31 @@ def fused(
     weights: Sequence[torch.Tensor],
     examples: Sequence[Sequence[torch.Tensor]],
     kernels: PackedKernels,
+    precision: str = "fast",
 ) -> Derived:
     """Derive a graph with packed weights.
 
     Args:
         graph: verified, without packed weights.
         weights: in the graph's order.
-        examples: inputs at several shapes; calls are timed at the first.
+        examples: inputs at several shapes; calls are timed at the first two.
         kernels: pack weights and compute over them.
+        precision: ``fast``, or that of the packed weights; then bytes decide and not the time, and
+            the calls take bfloat16 (``lowering``).
     """
     traces = [_Trace(graph, weights, inputs) for inputs in examples]
-    return _Fusing(graph, weights, traces, kernels).run()
+    return _Fusing(graph, weights, traces, kernels, precision).run()
 
 
 class _Trace:
-    """Run the graph once, call by call; record the shapes of all values and the inputs of
-    products."""
+    """Run the graph once, call by call; record the shapes of all values and what products
+    take."""
 
     def __init__(
         self, graph: Graph, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> None:
         self.shapes = {value: tuple(given.shape) for value, given in enumerate(inputs)}
-        self.taken: dict[int, torch.Tensor] = {}
+        self.taken: dict[int, torch.Tensor] = {}  # without data
         spans = [(position, position + 1) for position in range(len(graph.nodes))]
         compiled = CompiledGraph(graph, spans, "cpu")
         environment = compiled.start([value.clone() for value in inputs])
@@ -111,7 +129,7 @@ class _Trace:
                     given = node.args[PRODUCTS[node.target]]
                     x = environment.get(given["v"]) if isinstance(given, dict) else None
                     if isinstance(x, torch.Tensor):
-                        self.taken[position] = x.clone(memory_format=torch.preserve_format)
+                        self.taken[position] = x.to("meta")
                 call(environment, [weights[index] for index in compiled.group_weights[position]])
                 result = environment.get(graph.first_node_value + position)
                 if isinstance(result, torch.Tensor):
@@ -127,8 +145,12 @@ class _Fusing:
         weights: Sequence[torch.Tensor],
         traces: Sequence[_Trace],
         kernels: PackedKernels,
+        precision: str,
     ) -> None:
         self._graph, self._weights, self._kernels = graph, weights, kernels
+        self._precision, self._is_fast = precision, precision == "fast"
+        self._dtype = torch.float32 if self._is_fast else torch.bfloat16  # of packed weights
+        self._packs = self._is_fast or kernels.half() == "packed"
         self._traces, self._taken = traces, traces[0].taken
         self._readers: dict[int, list[int]] = {}
         for position, node in enumerate(graph.nodes):
@@ -148,11 +170,13 @@ class _Fusing:
                 continue
             chain = self._chain(position)
             make = self._convolution if node.target == "aten.conv2d.default" else self._linear
-            form = make(chain, x)
-            if form is None:
+            is_int8 = self._precision == "int8" and make == self._linear
+            form = make(chain, x) if is_int8 or self._packs else None
+            if form is None or (not self._is_fast and _wastes(form)):
                 continue
-            plain_ms, packed_ms = self._timed(chain, form, x)
-            if packed_ms > plain_ms:
+            timed = self._traces[:TIMED] if self._is_fast else ()
+            times = [self._timed(chain, form, trace) for trace in timed]
+            if sum(packed_ms - plain_ms for plain_ms, packed_ms in times) > 0.0:
                 self._plain_count += 1
                 continue
             self._new |= form.weights
@@ -165,10 +189,15 @@ class _Fusing:
     def _chain(self, position: int) -> _Chain:
         nodes, chain = self._graph.nodes, _Chain(position)
         is_convolution = nodes[position].target == "aten.conv2d.default"
+        if self._precision == "int8" and not is_convolution:
+            return chain
         at = self._reader(position)
         if at is not None and is_convolution and self._is_foldable(nodes[at]):
             chain, at = _Chain(position, norm=at), self._reader(at)
-        if at is not None and (other := self._addend(chain, at)) is not None:
+        # A transformer's residual stream stays float32, and grouped ones add in float32 alone.
+        is_lone = is_convolution and (*nodes[position].args, 1)[6:7] in ((), (1,))
+        may_add = self._is_fast or is_lone
+        if at is not None and may_add and (other := self._addend(chain, at)) is not None:
             chain = _Chain(position, chain.norm, at, other)
             at = self._reader(at)
         if (
@@ -241,7 +270,7 @@ class _Fusing:
         how = (padding, stride, dilation, given[6] or 1)
         if chain.norm is not None:
             weight, bias = self._folded(self._graph.nodes[chain.norm], weight, bias)
-        layout, data = self._kernels.pack_convolution(weight, *how, x.shape)
+        layout, data = self._kernels.pack_convolution(weight.to(self._dtype), *how, x.shape)
         name = self._name_of(given[1])
         new: dict[str, tuple[torch.Tensor, PackedLayout | None]] = {
             f"{name}:packed": (data, layout)
@@ -251,7 +280,7 @@ class _Fusing:
         rest = (*how, *self._after(chain))
         b = None if bias is None else {"w": f"{name}:bias"}
         return self._form(
-            (CONVOLUTION, CONVOLUTION_ADD), chain, x, (node.args[0], {"w": f"{name}:packed"}, b),
+            (CONVOLUTION, CONVOLUTION_ADD), chain, (node.args[0], {"w": f"{name}:packed"}, b),
             (self._kernels.wrap(data, layout), bias), rest, new,
         )  # fmt: skip
 
@@ -269,19 +298,31 @@ class _Fusing:
             return None
         if bias_at is not None and (bias is None or tuple(bias.shape) != (len(weight),)):
             return None
-        layout, data = self._kernels.pack_linear(weight)
+        if self._precision == "int8":
+            return self._int8(node, (given, weight_at, bias_at), weight)
+        layout, data = self._kernels.pack_linear(weight.to(self._dtype))
         name = f"{self._name_of(weight_at)}:packed"
         rest = () if chain.addition is not None else self._after(chain)
         return self._form(
-            (LINEAR, LINEAR_ADD), chain, x, (given, {"w": name}, bias_at),
+            (LINEAR, LINEAR_ADD), chain, (given, {"w": name}, bias_at),
             (self._kernels.wrap(data, layout), bias), rest, {name: (data, layout)},
         )  # fmt: skip
+
+    def _int8(self, node: Node, arguments: tuple[Any, Any, Any], weight: torch.Tensor) -> _Form:
+        """Return a product over int8 weights: symmetric, one scale for each output."""
+        given, weight_at, bias_at = arguments
+        name = f"{self._name_of(weight_at)}:int8"
+        scales = (weight.abs().amax(1).clamp(min=1e-30) / 127.0).bfloat16()
+        rows = (weight / scales.float()[:, None]).round().clamp(-127, 127)
+        rows = rows.to(torch.int8).contiguous()
+        new: NewWeights = {name: (rows, None), f"{name}:scales": (scales, None)}
+        call = Node(LINEAR_INT8, (given, {"w": name}, {"w": f"{name}:scales"}, bias_at))
+        return _Form(call, new, lambda x, other: None, given, ())
 
     def _form(
         self,
         targets: tuple[str, str],
         chain: _Chain,
-        x: torch.Tensor,
         arguments: tuple[Any, Any, Any],
         values: tuple[torch.Tensor, torch.Tensor | None],
         rest: tuple[Any, ...],
@@ -289,25 +330,18 @@ class _Fusing:
     ) -> _Form:
         """``arguments`` and ``values``: of input, weight and bias; of the last two."""
         operators, (given, w, b) = self._kernels.operators(), arguments
-        keeps = torch.contiguous_format
-        if x.dim() == 4 and self._is_channels_last(given):
-            keeps = torch.channels_last
-            x = x.contiguous(memory_format=keeps)
-        key = (tuple(x.shape), x.stride(), tuple(values[0].shape), str(rest), b is None)
+        key = (tuple(values[0].shape), str(rest), b is None, chain.norm is None)
         if chain.addition is None:
             node = Node(targets[0], (given, w, b, *rest))
             call = operators[targets[0]]
-            return _Form(node, new, lambda: call(x, *values, *rest), (*key, chain.norm is None))
-        other = torch.zeros(self._traces[0].shapes[self._value(chain.product)])
-        other = other.contiguous(memory_format=keeps)
+            return _Form(node, new, lambda x, other: call(x, *values, *rest), given, key)
         node = Node(targets[1], (given, chain.other, w, b, *rest))
         add = operators[targets[1]]
-        run = lambda: add(x, other, *values, *rest)  # noqa: E731
-        return _Form(node, new, run, (*key, "add", chain.norm is None))
+        run = lambda x, other: add(x, other, *values, *rest)  # noqa: E731
+        return _Form(node, new, run, given, (*key, "add"))
 
     def _is_channels_last(self, argument: Any) -> bool:
-        """Whether a packed convolution before it gives a value that layout: the calls in between
-        keep it."""
+        """Return True if a packed convolution's channels-last layout reaches the value."""
         value = argument["v"]
         while value >= self._graph.first_node_value:
             node = self._graph.nodes[value - self._graph.first_node_value]
@@ -344,13 +378,20 @@ class _Fusing:
         index: int = argument["v"] - len(self._graph.inputs)
         return self._graph.weights[index]
 
-    def _timed(self, chain: _Chain, form: _Form, x: torch.Tensor) -> tuple[float, ...]:
+    def _timed(self, chain: _Chain, form: _Form, trace: _Trace) -> tuple[float, ...]:
         """Return the milliseconds of the chain's plain calls and of its packed call."""
         targets = tuple(self._graph.nodes[one].target for one in chain.members)
-        key = (targets, *form.key)
+        taken = trace.taken[chain.product]
+        key = (targets, tuple(taken.shape), taken.stride(), *form.key)
         if key not in self._times:
+            x = ours = torch.full_like(taken, 0.5, device="cpu")
+            other = torch.zeros(trace.shapes[self._value(chain.product)])
+            if x.dim() == 4 and self._is_channels_last(form.given):
+                ours = x.contiguous(memory_format=torch.channels_last)
+                other = other.contiguous(memory_format=torch.channels_last)
             with torch.inference_mode():
-                self._times[key] = least_ms([lambda: self._plain(chain, x), form.run])
+                runs = [lambda: self._plain(chain, x), lambda: form.run(ours, other)]
+                self._times[key] = least_ms(runs)
         return self._times[key]
 
     def _plain(self, chain: _Chain, x: torch.Tensor) -> None:
@@ -374,62 +415,109 @@ class _Fusing:
 
     def _numbered(self) -> Derived:
         graph = self._graph
-        kept = [
-            (position, self._calls.get(position, node))
-            for position, node in enumerate(graph.nodes)
-            if position not in self._gone
-        ]
-        arguments = [one for _, node in kept for one in (*node.args, *node.kwargs.values())]
-        arguments += [{"v": value} for value in graph.results]
-        order = list(dict.fromkeys(self._names_in(arguments)))
-        numbers = {name: len(graph.inputs) + index for index, name in enumerate(order)}
-        moved = {value: value for value in range(len(graph.inputs))}
-        for value, name in enumerate(graph.weights, len(graph.inputs)):
-            moved[value] = numbers.get(name, -1)
-        for value, (position, _) in enumerate(kept, len(graph.inputs) + len(order)):
-            moved[self._value(position)] = value
+        kept: list[tuple[int, Node]] = []
+        copies: dict[int, int] = {}  # values whose copy is read from there on
 
-        def argument_of(argument: Any) -> Any:
-            match argument:
-                case {"w": name}:
-                    return {"v": numbers[name]}
-                case {"v": value}:
-                    return {"v": moved[value]}
-                case list() | tuple() if references(argument):
-                    return [argument_of(one) for one in argument]
-            return argument
+        def read(argument: dict[str, Any]) -> dict[str, Any]:
+            value = argument.get("v", -1)
+            return {"v": copies[value]} if value in copies else argument
 
-        nodes = tuple(
-            Node(
-                node.target,
-                tuple(argument_of(one) for one in node.args),
-                {key: argument_of(one) for key, one in node.kwargs.items()},
-            )
-            for _, node in kept
-        )
-        packed = {name: layout for name in order if (layout := self._new.get(name, (0, None))[1])}
-        derived = replace(
-            graph,
-            weights=tuple(order),
-            nodes=nodes,
-            results=tuple(moved[value] for value in graph.results),
-            packed=packed,
-        )
-        plain = dict(zip(graph.weights, self._weights, strict=True))
-        weights = [self._new[name][0] if name in self._new else plain[name] for name in order]
-        return Derived(derived, weights, len(packed), self._plain_count)
+        for position, node in enumerate(graph.nodes):
+            if self._needs_copy(position):
+                source = read(node.args[0])
+                copies[node.args[0]["v"]] = self._value(len(graph.nodes) + len(copies))
+                kept.append((copies[node.args[0]["v"]], Node(COPY, (source,))))
+            if position not in self._gone:
+                call = self._calls.get(position, node)
+                kept.append((self._value(position), _mapped(call, read)))
+        plain = zip(graph.weights, self._weights, strict=True)
+        weights = {name: (data, None) for name, data in plain} | self._new
+        results = [read({"v": value}) for value in graph.results]
+        return renumbered(graph, kept, results, weights, self._plain_count)
 
-    def _names_in(self, argument: Any) -> Iterator[str]:
-        match argument:
-            case {"w": name}:
-                yield name
-            case {"v": value} if 0 <= value - len(self._graph.inputs) < len(self._weights):
-                yield self._graph.weights[value - len(self._graph.inputs)]
-            case list() | tuple():
-                for one in argument:
-                    yield from self._names_in(one)
-            case _:
-                pass
+    def _needs_copy(self, position: int) -> bool:
+        """Return True if a call takes a view that channels-last memory does not allow."""
+        node = self._graph.nodes[position]
+        given = node.args[0] if node.args else None
+        if node.target != "aten.view.default" or not isinstance(given, dict) or "v" not in given:
+            return False
+        if not self._calls or not self._is_channels_last(given):
+            return False
+        for trace in self._traces:
+            value = torch.empty(trace.shapes[given["v"]], device="meta")
+            try:
+                value.to(memory_format=torch.channels_last).view(
+                    trace.shapes[self._value(position)]
+                )
+            except RuntimeError:
+                return True
+        return False
+
+
+def renumbered(
+    graph: Graph,
+    kept: Sequence[tuple[int, Node]],
+    results: Sequence[Any],
+    weights: NewWeights,
+    plain_count: int,
+) -> Derived:
+    """Return a graph of other calls with the same inputs and outputs.
+
+    Args:
+        graph: the former one.
+        kept: the calls in order, each with its value: the number that others name it by.
+        results: arguments that name the outputs.
+        weights: by name, as ``{"w": name}`` or the number of a former one names them.
+        plain_count: of the result.
+    """
+    first, order = len(graph.inputs), dict[str, int]()
+
+    def named(argument: dict[str, Any]) -> dict[str, Any]:
+        if first <= argument.get("v", -1) < graph.first_node_value:
+            argument = {"w": graph.weights[argument["v"] - first]}
+        if "w" in argument:
+            order.setdefault(argument["w"], first + len(order))
+        return argument
+
+    nodes = [_mapped(node, named) for _, node in kept]
+    outputs = [named(one) for one in results]
+    moved = {value: value for value in range(first)}
+    moved |= {value: at for at, (value, _) in enumerate(kept, first + len(order))}
+
+    def numbered(argument: dict[str, Any]) -> dict[str, Any]:
+        if "w" in argument:
+            return {"v": order[argument["w"]]}
+        return {"v": moved[argument["v"]]} if "v" in argument else argument
+
+    packed = {name: layout for name in order if (layout := weights[name][1]) is not None}
+    new = replace(
+        graph,
+        weights=tuple(order),
+        nodes=tuple(_mapped(node, numbered) for node in nodes),
+        results=tuple(numbered(one)["v"] for one in outputs),
+        packed=packed,
+    )
+    return Derived(new, [weights[name][0] for name in order], len(packed), plain_count)
+
+
+def _mapped(node: Node, of: Callable[[dict[str, Any]], Any]) -> Node:
+    """Return a call whose references and tagged arguments are what ``of`` makes of them."""
+
+    def mapped(argument: Any) -> Any:
+        if isinstance(argument, list | tuple):
+            return [mapped(one) for one in argument]
+        return of(argument) if isinstance(argument, dict) else argument
+
+    named = {key: mapped(one) for key, one in node.kwargs.items()}
+    return Node(node.target, tuple(map(mapped, node.args)), named)
+
+
+def _wastes(form: _Form) -> bool:
+    """Return whether packing pads a weight so much that the form breaks its promise of bytes."""
+    pairs = [(data.nbytes, layout) for data, layout in form.weights.values() if layout is not None]
+    packed_bytes = sum(size_bytes for size_bytes, _ in pairs)
+    stored_bytes = sum(2 * math.prod(layout.shape) for _, layout in pairs)
+    return packed_bytes > max(MOST_PADDED * stored_bytes, stored_bytes + PADDED_BYTES)
 
 
 def _activation(node: Node) -> Activation | None:
@@ -463,10 +551,13 @@ def least_ms(calls: Sequence[Callable[[], object]]) -> tuple[float, ...]:
         call()
         repeats.append(max(1, int(MIN_MS / max(1e-3, 1e3 * (time.thread_time() - began_s)))))
     least = [float("inf")] * len(calls)
-    for _ in range(ROUNDS):
+    began_s = time.thread_time()
+    for number in range(MAX_ROUNDS):
+        if number >= ROUNDS and 1e3 * (time.thread_time() - began_s) > ENOUGH_MS:
+            break
         for index, (call, repeat) in enumerate(zip(calls, repeats, strict=True)):
-            began_s = time.thread_time()
+            call_s = time.thread_time()
             for _ in range(repeat):
                 call()
-            least[index] = min(least[index], 1e3 * (time.thread_time() - began_s) / repeat)
+            least[index] = min(least[index], 1e3 * (time.thread_time() - call_s) / repeat)
     return tuple(least)

@@ -24,8 +24,10 @@ _CACHES: Final = (
 
 
 def readable(source: str) -> list[Path]:
-    """What a confined build of this source may read of the machine's: the cache without the token
-    that lies beside it, or the folder that the owner named."""
+    """Return the host paths that a confined build of this source may read.
+
+    They are the hub cache without the token beside it, or the folder that the owner named.
+    """
     scheme, _, name = source.partition(":")
     if scheme != "hf":
         return []
@@ -38,15 +40,17 @@ def readable(source: str) -> list[Path]:
 
 
 def without_token(work: Path) -> None:
-    """The hub's library finds no token, instead of one that it may not read. Call it before that
-    is imported."""
+    """Hide the token from the hub's library, which must not even try to read it.
+
+    Call it before the library is imported.
+    """
     for name in _TOKENS:
         os.environ.pop(name, None)
     os.environ["HF_TOKEN_PATH"] = str(work / "no-token")
 
 
 def of_its_own(work: Path) -> Path:
-    """From here on this process looks and fetches into a folder of its own alone."""
+    """Restrict this process to a hub folder of its own."""
     without_token(work)
     for name in _CACHES:
         os.environ.pop(name, None)

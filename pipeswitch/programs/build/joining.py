@@ -1,9 +1,9 @@
-"""Whether requests of a program can be joined along their batch, and what their answers become."""
+"""Check whether a program's requests can be batched, and how that changes their answers."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -16,14 +16,16 @@ from ..graphs.bundle import read_bundle
 from ..graphs.claims import check_joinable
 from ..interface.dims import BATCH, at_batch, largest, shape_at
 from ..interface.layout import MOST_JOINED_BYTES, Batching, Manifest, ValueSpec
+from ..interface.packing import HALF
 from ..running.executor import GraphProgram
 from ..running.padding import cut, padded
 from ..running.views import tensor_over
 from ..spec import weights_file
-from .checking import is_rounded, same_bits, workers_default_dtype
+from .checking import ROUNDING, is_rounded, same_bits, workers_default_dtype
 from .verify import Plain, acceptable_inputs, load_image
 
 MOST_COMPARED: Final = 16  # rows of a joined run with the same rows alone
+BATCHES: Final = (2, 3, 5, 8, 13)  # at which rows are compared with the rows alone
 
 
 def with_batching(manifest: Manifest, limit: int, delay_ms: float, folder: Path) -> Manifest:
@@ -39,8 +41,9 @@ def with_batching(manifest: Manifest, limit: int, delay_ms: float, folder: Path)
     check_joinable(manifest, limit)
     path = folder / weights_file(manifest)
     image = load_image(path, manifest)
-    graph = read_bundle(path, is_derived=manifest.precision is not None).graph
-    program = GraphProgram(manifest, graph, "cpu", KERNELS if graph.packed else None)
+    is_derived = manifest.precision is not None
+    graph = read_bundle(path, is_derived=is_derived).graph
+    program = GraphProgram(manifest, graph, "cpu", KERNELS if is_derived else None)
     bound = program.bind(lambda tensor: tensor_over(image.untyped_storage(), tensor, 0))
 
     def compute(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -49,12 +52,10 @@ def with_batching(manifest: Manifest, limit: int, delay_ms: float, folder: Path)
 
     low = manifest.batch[0]
     rows = limit // low * low
-    if manifest.pads:
-        found = [_is_exact_padded(manifest, low, size, compute) for size in {2 * low, rows}]
-    else:
-        inputs = acceptable_inputs(manifest.inputs, at_batch(manifest.dims, rows), compute)
-        found = [_is_exact(manifest, inputs, low, size, compute) for size in {2 * low, rows}]
-    batching = Batching(limit=limit, delay_ms=delay_ms, is_exact=all(found))
+    is_half = manifest.precision is not None and manifest.precision.name in HALF
+    most = ROUNDING[torch.bfloat16] if is_half else 0.0
+    is_exact = _are_exact(manifest, {2 * low, rows}, compute, most)
+    batching = Batching(limit=limit, delay_ms=delay_ms, is_exact=is_exact)
     at_most = largest(manifest.dims) | {BATCH: limit}
     joined_bytes = sum(value.size_bytes(at_most) for value in manifest.inputs)
     taken_bytes = manifest.extra.get("intermediate_bytes", 0) + (
@@ -69,10 +70,41 @@ def with_batching(manifest: Manifest, limit: int, delay_ms: float, folder: Path)
     )
 
 
+def is_batch_invariant(manifest: Manifest, compute: Plain, limit: int) -> bool | None:
+    """Return whether each row of a batch has the bits of the row alone; None if it has no rows.
+
+    ``limit``: of joined requests; 0: each runs alone, in batches of its own.
+    """
+    low, high = manifest.batch
+    limit = min(limit or high, MOST_COMPARED * low)
+    try:
+        check_joinable(manifest, limit)
+    except RegistrationRefused:
+        return None
+    sizes = {size * low for size in (*BATCHES, limit // low) if 1 < size <= limit // low}
+    return _are_exact(manifest, sizes, compute, float("inf"))
+
+
+def _are_exact(manifest: Manifest, sizes: Iterable[int], compute: Plain, most: float) -> bool:
+    """Return whether rows of runs of these sizes are those of runs alone, bit for bit.
+
+    ``most``: the rounding that is accepted, relative to the largest; less than that of the dtype
+    counts as that.
+    """
+    low, sizes = manifest.batch[0], sorted(sizes)
+    if manifest.pads:
+        found = [_is_exact_padded(manifest, low, size, compute, most) for size in sizes]
+    else:
+        inputs = acceptable_inputs(manifest.inputs, at_batch(manifest.dims, sizes[-1]), compute)
+        found = [_is_exact(manifest, inputs, low, size, compute, most) for size in sizes]
+    return all(found)
+
+
 def _is_exact(
-    manifest: Manifest, inputs: Sequence[torch.Tensor], low: int, size: int, compute: Plain
-) -> bool:
-    """Whether rows of a run of ``size`` are those of runs of ``low``, bit for bit."""
+    manifest: Manifest, inputs: Sequence[torch.Tensor], low: int, size: int, compute: Plain,
+    most: float,
+) -> bool:  # fmt: skip
+    """Return True if rows of a run of ``size`` equal those of runs of ``low`` bit for bit."""
     together = compute([value[:size].contiguous() for value in inputs])
     is_exact = True
     step = -(-size // low // MOST_COMPARED) * low
@@ -82,12 +114,12 @@ def _is_exact(
             rows = joined[start : start + low]
             if not same_bits(rows.contiguous(), own.contiguous()):
                 is_exact = False
-                _check_rounding(spec, rows, own)
+                _check_rounding(spec, rows, own, most)
     return is_exact
 
 
-def _is_exact_padded(manifest: Manifest, low: int, size: int, compute: Plain) -> bool:
-    """As ``_is_exact``, of requests of many extents: of each dimension from its least on."""
+def _is_exact_padded(manifest: Manifest, low: int, size: int, compute: Plain, most: float) -> bool:
+    """Return True like ``_is_exact``, for requests of varied extents from the low ends up."""
     requests, extents = [], []
     for number in range(size // low):
         values = {d.name: d.low + number * (2 * k + 1) % min(9, d.high - d.low + 1)
@@ -106,12 +138,12 @@ def _is_exact_padded(manifest: Manifest, low: int, size: int, compute: Plain) ->
             rows = cut(joined[number * low :][:low], shape_at(spec.shape, values))
             if not same_bits(rows.contiguous(), own.contiguous()):
                 is_exact = False
-                _check_rounding(spec, rows, own)
+                _check_rounding(spec, rows, own, most)
     return is_exact
 
 
-def _check_rounding(spec: ValueSpec, rows: torch.Tensor, own: torch.Tensor) -> None:
-    if is_rounded(rows, own):
+def _check_rounding(spec: ValueSpec, rows: torch.Tensor, own: torch.Tensor, most: float) -> None:
+    if is_rounded(rows, own, most):
         return
     raise RegistrationRefused(
         f"output {spec.name!r}",

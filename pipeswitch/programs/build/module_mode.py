@@ -114,7 +114,7 @@ def _write_weights(path: Path, tensors: Mapping[str, torch.Tensor]) -> Sequence[
 
 
 def _with_digest(manifest: Manifest, code: dict[str, Any]) -> Manifest:
-    """The manifest with its factory's code, and the digest of all that makes up the program."""
+    """Return the manifest with its factory's code, and with the digest of the whole program."""
     sha256 = manifest.weights_sha256
     seed = manifest.extra["seed"]
     facts = [manifest.source, manifest.inputs, manifest.takes, manifest.dims, sha256, code, seed]

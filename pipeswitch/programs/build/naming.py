@@ -1,4 +1,4 @@
-"""What a module's inputs and outputs are called, and the module called by position alone."""
+"""Names of a module's inputs and outputs, and a wrapper that takes inputs by position only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..running.values import dtype_name, flatten_outputs, is_tensor
 
 @dataclass(frozen=True)
 class Example:
-    """What a module is run with once: its arguments, and the tensors in them."""
+    """Example call of a module: its arguments, and the tensors in them."""
 
     arguments: dict[str, Any]  # as given: tensors, and what nests around them
     keywords: frozenset[str]  # of the arguments: given by keyword, the others by place
@@ -38,7 +38,7 @@ class Flat(nn.Module):
         self.fixed = without_cache(module)
 
     def nested(self, inputs: Sequence[torch.Tensor]) -> Any:
-        """What the module itself answers."""
+        """Return the module's own, nested result."""
         left = iter(inputs)
         given = _replaced(self._example.arguments, is_tensor, lambda _: next(left))
         places, named = split_arguments(given, self._example.keywords)
@@ -49,7 +49,7 @@ class Flat(nn.Module):
 
 
 def _parameter_names(module: nn.Module, count: int) -> list[str]:
-    """What ``forward`` calls its first inputs; ``x``, or ``x0``…, where it is silent.
+    """Return the names of ``forward``'s first inputs; ``x``, or ``x0``…, where it has none.
 
     ``*args`` and modules that were compiled or traced have no names of their own; torch's, like
     ``Sequential``, call everything ``input``.
@@ -64,7 +64,7 @@ def _parameter_names(module: nn.Module, count: int) -> list[str]:
 
 
 def _replaced(value: Any, is_leaf: Callable[[Any], bool], make: Callable[[Any], Any]) -> Any:
-    """A value of the same classes with what ``make`` makes of its leaves, in their order."""
+    """Return a value of the same classes, with each leaf, in order, replaced by ``make``."""
     if is_leaf(value):
         return make(value)
     inner = items_of(value)
@@ -91,7 +91,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _as_tensors(value: Any) -> Any:
-    """With a tensor for each numpy array in it."""
+    """Return the value with each numpy array copied into a tensor."""
     return _replaced(value, _is_array, lambda array: torch.from_numpy(array.copy()))
 
 

@@ -17,12 +17,13 @@ import msgspec
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...base.errors import HostStoreFull, PipeSwitchError, RegistrationRefused
 from ...base.units import format_bytes
 from ...commits.weights import Weight, load_weights
 from ...devices.cpu import packed
-from ..decoding.generation import PADS, STATE, Generation
+from ..decoding.generation import HIDDEN, PADS, STATE, Generation
 from ..graphs.bundle import Bundle, Graph, read_bundle, read_safetensors_header
 from ..graphs.graph import check_no_mutation, check_shapes, last_readers
 from ..graphs.operators import checked_by
@@ -33,6 +34,7 @@ from ..interface.groups import regrouped
 from ..interface.layout import Manifest
 from ..interface.matching import match
 from ..interface.nesting import argument_names
+from ..interface.odd_files import check_file
 from ..running.executor import BoundProgram, GraphProgram
 from ..running.torch_settings import TorchSettings
 from ..running.values import tensor_bytes
@@ -53,7 +55,7 @@ from .export import export_module, write_program
 from .fresh import Fresh
 from .joining import with_batching
 from .module_mode import build_module
-from .precision import derive, with_note
+from .precision import derive, stays_exact
 from .sources import Loaded, example_specs, load_source
 from .verify import Plain, acceptable_inputs, compare, load_image
 
@@ -62,7 +64,14 @@ __all__ = ["BuildSpec", "build", "load_manifest"]
 Progress = Callable[[str, float], None]
 
 
-def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 0) -> Manifest:
+def build(
+    spec: BuildSpec,
+    out_dir: Path,
+    progress: Progress,
+    disk_bytes: int = 0,
+    *,
+    packs_weights: bool = True,
+) -> Manifest:
     """Build a model into ``out_dir``: program.bundle (or weights.safetensors), manifest.json.
 
     Args:
@@ -71,6 +80,7 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
         progress: told (stage, fraction done) as stages "build", "export", "partition", "verify"
             and "pack" begin and end.
         disk_bytes: what may be written; 0: no limit.
+        packs_weights: its devices read weights in the layout of this processor's kernels.
 
     Raises:
         RegistrationRefused: the model cannot be served; says which part and why.
@@ -85,7 +95,7 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
         else:
             manifest = _build_module(spec, out_dir, progress, disk_bytes)
         if spec.precision != "exact":
-            manifest = _in_precision(manifest, spec, out_dir)
+            manifest = _in_precision(manifest, spec, out_dir, packs_weights)
         if (joined := joined_as(manifest, spec)) is not None:
             manifest = with_batching(manifest, *joined, out_dir)
         if state := spec.state or (STATE if "generation" in manifest.extra else {}):
@@ -104,13 +114,20 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
         ) from error
 
 
-def _in_precision(manifest: Manifest, spec: BuildSpec, out_dir: Path) -> Manifest:
-    why = "module mode has no graph to change" if manifest.mode == "module" else packed.missing()
+def _in_precision(
+    manifest: Manifest, spec: BuildSpec, out_dir: Path, packs_weights: bool
+) -> Manifest:
+    name = spec.precision
+    why = packed.missing() if name == "fast" else ""
+    if manifest.mode == "module":
+        why = "module mode has no graph to change"
+    elif name == "fast" and not packs_weights:
+        why = "its device packs no weights"
     if why:
-        return with_note(manifest, f"precision {spec.precision}: {why}; it stays exact")
-    return derive(
-        manifest, out_dir, spec.precision, spec.max_error, spec.bucket_bytes, packed.KERNELS
-    )
+        return stays_exact(manifest, name, why)
+    kernels = packed.KERNELS if packs_weights else packed.UNPACKED
+    limit, _ = joined_as(manifest, spec) or (0, 0.0)
+    return derive(manifest, out_dir, name, spec.max_error, spec.bucket_bytes, kernels, limit)
 
 
 def _build_bundle(
@@ -126,22 +143,37 @@ def _build_bundle(
     except OSError as error:
         raise RegistrationRefused(f"source {spec.source!r}", str(error)) from error
     bundle = read_bundle(path)
-    if spec.generate and bundle.generation is None:
+    if spec.generate and (bundle.generation is None or bundle.generation.pooling):
         raise RegistrationRefused(
             "generate", "the bundle is no language model's",
             hint="give the model itself, with generate=True",
         )  # fmt: skip
     if spec.weights and weights is None:
-        raise RegistrationRefused(
-            f"weights {spec.weights!r}", "a bundle has its own weights", hint="omit weights"
-        )
+        if not spec.weights.endswith(".safetensors"):
+            raise RegistrationRefused(
+                f"weights {spec.weights!r}", "a bundle has its own weights", hint="omit weights"
+            )
+        weights = _weights_in(Path(spec.weights))
     if weights is not None:
         _write_weights(path, bundle, weights, spec.part)
     return _finish_graph(bundle, spec, path, None, _shapes_of(spec, bundle.graph), progress)
 
 
+def _weights_in(path: Path) -> dict[str, Weight]:
+    """Return the weights of a safetensors file, as those of a job's only part."""
+    check_file(path, "weights")
+    return {
+        f"file.{one.name.replace('_orig_mod.', '')}": Weight(
+            one.dtype,
+            one.shape,
+            np.fromfile(path, np.uint8, one.size_bytes, offset=one.file_offset_bytes),
+        )
+        for one in read_safetensors_header(path)[0]
+    }
+
+
 def _write_weights(path: Path, bundle: Bundle, weights: Mapping[str, Weight], part: str) -> None:
-    """In place: names, dtypes and shapes are the bundle's, so nothing moves."""
+    """Write the weights in place: names, dtypes and shapes are the bundle's, so nothing moves."""
     wanted = {tensor.name: (tensor.dtype, tensor.shape) for tensor in bundle.tensors}
     names = match(wanted, {n: (w.dtype, w.shape) for n, w in weights.items()}, part)
     with path.open("r+b") as file:
@@ -152,9 +184,9 @@ def _write_weights(path: Path, bundle: Bundle, weights: Mapping[str, Weight], pa
 
 
 def _build_version(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int) -> Manifest:
-    """The same program with a job's weights: nothing is traced anew, everything is checked anew.
+    """Build the same program with a job's weights: check all anew, but trace nothing anew.
 
-    A module's is made by its factory.
+    A module is made by its factory.
     """
     record, weights = load_weights(Path(spec.weights))
     job = Path(spec.weights).name.partition("@")[0]
@@ -194,9 +226,10 @@ def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes
 
 
 def _check_disk(module: nn.Module, limit_bytes: int) -> None:
-    """Its tensors are what a program takes, but for a few constants."""
-    tensors = (*module.parameters(), *module.buffers())
-    storages = [one.untyped_storage() for one in tensors if one.layout is torch.strided]
+    """Check the disk limit against the module's tensors: a program adds only a few constants."""
+    tensors: list[Any] = [*module.parameters(), *module.buffers()]
+    plain = (one for one in tensors if not is_traceable_wrapper_subclass(one))
+    storages = [one.untyped_storage() for one in plain if one.layout is torch.strided]
     size_bytes = sum({one.data_ptr(): one.nbytes() for one in storages}.values())
     if limit_bytes and size_bytes > limit_bytes:
         raise HostStoreFull(
@@ -220,7 +253,9 @@ def _export(
     made: list[Manifest] = []
 
     def verify(program: Program) -> None:
-        program.generation = loaded.generation
+        outputs = [one.name for one in program.graph.outputs]
+        embeds = loaded.generation is not None and loaded.generation.pooling
+        program.generation = loaded.generation if not embeds or HIDDEN in outputs else None
         write_program(path, program)
         bundle = read_bundle(path)  # what we write, we accept
         if program.graph.dims:
@@ -286,7 +321,8 @@ def _finish_graph(
         everything = whole.bind(lambda t: tensor_over(image.untyped_storage(), t, 0))
         fresh = Fresh(nn.Module(), _without_waiting(everything))  # a graph keeps nothing
     # A language model promises tokens, not bits, which a weight's place in memory may change.
-    is_same = checking.is_rounded if bundle.generation is not None else checking.same_bits
+    generates = bundle.generation is not None and not bundle.generation.pooling
+    is_same = checking.is_rounded if generates else checking.same_bits
     _verify_graph(manifest, bound, fresh, shapes, progress, examples, is_same)
     if hashlib.sha256(tensor_bytes(image)).hexdigest() != digest_before:
         raise RegistrationRefused("weights", "running the program changes them")
@@ -304,7 +340,13 @@ def _finish_graph(
             "example_dims": dict(shapes[0]),
             "last_readers": last_readers(graph),
             "checked_by": checked_by(),
-            **({"generation": generation.numbers(), "pads": PADS} if generation else {}),
+            **(
+                {"generation": generation.numbers(), "pads": PADS}
+                if generation and generates
+                else {"embedding": generation.numbers()}
+                if generation
+                else {}
+            ),
             **({"notes": generation.notes} if generation and generation.notes else {}),
         },
     )
@@ -389,7 +431,7 @@ def _verify_graph(
 
 
 def _shapes_of(spec: BuildSpec, graph: Graph) -> list[dict[str, int]]:
-    """Where a bundle's groups are compared with the whole: at the declared batch, and another."""
+    """Return the shapes for comparing groups with the whole: the declared batch, and another."""
     low, high = batch_range(graph.dims)
     declared = next((shape[0] for shape, _ in spec.inputs.values() if shape), 1)
     first = min(max(declared if isinstance(declared, int) else 1, low), high)
@@ -400,7 +442,7 @@ def _shapes_of(spec: BuildSpec, graph: Graph) -> list[dict[str, int]]:
 def _digest(
     manifest: Manifest, graph: Graph, weights_sha256: str, generation: Generation | None
 ) -> str:
-    """Who checked it belongs to it: a program of older contracts is another one."""
+    """Return the program's digest, which covers the contracts' version: older ones give another."""
     digest = hashlib.sha256(msgspec.json.encode(graph, order="deterministic"))
     digest.update(checked_by().encode())
     digest.update(weights_sha256.encode())

@@ -65,7 +65,7 @@ class OneCallEach(TorchFunctionMode):
 def _as_many_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """With keys and values that all heads share as a view for each: none is broadcast."""
+    """Expand keys and values that all heads share to a view for each head, so none is broadcast."""
     if query.dim() != 4 or key.shape[1] != 1 or query.shape[1] == 1:
         return query, key, value
     return query, *(one.expand(-1, query.shape[1], -1, -1) for one in (key, value))

@@ -1,9 +1,10 @@
-"""Where a model comes from: ``torchvision:``, ``hf:``, or ``package.module:factory``."""
+"""Sources of a model: ``torchvision:``, ``hf:``, or ``package.module:factory``."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import os
 import re
 import sys
@@ -19,7 +20,7 @@ from torch import nn
 
 from ...base.errors import PipeSwitchError, RegistrationRefused
 from ...commits.weights import load_weights
-from ..decoding.generation import Generation
+from ..decoding.generation import VERSION, Generation, packed_tokenizer
 from ..interface.dims import Dim, typical
 from ..interface.layout import ITEM_BYTES, ValueSpec
 from ..interface.matching import match
@@ -111,7 +112,7 @@ class Loaded:
         return keywords_of(self.module, argument_names(self.takes, self.inputs))
 
     def nested(self, inputs: Sequence[torch.Tensor]) -> Any:
-        """What the plain module answers."""
+        """Return the plain module's result."""
         places, named = split_arguments(self.arguments(inputs), self.keywords())
         return self.module(*places, **named, **without_cache(self.module))
 
@@ -154,8 +155,43 @@ def load_source(spec: BuildSpec) -> Loaded:
         [*examples.values()],
         loose,
         imported_before,
+        generation=_embedding(spec, module, inputs, dynamic),
         seed=seed,
     )
+
+
+def _embedding(
+    spec: BuildSpec, module: nn.Module, inputs: InputShapes, dynamic: Dynamic
+) -> Generation | None:
+    """Return how a model of texts embeds them; None: it does not, or has no tokenizer."""
+    is_text = isinstance(module, _ByPosition) and [*inputs] == ["input_ids", "attention_mask"]
+    longest = dynamic.get("input_ids", {}).get(1)
+    if not is_text or not isinstance(longest, tuple) or (tokenizer := _tokenizer(spec)) is None:
+        return None
+    model: Any = module.model
+    is_causal = any(getattr(part, "is_causal", False) for part in module.modules())
+    return Generation(
+        version=VERSION,
+        vocabulary=model.get_input_embeddings().weight.shape[0],
+        context=int(longest[-1]) + 1,  # as if one token were generated
+        tokenizer=packed_tokenizer(tokenizer.backend_tokenizer.to_str()),
+        pooling=_pooling(spec) or ("last" if is_causal else "mean"),
+    )
+
+
+def _pooling(spec: BuildSpec) -> str:
+    """Return the pooling that sentence-transformers' settings name; empty: none."""
+    from transformers.utils import cached_file
+
+    name = spec.source.partition(":")[2].partition("#")[0]
+    try:
+        path = cached_file(name, "1_Pooling/config.json",
+                           local_files_only=spec.weights != "pretrained")  # fmt: skip
+        said = json.loads(Path(path).read_text("utf-8"))
+    except Exception:  # a hub client's errors share no base class
+        return ""
+    names = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "last"}
+    return next((one for key, one in names.items() if said.get(f"pooling_mode_{key}")), "")
 
 
 def _with_state(module: nn.Module, spec: BuildSpec, construct: Callable[[], nn.Module]) -> Loaded:
@@ -178,7 +214,7 @@ def _with_state(module: nn.Module, spec: BuildSpec, construct: Callable[[], nn.M
 
 
 def _tokenizer(spec: BuildSpec) -> Any:
-    """The model's own, of the folder or hub that it comes from; None: it has none there."""
+    """Return the model's own tokenizer from its folder or hub; None if it has none."""
     from transformers import AutoTokenizer
     from transformers.utils import cached_file
 
@@ -341,8 +377,10 @@ def _refuse_missing(part: str, missing: Sequence[str], what: str) -> None:
 
 
 def _refuse_kernels(name: str, config: Any) -> None:
-    """A configuration is data, but it may name a repository whose compiled attention transformers
-    would load (``org/kernel``)."""
+    """Refuse a configuration that names a repository of compiled attention (``org/kernel``).
+
+    A configuration is data, but transformers would load that code.
+    """
     parts = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))]
     named = [str(getattr(part, "_attn_implementation", None) or "") for part in parts]
     for kernel in named:
@@ -353,7 +391,7 @@ def _refuse_kernels(name: str, config: Any) -> None:
 
 
 def _class(transformers: Any, wished: str, config: Any) -> Any:
-    """The class that was wished for, or the configuration's own; None where neither says.
+    """Return the requested class, or the configuration's own; None if neither names one.
 
     Raises:
         RegistrationRefused: transformers has no such model, or not for this configuration.
@@ -375,8 +413,10 @@ def _class(transformers: Any, wished: str, config: Any) -> Any:
 
 
 def _usual_inputs(cls: Any, config: Any) -> OpenShapes:
-    """A text of any length up to 512 tokens, or a picture of the model's own size or less; else
-    they must be given."""
+    """Return a text of any length up to 512 tokens, or a picture of at most the model's size.
+
+    Other models need declared inputs.
+    """
     main = getattr(cls, "main_input_name", "input_ids")
     if main == "pixel_values":
         size = getattr(config, "image_size", 224)
@@ -404,10 +444,13 @@ def _config(transformers: Any, name: str, is_pretrained: bool) -> Any:
             name, local_files_only=not is_pretrained, trust_remote_code=False
         )
     except Exception as error:  # a hub client's errors share no base class
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        if not os.path.isdir(name):
+            why = f"there is no such folder, and no hub that can be reached has it ({why})"
         raise RegistrationRefused(
             f"source hf:{name}",
-            f"its configuration cannot be had ({type(error).__name__}: {str(error)[:120]}); "
-            f"known without a folder or a hub: {', '.join(_WELL_KNOWN)}",
+            f"its configuration cannot be read: {why}",
+            hint=f"known without a folder or a hub: {', '.join(_WELL_KNOWN)}",
         ) from error
 
 
@@ -460,7 +503,7 @@ def _seed(weights: str) -> int:
 
 
 def _load_commit(module: nn.Module, folder: str, part: str) -> None:
-    """What a job has committed; a tied weight has its first name there."""
+    """Load the weights that a job committed; a tied weight is stored under its first name."""
     given = load_weights(Path(folder))[1]
     target = module.model if isinstance(module, _ByPosition) else module
     state = target.state_dict(keep_vars=True).items()
@@ -533,7 +576,7 @@ def _tied_names(module: nn.Module) -> list[list[str]]:
 
 
 def checked_inputs(inputs: OpenShapes) -> tuple[InputShapes, Dynamic]:
-    """The example's shapes, and the ranges of the extents that have one."""
+    """Return the example's shapes, and the ranges of the extents that have one."""
     if not inputs:
         raise RegistrationRefused("inputs", "this source needs them: --input 8x3x224x224:float32")
     shapes: InputShapes = {}
@@ -559,5 +602,5 @@ def _example(axis_and_extent: tuple[int, Any]) -> int:
 
 
 def example_specs(inputs: InputShapes) -> list[ValueSpec]:
-    """The declared inputs as value specs with a fixed shape."""
+    """Return the declared inputs as value specs with a fixed shape."""
     return [ValueSpec(name=n, dtype=d, shape=tuple(s)) for n, (s, d) in inputs.items()]

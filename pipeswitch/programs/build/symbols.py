@@ -1,4 +1,4 @@
-"""From the symbols of an export to our extents, and what the export assumed of them."""
+"""Conversion of an export's symbols to our extents, with the assumptions of the export."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RELATIONS: Final[Mapping[type, Any]] = {
 
 
 def extent_of(expression: Any, names: Mapping[Any, str], *, divides_by_any: bool = False) -> Extent:
-    """An extent, of a symbolic expression over ``names``.
+    """Convert a symbolic expression over ``names`` to an extent.
 
     Args:
         expression: torch's.

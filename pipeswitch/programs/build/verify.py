@@ -1,4 +1,4 @@
-"""Does a program compute the plain module's bits? Used by registration, and by tests."""
+"""Check that a program computes the plain module's bits; for registration and tests."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def compare(
 
 
 def acceptable_inputs(
-    specs: Sequence[ValueSpec], values: Values, plain: Plain
+    specs: Sequence[ValueSpec], values: Values, plain: Plain, seed: int = 0
 ) -> list[torch.Tensor]:
     """Made-up inputs that ``plain`` can run on.
 
     A signature gives integers no meaning: where random ones are no valid indices (a table of
     ten rows, the offsets of bags), zeros usually are, or ones (lengths of sequences).
     """
-    inputs = to_tensors(specs, values)
+    inputs = to_tensors(specs, values, seed)
     if all(value.is_floating_point() or value.dtype is torch.bool for value in inputs):
         return inputs
     constant = [
@@ -78,7 +78,7 @@ def _takes(plain: Plain, inputs: Sequence[torch.Tensor]) -> bool:
 
 
 def load_image(path: Path, manifest: Manifest) -> torch.Tensor:
-    """The packed region image, as the host store will hold it; paddings are zero."""
+    """Return the packed region image, as the host store will hold it; paddings are zero."""
     image = torch.zeros(max(manifest.total_bytes, 1), dtype=torch.uint8)
     view = image.numpy().data
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""From tokens to a text that is shown as it comes, and when it ends. Pure, no clock.
+"""Conversion of tokens to a text that is shown as it arrives, and its end. Pure, no clock.
 
 A text once shown is never taken back: a character is shown when all its bytes are there, and what
 could be the beginning of a stop string waits until it is not.
@@ -27,7 +27,7 @@ _MARKS: Final = range(0xD800, 0xE000)  # surrogates stand for special tokens: no
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When an answer ends: at the first of these."""
+    """Conditions that end an answer; the first one met applies."""
 
     max_new_tokens: int
     eos_ids: tuple[int, ...] = ()
@@ -63,13 +63,13 @@ class Detokenizer:
         self._context = 0  # the first that is decoded again, for what the next depends on
 
     def push(self, token: int) -> str:
-        """What this token adds; empty while a character lacks bytes."""
+        """Return the text that this token adds; empty while a character lacks bytes."""
         self._tokens.append(token)
         is_late = len(self._tokens) - self._shown > _LONGEST_WAIT
         return self._new(is_last=is_late)
 
     def flush(self) -> str:
-        """What no further token completes."""
+        """Return the remaining text, which no further token completes."""
         return self._new(is_last=True)
 
     def _new(self, *, is_last: bool) -> str:
@@ -108,7 +108,7 @@ class Answer:
         self.reason: Reason | None = None
 
     def push(self, token: int) -> str:
-        """The text that may be shown now; ``reason`` says when this was the last token."""
+        """Return the text that may be shown now; ``reason`` is set if this was the last token."""
         self.tokens.append(token)
         is_end = token in self._ending.eos_ids
         is_full = len(self.tokens) >= self._ending.max_new_tokens
@@ -143,6 +143,6 @@ class Answer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How much of the text's end is the beginning of ``stop``."""
+    """Return the length of the longest end of ``text`` that begins ``stop``."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

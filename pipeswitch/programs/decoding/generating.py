@@ -1,4 +1,4 @@
-"""What a server says of a language model, and how its answers end. Pure."""
+"""Facts about a language model that a server sends, and how its answers end. Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from .generation import tokenizer_json
 from .sampling import Options, Sampling
 
 TOO_LONG: Final = "context_length_exceeded"  # OpenAI's word, by which clients shorten a chat
+LONGEST: Final = "this model's maximum context length is {} tokens"  # others read OpenAI's text
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server says of a language model."""
+    """Facts about a language model that the server sends to clients."""
 
     version: int  # of the model
     digest: str  # of its program
@@ -27,6 +28,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     bos_id: int | None = None
     chat_template: str = ""
     special: dict[str, str] = {}  # tokens that the template names
+    pooling: str = ""  # as of ``Generation``
     tokenizer: bytes = b""  # compressed; empty: it has none, or it was not asked for
     has_tokenizer: bool = True
     sampling: dict[str, int | float] = {}  # what its author has where a request does not say
@@ -50,10 +52,10 @@ def ending_of(facts: Facts, prompt: Sequence[int], ending: Ending) -> Ending:
     ending.check()
     count = len(prompt)
     if not 0 < count < facts.context:
-        raise InvalidInput(
-            f"a prompt of {count} tokens: the model takes 1 to {facts.context - 1}",
-            **({"code": TOO_LONG} if prompt else {}),
-        )
+        words = f"a prompt of {count} tokens: the model takes 1 to {facts.context - 1}"
+        if not count:
+            raise InvalidInput(words)
+        raise InvalidInput(f"{words}; {LONGEST.format(facts.context)}", code=TOO_LONG)
     if odd := [one for one in prompt if type(one) is not int or not 0 <= one < facts.vocabulary]:
         raise InvalidInput(f"{odd[0]!r:.40} is no token from 0 to {facts.vocabulary - 1}")
     most = min(ending.max_new_tokens, facts.context - count)
@@ -88,7 +90,7 @@ Tokenizer = tuple[Callable[..., list[int]], Decode]
 
 
 def tokenizer_of(facts: Facts) -> Tokenizer:
-    """The model's own, by the library ``tokenizers``.
+    """Return the model's own tokenizer, made by the library ``tokenizers``.
 
     Raises:
         InvalidInput: it has none; the library is not installed.

@@ -1,10 +1,10 @@
-"""What a bundle says of a language model, beside its graph: how its answers become text. Pure.
+"""Language model data in a bundle, beside its graph: how its answers become text. Pure.
 
-The program is one, for a prompt and for each token after it (ADR 49). Its inputs: ``ids``
-[batch, length], ``count`` [batch] (how many of them are real), ``used`` [batch] (how many rows of
-the cache are) and ``cache`` [batch, past, width], one row for each token so far. Its outputs:
-``logits`` [batch, vocabulary] of each sequence's last real token, and ``cache_new``
-[batch, length, width], the rows to append. All padding is on the right.
+One program serves the prompt and each token after it (ADR 49). Its inputs: ``ids`` [batch, length],
+``count`` [batch] (number of real ids), ``used`` [batch] (number of cache rows in use) and ``cache``
+[batch, past, width], one row for each token so far. Its outputs: ``logits`` [batch, vocabulary] of
+each sequence's last real token, and ``cache_new`` [batch, length, width], the rows to append. All
+padding is on the right.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ LOGITS: Final = "logits"
 CACHE_NEW: Final = "cache_new"
 STATE: Final = {CACHE: (CACHE_NEW, 1)}  # as a registration says it
 PADS: Final = {"length": "count", "past": "used"}  # ``Manifest.pads``
+HIDDEN: Final = "last_hidden_state"  # output of a model that embeds texts
+POOLINGS: Final = ("mean", "cls", "last")
 MOST_STEPS: Final = 32  # that it may go on for
 
 MAX_VOCABULARY: Final = 1 << 21
@@ -70,18 +72,20 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     special: dict[str, str] = {}  # what the template calls tokens, such as ``eos_token``
     tokenizer: bytes = b""  # tokenizer.json, compressed by zlib; empty: prompts are ids
     sampling: dict[str, int | float] = {}  # what holds where a request does not say: ``DEFAULTS``
+    pooling: str = ""  # which hidden states are a text's embedding; empty: it generates text
     notes: tuple[str, ...] = ()  # settings of its author that are not followed, for people
 
     def numbers(self) -> dict[str, Any]:
-        """What a manifest says of it; the long texts are in the bundle."""
+        """Return the part that the manifest holds; the long texts stay in the bundle."""
         kept = msgspec.to_builtins(self)
         numbers = {key: kept[key] for key in ("vocabulary", "context", "eos_ids", "bos_id")}
         numbers |= {"sampling": self.sampling} if self.sampling else {}
+        numbers |= {"pooling": self.pooling} if self.pooling else {}
         return numbers | ({} if self.tokenizer else {"has_tokenizer": False})
 
 
 def decode_generation(text: str) -> Generation:
-    """From a bundle's metadata; ``check_generation`` comes next.
+    """Decode a bundle's metadata; ``check_generation`` must follow.
 
     Raises:
         RegistrationRefused: it is not one.
@@ -116,6 +120,10 @@ def check_generation(
     if len(notes) > MAX_NOTES or any(len(one) > MAX_NOTE_CHARS for one in notes):
         _refuse(f"more than {MAX_NOTES} notes of {MAX_NOTE_CHARS} characters")
     found = {one.name: (one.dtype, one.shape) for one in values}
+    if generation.pooling:
+        if generation.pooling not in POOLINGS or HIDDEN not in found:
+            _refuse(f"no pooling {generation.pooling[:40]!r} of an output {HIDDEN}")
+        return
     dtype, (*_, width) = found.get(CACHE, ("", (0,)))
     wanted = {
         "ids": ("int64", ("batch", "length")),
@@ -185,7 +193,7 @@ def packed_tokenizer(text: str) -> bytes:
 
 
 def tokenizer_json(packed: bytes) -> str:
-    """The text of ``tokenizer.json``; empty where there is none.
+    """Return the text of ``tokenizer.json``; empty where there is none.
 
     Raises:
         RegistrationRefused: it is damaged, or unfolds to more than is accepted.

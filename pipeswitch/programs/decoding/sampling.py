@@ -1,7 +1,7 @@
-"""Which token comes next: of its logits, its settings and a counted random number. Pure, no clock.
+"""Choice of the next token from logits, settings and a counted random number. Pure, no clock.
 
-The random number of a token is a function of (seed, position) alone: who else is in a step, how
-often it is run again, and after which restart, change nothing.
+The random number of a token depends on (seed, position) alone. Other sequences in the step,
+repeated runs and restarts do not change it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def needs_seen(self) -> bool:
-        """Whether earlier tokens count."""
+        """Return True if a penalty depends on earlier tokens."""
         penalties = self.repetition_penalty - 1.0, self.presence_penalty, self.frequency_penalty
         return any(penalties)
 
@@ -94,7 +94,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an answer's tokens are chosen."""
+    """Settings for sampling an answer's tokens."""
 
     temperature: float = 0.0  # 0: the likeliest, the first of equals
     top_p: float = 1.0  # of the likeliest that have this much together
@@ -170,7 +170,7 @@ def next_token(
 
 
 def _likeliest(weights: NDArray[np.float64], top_p: float) -> NDArray[np.intp]:
-    """The fewest tokens that have ``top_p`` of all together, likeliest first."""
+    """Return the smallest set of tokens that has ``top_p`` of the total, likeliest first."""
     total = float(weights.sum())
     # All that are lighter than this have less than the rest together, so no one asks their order.
     [heavy] = np.nonzero(weights >= (1.0 - top_p) * total / len(weights))
@@ -180,6 +180,6 @@ def _likeliest(weights: NDArray[np.float64], top_p: float) -> NDArray[np.intp]:
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1), by Philox: counted, so none depends on one before it."""
+    """Return a number in [0, 1), by Philox: counted, so none depends on an earlier one."""
     word = np.random.Philox(key=seed, counter=position).random_raw()
     return float(int(word) >> 11) / float(1 << 53)

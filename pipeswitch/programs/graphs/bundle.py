@@ -174,12 +174,12 @@ def write_bundle(
 
 
 def encode_graph(graph: Graph) -> str:
-    """The graph as canonical JSON."""
+    """Return the graph as canonical JSON."""
     return msgspec.json.encode(graph).decode()
 
 
 def decode_graph(text: str, *, is_derived: bool = False) -> Graph:
-    """The graph from its JSON, checked.
+    """Return the graph from its JSON, checked.
 
     Raises:
         RegistrationRefused: it is not a graph we accept.
@@ -269,7 +269,7 @@ def _extents(part: str, spec: ValueSpec, values: Values) -> tuple[int, ...]:
 
 
 def check_dtype_and_shape(part: str, dtype: str, shape: Sequence[Any]) -> int:
-    """The size in bytes; Python integers, so nothing wraps.
+    """Return the size in bytes as a Python integer, which cannot overflow.
 
     Raises:
         RegistrationRefused: the dtype is not in ITEM_BYTES or the shape is not a bounded one.
@@ -333,7 +333,7 @@ def _check_tagged(tag: str, value: Any, part: str, own_value: int) -> None:
 
 
 def references(argument: Any) -> list[int]:
-    """The value numbers in an argument, in order."""
+    """Return the value numbers in an argument, in order."""
     if isinstance(argument, dict):
         return [argument["v"]] if "v" in argument else []
     if isinstance(argument, list | tuple):
@@ -342,12 +342,12 @@ def references(argument: Any) -> list[int]:
 
 
 def node_references(node: Node) -> list[int]:
-    """The value numbers a node reads, in order, with repetitions."""
+    """Return the value numbers that a node reads, in order, with repetitions."""
     return references([*node.args, *node.kwargs.values()])
 
 
 def weights_of_node(graph: Graph, node: Node) -> list[int]:
-    """The weights (as indices into ``graph.weights``) that a node reads, in order."""
+    """Return the weights (as indices into ``graph.weights``) that a node reads, in order."""
     base = len(graph.inputs)
     return [v - base for v in node_references(node) if base <= v < graph.first_node_value]
 
@@ -417,7 +417,7 @@ def _json_object(text: bytes) -> dict[str, Any]:
 
 
 def is_name(name: str) -> bool:
-    """It can be shown: it is in listings, errors and logs."""
+    """Return True if a name can be shown in listings, errors and logs."""
     return 0 < len(name) <= MAX_NAME_CHARS and printable(name, keep="") == name
 
 

@@ -1,8 +1,8 @@
-"""What a manifest of a graph claims, looked at before a number of it is believed. Pure, no torch.
+"""Checks of a graph manifest's numbers before anything trusts them. Pure, no torch.
 
-A builder of a client's program writes it, and may have been taken over by what it built. Scheduler,
-memory daemon and workers reckon with these numbers, so they are held to what ``partition.place``
-makes: tensors one after the other, layers and groups that tile them.
+The builder of a client's program writes the manifest, and the code that it built may have taken the
+builder over. Scheduler, memory daemon and workers rely on these numbers, so they must match what
+``partition.place`` makes: tensors one after the other, layers and groups that tile them.
 """
 
 from __future__ import annotations
@@ -62,11 +62,12 @@ def check_claims(manifest: Manifest) -> None:
         if not {shape[1:2] for shape in shapes.values()} >= {(dim,) for dim in PADS}:
             _refuse("it has not the dimensions that would be padded")
     if manifest.precision is not None:
-        numbers = [
-            one for one in msgspec.structs.astuple(manifest.precision) if not isinstance(one, str)
-        ]
+        told = msgspec.structs.astuple(manifest.precision)
+        numbers = [one for one in told if isinstance(one, int | float)]
         if not all(math.isfinite(one) and one >= 0 for one in numbers):
             _refuse("what its precision costs is not a number")
+        for name, dtype, shape in manifest.precision.weights:
+            check_dtype_and_shape(f"weight {printable(name)[:80]!r}", dtype, shape)
     if manifest.batching is not None:
         limit, delay_ms = manifest.batching.limit, manifest.batching.delay_ms
         check_joinable(manifest, limit)
@@ -79,7 +80,8 @@ def _check_texts(manifest: Manifest) -> None:
     notes = extra.get("notes", ())
     if not isinstance(notes, list | tuple) or len(notes) > MAX_NOTES:
         _refuse("its notes are no short list")
-    for text in (manifest.source, manifest.mode_reason, extra.get("origin", ""), *notes):
+    told = [extra.get(key, "") for key in ("origin", "program")]
+    for text in (manifest.source, manifest.mode_reason, *told, *notes):
         if not isinstance(text, str) or len(text) > MAX_TEXT_CHARS or printable(text) != text:
             _refuse("a text of it is too long, or has control characters")
     for key in _NUMBERS:
@@ -88,7 +90,7 @@ def _check_texts(manifest: Manifest) -> None:
 
 
 def check_tensors(tensors: Sequence[TensorSpec], total_bytes: int) -> None:
-    """One after the other, as large as their shapes, and nothing behind them.
+    """Refuse tensors with gaps, with sizes other than their shapes', or with bytes after them.
 
     Raises:
         RegistrationRefused: names the tensor.
@@ -118,7 +120,7 @@ def _check_nodes(spans: Sequence[LayerSpec | GroupSpec]) -> None:
 
 
 def _check_groups(manifest: Manifest) -> None:
-    """They tile the region, and each has the tensors that lie in its part."""
+    """Refuse groups that do not tile the region, or lack tensors that lie in their part."""
     position = index = 0
     for group in manifest.groups:
         end = position + group.size_bytes

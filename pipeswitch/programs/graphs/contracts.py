@@ -1,11 +1,11 @@
-"""What the kernels of ``operators.BY_CONTRACT`` need of their arguments, stated once.
+"""Contracts: what the kernels of ``operators.BY_CONTRACT`` require of their arguments.
 
-These kernels index one tensor by the extents of another, or believe a number, without a check of
-their own: what torch accepts without data (broadcasting a weight, a mode that does not exist) can
-read or write past a tensor, or leave the result as the last tenant's memory. A contract says the
-extents, dtypes and numbers that torch's own modules give; it asks for more than a kernel would
-take, never for less. Values of tensors (indices) are not known here: kernels that take them look
-at each, which the fence fuzzing tries.
+These kernels index one tensor by the extents of another, or trust a number, without a check of
+their own. Arguments that torch accepts without data (broadcasting a weight, a mode that does not
+exist) can read or write past a tensor, or leave the last tenant's memory in the result. A contract
+requires the extents, dtypes and numbers that torch's own modules give; it may be stricter than a
+kernel, never looser. Contracts do not see values of tensors (indices): kernels that take them check
+each one, and the fence fuzzing tests that.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Options = ParamSpec("_Options")
 def _with_options(
     check: Callable[Concatenate[Arguments, _Options], None],
 ) -> Callable[_Options, Contract]:
-    """The contract that ``check`` is, made from what it takes beside a call's arguments."""
+    """Return a factory of contracts from ``check``, whose options come after a call's arguments."""
     return lambda *options, **named: lambda given: check(given, *options, **named)
 
 
@@ -50,7 +50,7 @@ def _all_of(given: Arguments, *contracts: Contract) -> None:
 
 
 def _tensors(given: Arguments, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Those that are given: optional ones may be None."""
+    """Return the named tensors without optional ones that are None."""
     return {name: given[name] for name in names if given.get(name) is not None}
 
 
@@ -122,7 +122,7 @@ def _not_empty(given: Arguments, *names: str) -> None:
 
 
 def _not_repeated(given: Arguments) -> None:
-    """Its kernel goes by extents where a stride is 0, as ``expand`` makes it."""
+    """Refuse a value with stride 0, as ``expand`` makes it: the kernel relies on its extents."""
     value = given["self"]
     pairs = zip(value.shape, value.stride(), strict=True)
     _need(all(n == 1 or stride for n, stride in pairs), f"it has strides {list(value.stride())}")
@@ -183,7 +183,7 @@ def _weight_norm(given: Arguments) -> None:
 
 @_with_options
 def _recurrent(given: Arguments, gates: int, states: int) -> None:
-    """Every parameter of every layer and direction, and the states, have the extents they need."""
+    """Check the extents of every parameter of every layer and direction, and of the states."""
     value, params = given["input"], given["params"]
     hidden_states = given["hx"] if states == 2 else [given["hx"]]
     _need(given["train"] is False, "it trains")
@@ -264,7 +264,7 @@ def _convolution(given: Arguments) -> None:
 
 
 def _each(numbers: Any, rank: int) -> list[int]:
-    """One number for each dimension; torch takes one for all of them too."""
+    """Return one number for each dimension; torch also takes one for all of them."""
     found = list(numbers) if isinstance(numbers, list | tuple) else [numbers]
     found = found * rank if len(found) == 1 else found
     _need(len(found) == rank, f"{len(found)} numbers for {rank} dimensions")
@@ -355,7 +355,7 @@ def _affine(given: Arguments) -> None:
 
 
 def _closed_circle(given: Arguments) -> None:
-    """What is cut on one side is missing on the other, where it would be copied from."""
+    """Refuse negative circular padding: the rows cut on one side are the source of the other's."""
     _need(given["mode"] != "circular" or min(given["pad"], default=0) >= 0, f"pad {given['pad']}")
 
 
@@ -558,7 +558,7 @@ _ELEMENTWISE: Final = frozenset({"add", "sub", "mul", "div"})
 def recurrent_results(
     value: torch.Tensor, hx: Any, is_bidirectional: bool, is_batch_first: bool
 ) -> tuple[torch.Tensor, ...]:
-    """What LSTM, GRU and RNN return, without data; torch would take step after step for that."""
+    """Return LSTM, GRU or RNN results without data, where torch would run step after step."""
     states = hx if isinstance(hx, list | tuple) else [hx]
     first, second = value.shape[:2]
     width = states[0].shape[-1] * (2 if is_bidirectional else 1)
@@ -570,10 +570,10 @@ def recurrent_results(
 
 
 def _known_result(name: str, args: tuple[Any, ...]) -> Any:
-    """The result of frequent operators whose extents follow from the contract; else None.
+    """Return a frequent operator's result, if its extents follow from the contract, else None.
 
-    Torch's own functions without data are in Python for these, and take a millisecond each:
-    a program is tried at each of its batches.
+    Torch's own functions without data are in Python for these, and take a millisecond each: a
+    program is tried at each of its batches.
     """
     first = args[0] if args else None
     if not isinstance(first, torch.Tensor) or not first.is_floating_point():

@@ -1,4 +1,4 @@
-"""From a bundle's graph to callables: one per layer group.
+"""Conversion of a bundle's graph to callables: one per layer group.
 
 Nothing is looked up that ``operators.split_target`` has not let through, and the source compiled
 here is made of value numbers alone: every operator and constant is passed in, never spelt out.
@@ -57,7 +57,7 @@ def _bounded(compute: Callable[..., Any]) -> Callable[..., int]:
 
 
 def behind_contract(target: str) -> Callable[..., Any]:
-    """The callable a node names, which looks at its arguments first."""
+    """Return the callable that a node names, with its contract checked first."""
     call = resolve(target)
     return contracted(call) if isinstance(call, torch._ops.OpOverload) else call
 
@@ -82,7 +82,7 @@ _OPERATORS: Final[Mapping[str, Callable[..., Any]]] = {
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """The callable a node names.
+    """Return the callable that a node names.
 
     Raises:
         RegistrationRefused: not on the closed list, or this torch has no such overload.
@@ -100,7 +100,7 @@ def resolve(target: str) -> Callable[..., Any]:
 
 
 def _signature(target: str, call: Any, node: Node) -> dict[str, tuple[Any, Any]]:
-    """Each given argument by name, with its schema entry; refused when they do not fit."""
+    """Return each given argument by name, with its schema entry; refuse those that do not fit."""
     entries = call._schema.arguments
     positional = [entry for entry in entries if not entry.kwarg_only]
     if len(node.args) > len(positional):
@@ -185,7 +185,7 @@ def mutations(graph: Graph) -> list[tuple[int, frozenset[int]]]:
 
 
 def _joined(aliases: Sequence[tuple[int, int]], values: Iterable[int]) -> tuple[int, int]:
-    """What any of the values may alias: a bit for each input, and the first weight."""
+    """Return what any of the values may alias: a bit for each input, and the first weight."""
     mask, weight = 0, NO_WEIGHT
     for value in values:
         mask |= aliases[value][0]
@@ -210,8 +210,11 @@ def _written(node: Node, name: str) -> list[int]:
 
 
 def last_readers(graph: Graph) -> list[int]:
-    """For each weight the position of the last node that may read it, be it through a value that
-    may alias it (as in ``mutations``); where an output may, one past the last node."""
+    """Return for each weight the position of the last node that may read it, directly or through
+    an alias (as in ``mutations``).
+
+    It is one past the last node where an output may alias the weight.
+    """
     last = [-1] * (graph.first_node_value + len(graph.nodes))
     for value in graph.results:
         last[value] = len(graph.nodes)
@@ -275,13 +278,13 @@ class CompiledGraph:
         self.calls: list[GroupCall] = [self._compile(*span) for span in spans]
 
     def start(self, inputs: Sequence[torch.Tensor]) -> Environment:
-        """A fresh environment over the inputs."""
+        """Return a fresh environment over the inputs."""
         return dict(enumerate(inputs))
 
     def finish(
         self, environment: Environment, weights: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The outputs. A result may be an input or a weight itself: no copy is made here."""
+        """Return the outputs, without copies: one may be an input or a weight itself."""
         first_weight = len(self._graph.inputs)
         return [
             weights[value - first_weight]
@@ -362,7 +365,7 @@ class CompiledGraph:
 
 
 def _last_uses(graph: Graph) -> dict[int, int]:
-    """For each value that is read, the position of its last reader; results are read at the end."""
+    """Return the position of each value's last reader; results are read at the end."""
     last: dict[int, int] = {}
     for position, node in enumerate(graph.nodes):
         for value in node_references(node):
@@ -376,14 +379,14 @@ def _last_uses(graph: Graph) -> dict[int, int]:
 
 
 class Held(NamedTuple):
-    """What one run holds, from extents alone."""
+    """Memory that one run holds, computed from extents alone."""
 
     largest_bytes: int  # of one value
     peak_bytes: int  # of all values that are alive together
 
 
 class Checked(NamedTuple):
-    """What a check before anything runs has found."""
+    """Result of a check before anything runs."""
 
     is_whole: bool  # every shape was looked at
     held: Held  # the most at any of them
@@ -407,7 +410,7 @@ def check_shapes(graph: Graph, weights: Sequence[torch.Tensor]) -> Checked:
 
 
 def check_on_meta(graph: Graph, weights: Sequence[torch.Tensor], shapes: Iterable[Values]) -> Held:
-    """The most that the graph holds at any of some shapes; raises as ``Rehearsal.at``."""
+    """Return the most that the graph holds at any of some shapes; raises as ``Rehearsal.at``."""
     rehearsal = Rehearsal(graph, weights)
     found = [rehearsal.at(values) for values in shapes]
     return Held(*map(max, zip(*found, strict=True)))
@@ -487,7 +490,7 @@ class Rehearsal:
 
 
 def _is_view(target: str) -> bool:
-    """The operator's schema says that what it returns is its argument's memory."""
+    """Return True if the operator's schema says that a result shares its argument's memory."""
     call = resolve(target)
     return isinstance(call, torch._ops.OpOverload) and any(
         result.alias_info is not None for result in call._schema.returns
@@ -529,7 +532,7 @@ class _Rehearsed:
 
 
 def _extents_of(argument: Any) -> Any:
-    """All that a call without data depends on, as a key; 1, 1.0 and True are three."""
+    """Return a key of all that a call without data depends on; 1, 1.0 and True differ."""
     if isinstance(argument, torch.Tensor):
         return (argument.dtype, argument.shape, argument.stride())
     if isinstance(argument, list | tuple):

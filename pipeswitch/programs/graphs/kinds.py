@@ -1,9 +1,9 @@
-"""Which kind of value each argument of a graph is, and which its operator's schema asks for.
+"""Kinds of a graph's values and arguments, checked against the operators' schemas.
 
-Python's callables take a number for a dtype, a layout or a memory format: it is the code of one. A
-number may be computed, so one that is harmless at the shapes that were rehearsed could name another
-dtype between them. Here such kinds are constants of their own tag (``bundle.TAGS``), and what the
-table does not know is refused.
+Python's callables accept a number for a dtype, a layout or a memory format: it is the code of one.
+Numbers may be computed, so one that is harmless at the rehearsed shapes could name another dtype
+between them. Here such kinds are constants of their own tag (``bundle.TAGS``), and kinds that the
+table lacks are refused.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _SEVERAL: Final = "List[Tensor]"
 
 
 def returned(schema: Any) -> str:
-    """The kind of a call's value, by its operator's schema."""
+    """Return the kind of a call's value, by its operator's schema."""
     kinds = [str(result.real_type) for result in schema.returns]
     return kinds[0] if len(kinds) == 1 else _SEVERAL
 
 
 def element(kind: str) -> str:
-    """Of what ``getitem`` takes out of a value of that kind; nothing fits another one's."""
+    """Return the kind that ``getitem`` takes out of a value; ``nothing`` fits no argument."""
     return "Tensor" if kind == _SEVERAL else "nothing"
 
 
 def fits(wanted: str, argument: Any, kinds: list[str]) -> bool:
-    """Whether a node's argument is of the kind that the schema asks for.
+    """Return True if a node's argument is of the kind that the schema requires.
 
     Args:
-        wanted: the schema's, such as ``Optional[List[int]]``.
+        wanted: the schema's kind, such as ``Optional[List[int]]``.
         argument: as a bundle has it: a constant, a tagged one, a reference, or a list of those.
-        kinds: of the values before it, by number.
+        kinds: the kinds of earlier values, by number.
     """
     if wanted.startswith("Optional["):
         return argument is None or fits(wanted[9:-1], argument, kinds)

@@ -176,9 +176,10 @@ _ATEN: Final = re.compile(r"aten\.(\w{1,64})\.(\w{1,64})", re.ASCII)
 
 @functools.cache
 def checked_by() -> str:
-    """Who checks programs here: what another version let through is checked again before it runs.
+    """Return the checks' version: programs checked by another are checked again before a run.
 
-    Kernels and what they accept without data are torch's, so its version belongs to it.
+    Kernels, and the arguments that they accept without data, depend on torch, so its version is
+    included.
     """
     return f"contracts {CONTRACTS_VERSION}, torch {version('torch')}"
 

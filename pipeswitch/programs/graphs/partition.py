@@ -1,4 +1,4 @@
-"""Where a program's layers begin, and where its tensors lie in a region. Pure."""
+"""Starts of a program's layers, and places of its tensors in a region. Pure."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ SWITCH: Final = "FLAGS_caffe2_cpu_allocator_do_zero_fill"  # of libc10, for ever
 
 
 def on_zeros(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same call; what it allocates on cpu begins as zeros."""
+    """Wrap a call so that memory that it allocates on the cpu begins as zeros."""
     switch = allocator_switch()
     if switch is None:
         return call
@@ -38,7 +38,10 @@ def on_zeros(call: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def allocator_switch() -> ctypes.c_bool | None:
-    """It can be set at any time; torch has no call for it. The first look opens a library."""
+    """Return the allocator's switch, which may be set at any time; torch has no call for it.
+
+    The first call opens a library.
+    """
     library = Path(torch.__file__).parent / "lib" / "libc10.so"
     try:
         return ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), SWITCH)

@@ -45,13 +45,13 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     dims: tuple[Dim, ...] = ()
 
     def needed(self, number: int) -> set[str]:
-        """The values that are read from this step on."""
+        """Return the values that are read from this step on."""
         later = (step.inputs.values() for step in self.steps[number:])
         return set(self.returns.values()).union(*later)
 
     @property
     def manifest(self) -> Manifest:
-        """As admission sees it: what a request brings."""
+        """Return the manifest that admission sees: the inputs of a request."""
         return Manifest(
             digest="", mode="graph", mode_reason="", source="chain", total_bytes=0, tensors=(),
             groups=(), inputs=self.inputs, outputs=(), dims=self.dims,
@@ -61,7 +61,7 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 def chain_of(
     name: str, steps: Sequence[Step], returns: Mapping[str, str], models: Mapping[str, Manifest]
 ) -> Chain:
-    """The chain that was declared.
+    """Return the declared chain.
 
     Args:
         returns: the answer's outputs by name; none: all of the last step.
@@ -152,8 +152,10 @@ class _Resolver:
         self, extent: Extent, bound: dict[str, Extent], ranges: Mapping[str, Dim], step: Step,
         is_input: bool = False,
     ) -> Extent:  # fmt: skip
-        """A model's extent in the chain's dimensions. One that nothing has bound is a new one, and
-        so is a request's where it is computed."""
+        """Return a model's extent in the chain's dimensions.
+
+        An unbound one becomes a new dimension, and so does a request's computed extent.
+        """
         if isinstance(extent, Expr):
             parts = [self._extent(one, bound, ranges, step) for one in extent.args]
             return Expr(extent.op, tuple(parts))
@@ -169,7 +171,7 @@ class _Resolver:
         self, given: ValueSpec, wanted: ValueSpec, bound: dict[str, Extent],
         ranges: Mapping[str, Dim],
     ) -> bool:  # fmt: skip
-        """As far as can be told before a request chooses; what it may choose is narrowed."""
+        """Return True if the specs fit, as far as known before a request; narrow its choices."""
         if given.dtype != wanted.dtype or len(given.shape) != len(wanted.shape):
             return False
         for have, want in zip(given.shape, wanted.shape, strict=True):
@@ -195,7 +197,7 @@ class _Resolver:
 
 
 def _ends(extent: Extent, ranges: Mapping[str, Dim]) -> tuple[int, int]:
-    """What it may be; of what is computed that shows with a request."""
+    """Return the range of an extent; a computed one is known only with a request."""
     if isinstance(extent, int):
         return extent, extent
     dim = ranges.get(extent) if isinstance(extent, str) else None

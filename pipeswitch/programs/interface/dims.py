@@ -63,7 +63,7 @@ class NoExtent(ValueError):
 
 
 def evaluate(extent: Extent, values: Values) -> int:
-    """The number an extent is.
+    """Return the number of an extent.
 
     Raises:
         NoExtent: a number on the way is too large; or a name has no value.
@@ -94,14 +94,14 @@ def evaluate(extent: Extent, values: Values) -> int:
 
 
 def names_in(extent: Extent) -> set[str]:
-    """The dimensions that it is computed from."""
+    """Return the dimensions from which an extent is computed."""
     if isinstance(extent, Expr):
         return set().union(*map(names_in, extent.args))
     return {extent} if isinstance(extent, str) else set()
 
 
 def shape_at(shape: Sequence[Extent], values: Values) -> tuple[int, ...]:
-    """A shape's numbers.
+    """Return a shape's numbers.
 
     Raises:
         NoExtent: an extent is negative or has no value, or there are more elements than a tensor
@@ -167,9 +167,9 @@ def check_dims(dims: Sequence[Dim]) -> None:
 
 
 def match(shape: Sequence[Extent], found: Sequence[int], values: dict[str, int]) -> bool:
-    """Whether ``found`` is an input's shape; what it says of names is added to ``values``.
+    """Return True if ``found`` matches an input's shape; add its names' sizes to ``values``.
 
-    Ranges are not looked at.
+    Ranges are not checked.
     """
     if len(shape) != len(found):
         return False
@@ -183,14 +183,14 @@ def match(shape: Sequence[Extent], found: Sequence[int], values: dict[str, int])
 def values_of(
     shapes: Iterable[Sequence[Extent]], found: Iterable[Sequence[int]]
 ) -> dict[str, int] | None:
-    """What a request's shapes say each name is; None where they contradict the signature."""
+    """Return each name's size in a request's shapes; None if they contradict the signature."""
     values: dict[str, int] = {}
     fits = [match(shape, numbers, values) for shape, numbers in zip(shapes, found, strict=True)]
     return values if all(fits) else None
 
 
 def typical(dim: Dim) -> int:
-    """An extent for made-up inputs: ``TYPICAL_EXTENT``, or the nearest that is admitted."""
+    """Return an extent for made-up inputs: ``TYPICAL_EXTENT``, or the nearest allowed one."""
     return min(dim.high, max(dim.low, 1 if dim.name == BATCH else TYPICAL_EXTENT))
 
 
@@ -204,7 +204,7 @@ def largest(dims: Iterable[Dim]) -> dict[str, int]:
 
 
 def batch_range(dims: Iterable[Dim]) -> tuple[int, int]:
-    """The smallest and the largest batch; 1 and 1 where there is none."""
+    """Return the smallest and the largest batch; 1 and 1 where there is none."""
     return next(((dim.low, dim.high) for dim in dims if dim.name == BATCH), (1, 1))
 
 
@@ -213,12 +213,12 @@ def shape_count(dims: Iterable[Dim]) -> int:
 
 
 def all_values(dims: Sequence[Dim]) -> Iterator[dict[str, int]]:
-    """Every combination that a request may choose."""
+    """Yield every combination that a request may choose."""
     return _combinations(dims, [range(dim.low, dim.high + 1) for dim in dims])
 
 
 def corners(dims: Sequence[Dim]) -> Iterator[dict[str, int]]:
-    """Every combination of the ranges' ends, the typical values first."""
+    """Yield every combination of the ranges' ends, the typical values first."""
     yield {dim.name: typical(dim) for dim in dims}
     yield from _combinations(dims, [sorted({dim.low, dim.high}) for dim in dims])
 

@@ -26,7 +26,8 @@ def layer_bytes(manifest: Manifest) -> tuple[int, ...]:
 def cut(
     layers: Sequence[LayerSpec], tensors: Sequence[TensorSpec], total_bytes: int, plan: Plan
 ) -> tuple[GroupSpec, ...]:
-    """The groups of ``plan``. They tile the region: each starts where the one before ends."""
+    """Return the groups of ``plan``. They tile the region: each starts where the one before
+    ends."""
     starts = _starts(layers, tensors, total_bytes)
     groups: list[GroupSpec] = []
     position = 0
@@ -48,7 +49,7 @@ def cut(
 
 
 def regrouped(manifest: Manifest, plan: Plan) -> Manifest:
-    """The same program in the groups of ``plan``; an empty plan means as it was built.
+    """Return the program in the groups of ``plan``; an empty plan means as it was built.
 
     Raises:
         LocalProtocolError: no plan for this program.
@@ -71,13 +72,13 @@ def regrouped(manifest: Manifest, plan: Plan) -> Manifest:
 
 
 def plan_in_force(manifest: Manifest) -> Plan:
-    """The layers that open its groups."""
+    """Return the layers that open the manifest's groups."""
     starts = {layer.first_node: i for i, layer in reversed(list(enumerate(manifest.layers)))}
     return tuple(starts[group.first_node] for group in manifest.groups)
 
 
 def last_groups(manifest: Manifest) -> tuple[int, ...]:
-    """For each group of a graph the last one that reads what it brings."""
+    """Return for each group of a graph the last group that reads its weights."""
     readers = manifest.extra["last_readers"]
     ends = [group.end_node for group in manifest.groups]
     last = len(ends) - 1
@@ -88,7 +89,7 @@ def last_groups(manifest: Manifest) -> tuple[int, ...]:
 
 
 def landed_tensors(manifest: Manifest, landings: Sequence[int]) -> dict[str, TensorSpec]:
-    """The tensors of a model that streams, where its groups land; empty: it does not."""
+    """Return a streaming model's tensors, where its groups land; empty for other models."""
     return {
         (spec := manifest.tensors[index]).name: msgspec.structs.replace(
             spec, offset_bytes=landing + spec.offset_bytes - group.offset_bytes
@@ -110,7 +111,7 @@ def needs(triggers: Sequence[str], groups: Sequence[GroupSpec]) -> dict[str, int
 def _starts(
     layers: Sequence[LayerSpec], tensors: Sequence[TensorSpec], total_bytes: int
 ) -> list[int]:
-    """Where each layer begins in the region, then the region's end."""
+    """Return the offset of each layer in the region, then the region's end."""
     starts: list[int] = []
     position = 0
     for layer in layers:

@@ -1,8 +1,8 @@
-"""What the rest of the system knows of a program: groups, tensors, signature. Pure, no torch.
+"""Manifest of a program for the rest of the system: groups, tensors, signature. Pure, no torch.
 
-A program is a model cut into layer groups in execution order (PipeSwitch 4.2). The
-manifest says where every tensor of every group lies, both in its file and in a region of the
-arena or of the host store: the two are laid out alike, so a group is one contiguous copy.
+A program is a model cut into layer groups in execution order (PipeSwitch 4.2). The manifest says
+where every tensor of every group lies, both in its file and in a region of the arena or of the host
+store: the two have the same layout, so a group is one contiguous copy.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ class ValueSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Batching(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How requests of a program are joined along their batch, which is the first dimension of
-    each input and output (ADR 28)."""
+    """Batching of requests along the first dimension of each input and output (ADR 28)."""
 
     limit: int  # of the joined batch
     delay_ms: float  # for which one waits for others though the device could begin it
@@ -110,6 +109,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def batch(self) -> tuple[int, int]:
         """The smallest and the largest batch; equal where it is fixed."""
         return batch_range(self.dims)
+
+    @property
+    def program(self) -> str:
+        """The digest by which machines compare programs: each derives its own forms."""
+        return str(self.extra.get("program", self.digest))
+
+    @property
+    def plain_weights(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of each weight as the module has it, whatever the precision."""
+        if self.precision is None:
+            return {spec.name: (spec.dtype, spec.shape) for spec in self.tensors}
+        return {name: (dtype, tuple(shape)) for name, dtype, shape in self.precision.weights}
 
     @property
     def pads(self) -> Mapping[str, str]:

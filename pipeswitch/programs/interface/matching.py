@@ -1,4 +1,4 @@
-"""Which of a job's tensors are a program's weights: by name, dtype and shape. Pure, no torch."""
+"""Match of a job's tensors with a program's weights by name, dtype and shape. Pure, no torch."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def _problem(
     name: str, kind: tuple[str, tuple[int, ...]], given: Given, names: Mapping[str, str]
 ) -> str:
     if name not in names:
-        return f"{name}: the job has none"
+        return f"{name}: there is none"
     found = given[names[name]]
     if found == kind:
         return ""
-    return f"{name}: the model has {signature_text(*kind)}, the job {signature_text(*found)}"
+    return f"{name}: the model has {signature_text(*kind)}, here it is {signature_text(*found)}"

@@ -1,10 +1,10 @@
-"""How a model's inputs and outputs nest: dicts, lists, tuples and None around named tensors. Pure.
+"""Nesting of a model's inputs and outputs: containers around named tensors. Pure.
 
-On the wire tensors are flat, and named by where they are: ``cache.0.key``. A tree says what they
-make up again. It is data: a text is a tensor's name, ``null`` is None, and an object with one key
-is ``{"list": [tree, …]}``, ``{"tuple": [tree, …]}`` or ``{"dict": [[key, tree], …]}``. A dataclass,
-or what transformers returns, is a dict. Trees come in bundles and registrations, so an enemy may
-have made them: ``check_tree`` bounds one before anything walks through it.
+On the wire tensors are flat, and named by their place: ``cache.0.key``. A tree says how dicts,
+lists, tuples and None hold them. It is data: a text is a tensor's name, ``null`` is None, and an
+object with one key is ``{"list": [tree, …]}``, ``{"tuple": [tree, …]}`` or ``{"dict": [[key, tree],
+…]}``. A dataclass, or a transformers result, is a dict. Trees come in bundles and registrations, so
+an attacker may have made them: ``check_tree`` bounds one before anything walks through it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_KEY_CHARS: Final = 128  # a tree of the longest is in each answer's header, 
 
 
 def items_of(value: Any) -> tuple[str, list[tuple[Any, Any]]] | None:
-    """What a container is, with its items; None for anything else."""
+    """Return a container's kind and items, or None for anything else."""
     if isinstance(value, Mapping):
         return "dict", list(value.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -147,7 +147,7 @@ def _refuse(part: str, reason: str) -> NoReturn:
 
 
 def unflatten(tree: Tree, values: Mapping[str, Any]) -> Any:
-    """What a checked tree makes of its leaves by name."""
+    """Build the nested value of a checked tree from its leaves by name."""
     match tree:
         case None:
             return None
@@ -162,10 +162,10 @@ def unflatten(tree: Tree, values: Mapping[str, Any]) -> Any:
 
 
 def arguments(takes: Tree, values: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's arguments by name, of its inputs; without a tree each input is one."""
+    """Return a model's arguments by name; without a tree each input is an argument."""
     return dict(values) if takes is None else unflatten(takes, values)
 
 
 def argument_names(takes: Tree, inputs: Iterable[str]) -> list[str]:
-    """What a model's arguments are called, in the order of a call."""
+    """Return the names of a model's arguments, in the order of a call."""
     return list(inputs) if takes is None else [key for key, _ in takes["dict"]]

@@ -42,5 +42,5 @@ def random_value(spec: ValueSpec, values: Values, seed: int = 0) -> NDArray[np.g
 def random_inputs(
     specs: Sequence[ValueSpec], values: Values, seed: int = 0
 ) -> list[NDArray[np.generic]]:
-    """One made-up value for each input of a manifest, in call order."""
+    """Return one made-up value for each input of a manifest, in call order."""
     return [random_value(spec, values, seed) for spec in specs]

@@ -11,13 +11,30 @@ from .layout import ITEM_BYTES, Manifest
 
 
 def is_same_signature(one: Manifest, other: Manifest) -> bool:
-    """Whether a request that one admitted fits the other."""
+    """Return True if a request that one manifest admits fits the other."""
     return (one.inputs, one.outputs, one.dims) == (other.inputs, other.outputs, other.dims)
 
 
 def signature_text(dtype: str, shape: Iterable[object]) -> str:
     """``float32[8,3,224,224]``."""
     return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def parse_states(pairs: Iterable[str]) -> dict[str, tuple[str, int]]:
+    """Return ``("h=h_out", "cache=rows+1")`` as a registration's ``state``: what an output replaces
+    (-1), or along which dimension it is appended.
+
+    Raises:
+        InvalidInput: one is not of that form, or comes twice.
+    """
+    found: dict[str, tuple[str, int]] = {}
+    for text in pairs:
+        name, _, source = text.partition("=")
+        output, _, axis = source.rpartition("+")
+        if not (name and source) or name in found:
+            raise InvalidInput(f"{text!r} is not INPUT=OUTPUT, or comes twice: h=h_out")
+        found[name] = (output, int(axis)) if axis.isdecimal() and output else (source, -1)
+    return found
 
 
 def parse_input(text: str, number: int = 0, *, texts: bool = False) -> tuple[str, list[Any]]:

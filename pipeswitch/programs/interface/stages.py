@@ -17,7 +17,7 @@ Raw = Mapping[str, tuple[Sequence[int | Sequence[int]], str]]
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """What runs on the CPU before a model computes, and behind it (ADR 34)."""
+    """Functions that run on the CPU before a model and after it (ADR 34)."""
 
     function: str = ""  # package.module:function, of what clients send; empty: they send inputs
     inputs: tuple[ValueSpec, ...] = ()  # what clients send then
@@ -27,19 +27,19 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     output_dims: tuple[Dim, ...] = ()
 
     def raw(self, manifest: Manifest) -> Manifest:
-        """What clients send, where a function makes inputs of it: there are no outputs yet."""
+        """Return the manifest of the raw inputs that a client sends; it has no outputs yet."""
         return msgspec.structs.replace(
             manifest, inputs=self.inputs, dims=self.dims, takes=None, outputs=()
         )
 
     def answer(self, manifest: Manifest) -> Manifest:
-        """What a function makes of a model's outputs, where one does, as a model that takes it."""
+        """Return the manifest of a postprocessing result, with outputs as a model's inputs."""
         return msgspec.structs.replace(
             manifest, inputs=self.outputs, dims=self.output_dims, takes=None, outputs=()
         )
 
     def public(self, manifest: Manifest) -> Manifest:
-        """A model as its clients see it."""
+        """Return the manifest that a model's clients see."""
         if self.function:
             outputs, dims = manifest.outputs, (*self.dims, *manifest.dims)
             manifest = msgspec.structs.replace(self.raw(manifest), outputs=outputs, dims=dims)
@@ -50,7 +50,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stage(function: str, raw: Raw, after: str = "", returns: Raw | None = None) -> Stage | None:
-    """None: clients send what the model takes, and get what it returns."""
+    """Return the stage, or None if clients send and get what the model takes and returns."""
     if not function and not after:
         return None
     inputs, dims = _declared(raw)
@@ -60,7 +60,7 @@ def stage(function: str, raw: Raw, after: str = "", returns: Raw | None = None) 
 
 
 def _declared(declared: Raw) -> tuple[tuple[ValueSpec, ...], tuple[Dim, ...]]:
-    """Each range is a dimension of its own, called after its value: ``image.0``."""
+    """Return the declared values; each range is a dimension named after its value: ``image.0``."""
     inputs: list[ValueSpec] = []
     dims: list[Dim] = []
     for name, (shape, dtype) in declared.items():

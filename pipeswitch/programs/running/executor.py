@@ -19,7 +19,15 @@ from ..graphs.graph import CompiledGraph, Environment, GroupCall, behind_contrac
 from ..interface.dims import NoExtent, Values, shape_at, values_of, values_text
 from ..interface.layout import Manifest, TensorSpec
 from ..interface.nesting import argument_names, arguments
-from ..interface.packing import CONVOLUTION_ADD, LINEAR, LINEAR_ADD, TARGETS, PackedLayout
+from ..interface.packing import (
+    CONVOLUTION_ADD,
+    LINEAR,
+    LINEAR_ADD,
+    LINEAR_INT8,
+    TARGETS,
+    Half,
+    PackedLayout,
+)
 from .factories import keywords_of, split_arguments, without_cache
 from .loose import leave_behind, slots
 from .torch_settings import TorchSettings
@@ -77,6 +85,9 @@ class PackedKernels(Protocol):
     def wrap(self, data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
         """Wrap packed bytes in place as a weight; the bytes must outlive it."""
 
+    def half(self) -> Half:
+        """Return how products in bfloat16 are computed."""
+
     def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
         """Return the operators by the targets of ``packing``."""
 
@@ -93,20 +104,24 @@ def _check_packed(
         raise RegistrationRefused("weights", "this device cannot read packed weights")
     first, made = len(graph.inputs), set[str]()
     for node in graph.nodes:
-        if node.target not in TARGETS:
-            continue
+        if node.target not in TARGETS or node.target == LINEAR_INT8:
+            continue  # an int8 weight is a plain tensor, and its kernel looks at all extents
         at = 2 if node.target in (LINEAR_ADD, CONVOLUTION_ADD) else 1
         index = node.args[at]["v"] - first
         name = graph.weights[index] if 0 <= index < len(graph.weights) else ""
         layout = graph.packed.get(name)
-        if layout is None or layout.dtype != "float32":
+        if layout is None or layout.dtype not in ("float32", "bfloat16"):
             raise RegistrationRefused("weights", f"{node.target} needs a packed weight")
-        zeros = torch.zeros(layout.shape)
+        zeros = torch.zeros(layout.shape, dtype=getattr(torch, layout.dtype))
         if node.target in (LINEAR, LINEAR_ADD):
             expected, data = kernels.pack_linear(zeros)
         else:
             how = (*node.args[at + 2 : at + 6], layout.input_shape)
-            expected, data = kernels.pack_convolution(zeros, *how)
+            try:
+                expected, data = kernels.pack_convolution(zeros, *how)
+            except (RuntimeError, TypeError) as error:  # torch's, of numbers that do not fit
+                refusal = f"its layout cannot be made: {str(error)[:200]}"
+                raise RegistrationRefused(f"weight {name!r}", refusal) from None
         if expected != layout or data.nbytes != sizes_bytes.get(name):
             raise RegistrationRefused(f"weight {name!r}", "its packed layout is not this machine's")
         made.add(name)
@@ -118,7 +133,12 @@ def fitting(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return a packed operator that refuses an input whose extents do not fit its weight's."""
 
     def checked(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        weight = next(one for one in rest if one.layout is not torch.strided)
+        weight = next((w for w in rest if getattr(w, "layout", torch.strided) is not torch.strided),
+                      None)  # fmt: skip
+        if weight is None:
+            return call(x, *rest)  # over int8: its kernel looks at all extents
+        if x.dtype is not weight.dtype:
+            raise BrokenContract(f"input is {x.dtype}, the packed weight {weight.dtype}")
         is_linear = weight.dim() == 2
         groups = 1 if is_linear else next(one for one in rest if type(one) is int)
         channels = x.shape[-1 if is_linear else 1] if x.dim() in (4, 2, 3) else -1
@@ -146,7 +166,7 @@ class GraphProgram:
 
         ``kernels``: operators over packed weights, if the graph has some.
         """
-        if graph.packed:
+        if graph.packed or kernels is not None:
             _check_packed(graph, kernels, {one.name: one.size_bytes for one in manifest.tensors})
         self._kernels = kernels
         self._packed = {} if kernels is None else kernels.operators()
@@ -183,11 +203,11 @@ class GraphProgram:
         return behind_contract(target) if call is None else fitting(call)
 
     def is_tried(self, shapes: Shapes) -> bool:
-        """Whether every call is known to keep its contract at these shapes of the inputs."""
+        """Return True if every call is known to keep its contract at these input shapes."""
         return self._is_whole or _key(self._values(shapes)) in self._tried
 
     def asking(self) -> Sequence[GroupCall]:
-        """The groups for shapes that were not tried: each call asks its contract first."""
+        """Return the groups for untried shapes: each call checks its contract first."""
         if self._asking is None:
             self._asking = CompiledGraph(
                 self.graph, self._spans, self._device, self._look_up_asking
@@ -195,10 +215,10 @@ class GraphProgram:
         return self._asking.calls
 
     def returned(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """What came of these shapes: the next run with them asks no contract.
+        """Record that a run with these shapes succeeded: the next one skips the contracts.
 
         Raises:
-            InvalidInput: the outputs are not what the signature says.
+            InvalidInput: the outputs do not match the signature.
         """
         values = self._values(_shapes(inputs))
         for spec, output in zip(self.manifest.outputs, outputs, strict=True):
@@ -217,7 +237,7 @@ class GraphProgram:
         self._tried.add(_key(values))
 
     def _values(self, shapes: Shapes) -> Values:
-        """What the dimensions are: of fewer bytes than the shapes, which a bundle may repeat."""
+        """Return the dimensions' sizes: fewer bytes than shapes, which a bundle may repeat."""
         values = values_of((spec.shape for spec in self.manifest.inputs), shapes)
         if values is None:
             raise InvalidInput(f"the inputs' shapes {list(shapes)} are not of the signature")
@@ -225,7 +245,7 @@ class GraphProgram:
 
 
 def _key(values: Values) -> tuple[int, ...]:
-    """In the order in which the inputs name them."""
+    """Return the sizes in the order in which the inputs name them."""
     return tuple(values.values())
 
 
@@ -247,7 +267,7 @@ class BoundGraph:
         ]
 
     def start(self, inputs: Sequence[torch.Tensor]) -> Environment:
-        """A fresh environment: the values that are alive between groups."""
+        """Return a fresh environment: the values that are alive between groups."""
         if len(inputs) != len(self.manifest.inputs):
             raise LocalProtocolError(
                 f"{len(inputs)} inputs given, the program takes {len(self.manifest.inputs)}"
@@ -255,7 +275,7 @@ class BoundGraph:
         return self._compiled.start(inputs)
 
     def is_tried(self, shapes: Shapes) -> bool:
-        """Whether ``run_group``, which asks no contract, may run with inputs of these shapes."""
+        """Return True if ``run_group``, which checks no contract, may run at these shapes."""
         return self._program.is_tried(shapes)
 
     def run_group(self, index: int, environment: Environment) -> None:
@@ -266,11 +286,11 @@ class BoundGraph:
         self._compiled.calls[index](environment, self._arguments[index])
 
     def finish(self, environment: Environment) -> list[torch.Tensor]:
-        """The outputs, in the manifest's order."""
+        """Return the outputs, in the manifest's order."""
         return self._compiled.finish(environment, self._weights)
 
     def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
-        """As ``BoundProgram.run``."""
+        """Run the program like ``BoundProgram.run``."""
         with torch.inference_mode():
             environment = self.start(inputs)
             is_tried = self._program.is_tried(_shapes(inputs))
@@ -420,7 +440,7 @@ class ModuleProgram:
         return outputs
 
     def _in_order(self, outputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """As declared: on another path a mapping may have another order, or other keys."""
+        """Return the outputs as declared: another path's mapping may differ in order or keys."""
         declared = [value.name for value in self.manifest.outputs]
         if set(declared) != outputs.keys():
             raise ValueError(f"it returned {', '.join(outputs)} instead of {', '.join(declared)}")
@@ -452,5 +472,5 @@ class BoundModule:
                 self.slots.append((owner, key, held))
 
     def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
-        """As ``BoundProgram.run``."""
+        """Run the program like ``BoundProgram.run``."""
         return self._program.run_bound(self, inputs, before_group)

@@ -138,7 +138,7 @@ def split_arguments(
 
 
 def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Those of ``forward``; none where it is silent."""
+    """Return the parameters of ``forward``, or none if it has no signature."""
     try:
         return inspect.signature(module.forward).parameters
     except (TypeError, ValueError):

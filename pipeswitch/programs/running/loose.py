@@ -18,7 +18,7 @@ Make = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def loose_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """By where they are: ``rpn.anchor_generator.cell_anchors.0``."""
+    """Return loose tensors by their place: ``rpn.anchor_generator.cell_anchors.0``."""
     found: dict[str, torch.Tensor] = {}
 
     def note(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ def leave_behind(module: nn.Module, names: Iterable[str]) -> None:
 def slots(
     module: nn.Module, tensors: Mapping[str, torch.Tensor]
 ) -> list[tuple[nn.Module, str, Any]]:
-    """Each attribute that has such tensors, with these in their places."""
+    """Return each attribute that has such tensors, with these in their places."""
     return list(_attributes(module, lambda name, tensor: tensors.get(name, tensor)))
 
 
@@ -84,7 +84,7 @@ def _attributes(module: nn.Module, make: Make) -> Iterator[tuple[nn.Module, str,
 
 
 def _replaced(value: Any, name: str, make: Make) -> Any:
-    """A tensor, or a container with its tensors, made anew; itself where nothing changed."""
+    """Return a tensor or container made anew with its tensors; itself where nothing changed."""
     if isinstance(value, torch.Tensor):
         return make(name, value)
     if type(value) is dict:

@@ -8,13 +8,13 @@ import torch
 
 
 def padded_shape(parts: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Of the rows of all, one after the other."""
+    """Return the shape that holds the rows of all parts, one after the other."""
     extents = (max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True))
     return (sum(part.shape[0] for part in parts), *extents)
 
 
 def padded(parts: Sequence[torch.Tensor], found: torch.Tensor | None = None) -> torch.Tensor:
-    """The rows of all; in ``found``, which has their shape, where it is given."""
+    """Return the rows of all parts, in ``found`` if it is given, which has their shape."""
     if found is None:
         found = parts[0].new_empty(padded_shape(parts))
     counts = [part.shape[0] for part in parts]
@@ -26,5 +26,5 @@ def padded(parts: Sequence[torch.Tensor], found: torch.Tensor | None = None) -> 
 
 
 def cut(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Its beginning: what is behind is of the padding."""
+    """Return the beginning of a value, without its padding."""
     return value[tuple(map(slice, shape))]

@@ -1,7 +1,7 @@
-"""What torch keeps for a whole process, so that one model's code cannot set it for another's.
+"""Torch's process-wide settings, kept apart so that one model's code cannot change another's.
 
-In module mode an operator's code runs in a worker that computes other models too. What it sets
-(a default dtype, a matmul precision, an autocast that it never leaves) changes their bits.
+In module mode an operator's code runs in a worker that computes other models too. A setting that it
+leaves (a default dtype, a matmul precision, an open autocast) would change their bits.
 """
 
 from __future__ import annotations
@@ -28,16 +28,6 @@ def _of(owner: Any, attribute: str) -> _Setting:
     return (lambda: getattr(owner, attribute)), (lambda value: setattr(owner, attribute, value))
 
 
-def _deterministic() -> tuple[bool, bool]:
-    is_on = torch.are_deterministic_algorithms_enabled()
-    return is_on, torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _is_flushing() -> bool:
-    """Whether this thread takes subnormal numbers for zero; torch has no call that tells."""
-    return _SUBNORMAL * 1.0 == 0.0
-
-
 def _set_default_device(device: torch.device) -> None:
     # Setting "cpu" would put a handler before every call; None takes the handler away.
     torch.set_default_device(None if device.type == "cpu" else device)
@@ -55,12 +45,9 @@ def _set_matmul_precision(value: str) -> None:
         torch.set_float32_matmul_precision(value)
 
 
-def _set_deterministic(value: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
-
-
 def _settings() -> tuple[_Setting, ...]:
     backends: Any = torch.backends
+    are_deterministic = torch.are_deterministic_algorithms_enabled
     autocast: list[_Setting] = []
     for kind in ("cpu", "cuda"):
         autocast += [
@@ -76,8 +63,12 @@ def _settings() -> tuple[_Setting, ...]:
         (torch.get_default_device, _set_default_device),
         (torch.get_num_threads, torch.set_num_threads),
         (torch.is_grad_enabled, torch.set_grad_enabled),
-        (_deterministic, _set_deterministic),
-        (_is_flushing, torch.set_flush_denormal),
+        (
+            lambda: (are_deterministic(), torch.is_deterministic_algorithms_warn_only_enabled()),
+            lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+        ),
+        # Torch has no call that tells whether this thread takes subnormal numbers for zero.
+        (lambda: _SUBNORMAL * 1.0 == 0.0, torch.set_flush_denormal),
         *autocast,
         (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
         *(_of(owner, "fp32_precision") for owner in precisions),

@@ -33,12 +33,13 @@ _PAIRS: Final = {
 
 
 def is_tensor(value: Any) -> bool:
-    """What a tree's leaf is to a module."""
+    """Return True for a tensor, the leaf of a module's value tree."""
     return isinstance(value, torch.Tensor)
 
 
 def flatten_outputs(outputs: Any) -> dict[str, torch.Tensor]:
-    """A module's result as named tensors: ``y``; ``y0``, ``y1``…; or a mapping's own keys.
+    """Return a module's result as named tensors: ``y``; ``y0``, ``y1``…; or a mapping's own
+    keys.
 
     Raises:
         RegistrationRefused: something in it is not a tensor. ``None`` is left out.
@@ -55,13 +56,13 @@ def nested_outputs(outputs: Any) -> tuple[Tree, dict[str, torch.Tensor]]:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor as uint8, without a copy.
+    """Return the bytes of a contiguous tensor as uint8, without a copy.
 
-    One of a single element is contiguous whatever its strides, which ``view`` believes.
+    A single element is contiguous whatever its strides, which ``view`` would take at face value.
     """
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor, without a copy."""
+    """Return the bytes of a contiguous host tensor, without a copy."""
     return memoryview(bytes_of(tensor).numpy().data) if tensor.numel() else memoryview(b"")

@@ -1,1 +1,1 @@
-"""Bytes of the device and of the host store, and what lies where."""
+"""Memory of the device and of the host store, and its owners."""

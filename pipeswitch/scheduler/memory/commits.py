@@ -28,7 +28,7 @@ DISK_SHARE: Final = 20  # a job may keep the disk busy for 1/20 of the time: lar
 
 
 class Commits:
-    """The commit areas of all jobs, and the one commit of each that is on its way."""
+    """Commit areas of all jobs, and the one commit of each that is on its way."""
 
     def __init__(self, device: DeviceState, arena: Arena, store: Store) -> None:
         self._core = device.core
@@ -37,7 +37,7 @@ class Commits:
         self._store = store
 
     def restore(self, job: Job, slot_bytes: int, step: int) -> bool:
-        """An area that was loaded from disk; without room for it the job starts from the top."""
+        """Take an area loaded from disk. False: no room, so the job starts from the top."""
         if self._store.regions.reserve(job.commits, HEADER_BYTES + 2 * slot_bytes):
             job.memory.commit_slot_bytes = slot_bytes
             job.progress.step = job.memory.committed_step = job.memory.persisted_step = step
@@ -61,7 +61,7 @@ class Commits:
         self._tell_daemon(job)
 
     def open(self, job: Job, state_bytes: int) -> None:
-        """A commit area that holds two images; kept over restarts of worker and daemon.
+        """Reserve a commit area for two images; it is kept over restarts of worker and daemon.
 
         Raises:
             HostStoreFull: no room for two images.
@@ -86,12 +86,12 @@ class Commits:
         self._tell_daemon(job)
 
     def leaves(self, job: Job) -> None:
-        """Another device's daemon copies what it commits from now on."""
+        """Close the commits of a job that moves to another device."""
         if job.memory.commit_slot_bytes:
             self._device.daemon.tell(CloseCommits(job=job.spec.name))
 
     def enters(self, job: Job) -> None:
-        """It was another device's."""
+        """Open the commits of a job that moved here from another device."""
         if job.memory.commit_slot_bytes:
             self._tell_daemon(job)
 
@@ -102,8 +102,8 @@ class Commits:
     def commit(self, worker: Worker, message: CommitStep) -> None:
         """Let the daemon copy the pieces of the slice; it flips and acknowledges.
 
-        Each number once: when a commit is acknowledged its owner writes the slice again, so a
-        message that comes late or again would have a torn image copied.
+        Each number is copied once: after the acknowledgement the owner writes the slice again, so a
+        late or repeated message would copy a torn image.
         """
         job = self._device.job_of(worker, message.epoch)
         if job is None or message.number <= job.memory.commit_number:
@@ -127,7 +127,7 @@ class Commits:
         )
 
     def committed(self, message: StepCommitted) -> None:
-        """Flipped: tell the worker; what was committed goes to disk as soon as that may be."""
+        """Acknowledge a commit to the worker, and write it to disk as soon as allowed."""
         core, device = self._core, self._device
         job = device.jobs.get(message.job)
         told = (message.epoch, message.number)
@@ -166,12 +166,13 @@ class Commits:
 
     @staticmethod
     def is_unsaved(job: Job) -> bool:
-        """Its newest commit is in the host store, and not on disk."""
+        """Return True if the job's newest commit is in the host store but not on disk."""
         memory = job.memory
         return memory.commit_slot_bytes > 0 and memory.committed_step > memory.persisted_step
 
     def persisted(self, message: CommitPersisted) -> None:
-        """On disk, or why not; the older file is intact either way and training goes on."""
+        """Note that a commit is on disk, or why not: the older file is intact, training
+        continues."""
         job = self._device.jobs.get(message.job)
         if job is None or message.epoch <= job.born_epoch:
             return
@@ -183,7 +184,7 @@ class Commits:
             job.memory.persisted_step = max(job.memory.persisted_step, message.step)
 
     def _has_written(self, job: Job, *, is_well: bool) -> None:
-        """When the next write may begin, unless somebody wants it at once."""
+        """Note the end of a write; schedule the next one unless an earlier time was requested."""
         now_ms = self._core.now_ms
         job.memory.is_persisting = False
         if job.memory.persist_due_at_ms == math.inf:
@@ -197,16 +198,16 @@ class Commits:
         self._core.refuse_all(error, job.exporters)
 
     def save_last(self, job: Job) -> None:
-        """Of a job that is over the newest commit goes to disk, and then leaves the host store.
+        """Drop an ended job's newest commit from the host store once it is on disk.
 
-        A disk that does not take it is asked again: there is no other copy.
+        A failed write is retried: there is no other copy.
         """
         is_over = job.state.state in TASK_FINAL
         if is_over and not job.memory.is_persisting and not self.is_unsaved(job):
             self.forget(job)
 
     def refused(self, epoch: Epoch, reason: str) -> None:
-        """The daemon refused an order: no answer to it will come."""
+        """Handle an order that the daemon refused: no other answer to it will come."""
         for job in self._device.jobs.values():
             if job.memory.persist_epoch == epoch and job.memory.is_persisting:
                 self._has_written(job, is_well=False)
@@ -216,12 +217,12 @@ class Commits:
                 self._restart(job, epoch, f"its commit was refused: {reason}")
 
     def _restart(self, job: Job, epoch: Epoch, reason: str) -> None:
-        """From the last commit: its script waits for an acknowledgement that will not come."""
+        """Restart the job from its last commit: no acknowledgement of the new one will come."""
         if job.slot is not None and job.epoch == epoch:
             self._device.kill(self._device.workers[job.slot], reason)
 
     def forget(self, job: Job) -> None:
-        """Its area is given back; its file on disk stays."""
+        """Release the job's commit area; its file on disk stays."""
         if job.memory.commit_slot_bytes:
             self._store.regions.release(job.commits)
             self.leaves(job)
@@ -229,7 +230,7 @@ class Commits:
             self._core.emit(DropCommits(job=job.spec.name))
 
     def daemon_died(self) -> None:
-        """Slices are gone with the device; commits are not."""
+        """Handle the daemon's death: slices are gone with the device, commits are not."""
         for job in self._device.jobs.values():
             job.memory.lease_bytes = job.memory.lease_asked_bytes = 0
             if job.memory.is_persisting:
@@ -245,7 +246,7 @@ class Commits:
 
     @property
     def is_quiet(self) -> bool:
-        """No commit is on its way to host or disk, or due to be."""
+        """True if no commit is on its way to host or disk, or due."""
         now_ms = self._core.now_ms
         return not any(
             job.memory.copying_epoch

@@ -1,4 +1,4 @@
-"""Slices of the arena for training jobs: who gets one, who leaves for it, when it is free. Pure."""
+"""Slices of the arena for training jobs: grants, evictions and release. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .residency import Residents
 
 
 class Slices:
-    """No range of a slice is given to another owner before it reads as zeros."""
+    """Slices of a device. A range gets another owner only after it reads as zeros."""
 
     def __init__(self, device: DeviceState, arena: Arena, residents: Residents) -> None:
         self._core = device.core
@@ -37,13 +37,13 @@ class Slices:
         self._unscrubbed: dict[Epoch, float] = {}  # of a scrub that failed: when to try again
 
     def lease(self, owner: Owner, size_bytes: int) -> Region | Literal["soon"] | None:
-        """A place for a job's state, throwing out idle models.
+        """Take a place for a job's state; idle models are evicted for it.
 
         Returns:
             "soon" when enough is about to be free; None when another job would have to leave.
 
         Raises:
-            OutOfDeviceMemory: it would not fit in an empty arena beside what is pinned.
+            OutOfDeviceMemory: it would not fit in an empty arena beside the pinned models.
         """
         self.refuse_too_large(owner, size_bytes)
         costs = self._arena.costs(for_request=False)
@@ -72,8 +72,7 @@ class Slices:
             )
 
     def release(self, owner: Owner) -> None:
-        """No process writes there any more: zero the range, then it is free (another tenant may
-        follow)."""
+        """Zero a slice without writers; then its range is free, even for another tenant."""
         if self._arena.regions.get(owner) is None:
             return
         self._core.touched |= PLACES
@@ -93,7 +92,7 @@ class Slices:
         )
 
     def scrub_again(self) -> int:
-        """What the daemon failed to zero: no owner may have the range before it is."""
+        """Retry ranges that the daemon failed to zero: nobody may own a range before that."""
         for epoch, at_ms in list(self._unscrubbed.items()):
             region = self._arena.regions.get(Owner("scrub", str(epoch)))
             if region is None:  # the memory went with its owner
@@ -110,12 +109,12 @@ class Slices:
             self._arena.regions.release(Owner("scrub", str(epoch)))
 
     def refused(self, epoch: Epoch) -> None:
-        """The daemon could not zero a range: it is asked again."""
+        """Schedule another try for a range that the daemon could not zero."""
         if self._arena.regions.get(Owner("scrub", str(epoch))) is not None:
             self._unscrubbed[epoch] = self._core.now_ms + self._core.settings.restart_backoff_ms
 
     def check(self) -> None:
-        """A slice is held by a process that lives."""
+        """Assert that each slice is held by a live process."""
         for region in self._arena.regions:
             if region.owner.kind == "slice":
                 name = JobName(region.owner.name)
@@ -126,8 +125,8 @@ LEAST_STARTS: Final = 10  # so many times as long as it took to start, a job may
 
 
 class Leases:
-    """Of each job at most one slice, from its first ``job.steps`` until its process is reaped; and
-    as long what it has in host memory of its activations."""
+    """Slices of jobs: at most one per job, from its first ``job.steps`` until its process is
+    reaped. The job's offloaded activations in host memory live as long."""
 
     def __init__(
         self, device: DeviceState, arena: Arena, slices: Slices, commits: Commits, store: Store
@@ -139,7 +138,7 @@ class Leases:
         self._store = store
 
     def requested(self, worker: Worker, message: LeaseRequest) -> None:
-        """A job's first ``job.steps`` wants its slice; it waits outside the device's turn."""
+        """Handle a job's request for its slice; the job waits outside the device's turn."""
         job = self._device.job_of(worker, message.epoch)
         if job is None or job.state.state is TaskState.EVICTING:
             return  # EvictTask is on its way to it
@@ -159,7 +158,7 @@ class Leases:
             job.timing.start_ms = self._device.core.now_ms - job.timing.dispatched_at_ms
 
     def host_requested(self, worker: Worker, message: HostRequest) -> None:
-        """Answered at once, also to a job that is to leave: it may be in the middle of a layer."""
+        """Answer a host memory request at once, even of a leaving job: it may be mid-layer."""
         job = self._device.job_of(worker, message.epoch)
         if job is None:
             return  # it is being killed
@@ -172,7 +171,7 @@ class Leases:
         self._device.send(job.slot, HostGranted(epoch=job.epoch), "signal")
 
     def reaped(self, name: JobName) -> None:
-        """The job's process is gone: it holds nothing any more, and writes nowhere."""
+        """Release everything of a job whose process is reaped."""
         self._store.charge(name, 0)
         self._slices.release(Owner("slice", name))
 
@@ -228,11 +227,11 @@ class Leases:
             self._device.send(job.slot, granted, "signal", commits_of=job.spec.name)
 
     def may_grant(self, job: Job) -> bool:
-        """Return whether a job waits for memory other than that of pinned models."""
+        """Return True if a job waits for memory other than that of pinned models."""
         return self._arena.can_ever_hold(job.memory.lease_asked_bytes)
 
     def who_leaves_for(self, job: Job) -> Job | None:
-        """A suspended job that holds memory, less important or with its turn behind it.
+        """Return a suspended job that holds memory, and is less important or has had its turn.
 
         None while models are in use: those leave soon.
         """

@@ -1,4 +1,4 @@
-"""The ledgers of memory: who holds which range of the arena, and what of the host store. Pure."""
+"""Ledgers of memory: owners of ranges in the arena and in the host store. Pure."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Rest(Window):
 
 @dataclass(frozen=True)
 class Streamed(Window):
-    """A place for a model that is larger than the arena, and where its groups land there."""
+    """Place for a model that is larger than the arena, with the places of its groups."""
 
     landings: Landings
 
 
 class Arena:
-    """The ledgers of one device: its memory, and the arrival words that lie in it.
+    """Ledgers of one device: its memory, and the arrival words in it.
 
     A model that is larger than the arena holds two adjacent regions: first its ring
     (``Replica.rest``), then the groups that it keeps (``Replica.owner``). Between two passes it
@@ -58,7 +58,7 @@ class Arena:
         self._reserve_words()
 
     def device_lost(self) -> None:
-        """The daemon died, and its memory with it."""
+        """Drop all regions: the daemon died, and its memory with it."""
         self.regions.clear()
         self._reserve_words()
 
@@ -74,7 +74,7 @@ class Arena:
 
     @property
     def leasable_bytes(self) -> int:
-        """The arena without its arrival words: what models and slices can have."""
+        """Size of the arena without its arrival words, for models and slices."""
         words = self.regions.get(WORDS)
         return self.regions.capacity_bytes - (words.size_bytes if words is not None else 0)
 
@@ -84,15 +84,14 @@ class Arena:
         return self._device.replicas.get(ModelName(region.owner.name))
 
     def costs(self, *, for_request: bool, mover: Replica | None = None) -> Costs:
-        """What taking each region's place costs; None when its owner must stay.
+        """Return the cost of taking each region's place; None when its owner must stay.
 
-        1. Arrival words, a slice or models being copied in, pinned models and those in use: they
-           stay.
-        2. An idle model: what the policy says. One with waiting requests goes for a request
-           that ranks before them, never for a guess or a job.
-        3. A range being zeroed, an abandoned copy, the slice of a job that leaves: soon free.
-        4. A job's slice: only for a request, and only when nothing else will do.
-        5. The groups that the model to be placed keeps itself: free.
+        1. Arrival words, a slice or model being copied in, pinned models and models in use stay.
+        2. An idle model costs what the policy says. A model with waiting requests is evicted only
+           for a request that ranks before them, never for a prefetch or a job.
+        3. A range being zeroed, an abandoned copy and the slice of a leaving job are soon free.
+        4. A job's slice is taken only for a request, and only as the last resort.
+        5. Groups that the model to be placed keeps itself are free.
         """
         view, own = self._device.view, mover.owner if mover is not None else None  # 5.
         return [
@@ -215,11 +214,11 @@ class Arena:
         return Window(window.offset_bytes, tuple(sorted(leave)), window.cost)
 
     def _place_to_stream(self, replica: Replica, costs: Costs) -> Window | None:
-        """For a model that is larger than the arena.
+        """Return a window for a model that is larger than the arena.
 
-        1. Where it was: what it keeps is there, and nobody took the place of the ring.
-        2. The longest hole. That is less than half of the arena: half, if idle models alone leave.
-        3. The least that it can do with, whoever leaves.
+        1. Its last place, if its kept groups are there and nobody took the ring's place.
+        2. The longest hole; half of the arena if that is more and only idle models must leave.
+        3. The smallest usable window, whatever must leave.
         """
         assert replica.landings is not None
         regions, least = self.regions, replica.least_bytes
@@ -245,12 +244,12 @@ class Arena:
         return Streamed(window.offset_bytes, window.victims, window.cost, landings)
 
     def landings(self, manifest: Manifest, window_bytes: int) -> Landings | None:
-        """Where the groups of a model would land in a window; None: they would not."""
+        """Return the places of a model's groups in a window; None if they do not fit."""
         sizes = [group.size_bytes for group in manifest.groups]
         return land(sizes, last_groups(manifest), window_bytes, REGION_ALIGN_BYTES)
 
     def least_bytes(self, manifest: Manifest) -> int:
-        """Of a model that is larger than the arena, what it can do with; 0: it is not larger."""
+        """Return the smallest window for a model larger than the arena; 0: it is not larger."""
         is_whole = aligned(manifest.total_bytes, REGION_ALIGN_BYTES) <= self.leasable_bytes
         if is_whole or manifest.mode == "module":
             return 0
@@ -259,7 +258,8 @@ class Arena:
         return least_window(sizes, last_groups(manifest), most_bytes, REGION_ALIGN_BYTES)
 
     def obstacles(self, window: Window) -> list[Region]:
-        """What in the window cannot be taken now: slices, ranges being zeroed, broken copies."""
+        """Return the victims that must stay for now: slices, ranges in zeroing, abandoned
+        copies."""
         return [
             victim
             for victim in window.victims
@@ -271,10 +271,10 @@ class Arena:
         return replica is not None and replica.residency.state is Residency.ABANDONED
 
     def check_fits(self, model: Model) -> None:
-        """Some request of it can run once: it fits, or its groups can stream through.
+        """Check that the model can ever run: it fits, or its groups can stream through.
 
         Raises:
-            OutOfDeviceMemory: none ever could; or it shall stay, and cannot.
+            OutOfDeviceMemory: it can never run, or it is to be pinned and cannot be.
         """
         size, largest = stored_bytes(model), self.leasable_bytes
         why = ""
@@ -299,16 +299,16 @@ class Arena:
             )
 
     def can_ever_hold(self, size_bytes: int) -> bool:
-        """Whether it fits once everything that is not pinned has left."""
+        """Return True if the size fits once everything that is not pinned has left."""
         return aligned(size_bytes, REGION_ALIGN_BYTES) <= self.largest_for_all_bytes
 
     def may_take(self, replica: Replica, size_bytes: int) -> bool:
-        """Whether a model of that size is here, or could be beside what is pinned."""
+        """Return True if the model is on the device, or its size fits beside the pinned models."""
         return replica.residency.state in WHOLE or self.can_ever_hold(size_bytes)
 
     @property
     def largest_for_all_bytes(self) -> int:
-        """Return the size of the arena without the pinned models, which can move together."""
+        """Size of the arena without the pinned models, which can move together."""
         pinned = (self._device.replicas[name] for name in self._device.pinned)
         return self.leasable_bytes - sum(replica.region_bytes for replica in pinned)
 
@@ -335,10 +335,9 @@ class Arena:
 
 
 class Store:
-    """Each model's bytes lie here once, as they will lie on the device.
+    """Host store: each model's bytes once, in the layout of the device.
 
-    What jobs offload lies in their processes' memory and counts here: together they keep to the
-    limit.
+    Offloaded activations lie in the memory of the jobs' processes, and count toward the same limit.
     """
 
     def __init__(self, core: Core) -> None:
@@ -347,10 +346,10 @@ class Store:
         self.offloaded: dict[JobName, int] = {}  # bytes, of jobs whose process lives
 
     def charge(self, name: JobName, size_bytes: int) -> None:
-        """A job may have so much in host memory from now on; 0: its process has nothing there.
+        """Set the host memory that a job may use from now on; 0: its process has nothing there.
 
         Raises:
-            HostStoreFull: that is more than is free; it may have what it had.
+            HostStoreFull: that exceeds the free memory; the job keeps its former amount.
         """
         before = self.offloaded.get(name, 0)
         free = self.regions.free_bytes + before
@@ -370,10 +369,10 @@ class Store:
         self.regions.withheld_bytes = sum(self.offloaded.values())
 
     def take(self, model: Model) -> None:
-        """Reserve its place.
+        """Reserve the model's place.
 
         Raises:
-            HostStoreFull: no room beside the others, or over its tenant's share of what is free.
+            HostStoreFull: no room beside the others, or over its tenant's share of the free bytes.
         """
         size = stored_bytes(model)
         if refusal := self._over_share(model, size):
@@ -385,7 +384,7 @@ class Store:
         self._held_bytes[model.tenant] += region.size_bytes
 
     def _over_share(self, model: Model, size: int) -> HostStoreFull | None:
-        """The owner is bounded by the store alone."""
+        """Return the error if the model exceeds its tenant's share; the owner has none."""
         own, free, whole = self._held_bytes[model.tenant], self.regions.free_bytes, self.regions
         share = left(whole.capacity_bytes, whole.capacity_bytes - free, own)
         if not model.tenant or size <= share:
@@ -409,7 +408,7 @@ class Store:
         )
 
     def forget(self, model: Model) -> None:
-        """Give back its place."""
+        """Release the model's place."""
         if self.regions.get(model.owner) is not None:
             self._held_bytes[model.tenant] -= self.regions.release(model.owner).size_bytes
 
@@ -420,7 +419,7 @@ def _without_jobs(costs: Costs) -> Costs:
 
 
 def stored_bytes(model: Model) -> int:
-    """What a model takes; it has a manifest."""
+    """Return the number of bytes that a built model occupies."""
     assert model.manifest is not None
     return max(model.manifest.total_bytes, TENSOR_ALIGN_BYTES)
 

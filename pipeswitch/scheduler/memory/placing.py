@@ -44,7 +44,7 @@ class Placing:
         return self.states[found.device], found.reason
 
     def has_place(self, state: DeviceState, name: ModelName, size_bytes: int) -> bool:
-        """Return whether the model fits there beside the pinned ones."""
+        """Return True if the model fits there beside the pinned ones."""
         return self._arenas[state.index].may_take(state.replicas[name], size_bytes)
 
     def job(self, job: Job, home: int | None, counts: Sequence[int]) -> int:
@@ -122,20 +122,20 @@ def _ready(states: list[DeviceState]) -> list[DeviceState]:
 
 
 def kind_of(name: str) -> str:
-    """``cuda`` of ``cuda:1``."""
+    """Return the kind of a device: ``cuda`` of ``cuda:1``."""
     return name.partition(":")[0]
 
 
 def kinds_of(names: Iterable[str]) -> list[str]:
-    """Each once, in their order."""
+    """Return each kind once, in the order of the names."""
     return list(dict.fromkeys(map(kind_of, names)))
 
 
 def limit(asked: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-    """The devices of ``names`` that are meant; empty: all of them.
+    """Return the devices of ``names`` that are requested; empty: all of them.
 
-    ``cuda`` means each cuda device, and what is not here is left out. Devices of two kinds answer
-    with other last bits: there who asks for none gets those of the first one's kind.
+    ``cuda`` means each cuda device; devices that are not here are left out. Devices of two kinds
+    answer with different last bits: without a request, only the first one's kind is used.
     """
     found = tuple(name for name in names if name in asked or kind_of(name) in asked)
     if found or len(kinds_of(names)) == 1:
@@ -144,7 +144,7 @@ def limit(asked: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
 
 
 def refusal(asked: Sequence[str], names: Sequence[str]) -> PipeSwitchError | None:
-    """Error for a device this server does not have."""
+    """Return the error for a device that this server does not have."""
     kinds = kinds_of(names)
     unknown = next((name for name in asked if name not in names and name not in kinds), None)
     if unknown is None:

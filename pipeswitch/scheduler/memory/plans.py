@@ -22,7 +22,7 @@ PLANNED: Final = "planned"
 
 
 class Plans:
-    """A new plan is in force as soon as its model is off the device."""
+    """Plans of layer groups. A new plan takes effect as soon as its model is off the device."""
 
     def __init__(self, device: DeviceState, residents: Residents) -> None:
         self._core = device.core
@@ -31,9 +31,9 @@ class Plans:
         self._wanted: dict[ModelName, None] = {}  # models with a next plan
 
     def found(self, replica: Replica, profiles: tuple[Found, ...]) -> None:
-        """A program was built: use the first profile that is of it and of this device.
+        """Use the first profile that fits the built program and this device.
 
-        None that fits: buckets, with one warning if there was one that might have.
+        If none fits, use byte buckets, with one warning if a profile might have fitted.
         """
         assert replica.model.manifest is not None
         problems: list[str] = []
@@ -58,8 +58,8 @@ class Plans:
         self._device.publish("model.profile_unusable", model=replica.name, reason=why)
 
     def use(self, replica: Replica, profile: Profile) -> bool:
-        """Plan from it, and let that plan be in force as soon as the model is off the device; one
-        that streams keeps its groups, and has its passes predicted."""
+        """Plan from the profile; the plan takes effect as soon as the model is off the device. A
+        streaming model keeps its groups, and has its passes predicted."""
         if replica.landings is not None:
             replica.grouping.profile = profile
             return True
@@ -78,13 +78,13 @@ class Plans:
         return True
 
     def want(self, replica: Replica, plan: Plan, source: str, why: str) -> None:
-        """In force as soon as it can be cut."""
+        """Request a plan, which takes effect as soon as the groups can be cut."""
         replica.grouping.next = (plan, source, why)
         self._wanted[replica.name] = None
         self._core.touched |= MEASURED
 
     def apply(self) -> int:
-        """Cut anew what can be; not the model that is being measured."""
+        """Cut the groups of each model that can be cut, except one that is being measured."""
         for name in list(self._wanted):
             replica = self._device.replicas.get(name)
             if replica is None or replica.grouping.next is None:
@@ -101,10 +101,10 @@ class Plans:
         return ALL if self._wanted else MEASURED
 
     def _cut(self, replica: Replica, plan: Plan) -> bool:
-        """Other groups for a model; False while it cannot be: it is read, sent, or waited for.
+        """Cut a model into other groups. False: it is being read, sent or waited for.
 
-        A model on the device is evicted first: the arrival words of the new groups have not
-        risen. Its next request is cold, once.
+        A model on the device is evicted first: the arrival words of the new groups have not risen.
+        Its next request is cold, once.
         """
         if plan == replica.grouping.plan:
             return True
@@ -120,7 +120,7 @@ class Plans:
 
 
 def plan_row(replica: Replica) -> dict[str, Any]:
-    """What ``show`` says of a model's groups."""
+    """Return the part of ``show`` about a model's groups."""
     profile = replica.grouping.profile
     return {
         "grouping": replica.grouping.source,
@@ -132,10 +132,10 @@ def plan_row(replica: Replica) -> dict[str, Any]:
 
 
 def stream_of(state: DeviceState, replica: Replica) -> dict[str, Any] | None:
-    """What a pass of a model costs that is larger than the arena; None: it is not.
+    """Return the cost of a pass of a model that is larger than the arena; None if it is not.
 
-    ``pass_ms`` is predicted from its profile; without one as its passes were measured; before the
-    first what the link takes, where its speed is known. 0: it is not known.
+    ``pass_ms`` is predicted from the model's profile; without a profile it is the measured time of
+    its passes; before the first pass, the time of the copy. 0: the link's speed is unknown.
     """
     if replica.landings is None:
         return None
@@ -161,7 +161,8 @@ def stream_of(state: DeviceState, replica: Replica) -> dict[str, Any] | None:
 
 
 def _link_bytes_per_ms(state: DeviceState) -> float:
-    """As it is modelled, or as the fastest of the last copies was; 0: there was none."""
+    """Return the link's modelled speed, else that of the fastest recent copy; 0 if there is
+    none."""
     sent = [one for r in state.replicas.values() if (one := r.transfer.report) is not None]
     rates = [one.copied_bytes / max(0.01, one.ended_at_ms - one.started_at_ms) for one in sent]
     return state.settings.identity.link_bytes_per_s / 1000.0 or max(rates, default=0.0)

@@ -1,4 +1,4 @@
-"""Models on the device: sent, evicted, kept in part, abandoned, brought back. Pure."""
+"""Residency of models on the device: transmission, eviction, partial copies. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .ledgers import WHOLE, Arena, Rest, Streamed
 
 
 class Residents:
-    """Leases are decided here, copies are commands to the memory daemon."""
+    """Residents of a device: leases are decided here, copies are commands to the memory daemon."""
 
     def __init__(self, device: DeviceState, arena: Arena) -> None:
         self._core = device.core
@@ -28,7 +28,7 @@ class Residents:
         self._arena = arena
 
     def take(self, replica: Replica) -> bool:
-        """Arrival words for the groups of a model that was built; False: too few are left."""
+        """Take arrival words for a built model's groups. False: too few are left."""
         manifest = replica.model.manifest
         assert manifest is not None
         words = self._arena.words.reserve(replica.owner, max(1, len(manifest.groups)))
@@ -42,18 +42,18 @@ class Residents:
 
     @staticmethod
     def _land(replica: Replica, landings: Landings | None) -> None:
-        """Of one that streams. None: this device is too small, and may not serve it."""
+        """Set where a streaming model's groups land. None: this device may not serve it."""
         replica.landings = landings
         if landings is not None:
             replica.region_bytes = landings.size_bytes
 
     def is_idle(self, replica: Replica) -> bool:
-        """No request wants it, no task reads it, and it is not being copied in."""
+        """Return True if no request wants it, no task reads it, and it is not being copied in."""
         is_wanted = replica.users or self._device.queue.count(replica.name)
         return not is_wanted and not replica.is_being_sent
 
     def forget(self, replica: Replica) -> None:
-        """It is unregistered: its place and its arrival words are free."""
+        """Release the place and the arrival words of an unregistered model."""
         if replica.residency.state is not Residency.HOST:
             self.evict(replica, "unregistered")
         if self._arena.words.get(replica.owner) is not None:
@@ -62,14 +62,14 @@ class Residents:
         self._device.predictions.forget(replica.name)
 
     def device_lost(self) -> None:
-        """The daemon died: every byte on the device is gone, the host store is not."""
+        """Handle the daemon's death: every byte on the device is gone, the host store is not."""
         for replica in self._device.replicas.values():
             self._device.move(replica, ResidencyEvent.DEVICE_LOST, "daemon exited")
             replica.users = 0
             replica.transfer.is_prefetch = False
 
     def cut_anew(self, replica: Replica, plan: Plan) -> bool:
-        """Other groups over the same bytes, for a model whose bytes are in the host store only.
+        """Cut other groups over the same bytes, for a model that is only in the host store.
 
         False: there are not enough arrival words, and nothing has changed.
         """
@@ -162,7 +162,7 @@ class Residents:
                 self.evict(replica, cause)
 
     def evict(self, replica: Replica, cause: str) -> None:
-        """Bookkeeping, never a free: the bytes are simply up for reuse."""
+        """Evict the model. Only the ledger changes: the bytes may then be overwritten."""
         if replica.residency.state is Residency.PINNED:
             self._device.move(replica, ResidencyEvent.UNPIN, cause)
         self._device.move(replica, ResidencyEvent.EVICTED, cause)
@@ -171,7 +171,7 @@ class Residents:
         self._device.publish("switch.evicted", model=replica.name, cause=cause)
 
     def transmit_ended(self, message: TransmitEnded) -> None:
-        """The daemon writes no byte of that epoch any more."""
+        """Handle the end of a copy: the daemon writes no byte of that epoch any more."""
         core, device = self._core, self._device
         replica = device.replicas.get(message.model)
         if replica is None or replica.residency_epoch != message.epoch:
@@ -205,10 +205,10 @@ class Residents:
             self._broke_off(replica, "transmission cancelled")
 
     def _broke_off(self, replica: Replica, cause: str) -> None:
-        """Groups are missing: a task that waits for them would wait for ever.
+        """Handle a copy that broke off: a task would wait for the missing groups for ever.
 
-        1. No task reads it: the place is free.
-        2. A worker does: it is killed, and the place is free when it is reaped (``unused``).
+        1. No task reads the model: its place is free.
+        2. A worker reads it: kill the worker; the place is free when it is reaped (``unused``).
         """
         core, device = self._core, self._device
         replica.transfer.is_prefetch = False
@@ -221,7 +221,7 @@ class Residents:
                 device.kill(device.workers[activation.slot], cause, blame=False)  # 2.
 
     def unused(self, replica: Replica) -> None:
-        """A task that read the model has ended, or its worker is reaped."""
+        """Note that a task which read the model has ended, or that its worker is reaped."""
         replica.users -= 1
         replica.last_used_at_ms = self._core.now_ms
         if replica.residency.state is Residency.ABANDONED and not replica.users:
@@ -230,12 +230,11 @@ class Residents:
             self._pass_ended(replica)
 
     def _pass_ended(self, replica: Replica) -> None:
-        """Of a model that streams: no task reads the ring any more, so what lies there is of no
-        use.
+        """Free the ring of a streaming model that no task reads any more.
 
-        1. The end of its copy was not told yet. Perhaps the task failed: then it waits for what
-           will not compute. One that has ended does not mind.
-        2. What the model keeps stays.
+        1. No end of its copy was reported yet. If the task failed, the copy waits for a computation
+           that will not come: cancel it. Cancelling an ended copy does no harm.
+        2. The groups that the model keeps stay.
         """
         cause = "its pass has ended"
         if replica.users:
@@ -290,7 +289,7 @@ class Residents:
         return True
 
     def cancel_prefetches(self) -> None:
-        """A real request needs the link or the place: hints step back (they were a guess)."""
+        """Cancel prefetches, which were a guess: a real request needs the link or the place."""
         device = self._device
         for name in list(device.sending):
             replica = device.replicas[name]
@@ -302,7 +301,7 @@ class Residents:
                 device.daemon.tell(CancelTransmit(epoch=replica.residency_epoch))
 
     def bring_pinned(self) -> int:
-        """Pinned models that are not on the device come back when nothing waits for the link."""
+        """Send pinned models that are not on the device when nothing waits for the link."""
         core, device = self._core, self._device
         if not core.pins:
             return 0
@@ -326,13 +325,13 @@ class Residents:
         return QUEUE | TURN | PLACES | MEASURED
 
     def refused(self, epoch: Epoch, reason: str) -> None:
-        """The daemon refused a copy, or failed at it: no other answer to it will come."""
+        """Handle a copy that the daemon refused or failed: no other answer to it will come."""
         for replica in self._device.replicas.values():
             if replica.is_being_sent and replica.residency_epoch == epoch:
                 self._broke_off(replica, reason)
 
     def check(self) -> None:
-        """What a model holds of the arena is what its state says."""
+        """Assert that each model's regions in the arena agree with its state."""
         arena = self._arena
         for replica in self._device.replicas.values():
             head, rest = arena.regions.get(replica.owner), arena.regions.get(replica.rest)

@@ -1,1 +1,1 @@
-"""Models and their versions: from registration to the way out."""
+"""Models and their versions, from registration to removal."""

@@ -1,4 +1,4 @@
-"""Which registration is built next: one of a client at a time, and clients take turns."""
+"""Order of builds: one build per client at a time, and clients take turns."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from ..state.records import Registration
 
 
 class BuildQueue:
-    """Registrations that wait for their build, and the builds that run.
+    """Registrations that wait for their build, and the running builds.
 
-    Builds of one client run one after the other: each uses every core. A client that has had no
-    turn for longest is next, so that one client's endless builds keep another client waiting for
-    one of them at most.
+    Builds of one client run one after the other: each uses every core. The client whose last turn
+    is longest ago is next, so another client waits for at most one of a client's many builds.
     """
 
     def __init__(self, core: Core, machine: Machine) -> None:
@@ -28,7 +27,7 @@ class BuildQueue:
 
     @property
     def is_idle(self) -> bool:
-        """No build runs."""
+        """True if no build runs."""
         return not self._running
 
     def check_room(self, client: str) -> None:
@@ -62,13 +61,13 @@ class BuildQueue:
             self._last_turns = {c: at for c, at in self._last_turns.items() if c in waiting}
 
     def _next(self) -> Registration | None:
-        """The first of the client whose last turn is longest ago, and that builds nothing now."""
+        """Return the first registration of the idle client whose last turn is longest ago."""
         busy = {one.client for one in self._running.values()}
         free = [one for one in self._waiting if one.client not in busy]
         return min(free, key=lambda one: self._last_turns.get(one.client, -1), default=None)
 
     def give_up(self, one: Registration) -> None:
-        """End its build, or take it from those that wait."""
+        """End a registration's build, or remove it from the queue."""
         if one.build_epoch in self._running:
             self._core.emit(Kill(Address("builder", generation=one.build_epoch)))
         else:

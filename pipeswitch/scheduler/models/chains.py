@@ -1,7 +1,7 @@
-"""Chains: names that stand for several models, asked one after the other. Pure.
+"""Chains: names that stand for several models, run one after the other. Pure.
 
-Only the list is here: what is in it, whose it is, that it survives. A chain's requests are made of
-ordinary ones (``frontend/chains.py``), and nothing else of the scheduler knows of them.
+Only the list is here: members, owner, and journal. The frontend turns a chain's requests into
+ordinary ones (``frontend/chains.py``), and nothing else of the scheduler knows of chains.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..state.versions import PRESENT, Versions
 
 
 class Chains:
-    """All of them."""
+    """All chains."""
 
     def __init__(self, core: Core, machine: Machine, versions: Versions) -> None:
         self._core = core
@@ -28,7 +28,7 @@ class Chains:
 
     @takes(ChainAsked)
     def asked(self, event: ChainAsked) -> None:
-        """Another one; the same by the same client again is a no-op."""
+        """Register a chain; the same one again by the same client is a no-op."""
         core, name = self._core, event.model
         chain = event.restored or self._checked(event)
         if name not in self._machine.chains:
@@ -76,7 +76,7 @@ class Chains:
         return chain
 
     def _models(self) -> dict[str, Manifest]:
-        """Those that serve, as their clients see them."""
+        """Return the manifests of the models that serve, as their clients see them."""
         current = [self._versions.current(name) for name in self._machine.served]
         return {
             one.base: one.manifest if one.stage is None else one.stage.public(one.manifest)
@@ -91,7 +91,7 @@ class Chains:
             raise errors.AlreadyExists(f'"{name}" is a chain', hint=hint)
 
     def unregister(self, event: UnregisterAsked) -> None:
-        """Requests that are under way go on."""
+        """Remove a chain; its running requests continue."""
         _, tenant = self._machine.chains[event.model]
         if event.tenant not in (None, tenant):
             raise errors.PermissionDenied(f'"{event.model}" is another client\'s')

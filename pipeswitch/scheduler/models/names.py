@@ -1,4 +1,4 @@
-"""Names: which model one stands for, as versions come and go; what is pinned, what leaves."""
+"""Names of models: the version that each stands for, pins, and unregistration."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..state.versions import PRESENT, Versions, split_name
 
 
 class Names:
-    """What happens to a model after it was registered.
+    """Life of a model after its registration.
 
     Attributes:
         registrations: of all models.
-        leaving: those that take no new request and wait for the queued ones.
-        failed: those of an earlier server that could not be brought back; their reason says why.
+        leaving: models that take no new request and wait for the queued ones.
+        failed: models of an earlier server that could not be restored; their reason says why.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Names:
         self._has_gone = False
 
     def remember(self, model: Model, accepts: tuple[Token, ...] = ()) -> None:
-        """In the journal: the next server has it again, pinned or not, without a build."""
+        """Write the model to the journal, for a restore without a build, pinned or not."""
         assert model.manifest is not None
         registration = self.registrations[model.name]
         entry = {
@@ -73,7 +73,7 @@ class Names:
         self._core.emit(Journal(entry=entry, accepts=accepts))
 
     def hand_over(self, model: Model, cause: str) -> None:
-        """From this version on; what was pinned is pinned again, and what is too old leaves."""
+        """Make a version current; what was pinned is pinned again, and outdated versions leave."""
         before = self._versions.choose(model, cause)
         if before is not None:
             if before.want_pinned:
@@ -87,7 +87,7 @@ class Names:
 
     @takes(RollbackAsked)
     def rollback(self, event: RollbackAsked) -> None:
-        """Another version that is still there becomes the current one, or gets a share."""
+        """Make another existing version current, or give it a share."""
         core, current = self._core, self._versions.current(event.model)
         if current is None:
             raise not_found(event.model)
@@ -110,7 +110,7 @@ class Names:
         core.answer(event.token, model=event.model, version=target.version, before=current.version)
 
     def forget(self, model: Model) -> Registration:
-        """Its name is free again."""
+        """Remove the model, free its name, and return its registration."""
         for device in self._machine.devices:
             device.residents.forget(device.state.replicas[model.name])
         self._machine.store.forget(model)
@@ -126,10 +126,11 @@ class Names:
         return [model for model in self.failed.values() if name in (model.base, model.name)]
 
     def lost(self, name: ModelName, reason: str, tenant: str = "") -> None:
-        """List a model with an unusable journal entry as failed."""
+        """List a model as failed: its journal entry is unusable, or its configuration was
+        refused."""
         base, version = split_name(name)
         model = Model(name, 1, False, self._core.now_ms, base, version, tenant, reason=reason)
-        model.state.apply(ModelEvent.REFUSED, "its entry is damaged")
+        model.state.apply(ModelEvent.REFUSED, reason)
         self.failed[name] = model
 
     def drop_failed(self, models: Iterable[Model]) -> None:
@@ -140,7 +141,7 @@ class Names:
             self._has_gone = True
 
     def leave(self, model: Model, cause: str) -> None:
-        """It takes no new request; its name stands for another version from now on."""
+        """Stop accepting requests for the model, and give its name to another version."""
         if model.state.state is ModelState.LEAVING:
             return
         model.state.apply(ModelEvent.UNREGISTERED, cause)
@@ -169,7 +170,7 @@ class Names:
 
     @takes(PinAsked)
     def pin(self, event: PinAsked) -> None:
-        """``load`` pins and brings to the device, and pardons; ``unload`` unpins."""
+        """Pin a model, send it to the device and pardon it (``load``), or unpin it (``unload``)."""
         core = self._core
         model = self._versions.current(event.model)
         if model is None or model.state.state is ModelState.LEAVING:

@@ -1,12 +1,12 @@
 """Publication of a job's commit as the next version of a model: wait, copy, build. Pure.
 
-1. *waits* until the commit is there that it is about: a script publishes the step it is in, a
-   client what is newest when the name's earlier publications are through. A script's waits too
+1. *waits* until its commit exists: a script publishes the step it is in, a client the newest
+   commit when the name's earlier publications are through. A script's publication waits too
    while ``MOST_COPIES`` of its name lie on disk, and its next ``job.publish`` waits for it;
 2. *copies*: the daemon writes that commit to a folder of its own. A script commits nothing else
-   meanwhile. Of a job that is over the commit lies on disk already;
+   in the meantime. The commit of an ended job lies on disk already;
 3. *copied*: one publication of a name is built at a time, when the model it follows is ready, in
-   the order in which they came. One whose commit is not there yet holds up nobody;
+   the order of arrival. A publication whose commit does not exist yet delays no other;
 4. *builds*: the model's program with these weights, as a registration of its own. Its name stands
    for it when its bytes are in the host store.
 """
@@ -33,7 +33,7 @@ from ...ipc.messages.worker import PublishAnswered, PublishCopied, PublishStep
 from ...programs.interface.layout import BUNDLE_FILE
 from ...programs.interface.matching import match
 from ..core import ALL, Core, takes
-from ..events import DropPublished, PublishAsked, Token
+from ..events import DropPublished, PublishAsked, Token, VersionAsked
 from ..machine import Machine
 from ..state.device_state import DeviceState
 from ..state.records import NO_EPOCH, Job, Model, Registration, Worker
@@ -41,6 +41,7 @@ from ..state.states import MODEL_AWAITED, TASK_FINAL, ModelState
 from ..state.versions import Versions
 from .registry import Registry
 
+UNDER_WAY: Final = (ModelState.BUILDING, ModelState.STORING)
 MOST_COPIES: Final = 8  # copies of a name that wait to be built; each takes disk space
 
 
@@ -78,12 +79,28 @@ class Publishing:
 
     @takes(PublishAsked)
     def asked(self, event: PublishAsked) -> None:
-        """By a client; answered when the version serves."""
+        """Publish a commit for a client; the answer follows when the version serves."""
         self._check(event)
         self._accept(event.model, event.job, event.step, event.part, event.token)
 
+    @takes(VersionAsked)
+    def version_asked(self, event: VersionAsked) -> None:
+        """Build the next version of a model with a client's file; answered when it serves."""
+        if self._core.is_draining:
+            raise ServerUnavailable("the server is draining")
+        before = self.model_for(event.model, event.tenant or None)
+        models = self._machine.models.values()
+        if self._lines.get(event.model) or any(
+            one.base == event.model and one.state.state in UNDER_WAY for one in models
+        ):
+            raise ServerUnavailable(
+                f'a version of "{event.model}" is being made', hint="try again when it is there"
+            )
+        weights = msgspec.msgpack.decode(event.spec)["weights"]
+        self._begin_version(before, weights, "", event.token)
+
     def script_asked(self, device: DeviceState, worker: Worker, message: PublishStep) -> None:
-        """By a script, about the step it is in; the answer says whether that can be."""
+        """Accept or refuse a script's request to publish its current step, and reply at once."""
         job = device.job_of(worker, message.epoch)
         if job is None:
             return
@@ -95,8 +112,7 @@ class Publishing:
             if model.manifest is None:
                 raise _not_ready(model)
             given = {name: (dtype, shape) for name, dtype, shape in message.tensors}
-            wanted = {w.name: (w.dtype, w.shape) for w in model.manifest.tensors}
-            match(wanted, given, message.part)
+            match(model.manifest.plain_weights, given, message.part)
         except PipeSwitchError as error:
             wire = to_wire(error)
             answer = PublishAnswered(
@@ -121,7 +137,7 @@ class Publishing:
             raise _other_step(event.job, event.step, job.memory.committed_step)
 
     def model_for(self, name: ModelName, tenant: str | None) -> Model:
-        """The model that a publication is to follow, when that is ready.
+        """Return the model that a publication is to follow, if it is ready.
 
         Raises:
             ModelNotFound, PermissionDenied, InvalidInput.
@@ -148,7 +164,7 @@ class Publishing:
     # -- what happens to them ------------------------------------------------------------------
 
     def pump(self) -> int:
-        """Begin what can be begun, end what is over."""
+        """Begin the publications that can begin, and end the finished ones."""
         for name, line in list(self._lines.items()):
             for one in list(line):
                 if one.stage == "waits" and self._may_begin(one, line):
@@ -165,7 +181,7 @@ class Publishing:
 
     @staticmethod
     def _may_begin(one: Publication, line: list[Publication]) -> bool:
-        """Return whether its commit may be copied, if that is there."""
+        """Return True if its commit may be copied, if that is there."""
         begun = [other for other in line if other.stage != "waits"]
         if one.is_script:
             return len(begun) <= MOST_COPIES  # the first of them is built, or is about to be
@@ -193,7 +209,7 @@ class Publishing:
             )
 
     def persisted(self, message: CommitPersisted) -> bool:
-        """The copy is there; False: it is of no publication."""
+        """Note a finished copy. Return False if it belongs to no publication."""
         one = self._copying(message.epoch)
         if one is None:
             return False
@@ -210,7 +226,7 @@ class Publishing:
         return True
 
     def refused(self, epoch: Epoch, reason: str) -> None:
-        """The daemon will not copy it."""
+        """End a publication whose copy the daemon refused."""
         one = self._copying(epoch)
         if one is not None:
             self._end(one, ServerUnavailable(f"the commit cannot be copied: {reason}"))
@@ -220,14 +236,14 @@ class Publishing:
         return next((a for a in every if (a.stage, a.epoch) == ("copies", epoch)), None)
 
     def _tell_script(self, one: Publication) -> None:
-        """It may commit again."""
+        """Let the script commit again."""
         job = self._job_of(one)
         if one.is_script and job is not None and job.slot is not None:
             device = self._machine.jobs.home(job).state
             device.send(job.slot, PublishCopied(epoch=job.epoch), "signal")
 
     def _build(self, one: Publication) -> None:
-        """The program of the current version, with other weights; checked as a new one is."""
+        """Build the current version's program with other weights, checked like a new one."""
         served = self._versions.served(one.name)
         try:
             if served is not None and served.born > one.since:
@@ -238,21 +254,26 @@ class Publishing:
         except PipeSwitchError as error:
             self._end(one, error)
             return
+        weights = one.directory or f"{self._core.settings.commits_dir}/{one.job}"
+        token = one.token
+        one.stage, one.token = "builds", None  # the registry answers it
+        one.version = self._begin_version(before, weights, one.part, token)
+        one.registration = self._registry.registrations[one.version.name]
+
+    def _begin_version(self, before: Model, weights: str, part: str, token: Token | None) -> Model:
+        """Build the program of ``before`` with the weights of a commit's folder, or of a file."""
+        served = self._versions.served(before.base)
         assert before.manifest is not None
         assert served is not None
         spec = msgspec.msgpack.decode(self._registry.registrations[before.name].spec)
         if before.manifest.mode == "graph":
             folder = self._core.settings.program_dir(before.manifest.digest)
             spec["source"] = f"{folder}/{BUNDLE_FILE}"
-        weights = one.directory or f"{self._core.settings.commits_dir}/{one.job}"
-        spec |= {"name": f"{one.name} {served.last + 1}", "weights": weights, "part": one.part}
-        packed, token = msgspec.msgpack.encode(spec), one.token
-        one.stage, one.token = "builds", None  # the registry answers it
-        one.version = self._registry.begin_version(before, packed, token)
-        one.registration = self._registry.registrations[one.version.name]
+        spec |= {"name": f"{before.base} {served.last + 1}", "weights": weights, "part": part}
+        return self._registry.begin_version(before, msgspec.msgpack.encode(spec), token)
 
     def _look(self, one: Publication) -> None:
-        """Whether its version is there."""
+        """End the publication if its version is ready or has failed."""
         assert one.version is not None
         assert one.registration is not None
         is_building = one.version.state.state is ModelState.BUILDING
@@ -260,7 +281,7 @@ class Publishing:
             self._registry.give_up(one.version, _no_job(one.job))  # its state goes with it
         if one.registration.error is not None:
             self._end(one, one.registration.error)
-        elif one.version.state.state not in (ModelState.BUILDING, ModelState.STORING):
+        elif one.version.state.state not in UNDER_WAY:
             self._end(one, None)
 
     def _end(self, one: Publication, error: PipeSwitchError | None) -> None:
@@ -281,12 +302,12 @@ class Publishing:
         core.publish("model.publish_failed", model=one.name, job=one.job, error=error.message)
 
     def _job_of(self, one: Publication) -> Job | None:
-        """The job it is about; a name that was removed may be another job's by now."""
+        """Return the publication's job; its name may belong to another job by now."""
         job = self._machine.jobs.get(one.job)
         return job if job is not None and job.born_epoch < one.since else None
 
     def cancel(self, token: Token) -> None:
-        """Its client has gone or given up. A version that is being built is the registry's."""
+        """Cancel a client's publications, except versions in build: the registry owns those."""
         for one in [one for line in self._lines.values() for one in line if one.token == token]:
             error = Cancelled(f'publication of "{one.name}" cancelled')
             if one.stage == "copies":
@@ -296,7 +317,7 @@ class Publishing:
                 self._end(one, error)
 
     def daemon_died(self, device: int) -> None:
-        """What it copied is copied anew, elsewhere: the old copy is being removed."""
+        """Restart the copies of a dead daemon into another folder: the old one is being removed."""
         for one in [one for line in self._lines.values() for one in line]:
             if one.stage == "copies" and one.device != device:
                 continue
@@ -307,7 +328,7 @@ class Publishing:
                 one.stage, one.directory = "waits", ""
 
     def refuse_all(self, error: PipeSwitchError) -> None:
-        """The server cannot go on: every client that waits is answered."""
+        """Refuse every waiting client: the server cannot go on."""
         for line in self._lines.values():
             for one in line:
                 if one.token is not None:

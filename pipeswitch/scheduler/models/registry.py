@@ -1,4 +1,4 @@
-"""Registration: build in a child, load into the host store, announce; and the way back."""
+"""Registration of models: build in a child, load into the host store, announce, unregister."""
 
 from __future__ import annotations
 
@@ -93,13 +93,14 @@ class Registry:
         self._begin(event, (event.token,))
 
     def _is_same(self, event: ev.RegisterAsked, old: Model) -> bool:
-        """Another tenant's is not: its requests would be served among that one's, unasked."""
+        """Return True if the registration repeats the old one, by the same tenant: requests of
+        two tenants must not share a model unasked."""
         served = self._versions.served(event.model)
         is_of_one = old.tenant == event.tenant
         return is_of_one and served is not None and served.spec_digest == event.spec_digest
 
     def begin_version(self, before: Model, spec: bytes, token: ev.Token | None) -> Model:
-        """The next version of a name, built from ``spec``; it takes over when it is there."""
+        """Build the next version of a name from ``spec``; it becomes current when it is there."""
         served = self._versions.served(before.base)
         assert served is not None
         event = ev.RegisterAsked(
@@ -120,7 +121,7 @@ class Registry:
     def _begin(
         self, event: ev.RegisterAsked, waiters: tuple[ev.Token, ...], *, takes_over: bool = False
     ) -> None:
-        """Its name is taken, and a build waits."""
+        """Reserve the name and queue a build."""
         core, machine = self._core, self._machine
         base, version = split_name(event.model)
         registration = Registration(
@@ -165,14 +166,14 @@ class Registry:
 
     @property
     def is_quiet(self) -> bool:
-        """No client waits for a registration or for its end."""
+        """True if no client waits for a registration or for its end."""
         ones, names = self.registrations.values(), self._machine.served.values()
         return not any(one.waiters or one.end_waiters for one in ones) and not any(
             served.end_waiters for served in names
         )
 
     def refuse_all(self, error: errors.PipeSwitchError) -> None:
-        """The server cannot go on: every client that waits is answered."""
+        """Refuse every waiting client: the server cannot go on."""
         for one in self.registrations.values():
             self._core.refuse_all(error, one.waiters, one.end_waiters)
         for served in self._machine.served.values():
@@ -191,7 +192,7 @@ class Registry:
             )
 
     def built(self, message: BuildDone, manifest: Manifest, profiles: tuple[Found, ...]) -> None:
-        """The directory is complete: take room, let the daemon load it, plan its groups.
+        """Reserve room for a built model, let the daemon load it, and plan its groups.
 
         From here on requests are admitted, and wait: after a restart they come before the bytes do.
         """
@@ -224,11 +225,11 @@ class Registry:
             device.plans.found(device.state.replicas[model.name], profiles)
 
     def _is_new(self, model: Model) -> bool:
-        """A version that has just been made; not one of an earlier server's."""
+        """Return True if the version was built by this server, not restored from an earlier one."""
         return self.registrations[model.name].takes_over
 
     def _leave_as_it_is(self, model: Model, current: Model) -> None:
-        """The job has published what the name stands for already."""
+        """Discard a published version that equals the current one."""
         waiters = self.registrations[model.name].waiters
         for token in waiters:
             self._answer_registered(current, token)
@@ -239,8 +240,7 @@ class Registry:
         self._refuse(model, same)
 
     def _store_again(self, model: Model) -> None:
-        """(Re)send the load order, to one daemon: it writes for all. There may be none now, or the
-        one that had it died."""
+        """Send the load order to a daemon that is ready: one writes for all. There may be none."""
         assert model.manifest is not None
         registration = self.registrations[model.name]
         ready = (d.state for d in self._machine.devices if d.state.daemon.is_ready)
@@ -258,22 +258,15 @@ class Registry:
             )
         )
 
-    def daemon_ready(self) -> None:
-        """A new one: what no daemon stores is stored."""
-        for model in self._machine.models.values():
-            is_storing = model.state.state is ModelState.STORING
-            if is_storing and self.registrations[model.name].storing is None:
-                self._store_again(model)
-
-    def daemon_died(self, device: int) -> None:
-        """What it was storing another one stores anew, or the next."""
+    def store_from(self, device: int | None) -> None:
+        """Send again what that daemon was storing when it died; None: what no daemon stores."""
         for model in self._machine.models.values():
             is_storing = model.state.state is ModelState.STORING
             if is_storing and self.registrations[model.name].storing == device:
                 self._store_again(model)
 
     def stored(self, message: ModelStored) -> None:
-        """Complete: requests may be dispatched."""
+        """Make a stored model ready: its requests may be dispatched."""
         core = self._core
         model = self._of(message.model, message.epoch)
         if model is None or model.state.state is not ModelState.STORING:
@@ -297,7 +290,7 @@ class Registry:
             self._refuse(model, errors.RegistrationRefused("weights", message.reason))
 
     def refused(self, epoch: Epoch, reason: str) -> None:
-        """The daemon could not carry out an order for a reason of its own: no answer follows."""
+        """Handle an order that the daemon could not carry out: no other answer follows."""
         for one in list(self.registrations.values()):
             model = self._machine.models[one.model]
             if one.build_epoch == epoch and model.state.state is ModelState.STORING:
@@ -322,7 +315,7 @@ class Registry:
         return self._machine.models[name] if is_it else None
 
     def _refuse(self, model: Model, error: errors.PipeSwitchError) -> None:
-        """Nothing stays behind of a model that was refused; the name is free again."""
+        """Remove everything of a refused model, and free its name."""
         core = self._core
         if model.manifest is not None:  # it may have been announced
             core.emit(ev.Retract(model=model.name))
@@ -345,6 +338,7 @@ class Registry:
             model=model.base,
             version=model.version,
             digest=manifest.digest,
+            program=manifest.program,
             mode=manifest.mode,
             mode_reason=manifest.mode_reason,
             notes=[*manifest.extra.get("notes", []), *([streams["text"]] if streams else [])],
@@ -352,13 +346,13 @@ class Registry:
             bytes=manifest.total_bytes,
             groups=len(manifest.groups),
             batching=msgspec.to_builtins(manifest.batching),
-            precision=msgspec.to_builtins(manifest.precision),
+            precision=manifest.precision and manifest.precision.row(),
         )
 
     def cancel(self, event: ev.CancelAsked) -> None:
-        """The client that registers has gone or given up.
+        """Cancel the registration of a client that is gone or gave up.
 
-        While its bytes are being stored it is too late: the model is registered in a moment, and
+        It is too late while the bytes are being stored: the model is about to be registered, and
         the answer says so.
         """
         core = self._core
@@ -380,10 +374,10 @@ class Registry:
 
     @takes(ev.UnregisterAsked)
     def unregister(self, event: ev.UnregisterAsked) -> None:
-        """No new request is admitted; the answer comes when the queued ones are through.
+        """Stop admitting requests; answer when the queued ones are through.
 
-        Of a name all versions go, of a version's own name that one alone. A registration whose
-        build waits or runs is cancelled: a build may take as long as it may.
+        A name removes all its versions, a version's own name only that one. A registration whose
+        build waits or runs is cancelled: a build may take arbitrarily long.
         """
         core = self._core
         if event.model in self._machine.chains:

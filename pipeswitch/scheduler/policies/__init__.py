@@ -38,7 +38,7 @@ MAKERS: Final[dict[str, Maker]] = {
 
 
 def make_policy(name: str, *, max_wait_ms: float) -> Policy:
-    """The policy of that name.
+    """Return the policy of that name.
 
     Raises:
         KeyError: there is none; the message lists them.

@@ -20,11 +20,11 @@ Failed = Callable[[str, str], None]  # told the policy's name and what happened
 
 
 class Judge:
-    """Asks a policy that may be a user's; what it answers is checked before it is believed, and
-    made plain numbers: no code of the user's is called where they are compared.
+    """Guard of a policy, which may be a user's: its answers are checked before use, and made
+    plain numbers, so that no code of the user's runs where they are compared.
 
     Attributes:
-        generation: how many policies failed; what an earlier one ranked is void.
+        generation: number of failed policies; ranks of an earlier one are void.
     """
 
     def __init__(self, policy: Policy, max_wait_ms: float) -> None:
@@ -40,7 +40,7 @@ class Judge:
         self.policy = policy
 
     def when_failed(self, failed: Failed) -> None:
-        """Whom to tell."""
+        """Set the callback that reports a policy's failure."""
         self._failed = failed
 
     @property
@@ -100,7 +100,7 @@ class Judge:
             return self.cost(resident, view)
 
     def _replace(self, where: str, error: BaseException) -> None:
-        """Once for each policy; ``priority`` itself must not fail."""
+        """Replace a failed policy by ``priority``, which itself must not fail."""
         if self.generation:
             raise error
         self.generation += 1
@@ -110,7 +110,7 @@ class Judge:
 
 
 def described(error: BaseException) -> str:
-    """Its type and its text, which may be a user's code too."""
+    """Return the error's type and text; the text may also come from a user's failing code."""
     try:
         return f"{type(error).__name__}: {error}"
     except FAILURES:
@@ -118,10 +118,10 @@ def described(error: BaseException) -> str:
 
 
 def settings_of(policy: Policy) -> tuple[float, int]:
-    """The ``patience_ms`` and ``window`` of its order, if they can be used.
+    """Return the ``patience_ms`` and ``window`` of the policy's order, if they are valid.
 
     Raises:
-        ValueError: one of them is no number that it may be, or its name is no text.
+        ValueError: one of them is not a valid number, or the policy's name is not a text.
     """
     name, patience_ms, window = policy.name, policy.order.patience_ms, policy.order.window
     if type(name) is not str:
@@ -136,11 +136,11 @@ def settings_of(policy: Policy) -> tuple[float, int]:
 
 
 def _numbers(values: tuple[Any, ...]) -> tuple[float, ...]:
-    """As plain numbers, which can be compared.
+    """Return the values as plain numbers that can be compared.
 
     Raises:
-        TypeError: they are no tuple of numbers.
-        ValueError, OverflowError: one of them is not a number to compare, or to add.
+        TypeError: they are not a tuple of numbers.
+        ValueError, OverflowError: one of them is not a number that can be compared or added.
     """
     if type(values) is not tuple:
         raise TypeError(f"{values!r} is no tuple")
@@ -156,7 +156,7 @@ def _numbers(values: tuple[Any, ...]) -> tuple[float, ...]:
 
 
 def _plain(value: object) -> float | int:
-    """A float or an int itself, whatever class of its own it had."""
+    """Return a plain float or int for a value of any subclass."""
     if not isinstance(value, PLAIN):
         raise TypeError(f"{value!r} is no number")
     return int(value) if isinstance(value, int) else float(value)

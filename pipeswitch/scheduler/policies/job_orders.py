@@ -1,6 +1,6 @@
-"""Which training job has the device next, and which has had its turn: Salus' orders. Pure.
+"""Orders of training jobs: the next job, and the end of a turn, as in Salus. Pure.
 
-Inside a priority; what a job keeps of memory while it waits is ``leases``' business.
+Orders apply within a priority; ``leases`` decides how much memory a waiting job keeps.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ class JobView(NamedTuple):
 
 
 class JobOrder:
-    """Round robin: each has a cycle, then the next. Derive from it."""
+    """Round robin: each job has a cycle, then the next one. Derive from it."""
 
     shares = False  # one may stop for another in its step, while it waits for copies
 
     def rank(self, job: JobView) -> tuple[float, ...]:
-        """The smallest goes next."""
+        """Return the job's rank; the smallest goes next."""
         return (job.place,)
 
     def yields(self, running: JobView, waiting: JobView) -> bool:
-        """Whether one that has had a whole cycle stops for another one."""
+        """Return True if the running job, after a whole cycle, stops for the waiting one."""
         return True
 
     def is_impatient(self, running: JobView, waiting: JobView) -> bool:
-        """Whether that one waits for the end of a step only, not of a cycle."""
+        """Return True if the waiting job waits only for the end of a step, not of a cycle."""
         return False
 
 
 class _Ranked(JobOrder):
-    """Goes on as long as none that waits goes before it."""
+    """Order in which a job continues until a waiting job ranks before it."""
 
     def yields(self, running: JobView, waiting: JobView) -> bool:
         return self.rank(waiting) < self.rank(running)
 
 
 class Fifo(_Ranked):
-    """One after the other, as they were submitted; while one cannot go on, the next."""
+    """Order of submission; while a job cannot continue, the next one runs."""
 
     def rank(self, job: JobView) -> tuple[float, ...]:
         return (job.born,)
 
 
 class Fair(_Ranked):
-    """Who has had the least of the device's time, since the last of them came, goes next."""
+    """Least device time first, counted since the last of the jobs came."""
 
     def rank(self, job: JobView) -> tuple[float, ...]:
         return (job.share_ms, job.place)
 
 
 class ShortestFirst(_Ranked):
-    """The one that would end first (srtf). One of which that is not known runs until it is."""
+    """Shortest remaining time first (srtf). A job with an unknown time runs until it is known."""
 
     def rank(self, job: JobView) -> tuple[float, ...]:
         return (job.left_ms, job.place)
@@ -73,14 +73,14 @@ class ShortestFirst(_Ranked):
 
 
 class Pack(_Ranked):
-    """The smallest first: the most jobs have their memory on the device at the same time."""
+    """Smallest job first: the most jobs have their memory on the device at the same time."""
 
     def rank(self, job: JobView) -> tuple[float, ...]:
         return (job.state_bytes, job.place)
 
 
 class Coshift(JobOrder):
-    """Zico: two jobs phase by phase. While one does without the device, the other one has it."""
+    """Two jobs phase by phase, as in Zico: one has the device while the other does without."""
 
     shares = True
 

@@ -12,8 +12,8 @@ WINDOW = 8  # models
 
 
 class Patient(Order):
-    """Who waited longer than ``max_wait_ms`` goes before all, the oldest first; the device is not
-    left idle for any other request that has no memory yet."""
+    """Order in which requests older than ``max_wait_ms`` go first, the oldest before all. The
+    device is not left idle for any other request that has no memory yet."""
 
     def __init__(self, *, max_wait_ms: float) -> None:
         self.patience_ms = max_wait_ms
@@ -24,7 +24,7 @@ class Patient(Order):
         return (1.0, *self.rank_in_time(head, view), head.arrived_at_ms)
 
     def rank_in_time(self, head: Waiting, view: View) -> tuple[float, ...]:
-        """Of one that has not waited too long."""
+        """Return the rank of a request that has not waited too long."""
         raise NotImplementedError
 
     def may_overtake(self, request: Waiting, blocked: Waiting, view: View) -> bool:
@@ -39,7 +39,7 @@ class FirstCome(Order):
 
 
 class EarliestDeadline(Order):
-    """The earliest deadline first. One without, or with a late one, counts as if it were due
+    """Earliest deadline first. A request without a deadline, or with a late one, counts as due
     after ten times ``max_wait_ms``, so none waits for ever."""
 
     sorts_by = "deadline"
@@ -60,7 +60,7 @@ class EarliestDeadline(Order):
 
 
 class ShortestFirst(Patient):
-    """The least predicted time first: its computation, and its model's copy if that is absent."""
+    """Least predicted time first: the computation, plus the model's copy if it is absent."""
 
     def key(self, request: Waiting) -> tuple[float, ...]:
         return (request.batch, request.arrived_at_ms)
@@ -71,8 +71,9 @@ class ShortestFirst(Patient):
 
 
 class Collate(Patient):
-    """A A A B B: the model that computes goes on, then those on the device, then the one whose
-    first request waited longest. The fewest switches that patience allows."""
+    """Requests grouped by model (A A A B B): first the computing model, then models on the
+    device, then the model whose first request waited longest. The fewest switches that
+    patience allows."""
 
     def rank_in_time(self, head: Waiting, view: View) -> tuple[float, ...]:
         return (reuse_of(head),)

@@ -1,4 +1,4 @@
-"""Which of several devices a request goes to. Pure: summaries in, a place out."""
+"""Choice of a device for a request. Pure: takes summaries, returns a place."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Place(NamedTuple):
 
     @property
     def finish_ms(self) -> float:
-        """When it could compute. What has to be thrown out for it has to come back."""
+        """Predicted start of its computation. An eviction costs a second switch, back."""
         has_room = self.size_bytes <= self.free_bytes
         return self.queue_ms + self.switch_ms * (1 if has_room else 2)
 
     @property
     def reason(self) -> Reason:
-        """What speaks for it."""
+        """Main reason to choose the place."""
         if self.is_resident:
             return "resident"
         return "shortest" if self.is_busy else "free"
@@ -38,19 +38,19 @@ Rank = Callable[[Place], tuple[float, ...]]
 
 
 def _least_finish(place: Place) -> tuple[float, ...]:
-    """Where it is predicted to compute first. Of equal ones: where its model is, a free one before
-    a busy one; then a free one; then the shortest queue, and the most room."""
+    """Rank a place by its predicted start. Ties: first a free device with the model, a busy one
+    with it, a free one; then the shortest queue, then the most room."""
     order = 2 * (not place.is_resident) + place.is_busy
     return (place.finish_ms, order, place.waiting, -place.free_bytes, place.device)
 
 
 def _spread(place: Place) -> tuple[float, ...]:
-    """As many requests everywhere."""
+    """Rank a place so that each device gets the same number of requests."""
     return (place.waiting, not place.is_resident, -place.free_bytes, place.device)
 
 
 def _pack(place: Place) -> tuple[float, ...]:
-    """On as few devices as have room; the others stay idle for training."""
+    """Rank a place so that few devices are used; the others stay idle for training."""
     has_room = place.is_resident or place.size_bytes <= place.free_bytes
     return (not place.is_resident, not has_room, place.device)
 
@@ -63,5 +63,5 @@ PLACEMENTS: Final[dict[str, Rank]] = {
 
 
 def best(places: Sequence[Place], rank: Rank) -> Place:
-    """The first by that rank; there is at least one."""
+    """Return the first place by that rank; there is at least one."""
     return min(places, key=rank)

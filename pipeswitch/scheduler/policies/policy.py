@@ -1,4 +1,4 @@
-"""What a policy is shown, and what it decides: the order of requests, and what may be evicted."""
+"""Interface of a policy: it orders requests and chooses what to evict."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Resident(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """Of one request, in milliseconds, from what was measured; 0: nothing was yet."""
+    """Predicted times of one request in milliseconds, from measurements; 0: not measured yet."""
 
     load_ms: float  # its model's copy to the device
     compute_ms: float  # on the device, its model being there
@@ -61,25 +61,24 @@ SortsBy = Literal["", "arrival", "deadline"]
 
 
 class Order:
-    """Which of a caller's requests goes next; callers take turns. Derive from it; what is given
-    here is first come, first served.
+    """Order of one caller's requests; callers take turns. Derive from it: the base class serves
+    first come, first served.
 
-    Its requests of one model and one priority stand in a *line*, and only the head of each line is
-    ranked: a decision looks at the lines whose head or model has changed, never at the queue.
+    A caller's requests of one model and one priority form a *line*, and only the head of each line
+    is ranked: a decision reads the lines whose head or model has changed, never the whole queue.
 
-    Order alone decides which request gets memory: one is looked at only after every head that
-    ranks before it, so a model that is evicted for it is wanted by later ones at most. That is
-    what keeps two models that do not fit together from blocking each other, and a low priority
-    from blocking a high one.
+    Order alone decides which request gets memory: a request is considered only after every head
+    that ranks before it, so only later requests can want a model that is evicted for it. Therefore
+    two models that do not fit together never block each other, nor a low priority a high one.
 
     Attributes:
-        patience_ms: who waited longer goes first in its line, the oldest before all.
-        window: 0, or so many lines that ``arrange`` puts in order at a time. A line in a window
+        patience_ms: a request that waited longer goes first in its line, the oldest before all.
+        window: number of lines that ``arrange`` orders at a time, or 0. A line in a window
             runs as many requests as waited in it when the window was made, back to back, and no
             later request runs before the window is done.
-        sorts_by: what all requests go by, whatever their models and priorities, if that is so: then
-            admission knows who goes before whom.
-        ranks_runs: whether ``rank`` looks at ``is_current`` or predictions. If not, lines are not
+        sorts_by: the single key that sorts all requests whatever their models and priorities, if
+            there is one: then admission knows the requests that go before a new one.
+        ranks_runs: True if ``rank`` reads ``is_current`` or predictions. If False, lines are not
             ranked again when a run of their model begins or ends.
     """
 
@@ -89,39 +88,41 @@ class Order:
     ranks_runs: bool = True
 
     def key(self, request: Waiting) -> tuple[float, ...]:
-        """Its place in its line, the smallest first. It is asked once: whether the model is on the
-        device is not known, nor the time."""
+        """Return the request's place in its line, the smallest first. Called once per request,
+        without the time and whether the model is on the device."""
         return (request.arrived_at_ms,)
 
     def rank(self, head: Waiting, view: View) -> tuple[float, ...]:
-        """Of all heads, the smallest runs first. Asked again when its line, its model's place or
-        its prediction has changed."""
+        """Return the rank of a head: the smallest of all runs first. Called again when its line,
+        its model's residency or its prediction has changed."""
         return (head.arrived_at_ms,)
 
     def stays_until_ms(self, head: Waiting, view: View) -> float:
-        """When time alone changes its rank; infinite when it never does."""
+        """Return when time alone changes the head's rank; infinity if it never does."""
         return math.inf
 
     def may_overtake(self, request: Waiting, blocked: Waiting, view: View) -> bool:
-        """Whether ``request`` may run while ``blocked``, which ranks before it, has no memory.
+        """Return True if ``request`` may run while ``blocked``, which ranks before it, has no
+        memory.
 
-        A policy must say no to every request at some time, or a large model starves behind small
-        ones that keep its place in use.
+        A policy must refuse every request at some time, or a large model starves behind small ones
+        that keep its place in use.
         """
         return False
 
     def arrange(self, heads: Sequence[Waiting], counts: Sequence[int], view: View) -> Sequence[int]:
-        """Indices of the heads in the order in which their lines run; ``counts``: how many
-        requests wait in each."""
+        """Return the indices of the heads in the order in which their lines run. ``counts``:
+        number of requests that wait in each line."""
         return range(len(heads))
 
 
 class Eviction:
-    """What losing a resident costs. Derive from it; given here: the least recently used goes."""
+    """Cost of an eviction. Derive from it: the base class evicts the least recently used model."""
 
     def cost(self, resident: Resident, view: View) -> tuple[float, ...]:
-        """In any unit, at least 0; the cheapest goes. Costs of models that would leave together
-        are added place by place, and the first place that differs decides."""
+        """Return a cost of at least 0, in any unit; the cheapest model is evicted. Costs of
+        models that would leave together are added place by place, and the first place that
+        differs decides."""
         # Waiting requests do not protect a model; they only make it the last choice.
         idle_ms = max(0.0, view.now_ms - resident.last_used_at_ms)
         return (1.0 if resident.waiting_count else 0.0, 1.0 / (1.0 + idle_ms))
@@ -129,7 +130,7 @@ class Eviction:
 
 @dataclass(frozen=True)
 class Policy:
-    """A name for ``stats``, and the two halves."""
+    """Policy: a name for ``stats``, an order and an eviction."""
 
     name: str
     order: Order
@@ -141,10 +142,10 @@ Maker = Callable[..., Any]
 
 
 def deadline_of(request: Waiting) -> float:
-    """Infinite when it has none."""
+    """Return the request's deadline; infinity if it has none."""
     return math.inf if request.deadline_at_ms is None else request.deadline_at_ms
 
 
 def reuse_of(head: Waiting) -> float:
-    """0: its model computes now. 1: it is on the device. 2: it must be sent."""
+    """Return 0 if the head's model computes now, 1 if it is on the device, 2 if it must be sent."""
     return 0.0 if head.is_current else 1.0 if head.is_resident else 2.0

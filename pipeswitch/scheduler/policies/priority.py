@@ -52,15 +52,15 @@ class Priority(Order):
         return request.priority - self._waits(request, now_ms)
 
     def _waits(self, request: Waiting, now_ms: float) -> int:
-        """How many times ``max_wait_ms`` it waited."""
+        """Return how many times ``max_wait_ms`` the request has waited."""
         if self.patience_ms <= 0:
             return 0
         return math.floor((now_ms - request.arrived_at_ms) / self.patience_ms)
 
 
 class Worth(Eviction):
-    """Bytes that would have to be sent again, weighed by priority, use and waiting requests, for
-    each millisecond that the model has been idle."""
+    """Bytes that would have to be sent again, weighted by priority, use and waiting requests,
+    for each millisecond that the model has been idle."""
 
     def cost(self, resident: Resident, view: View) -> tuple[float, ...]:
         _, size_bytes, priority, last_used_at_ms, use_count, waiting_count = resident

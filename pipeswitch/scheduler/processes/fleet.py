@@ -1,4 +1,4 @@
-"""Processes: how many workers, what they prepare, what follows a death (``rest_for_one``)."""
+"""Processes of a device: number of workers, warm programs, restarts (``rest_for_one``)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_DOUBLINGS = 3  # of the restart delay: 8 s at the default of 1 s
 
 
 def most_workers(standby: int) -> int:
-    """The slots that a device may have: one active, standbys, suspended jobs."""
+    """Return the number of slots that a device may have: one active, standbys, suspended jobs."""
     return 1 + max(1, standby) + MAX_IN_PLACE
 
 
@@ -33,7 +33,7 @@ class Fleet:
     # -- memory daemon ------------------------------------------------------------------------
 
     def start(self) -> None:
-        """First the daemon; workers follow when it owns its memory."""
+        """Start the daemon; workers follow when it owns its memory."""
         self._spawn_daemon()
 
     def _spawn_daemon(self) -> None:
@@ -46,23 +46,21 @@ class Fleet:
 
     def daemon_ready(self, pid: int) -> None:
         device = self._device
-        device.daemon.is_ready = True
-        device.daemon.pid = pid
+        device.daemon.is_ready, device.daemon.pid = True, pid
         device.publish("worker.daemon_ready", pid=pid)
 
     def daemon_died(self, status: int) -> None:
         """Kill every worker: none may outlive the owner of its memory. Then restart in order.
 
-        1. workers are killed and reaped (``Exited`` of each);
-        2. the daemon is spawned again, with back-off, and takes its memory;
-        3. workers are spawned; requests were queued again, jobs resume from their commits.
+        1. Workers are killed and reaped (``Exited`` of each).
+        2. The daemon is spawned again, with back-off, and takes its memory.
+        3. Workers are spawned; requests were queued again, jobs resume from their commits.
 
         A device whose daemon died too often is given up.
         """
         core, device = self._core, self._device
-        device.daemon.is_ready = False
+        device.daemon.is_ready = self.is_daemon_alive = False
         device.daemon.pid = 0
-        self.is_daemon_alive = False
         self._daemon_deaths += 1
         core.counts["daemon_restarts"] += 1
         device.publish("worker.daemon_died", status=status)
@@ -80,13 +78,13 @@ class Fleet:
         self._daemon_respawn_at_ms = core.now_ms + delay_ms
 
     def served_well(self) -> None:
-        """A request was answered or a step committed: the daemon's deaths are forgiven."""
+        """Reset the daemon's count of deaths: a request was answered or a step committed."""
         self._daemon_deaths = 0
 
     # -- workers ------------------------------------------------------------------------------
 
     def pump(self) -> int:
-        """Respawn what is missing and due; let standbys prepare what they do not know yet."""
+        """Respawn missing processes that are due; let standbys prepare unknown programs."""
         core, device = self._core, self._device
         if not self.is_daemon_alive and self._daemon_respawn_at_ms is not None:
             if device.has_processes:
@@ -108,7 +106,7 @@ class Fleet:
         return WORKERS | QUEUE | TURN if core.settings.separates_tenants else WORKERS
 
     def _wanted_slots(self) -> int:
-        """1 active + N standby; suspended workers do not count as standbys."""
+        """Return the number of slots: 1 active + N standby, plus suspended workers."""
         workers = self._device.workers.values()
         suspended = sum([worker.state.state is WorkerState.SUSPENDED for worker in workers])
         return most_workers(self._device.settings.standby) - MAX_IN_PLACE + suspended
@@ -136,11 +134,13 @@ class Fleet:
         self._device.publish("worker.ready", worker=worker.slot, pid=pid)
 
     def worker_exited(self, worker: Worker, status: int, *, ended_well: bool) -> None:
-        """Reaped. The first death is replaced at once, a row of them with growing delay.
+        """Handle a reaped worker. The first death is replaced at once, a row of them with
+        growing delay.
 
         Only processes that die before they are ready count for the delay: then the machine is at
-        fault, and trying again at once would only load it. A death under a task is the model's
-        or the job's, which have limits of their own; one that was ready and idle was killed.
+        fault, and an immediate retry would only load it. A death under a task counts against the
+        model or the job, which have limits of their own; a process that was ready and idle was
+        killed.
         """
         core = self._core
         was_starting = not worker.pid
@@ -161,8 +161,9 @@ class Fleet:
         )
 
     def _keep_one_unbound(self) -> None:
-        """Where tenants are separate, a worker of none waits for the next tenant: the standby whose
-        tenant has asked for nothing longest is replaced. Of two workers none can be spared."""
+        """Keep one worker without a tenant for the next tenant, where tenants are separate. The
+        standby whose tenant has been idle longest is replaced, unless there are only two
+        workers."""
         core, device = self._core, self._device
         if not core.settings.separates_tenants or len(device.workers) < MIN_TO_KEEP_ONE_UNBOUND:
             return
@@ -178,9 +179,9 @@ class Fleet:
     # -- warm programs ------------------------------------------------------------------------
 
     def _prepare_idle(self) -> None:
-        """One program at a time per standby, while no request waits.
+        """Prepare one program at a time per standby, while no request waits.
 
-        A program may take seconds to load, and its worker takes no task meanwhile: so where two
+        A program may take seconds to load, and its worker takes no task until then: so where two
         workers are free, one of them always stays ready for the next request.
         """
         core, device = self._core, self._device
@@ -217,7 +218,7 @@ class Fleet:
             )
 
     def _next_to_prepare(self, worker: Worker) -> ModelName | None:
-        """The latest that it does not know; none for a worker that waits for the next tenant."""
+        """Return the newest model unknown to the worker; None: it waits for the next tenant."""
         if self._core.settings.separates_tenants and worker.tenant is None:
             return None
         missing = [
@@ -241,7 +242,7 @@ class Fleet:
         return latest.name
 
     def prepared(self, worker: Worker, message: ModelPrepared) -> None:
-        """The worker knows one more program, or says why it cannot."""
+        """Note that the worker has prepared a program, or could not."""
         if worker.preparing == message.model:
             worker.preparing = None
         if message.error:
@@ -255,7 +256,7 @@ class Fleet:
             self._device.send(worker.slot, ForgetModel(model=message.model))
 
     def forget(self, name: ModelName) -> None:
-        """A model is unregistered: no worker keeps its program."""
+        """Drop an unregistered model's program from all workers."""
         for worker in self._device.workers.values():
             worker.unpreparable = {key for key in worker.unpreparable if key[0] != name}
             if name in worker.warm and worker.is_alive:

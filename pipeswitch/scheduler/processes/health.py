@@ -22,7 +22,7 @@ SILENT_AFTER_MS: Final = 1000.0  # a process silent until then is as good as dea
 
 @dataclass
 class Probe:
-    """One round of questions on one device. ``None``: asked, not answered yet."""
+    """One round of pings on one device. ``None``: sent, not answered yet."""
 
     epoch: Epoch
     asked_at_ms: float
@@ -62,7 +62,7 @@ class Health:
 
     @property
     def is_complete(self) -> bool:
-        """No answer is awaited any more: none will come from a process that has died meanwhile."""
+        """True if no answer is awaited: a process that has died since will send none."""
         probe = self._probe
         assert probe is not None
         for slot, (generation, _) in list(probe.workers.items()):
@@ -76,7 +76,7 @@ class Health:
         return probe.daemon_ms is not None and None not in took
 
     def report(self) -> dict[str, Any]:
-        """What ``Client.ping(deep=True)`` returns of this device; the round is over."""
+        """End the round, and return the device's part of ``Client.ping(deep=True)``."""
         probe, device = self._probe, self._device
         assert probe is not None
         self._probe = None
@@ -101,8 +101,8 @@ class Health:
 
 
 class Pings:
-    """The rounds over all devices, one at a time: clients that ask meanwhile share the next, so a
-    flood is no flood."""
+    """Rounds over all devices, one at a time. Clients that ping during a round share the next
+    one, so a flood of pings has no effect."""
 
     def __init__(self, core: Core, devices: Sequence[Health]) -> None:
         self._core = core
@@ -138,7 +138,7 @@ class Pings:
         core.answer_all(self._answering, **self._report())
 
     def _report(self) -> dict[str, Any]:
-        """Less the client's own part of the way. Ready is a server of which a device is."""
+        """Return the report without the client's latency. A server is ready if one device is."""
         reports = [device.report() for device in self._devices]
         daemons_ms = [one["daemon_ms"] for one in reports]
         return {
@@ -154,5 +154,5 @@ class Pings:
         }
 
     def refuse_all(self, error: ServerUnavailable) -> None:
-        """The server leaves."""
+        """Refuse every waiting client: the server leaves."""
         self._core.refuse_all(error, self._answering, self._waiting)

@@ -1,8 +1,8 @@
-"""Stages: which process calls which request's function, before its model or behind it (ADR 34).
+"""Stages: processes that run requests' functions, before or after the model (ADR 34).
 
-A stage computes on no device: requests are here before one of them is chosen, or when it has
-computed, and another model's compute meanwhile. A process has one request at a time; it reads its
-tensors in the pool and returns into memory of its slot, from where ``TakeResult`` has them copied.
+A stage computes on no device: a request is here before its device is chosen, or after it has
+computed, while another model computes. A process has one request at a time; it reads its tensors in
+the pool and returns into its slot's memory, from where ``TakeResult`` has them copied.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Process:
 
 @dataclass
 class Raw:
-    """A request whose inputs, or answer, are to be made."""
+    """Request whose inputs, or answer, a function is to make."""
 
     request: Request
     function: str
@@ -55,9 +55,9 @@ class Raw:
 
 
 class Stages:
-    """All and only the requests that are PREPROCESSING, and the processes beside all devices.
+    """All and only the PREPROCESSING requests, and the processes that serve them.
 
-    Processes come with the first request that needs one.
+    Processes are started with the first request that needs one.
 
     Attributes:
         waits: the requests, in order of arrival.
@@ -72,11 +72,11 @@ class Stages:
         return len(self.waits)
 
     def count(self, name: ModelName) -> int:
-        """Requests of a model that are here."""
+        """Return the number of a model's requests that are here."""
         return sum(raw.request.model == name for raw in self.waits.values())
 
     def held(self, caller: str, model: str = "") -> int:
-        """A caller's requests that are here, of a model or all."""
+        """Return the number of a caller's requests that are here, for one model or for all."""
         raws = [raw.request for raw in self.waits.values() if raw.request.caller == caller]
         return sum(not model or request.model == model for request in raws)
 
@@ -86,14 +86,14 @@ class Stages:
     # -- requests -----------------------------------------------------------------------------
 
     def take(self, request: Request, function: str, born: Epoch, tenant: str) -> None:
-        """It was admitted, or its model has computed; ``prepared`` gives it back."""
+        """Queue an admitted request, or one whose model has computed; ``prepared`` returns it."""
         self.waits[request.token] = Raw(request, function, born, tenant)
         if request.deadline_at_ms is not None:
             self._core.look_again(request.deadline_at_ms, STAGES)
         self.advance()
 
     def prepared(self, event: ev.Prepared) -> Request | None:
-        """The copy has ended: the request, if its inputs lie in the pool. It is here no more."""
+        """Remove a request whose copy has ended; return it if its inputs lie in the pool."""
         request = self._prepared(event)
         self.advance()
         return request
@@ -122,7 +122,7 @@ class Stages:
         return request
 
     def cancel(self, token: ev.Token) -> bool:
-        """Take one back; its function goes on for nothing. False: it is not here."""
+        """Take a request back; its function runs on for nothing. False: it is not here."""
         raw = self.waits.get(token)
         if raw is None:
             return False
@@ -134,7 +134,7 @@ class Stages:
         return True
 
     def refuse_all(self, error: PipeSwitchError) -> None:
-        """The server cannot go on. What is being copied the frontend answers, when that is over."""
+        """Refuse every waiting client; the frontend answers the ones in copy after the copy."""
         for token, raw in list(self.waits.items()):
             if not self._is_copied(token):
                 self._refuse(raw, TaskEvent.ERROR, error)
@@ -183,7 +183,7 @@ class Stages:
         self.advance()
 
     def _ended(self, process: Process) -> Raw | None:
-        """The call is over; its request, if that still waits for it."""
+        """End a call; return its request if that still waits for it."""
         process.state.apply(WorkerEvent.TASK_ENDED, f"epoch {process.epoch}")
         process.epoch = NO_EPOCH
         return None if process.token is None else self.waits.get(process.token)
@@ -194,7 +194,7 @@ class Stages:
             process.state.apply(WorkerEvent.CLEANED)
 
     def exited(self, event: ev.Exited) -> None:
-        """Its process is reaped: its request is tried again, or reads what killed it."""
+        """Handle a reaped process: retry its request, or refuse it with the cause of death."""
         core, process = self._core, self.processes[event.source.slot]
         if event.source != process.address:
             return
@@ -247,7 +247,7 @@ class Stages:
             core.look_again(core.now_ms + core.settings.max_stage_ms, STAGES)
 
     def _expire(self) -> None:
-        """1. A deadline has passed, of one whose inputs are not being copied; 2. a call hangs."""
+        """End hung calls, and requests past their deadline whose inputs are not being copied."""
         now_ms, limit_ms = self._core.now_ms, self._core.settings.max_stage_ms or math.inf
         for token, raw in list(self.waits.items()):
             if raw.request.due_ms <= now_ms and not self._is_copied(token):
@@ -280,7 +280,7 @@ def kind(raw: Raw) -> str:
 
 
 def failed(raw: Raw, reason: str) -> TaskFailed:
-    """What its client reads when the function returned nothing useful."""
+    """Return the client's error for a function that returned nothing useful."""
     return TaskFailed(
         f'{kind(raw)} {raw.function} of "{raw.request.model}": {reason}',
         hint=f"pipeswitch show {raw.request.model} says what the model takes",

@@ -1,1 +1,1 @@
-"""What a model takes, measured, and the groups planned from it."""
+"""Measured profiles of models, and the layer groups planned from them."""

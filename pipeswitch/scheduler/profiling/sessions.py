@@ -59,7 +59,7 @@ class Profiling:
 
     @takes(ProfileAsked)
     def asked(self, event: ProfileAsked) -> None:
-        """Begin to measure; the client is asked for requests, and reads the profile at the end."""
+        """Begin a measurement: the client sends requests on demand, and gets the profile last."""
         name = self._versions.resolve(event.model)
         device = self._machine.measures(name)
         replica = self._measurable(device, name, event.batches)
@@ -124,7 +124,7 @@ class Profiling:
             self._fail(self._session, errors.Cancelled("cancelled by the caller"))
 
     def refuse_all(self, error: errors.PipeSwitchError) -> None:
-        """The server leaves."""
+        """Refuse the client: the server leaves."""
         if self._session is not None:
             self._fail(self._session, error)
 
@@ -249,7 +249,7 @@ class Profiling:
         self._core.refuse(session.token, error)
 
     def _end(self, session: Session) -> None:
-        """The model gets the groups again that it had before."""
+        """End the measurement: the model gets its former groups back."""
         state, replica = session.device.state, session.replica
         self._session = state.measurement.model = None
         state.measurement.runs.clear()
@@ -285,7 +285,7 @@ def _busy(who: str, hint: str = "run it while no client sends requests") -> erro
 
 
 def _is_at_rest(state: DeviceState) -> bool:
-    """Return whether a worker is free and no process starts, cleans up or loads a program."""
+    """Return True if a worker is free and no process starts, cleans up or loads a program."""
     rests = (WorkerState.STANDBY, WorkerState.DEAD)
     workers = state.workers.values()
     return (
@@ -296,7 +296,7 @@ def _is_at_rest(state: DeviceState) -> bool:
 
 
 def _is_copied_still(replica: Replica, measured: MeasuredRun) -> bool:
-    """Return whether the end of the run's copy is not reported yet."""
+    """Return True if the end of the run's copy is not reported yet."""
     is_cold = not measured.activation.was_resident
     is_same = replica.residency_epoch == measured.activation.residency_epoch
     return is_cold and is_same and replica.is_being_sent
@@ -316,13 +316,13 @@ def _run_of(replica: Replica, trial: Trial, measured: MeasuredRun) -> Run | None
 
 
 def usual_batch(replica: Replica) -> int:
-    """The batch requests came with last; before the first, the smallest."""
+    """Return the last batch size of a model's requests; before the first request, the smallest."""
     assert replica.model.manifest is not None
     return replica.model.last_batch or replica.model.manifest.batch[0]
 
 
 def program_of(name: str, built: Manifest) -> Program:
-    """A manifest as a measurement sees it."""
+    """Return the manifest as a measurement sees it."""
     layers, sizes = built.layers, layer_bytes(built)
     finest = cut(layers, built.tensors, built.total_bytes, tuple(range(len(layers))))
     return Program(

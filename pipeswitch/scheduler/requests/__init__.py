@@ -1,1 +1,1 @@
-"""What clients asked: from arrival to answer."""
+"""Inference requests, from arrival to answer."""

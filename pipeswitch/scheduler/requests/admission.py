@@ -1,4 +1,4 @@
-"""Requests at the door of the machine: admitted to a device's queue, refused, taken back."""
+"""Admission of requests to a device's queue, refusal, and cancellation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .endings import batch_of, quarantined
 
 
 class Admission:
-    """Which requests may wait."""
+    """Admission of requests to the queues."""
 
     def __init__(
         self, core: Core, versions: Versions, placing: Placing, dispatches: Sequence[Dispatch]
@@ -79,7 +79,7 @@ class Admission:
             self.stages.take(request, model.stage.function, served.born, event.tenant)
 
     def _computed(self, event: InferArrived) -> None:
-        """Its model's outputs lie in the pool: the function behind that makes the answer."""
+        """Pass a model's outputs, which lie in the pool, to its postprocessing function."""
         core, name = self._core, split_name(event.model)[0]
         core.going_on.discard(event.token)
         served, model = self._versions.served(name), self._versions.current(name)
@@ -96,7 +96,7 @@ class Admission:
         self.stages.take(request, model.stage.after, served.born, event.tenant)
 
     def prepared(self, event: Prepared) -> None:
-        """What a request's function has made is there, or why it is not."""
+        """Queue or answer a request whose function has ended, or report why it failed."""
         request = self.stages.prepared(event)
         if request is None:
             return
@@ -121,7 +121,7 @@ class Admission:
             self._queue(request, model)
 
     def _queue(self, request: Request, model: Model) -> None:
-        """It waits for a device, unless it has one at once, or its answer would come too late."""
+        """Queue a request, dispatch it at once if possible, or refuse it if it would be late."""
         core, built = self._core, model.built
         request.batch = batch_of(built, request.inputs)
         if "pads" in built.extra:
@@ -146,8 +146,8 @@ class Admission:
                 break
 
     def _of_a_version_that_is_there(self, event: InferArrived) -> InferArrived:
-        """One that asked for no version goes to the current one if its own has left meanwhile, or
-        is of another one's share."""
+        """Redirect a request without a version to the current one if its version has left since,
+        or to another version by its share."""
         model = self._models.get(event.model)
         if model is not None and model.state.state is not ModelState.LEAVING:
             if model.split is None or event.lineage != model.split.born:
@@ -191,7 +191,7 @@ class Admission:
         return _removed(event.model)
 
     def _full(self, event: InferArrived, model: Model) -> QueueFull | None:
-        """Why it may not wait beside those that do."""
+        """Return the error if the queues have no room for the request, else None."""
         core, states = self._core, self._states
         queues = [queue for state in states for queue in (state.queue, state.early)]
         caller, name = event.caller, event.model
@@ -213,7 +213,7 @@ class Admission:
         return None
 
     def _lost(self, model: Model) -> ServerUnavailable | None:
-        """Why it is served no more: each device that may is given up."""
+        """Return the error if every device that may serve the model is given up, else None."""
         for state in self._states:
             if not state.daemon.is_given_up and state.may_serve(model):
                 return None
@@ -238,7 +238,7 @@ class Admission:
         return self.stages.cancel(event.token)
 
     def go_on(self, event: NextRuns) -> None:
-        """Generations whose run has ended, or that waited for room: to the queue, all at once."""
+        """Queue all generations at once whose run has ended, or that waited for room."""
         for run in event.runs:
             for state in self._states:
                 request = state.between.get(run.token)
@@ -269,22 +269,22 @@ class Admission:
             self._core.touched |= QUEUE  # those that it would have joined wait no longer
 
     def stored(self, model: Model) -> None:
-        """Its bytes are in the host store: requests that came before are dispatched in order."""
+        """Dispatch the early requests in order: the model's bytes are in the host store."""
         for state in self._states:
             for request in state.early.of(model.name):
                 self._place(state, request)
 
     def not_stored(self, model: Model, error: PipeSwitchError) -> None:
-        """Its bytes cannot be had: requests that came before that read the reason."""
+        """Refuse the early requests with the reason why the model's bytes cannot be stored."""
         for state in self._states:
             for request in state.early.of(model.name):
                 state.refuse(request, TaskEvent.ERROR, error)
 
     def rehome(self) -> int:
-        """What waits where no memory daemon is goes to where one is.
+        """Move requests from devices without a memory daemon to devices with one.
 
-        Not before the workers there are reaped: one of them may still write a request's outputs.
-        What has no place any more beside the pinned models goes to where it has one.
+        The workers there are reaped first: one of them may still write a request's outputs.
+        Requests that no longer fit beside the pinned models move to a device where they fit.
         """
         states = self._states
         for state in states if len(states) > 1 else ():
@@ -312,8 +312,8 @@ class Admission:
                 self._place(state, request)
 
     def relieve(self) -> int:
-        """What came last and waits for a task's end goes to a device that has nothing to do, where
-        it would compute sooner: the others are then less far from their turn."""
+        """Move the newest request behind a running task to an idle device where it would compute
+        sooner: the others are then less far from their turn."""
         states = self._states
         if len(states) == 1:
             return 0
@@ -327,7 +327,7 @@ class Admission:
         return wants
 
     def _place(self, state: DeviceState, request: Request) -> None:
-        """One that waited there already; where it is best off there, it keeps its place."""
+        """Move a waiting request to its best device; if it is there already, it keeps its place."""
         model = self._models[request.model]
         place, placed = self._placing.request(model, request)
         is_early = model.state.state in MODEL_AWAITED

@@ -1,11 +1,11 @@
-"""Which waiting requests are computed together, and how long one waits for others. Pure.
+"""Batches of waiting requests, and how long a batch waits for others. Pure.
 
-Requests are joined along the batch, where the model's owner has asked for it (ADR 28): those of one
-line, which have one model, one version and one priority, in the line's order.
+Requests are joined along the batch, where the model's owner has enabled it (ADR 28): the requests
+of one line, with one model, one version and one priority, in the line's order.
 
-Some programs take requests of unequal extents together (``Manifest.pads``): the worker pads them
-(ADR 53). Generations are such: when their run ends they wait again, and their next batch is formed
-of all that wait then (ADR 62).
+The worker pads requests of unequal extents if the program allows it (``Manifest.pads``, ADR 53).
+Generations are padded: when their run ends they wait again, and all that wait at that time form the
+next batch (ADR 62).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 
 class Joined:
-    """Whether requests go together by their extents: equal, or not much padding apart."""
+    """Requests of one batch: their extents are equal, or need little padding."""
 
     def __init__(self, head: Request) -> None:
         self._key, self._rows = _key(head), head.batch
@@ -46,7 +46,7 @@ class Joined:
         self._sizes = [tensor.size_bytes for tensor in head.inputs]
 
     def take(self, request: Request) -> bool:
-        """False: it does not belong to those that were taken before."""
+        """Add a request. False: it does not belong to the earlier ones."""
         if _key(request) != self._key:
             return False
         rows = self._rows + request.batch
@@ -63,17 +63,17 @@ class Joined:
 
 
 def _key(request: Request) -> object:
-    """Of what must be equal."""
+    """Return the properties that must be equal within a batch."""
     return request.fixed if request.padded else [tensor.shape[1:] for tensor in request.inputs]
 
 
 def batch_for(device: DeviceState, replica: Replica, head: Request) -> Batch:
-    """The head, and what of its line is joined with it. It ends
+    """Return the head with the requests of its line that join it. The batch ends
 
-    1. at the first request that is too large for what the limit leaves;
-    2. where the run, as far as is predicted, would end after the deadline of one that is in it.
+    1. at the first request that is too large for the rest of the limit;
+    2. where the predicted end of the run would miss a deadline within it.
 
-    Requests of other extents are passed over, and those that run alone.
+    Requests of other extents are passed over, and requests that run alone.
     """
     found, size = [head], head.batch
     limit = _limit(device, replica, head)
@@ -96,8 +96,8 @@ def batch_for(device: DeviceState, replica: Replica, head: Request) -> Batch:
 
 
 def begins_at_ms(device: DeviceState, replica: Replica, batch: Batch) -> float:
-    """Until when it waits for others: its oldest request for the delay, but none so long that its
-    deadline could not be met. Before it was measured none with a deadline waits."""
+    """Return until when a batch waits for others: its oldest request's arrival plus the delay,
+    or earlier to meet each deadline. A deadline forbids waiting until a run was measured."""
     batching = replica.built.batching
     compute_ms = _compute_ms(device, replica, batch.size)
     due_ms = min(request.due_ms for request in batch.requests)
@@ -109,8 +109,8 @@ def begins_at_ms(device: DeviceState, replica: Replica, batch: Batch) -> float:
 
 
 def waits_for_run(device: DeviceState, replica: Replica, batch: Batch) -> bool:
-    """Return whether those of the model's current run, or of the one that ended in this moment, may
-    still join: a dispatched run takes no more."""
+    """Return True if requests of the model's current run, or of the one that has just ended, may
+    still join this batch: a dispatched run takes no more requests."""
     running = device.owner.running
     is_same = running is not None and running.model == replica.name
     returning = (
@@ -121,7 +121,7 @@ def waits_for_run(device: DeviceState, replica: Replica, batch: Batch) -> bool:
 
 
 def failed(device: DeviceState, replica: Replica, requests: Sequence[Request]) -> None:
-    """Their run ended badly, by one of them or by being joined: each is tried alone."""
+    """Note a failed run, caused by one request or by joining: each request is retried alone."""
     replica.model.failed_joins += 1
     for request in requests:
         request.is_alone = True
@@ -133,7 +133,7 @@ def failed(device: DeviceState, replica: Replica, requests: Sequence[Request]) -
 
 
 def _limit(device: DeviceState, replica: Replica, head: Request) -> int:
-    """Of the joined batch; 1: it runs alone."""
+    """Return the maximum size of the joined batch; 1 if the request runs alone."""
     batching = replica.built.batching
     fails = replica.model.failed_joins >= device.core.settings.max_deaths
     return 1 if batching is None or head.is_alone or fails else batching.limit

@@ -1,4 +1,4 @@
-"""From the queue to a worker: the best request, a place for its model, the switch, the turn."""
+"""Dispatch from the queue to a worker: the best request, a place for its model, switch, turn."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Final
 from ...base.errors import DeadlineExceeded, OutOfDeviceMemory
 from ...ipc.messages.base import Epoch, JobName, ModelName, Turn
 from ...ipc.messages.worker import JoinedRequest, RunInference
+from ...programs.interface.layout import Manifest
 from ..core import DUE, HUNG, PLACES, QUEUE, TURN
 from ..events import Interrupt, RaiseTurn
 from ..memory.ledgers import Arena
@@ -61,7 +62,7 @@ class Turns:
             self._core.emit(RaiseTurn(self._device.address(task.slot), task.turn))
 
     def passed(self, turn: Turn) -> None:
-        """The parked worker has raised the turn itself."""
+        """Note that the parked worker has raised the turn itself."""
         owner = self._device.owner
         if owner.state is OwnerState.IDLE and owner.pending and owner.pending.turn == turn:
             self._start(owner.pending, "turn passed on")
@@ -83,9 +84,9 @@ class Turns:
     # -- a pass of a model that streams: it may take as long as its copy ---------------------------
 
     def let_in(self) -> None:
-        """Such a pass steps aside between two groups for the task that waits for its turn, if that
-        needs no copy. In all it is aside for as long as the policy lets one that waits for memory
-        be overtaken."""
+        """Interrupt a streaming pass between two groups for the next task, if that needs no
+        copy. The total interruption is limited to the time for which the policy lets a
+        request that waits for memory be overtaken."""
         device, owner = self._device, self._device.owner
         passing, waiting = owner.running, owner.pending
         if passing is None or waiting is None or not passing.streamed:
@@ -98,7 +99,7 @@ class Turns:
             self._core.emit(Interrupt(device.address(passing.slot), passing.epoch))
 
     def stepped_aside(self, worker: Worker, epoch: Epoch) -> None:
-        """Nobody has the turn now: the next one gets it, and then the pass again."""
+        """Note that the pass gave up the turn: the next task gets it, and then the pass again."""
         owner = self._device.owner
         passing = owner.running
         if passing is None or (passing.slot, passing.epoch) != (worker.slot, epoch):
@@ -110,12 +111,12 @@ class Turns:
         owner.step_aside(f"epoch {epoch}")
 
     def hung(self) -> Activation | None:
-        """The task that computes for too long, if there is one; its ``hung_why`` says what is.
+        """Return the task that computes for too long, if any; its ``hung_why`` says why.
 
         1. It still computes long after its deadline; joined requests, after the last of theirs.
-        2. It has had the turn for ``max_compute_ms``: taken for an endless loop, which would hold
-           the device for ever. What its model took before counts not: who sends ever larger
-           requests would raise the limit for himself.
+        2. It has had the turn for ``max_compute_ms``: assumed to be an endless loop, which would
+           hold the device for ever. The model's earlier times do not count: a caller could raise
+           the limit by ever larger requests.
         """
         core, device = self._core, self._device
         activation = device.owner.running
@@ -144,7 +145,7 @@ READY: Final = ModelState.READY
 
 
 class Dispatch:
-    """At most one task waits for its turn while another computes."""
+    """Dispatcher of a device. At most one task waits for its turn while another computes."""
 
     def __init__(
         self, device: DeviceState, arena: Arena, residents: Residents, training: Training,
@@ -179,25 +180,25 @@ class Dispatch:
             )
 
     def pump(self) -> None:
-        """Dispatch what can be dispatched. Outcomes:
+        """Dispatch all requests that can be dispatched. Outcomes:
 
-        0. It was dispatched when it came (``at_once``).
+        0. It was dispatched on arrival (``at_once``).
         1. A task waits for its turn already, or nothing is queued: nothing to do.
         2. The best request's model is on the device, or the link and a place for it are free or can
-           be freed: transmit and activate in the same breath; training is told to stop.
-        3. Its place is taken by a training slice: that job is evicted; the request waits. So it
-           does for a range that is being zeroed, or a copy that was cancelled.
-        4. Its place is taken by models that must stay, or the link by another's copy: it waits.
-        5. While one waits for memory or the link, the next best is tried if the policy lets it
-           overtake: a lower priority never runs in front of a higher one, and no request is
-           overtaken for ever. It looks past ``MOST_BLOCKED`` models, not through the whole queue.
-        6. It waits for others to be joined with: meanwhile the next best ones run. What may join
+           be freed: transmit and activate in one step; training is ordered to stop.
+        3. A training slice has its place: that job is evicted; the request waits. It also waits for
+           a range that is being zeroed, or a cancelled copy.
+        4. Models that must stay have its place, or another copy has the link: it waits.
+        5. While a request waits for memory or the link, the next best is tried if the policy lets
+           it overtake: a lower priority never runs before a higher one, and none is overtaken for
+           ever. The search ends after ``MOST_BLOCKED`` models, not after the whole queue.
+        6. It waits for others to join it: the next best requests run first. A request that may join
            generations whose run has just ended waits as in 4: its turn is the next one.
-        7. Its caller had a long run, or has one under way and another may ask first (``Accounts``).
+        7. Its caller had a long run, or has one under way and another may go first (``Accounts``).
         8. Its model streams through the arena for another request: each has a pass of its own.
-        9. Steps that go on by themselves end when a request waits, dispatched or not.
+        9. Steps that continue by themselves end when a request waits, dispatched or not.
         10. Its model is being copied: a request that ends before the device needs that model goes
-        first, if the policy lets it overtake.
+            first, if the policy lets it overtake.
         """
         device = self._device
         if not device.daemon.is_ready:
@@ -214,7 +215,7 @@ class Dispatch:
             self._core.emit(Interrupt(device.address(running.slot), running.epoch))
 
     def _refuse_the_impossible(self) -> None:
-        """Requests whose model does not fit beside what is pinned: waiting would not help."""
+        """Refuse requests whose model does not fit beside the pinned ones: they would never run."""
         device = self._device
         unchecked, device.queue.unchecked = device.queue.unchecked, {}
         if not device.pinned:
@@ -295,32 +296,32 @@ class Dispatch:
         return False
 
     def _is_held(self, replica: Replica, batch: Batch) -> bool:
-        """Whether they wait for others that could be joined with them."""
+        """Return True if the batch still waits for requests that could join it."""
         at_ms = begins_at_ms(self._device, replica, batch)
         self._look_again(at_ms)
         return self._core.now_ms < at_ms
 
     def _look_again(self, at_ms: float) -> None:
-        """Unless a look that comes before finds it again."""
+        """Note the next instant for a look, unless an earlier look computes it again."""
         if self._core.now_ms < at_ms < self._core.wakeups.first_ms(DUE):
             self._core.look_again(at_ms, DUE)
 
     def keep_order(self) -> int:
-        """Rank what has changed, also while nothing can be dispatched."""
+        """Update the ranks, even while nothing can be dispatched."""
         if self._device.queue.requests:
             self._device.queue.settle(*self._device.seen)
         return QUEUE | TURN | PLACES
 
     def look_ahead(self) -> int:
-        """The next request's model comes while others compute."""
+        """Send the next request's model while others compute."""
         if self._device.queue.requests:
             self._look_ahead()
         return QUEUE | TURN | PLACES | DUE
 
     def _look_ahead(self) -> None:
-        """The link is idle, a task computes and another has its turn next: send the model of the
-        next request that has none on the device. Only where it fits beside what is used, pinned
-        or waited for; the request is dispatched later, in its own order."""
+        """Send the model of the next request that has none on the device, if the link is idle, a
+        task computes and another has its turn next. The model must fit beside used, pinned
+        and awaited ones; the request is dispatched later, in its own order."""
         device = self._device
         is_ahead = device.owner.running is not None and device.owner.pending is not None
         if not is_ahead or device.sending or not device.settings.look_ahead:
@@ -341,8 +342,8 @@ class Dispatch:
             return
 
     def _has_worker(self) -> bool:
-        """A worker could begin. One that loads a program cannot, perhaps for seconds: it is given
-        a task only where no task's end makes another one free before."""
+        """Return True if a worker could begin. A worker that loads a program, perhaps for
+        seconds, gets a task only if no other worker becomes free before."""
         free = [w for w in self._device.workers.values() if w.state.state in WORKER_FREE]
         return any(worker.preparing is None for worker in free) or (
             bool(free) and self._device.owner.running is None
@@ -370,12 +371,13 @@ class Dispatch:
         return True
 
     def _is_link_busy(self) -> bool:
-        """Return whether a copy for a request is under way; a cancelled one does not count."""
+        """Return True if a copy for a request is under way; a cancelled one does not count."""
         return any(self._device.replicas[name].is_on_device for name in self._device.sending)
 
     def _pick_worker(self, replica: Replica) -> Worker:
-        """A free worker: one that knows the model, then one that is just learning it, then one
-        that must; last, one that is busy with another model's program, or is to be replaced."""
+        """Return a free worker. Preferred are workers that know the model, then one that is
+        loading it, then one that must load it; last, one that loads another program, or is to
+        be replaced."""
         name, version, is_code = replica.name, replica.version, replica.is_code
         tenant = self._core.tenant_of(replica.model.tenant)
 
@@ -407,11 +409,10 @@ class Dispatch:
         return charge
 
     def at_once(self, request: Request) -> bool:
-        """Give a request that comes to a worker without a look at the order: outcome 0 of ``pump``.
+        """Give a new request to a worker without ranking it: outcome 0 of ``pump``.
 
-        Nothing waits, computes or trains, its model lies on the device and is loaded in a worker
-        that is free, and it waits for no others: it would be the next one whatever the
-        policy says. False: it waits like any other, if only for a moment.
+        Nothing waits, computes or trains, its model is on the device and loaded in a free worker,
+        and it waits for no batch: it would be next under any policy. False: it is queued as usual.
         """
         core, device, replica = self._core, self._device, self._device.replicas[request.model]
         owner = device.owner
@@ -451,9 +452,10 @@ class Dispatch:
         return True
 
     def activate(self, request: Request, replica: Replica, *, is_sent: bool) -> Activation:
-        """Give the request to a worker, with those that are joined with it.
+        """Give the request to a worker, with the requests that join it.
 
-        ``is_sent``: its model was sent for it just now; sent ahead for it, that is a switch too.
+        ``is_sent``: its model was sent for it just now; a model sent ahead for it counts as a
+        switch too.
         """
         core, device = self._core, self._device
         batch = batch_for(device, replica, request)
@@ -473,9 +475,10 @@ class Dispatch:
         self, requests: list[Request], size: int, replica: Replica, worker: Worker,
         charge: Charge | None, *, is_switch: bool,
     ) -> Activation:  # fmt: skip
-        """They wait no more: the worker computes them, when it has the turn."""
-        core, device, manifest, request = self._core, self._device, replica.built, requests[0]
-        name, is_code, choosing = replica.name, manifest.mode == "module", request.choosing
+        """Send queued requests to a worker, which computes them when it has the turn."""
+        core, device, manifest, request = self._core, self._device, replica.manifest, requests[0]
+        assert manifest is not None
+        is_code, choosing = manifest.mode == "module", request.choosing
         replica.transfer.ahead_epoch = NO_EPOCH
         epoch = core.next_epoch()
         chooses = False
@@ -492,7 +495,7 @@ class Dispatch:
             slot=worker.slot,
             tokens=tuple([one.token for one in requests]),
             batch=size,
-            model=name,
+            model=replica.name,
             dispatched_at_ms=core.now_ms,
             event=core.event,
             was_resident=_was_resident(replica),
@@ -509,30 +512,7 @@ class Dispatch:
         self._turns.give()  # before the order: the worker must not find an old turn
         if owner.running is not None and owner.running.streamed:
             self._turns.let_in()
-        self._device.send(
-            worker.slot,
-            RunInference(
-                epoch=epoch,
-                request_id=request.request_id,
-                model=name,
-                digest=manifest.digest,
-                directory=core.settings.program_dir(manifest.digest),
-                arena_offset_bytes=replica.home_bytes,
-                first_word=replica.first_word,
-                residency_epoch=replica.residency_epoch,
-                inputs=request.inputs,
-                reply_offset_bytes=request.reply_offset_bytes,
-                reply_bytes=request.reply_bytes,
-                plan=replica.grouping.plan,
-                landings=replica.landings.offsets if replica.landings is not None else (),
-                joined=tuple(map(_joined, requests[1:])),
-                is_timed=device.measurement.model == name,
-                is_code=is_code,
-                choosing=choosing,
-                sequence=request.sequence[0],
-                after=request.sequence[1],
-            ),
-        )
+        device.send(worker.slot, _run_order(device, replica, manifest, requests, epoch))
         if owner.job is not None:
             activation.preempted = owner.job
             self._training.stop(owner.job, activation.turn, activation.slot)
@@ -550,6 +530,34 @@ class Dispatch:
         return activation
 
 
+def _run_order(
+    device: DeviceState, replica: Replica, manifest: Manifest, requests: list[Request], epoch: Epoch
+) -> RunInference:
+    """Return the order to compute requests in one run."""
+    request = requests[0]
+    return RunInference(
+        epoch=epoch,
+        request_id=request.request_id,
+        model=replica.name,
+        digest=manifest.digest,
+        directory=device.core.settings.program_dir(manifest.digest),
+        arena_offset_bytes=replica.home_bytes,
+        first_word=replica.first_word,
+        residency_epoch=replica.residency_epoch,
+        inputs=request.inputs,
+        reply_offset_bytes=request.reply_offset_bytes,
+        reply_bytes=request.reply_bytes,
+        plan=replica.grouping.plan,
+        landings=replica.landings.offsets if replica.landings is not None else (),
+        joined=tuple(map(_joined, requests[1:])),
+        is_timed=device.measurement.model == replica.name,
+        is_code=manifest.mode == "module",
+        choosing=request.choosing,
+        sequence=request.sequence[0],
+        after=request.sequence[1],
+    )
+
+
 def _joined(request: Request) -> JoinedRequest:
     return JoinedRequest(
         request_id=request.request_id,
@@ -563,7 +571,7 @@ def _joined(request: Request) -> JoinedRequest:
 
 
 def _was_resident(replica: Replica) -> bool:
-    """Return whether the model was on the device. The answer of an earlier run may arrive before
+    """Return True if the model was on the device. The answer of an earlier run may arrive before
     the daemon's message that all groups have arrived."""
     is_copied = replica.residency.state in (Residency.RESIDENT, Residency.PINNED)
     return is_copied or replica.computed_epoch == replica.residency_epoch != NO_EPOCH

@@ -1,6 +1,4 @@
-"""How a dispatched task ends: outputs and their bill, an error of its model, a death, the end of
-the server.
-"""
+"""End of a dispatched task: outputs and their bill, a model's error, a death, a server shutdown."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from .batching import failed
 
 
 class Endings:
-    """Each dispatched task ends here, once."""
+    """End of each dispatched task, once."""
 
     def __init__(self, device: DeviceState, residents: Residents) -> None:
         self._core = device.core
@@ -32,7 +30,7 @@ class Endings:
         self._ended: list[tuple[Activation, list[Request], InferenceDone]] = []  # not traced yet
 
     def done(self, worker: Worker, message: InferenceDone) -> None:
-        """Outputs lie in the reply slab: answer with the bill."""
+        """Answer the requests with the bill: their outputs lie in the reply slabs."""
         core, device = self._core, self._device
         task = self._device.owner.task_of(worker.slot, message.epoch)
         if task is None:
@@ -92,7 +90,7 @@ class Endings:
             core.emit(RunEnded(answers=tuple(more)))
 
     def _has_chosen(self, task: Activation, tokens: Sequence[Sequence[int]]) -> bool:
-        """Return whether a worker chose as many tokens for each request as it might."""
+        """Return True if a worker chose as many tokens for each request as it might."""
         requests = self._requests(task)
         return len(tokens) == len(requests) and all(
             one.choosing is None or one.choosing.allows(chosen)
@@ -100,8 +98,7 @@ class Endings:
         )
 
     def _has_more(self, request: Request, runs: Runs) -> bool:
-        """A generation's run has ended and it has more to do: it waits again, as if it had come
-        now. False: it was cancelled meanwhile."""
+        """Let an unfinished generation wait again, as a new arrival. False: it was cancelled."""
         core, device = self._core, self._device
         request.state.apply(TaskEvent.MORE, "its run has ended")
         if runs.is_cancelled:
@@ -115,7 +112,7 @@ class Endings:
         return True
 
     def _note_times(self, activation: Activation, replica: Replica, message: InferenceDone) -> None:
-        """Keep the run's time for predictions, and its batch: the usual one of its model."""
+        """Record the run's time for predictions, and its batch as the model's usual one."""
         replica.model.last_batch = activation.batch
         # By our clock, from the turn to its answer: that is how long the next one waits for it.
         now_ms = self._core.now_ms
@@ -127,13 +124,14 @@ class Endings:
             self._device.queue.changed(replica.name)
 
     def trace_ended(self) -> None:
-        """The timeline of what was answered: after its answer, which must not wait for it."""
+        """Emit the timeline of answered tasks, after the answer, which must not wait for it."""
         for activation, requests, message in self._ended:
             self._core.emit(_trace(self._device, activation, requests, message))
         self._ended.clear()
 
     def failed(self, worker: Worker, message: InferenceFailed) -> None:
-        """The model's own code raised, or its output does not fit: the worker is fine."""
+        """Handle an error of the model's code, or an output that does not fit; the worker is
+        fine."""
         task = self._device.owner.task_of(worker.slot, message.epoch)
         if task is None:
             return
@@ -150,7 +148,7 @@ class Endings:
         self, activation: Activation, requests: list[Request], replica: Replica,
         error: errors.PipeSwitchError,
     ) -> None:  # fmt: skip
-        """One request reads why; joined ones are run again alone, for it may be another's error."""
+        """Refuse a single request; run joined ones again alone: the error may be another's."""
         if not activation.is_joined:
             self._device.refuse(requests[0], TaskEvent.ERROR, error)
             return
@@ -176,7 +174,7 @@ class Endings:
         return activation, self._requests(activation), replica
 
     def _settle(self, activation: Activation) -> None:
-        """Its callers pay for it, by our clock: what a worker says of times is not believed."""
+        """Charge the callers by the controller's clock: workers' times are not trusted."""
         core, charge = self._core, activation.charge
         if charge is not None:
             ran_until_ms = activation.aside_at_ms or core.now_ms
@@ -186,15 +184,15 @@ class Endings:
                 core.look_again(rests_until_ms, DUE)
 
     def _requests(self, activation: Activation) -> list[Request]:
-        """Those that it computes, in the order of their rows."""
+        """Return the activation's requests in the order of their rows."""
         return [self._device.requests[token] for token in activation.tokens]
 
     def worker_died(self, worker: Worker, status: int, begun_epoch: int | None) -> None:
-        """Its process is reaped: dispatch the request again, or give up on it.
+        """Queue a reaped worker's requests again, or refuse them.
 
-        A death counts against request and model only when the task had begun: a worker that
-        waits, or was dead already when the task was sent to it, has run no model code. Of joined
-        requests none is blamed: each is run again alone.
+        A death counts against request and model only if the task had begun: a worker that was
+        waiting, or already dead when the task was sent, has run no model code. No request of a
+        joined batch is blamed: each runs again alone.
         """
         device = self._device
         activation = next((task for task in device.owner.tasks if task.slot == worker.slot), None)
@@ -256,7 +254,7 @@ class Endings:
                 self._device.refuse(request, TaskEvent.ERROR, error)
 
     def daemon_died(self) -> None:
-        """Everything in flight goes back to the queue: not the requests' fault."""
+        """Queue every dispatched request again: the daemon's death is not their fault."""
         device = self._device
         for activation in device.owner.tasks:
             self._settle(activation)
@@ -264,14 +262,14 @@ class Endings:
         device.owner.lose_tasks("memory daemon exited")
 
     def refuse_all(self, error: errors.PipeSwitchError) -> None:
-        """The server cannot go on: every client that waits is answered."""
+        """Refuse every waiting client: the server cannot go on."""
         for request in list(self._device.requests.values()):
             self._device.refuse(request, TaskEvent.ERROR, error)
         self._device.owner.lose_tasks("the server leaves")
 
 
 def batch_of(manifest: Manifest, inputs: tuple[SlabTensor, ...]) -> int:
-    """A request's batch; 1 when the program has no dynamic one."""
+    """Return a request's batch; 1 if the program has no dynamic one."""
     for value, tensor in zip(manifest.inputs, inputs, strict=False):
         if BATCH in value.shape:
             return tensor.shape[value.shape.index(BATCH)]
@@ -290,14 +288,18 @@ def _bill(
     if not activation.was_resident:
         ended = replica.transfer.ended_at_ms or message.ended_at_ms
         copy_ms = max(0.0, ended - replica.transfer.started_at_ms)
-    compute_ms = message.ended_at_ms - message.turn_at_ms - message.stall_ms
+    # The switch ends with the first group: what was waited for until then is in no other part.
+    waited_ms = max(0.0, message.first_group_at_ms - message.turn_at_ms)
+    stall_ms = max(0.0, message.stall_ms - waited_ms)
+    compute_ms = message.ended_at_ms - message.first_group_at_ms - stall_ms
     made_ms, runs = request.preprocess_ms or 0.0, request.runs
+    form = None if replica.manifest is None else replica.manifest.precision
     return Bill(
         queue_ms=activation.dispatched_at_ms - request.arrived_at_ms - made_ms,
         preprocess_ms=made_ms,
         switch_ms=max(0.0, message.first_group_at_ms - activation.dispatched_at_ms),
         copy_ms=copy_ms,
-        stall_ms=message.stall_ms,
+        stall_ms=stall_ms,
         compute_ms=max(0.0, compute_ms),
         total_ms=now_ms - (request.arrived_at_ms if runs is None else runs.born_at_ms),
         resident=activation.was_resident,
@@ -311,13 +313,14 @@ def _bill(
         streamed=activation.streamed,
         device=device.label,
         placed=request.placed if device.label else "",
+        precision="" if form is None else form.name,
     )
 
 
 def _trace(
     device: DeviceState, activation: Activation, requests: list[Request], message: InferenceDone
 ) -> Spans:
-    """Its intervals on the timeline; what is joined waits for itself."""
+    """Return the task's timeline intervals; each joined request has its own queue interval."""
     scheduler, track = device.track("scheduler"), device.track(f"worker {activation.slot}")
     began_ms, flow = activation.dispatched_at_ms, activation.epoch
     more = f" and {len(requests) - 1} more" if len(requests) > 1 else ""
@@ -355,7 +358,7 @@ def _hung(replica: Replica, activation: Activation) -> errors.DeadlineExceeded:
 
 
 def quarantined(model: Model) -> errors.ModelQuarantined:
-    """What a caller of a quarantined model reads."""
+    """Return the error for requests of a quarantined model."""
     return errors.ModelQuarantined(
         f'"{model.name}" is quarantined: {model.reason}',
         hint=f"pipeswitch load {model.name} gives it another chance",

@@ -1,16 +1,22 @@
-"""When a request will be answered, as measured. Pure.
+"""Predicted end of a request, from measurements. Pure.
 
-A request is accepted only if it will be in time, and if none that was accepted before is late for
-it. So what is counted is not the least that was measured. Of what is dispatched that is what 95 of
-100 did not exceed; of what goes before it and of itself the mean, and ``SURE`` times the root of
-the sum of squares of what 95 of 100 took more; and a margin: how much later dispatched ones ended
-than was predicted then. Of one that waits means alone count: it was promised an answer, and is
-dropped when that will probably be late. What goes before it is known
-where the policy sorts all of a caller's requests by one thing (``Order.sorts_by``), and other
-callers have their turns; else those of its own line are counted, which is the least.
+A new request is accepted only if it will be in time and makes no accepted request late. Its
+prediction is therefore the sum of
 
-Measurements may all be of a bad moment. Where they refuse everything none is added, so a request
-is taken as a probe once they are old.
+1. the 95th percentile of each dispatched task;
+2. the mean of itself and of each request before it, plus ``SURE`` times the root of the sum of
+   the squares of (95th percentile - mean);
+3. a margin: how much later dispatched requests ended than was predicted.
+
+The prediction of a waiting request uses means alone: it was promised an answer, and is dropped when
+that will probably be late.
+
+All requests before a new one are known if the policy sorts a caller's requests by one key
+(``Order.sorts_by``), and other callers have their turns. Otherwise only the requests of its own
+line are counted, a lower bound.
+
+All measurements may come from a slow moment. If they refuse every request, no new ones are added,
+so a request is accepted as a probe once they are old.
 """
 
 from __future__ import annotations
@@ -117,9 +123,9 @@ def _ends_ms(device: DeviceState, before: list[Request], then: list[Request]) ->
 
 
 def _others_ms(device: DeviceState, request: Request, own_ms: float) -> float:
-    """What other callers have before its turn: their part of the time, if so much of theirs waits;
-    of a more urgent priority all that does. What they may yet send delays it, and refuses it not.
-    """
+    """Return the device time of other callers before the request's turn: their share of the time
+    if that much of their work waits, and all work of a more urgent priority. Requests that
+    may still arrive delay the request but do not refuse it."""
     accounts, urgency, total_ms = device.accounts, request.priority, 0.0
     account = accounts.of(request.caller)
     turn = accounts.tag(account, urgency) + own_ms / account.weight
@@ -135,7 +141,8 @@ def _others_ms(device: DeviceState, request: Request, own_ms: float) -> float:
 
 
 def _all_ms(device: DeviceState, requests: list[Request]) -> tuple[float, float]:
-    """The device's time for all of them, and the squares: what can be joined is, at the best."""
+    """Return the device time of all requests, joined if possible, and the sum of squared
+    spreads."""
     total_ms = square = 0.0
     for (model, batch), count in Counter((one.model, one.batch) for one in requests).items():
         mean_ms, spread_ms = _run_ms(device, model, batch)
@@ -145,14 +152,14 @@ def _all_ms(device: DeviceState, requests: list[Request]) -> tuple[float, float]
 
 
 def waiting_ms(device: DeviceState, model: ModelName, caller: str) -> tuple[int, int]:
-    """What a model's requests that wait will compute, and this caller's of them."""
+    """Return the computing time of a model's waiting requests, and the caller's part of it."""
     requests = device.queue.of(model)
     own = [one for one in requests if one.caller == caller]
     return round(_all_ms(device, requests)[0]), round(_all_ms(device, own)[0])
 
 
 def _runs(device: DeviceState, model: ModelName, rows: int, count: int) -> int:
-    """In how many runs so many requests of a model are computed at the least."""
+    """Return the smallest number of runs that compute these requests of a model."""
     manifest = device.replicas[model].manifest
     if manifest is None or manifest.batching is None:
         return count
@@ -160,7 +167,7 @@ def _runs(device: DeviceState, model: ModelName, rows: int, count: int) -> int:
 
 
 def is_refused(device: DeviceState, request: Request) -> bool:
-    """Return whether a new request would be late, or would make an accepted request of its caller
+    """Return True if a new request would be late, or would make an accepted request of its caller
     late that would be in time without it."""
     sorts_by = device.core.judge.sorts_by
     if not sorts_by or not _is_asked(device, request):
@@ -176,7 +183,7 @@ def is_refused(device: DeviceState, request: Request) -> bool:
 
 
 def hopeless_at_ms(device: DeviceState, request: Request) -> float | None:
-    """From when on it will hardly be in time even if dispatched at once; None: no deadline."""
+    """Return when a request becomes late even if dispatched at once; None: it has no deadline."""
     if not _is_asked(device, request):
         return None
     assert request.deadline_at_ms is not None
@@ -200,7 +207,7 @@ def waits_for_copy_ms(device: DeviceState, request: Request) -> float:
 
 
 def fits_in(device: DeviceState, request: Request, idle_ms: float) -> bool:
-    """Return whether a request's run is known to end in that time; false for one that may be
+    """Return True if a request's run is known to end in that time; false for one that may be
     joined."""
     run_ms = sum(_run_ms(device, request.model, request.batch))
     is_joined = device.replicas[request.model].built.batching is not None
@@ -208,7 +215,7 @@ def fits_in(device: DeviceState, request: Request, idle_ms: float) -> bool:
 
 
 def is_hopeless(device: DeviceState, request: Request) -> bool:
-    """Whether its deadline will not be met; of one that comes, with a margin."""
+    """Return True if the deadline will not be met; a new request gets a margin."""
     if not _is_asked(device, request):
         return False
     assert request.deadline_at_ms is not None
@@ -218,8 +225,8 @@ def is_hopeless(device: DeviceState, request: Request) -> bool:
 
 
 def note_end(device: DeviceState, request: Request) -> None:
-    """It is dispatched: its end is compared with what is predicted now. Not a copy's: that waits
-    for its place, too."""
+    """Store the predicted end of a dispatched request, to compare it with the real one. Requests
+    whose model is copied are left out: the copy waits for its place, too."""
     running = device.owner.running
     is_warm = running is None or running.was_resident
     is_there = device.replicas[request.model].residency.state in (
@@ -231,7 +238,7 @@ def note_end(device: DeviceState, request: Request) -> None:
 
 
 def is_worth_a_probe(device: DeviceState, request: Request) -> bool:
-    """Whether one that seems hopeless is to be taken all the same, to be measured."""
+    """Return True if a seemingly hopeless request is to be accepted as a measurement."""
     return device.predictions.is_due(
         request.model, request.batch,
         is_sent=_is_absent(device, request), now_ms=device.core.now_ms,
@@ -239,7 +246,7 @@ def is_worth_a_probe(device: DeviceState, request: Request) -> bool:
 
 
 def will_be_measured(device: DeviceState, request: Request) -> None:
-    """It is taken: the next one that seems hopeless is no probe."""
+    """Note that the request is accepted: the next hopeless one is not a probe."""
     device.predictions.taken(
         request.model, request.batch,
         is_sent=_is_absent(device, request), now_ms=device.core.now_ms,
@@ -247,7 +254,7 @@ def will_be_measured(device: DeviceState, request: Request) -> None:
 
 
 def too_late(device: DeviceState, request: Request) -> DeadlineExceeded:
-    """What its client reads; ``predicted_ms`` counts from its arrival."""
+    """Return the client's error; ``predicted_ms`` counts from the request's arrival."""
     assert request.deadline_at_ms is not None
     allowed_ms = request.deadline_at_ms - request.arrived_at_ms
     predicted_ms = predicted_end_ms(device, request) - request.arrived_at_ms
@@ -261,7 +268,7 @@ def too_late(device: DeviceState, request: Request) -> DeadlineExceeded:
 
 
 def _is_asked(device: DeviceState, request: Request) -> bool:
-    """Whether it is looked at when it could end."""
+    """Return True if the request's end is predicted for admission."""
     is_on = device.settings.admission != "off"
     return is_on and request.deadline_at_ms is not None and not request.is_probe
 
@@ -292,7 +299,7 @@ def _link_free_at_ms(device: DeviceState) -> float:
 
 
 def free_at_ms(device: DeviceState, *, is_safe: bool = True) -> float:
-    """When the dispatched tasks have computed, in the mean or (safe) hardly later."""
+    """Return when the dispatched tasks end: on average, or (``is_safe``) almost surely."""
     now_ms = free_ms = device.core.now_ms
     for task in device.owner.tasks:
         begins_ms = free_ms if task is device.owner.pending else task.began_at_ms
@@ -306,7 +313,7 @@ def free_at_ms(device: DeviceState, *, is_safe: bool = True) -> float:
 
 
 def _run_ms(device: DeviceState, model: ModelName, batch: int) -> tuple[float, float]:
-    """One run in the mean, and how much longer 95 of 100 take at most; zeros: not known."""
+    """Return a run's mean time, and the spread to its 95th percentile; zeros: unknown."""
     if not _is_known(device, model):
         return 0.0, 0.0
     safe = device.predictions.safe(model, batch)
@@ -314,7 +321,7 @@ def _run_ms(device: DeviceState, model: ModelName, batch: int) -> tuple[float, f
 
 
 def _is_known(device: DeviceState, model: ModelName) -> bool:
-    """What one length took says nothing of another, and measurements are by batch."""
+    """Return True if only the batch varies: measurements are by batch, not by length."""
     replica = device.replicas.get(model)
     if replica is None or replica.manifest is None:
         return False

@@ -40,7 +40,7 @@ class DeviceOwner(StateMachine[OwnerState, OwnerEvent]):
 
     @property
     def tasks(self) -> list[Activation]:
-        """Return the dispatched tasks; the one that has the turn comes first."""
+        """Dispatched tasks; the one that has the turn comes first."""
         tasks = (self.running, self.pending, self.yielded)
         return [task for task in tasks if task is not None]
 
@@ -53,12 +53,12 @@ class DeviceOwner(StateMachine[OwnerState, OwnerEvent]):
 
     @property
     def is_free(self) -> bool:
-        """Return whether nobody has the turn and no task waits for it."""
+        """True if nobody has the turn and no task waits for it."""
         return self.state is OwnerState.IDLE and self.pending is None
 
     @property
     def next_task(self) -> Activation | None:
-        """Return the task that may have the turn now; None if there is none.
+        """Task that may have the turn now; None if there is none.
 
         A task waits while a worker may still write another turn: 1. a worker is told to write turn
         7; 2. its script ends; 3. task 7 runs and ends; 4. the worker's termination thread sees the

@@ -1,4 +1,4 @@
-"""What one device owns: its processes, the models on it, its requests and jobs, its turn."""
+"""State of one device: its processes, models, requests and jobs, and its turn."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORD_BYTES = 4  # of one group's arrival
 
 @dataclass
 class Daemon:
-    """The memory daemon of one device: the process that lives, or that died last."""
+    """Memory daemon of one device: the live process, or the one that died last."""
 
     core: Core
     index: int  # of its device
@@ -88,35 +88,35 @@ class DeviceState:
 
     @property
     def is_ready(self) -> bool:
-        """The daemon owns its memory and a worker can take a request."""
+        """True if the daemon owns its memory and a worker can take a request."""
         return self.daemon.is_ready and any(
             worker.state.state in WORKER_SERVES for worker in self.workers.values()
         )
 
     def may_serve(self, model: Model) -> bool:
-        """Whether it was registered for this device."""
+        """Return True if the model is registered for this device."""
         return not model.devices or self.settings.device in model.devices
 
     def job_of(self, worker: Worker, epoch: int) -> Job | None:
-        """The job a message speaks of; None when it speaks of an older dispatch."""
+        """Return the job that a message is about; None if it is about an older dispatch."""
         job = self.jobs.get(worker.job) if worker.job is not None else None
         return job if job is not None and job.epoch == epoch and job.slot == worker.slot else None
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a task has the turn or is dispatched, or a request waits."""
+        """True if a task has the turn or is dispatched, or a request waits."""
         owner = self.owner
         return owner.running is not None or owner.pending is not None or bool(self.queue)
 
     @property
     def last_waiting(self) -> Request | None:
-        """Of the requests that could be dispatched, the one that came here last."""
+        """Newest request that could be dispatched here."""
         live = reversed(self.requests.values())
         return next((request for request in live if request.token in self.queue), None)
 
     @property
     def has_processes(self) -> bool:
-        """A worker of it is not reaped yet: it may still write what it could ever write."""
+        """True if one of its workers is not reaped yet: it may still write to all its memory."""
         return any(worker.is_alive for worker in self.workers.values())
 
     def address(self, slot: Slot) -> Address:
@@ -131,13 +131,13 @@ class DeviceState:
         self.core.out.append(Send(self.address(slot), message, channel, commits_of))
 
     def publish(self, topic: str, /, **body: Any) -> None:
-        """An event on this device; where there are several it is named."""
+        """Publish an event of this device, with the device's name where there are several."""
         self.core.publish(topic, **(body | {"device": self.label} if self.label else body))
 
     def span(
         self, track: str, name: str, begin_ms: float, end_ms: float, flow: int = 0, **args: Any
     ) -> None:
-        """A finished interval for the timeline, on a track of this device."""
+        """Emit a finished interval for the timeline, on a track of this device."""
         one = Span(
             track=self.track(track), name=name, begin_ms=begin_ms, end_ms=max(begin_ms, end_ms),
             args=args, flow=flow, event=self.core.event,
@@ -145,16 +145,16 @@ class DeviceState:
         self.core.emit(Spans(spans=[one]))
 
     def track(self, name: str) -> str:
-        """Of the timeline: of this device, where there are several."""
+        """Return the timeline track's name, with the device's label if there are several."""
         return f"{self.label} {name}" if self.label else name
 
     def spend(self, kind: str, ms: float) -> None:
-        """Device time of one kind, which is over: train, infer, or switch (waiting for a model)."""
+        """Add finished device time of one kind: train, infer, or switch (waiting for a model)."""
         self.spent_us[kind] += round(ms * 1000.0)
 
     @property
     def view(self) -> View:
-        """What a policy sees."""
+        """View that a policy gets."""
         capacity_bytes = self.settings.arena_bytes - WORD_BYTES * self.settings.words
         return View(self.core.now_ms, self.predictions.predict, capacity_bytes, self._residents)
 
@@ -167,7 +167,7 @@ class DeviceState:
 
     @property
     def seen(self) -> tuple[IsResident, ModelName | None, View]:
-        """What ranks follow from: which models are on the device, which computes, the view."""
+        """Inputs of the ranking: which models are on the device, which one computes, the view."""
         running = self.owner.running
         return self._is_on_device, running.model if running is not None else None, self.view
 
@@ -175,7 +175,7 @@ class DeviceState:
         return self.replicas[model].is_on_device
 
     def move(self, replica: Replica, event: ResidencyEvent, cause: str) -> None:
-        """A model comes to the device, or leaves it, or is pinned there: ranks follow from it."""
+        """Change a model's residency, and mark its requests for ranking."""
         before = replica.residency.state
         after = replica.residency.apply(event, cause)
         self.core.touched |= PLACES | QUEUE
@@ -190,13 +190,13 @@ class DeviceState:
             self.queue.pins_changed()
 
     def take(self, request: Request, *, is_early: bool = False) -> None:
-        """It waits here from now on; an early one until its model is in the host store."""
+        """Queue the request; an early one waits until its model is in the host store."""
         self.requests[request.token] = request
         self.core.touched |= QUEUE
         (self.early if is_early else self.queue).add(request)
 
     def refuse(self, request: Request, event: TaskEvent, error: PipeSwitchError) -> None:
-        """A request's bad end: it waits no more and reads why."""
+        """End a request with an error: remove it from the queue and answer its client."""
         request.state.apply(event, type(error).__name__)
         self.core.touched |= QUEUE
         self.queue.discard(request)
@@ -207,7 +207,7 @@ class DeviceState:
         self.core.refuse(request.token, error)
 
     def spawn(self, worker: Worker) -> None:
-        """A fresh process for its slot; the one that is there is killed."""
+        """Spawn a fresh process for a slot; the present one is killed."""
         worker.generation += 1
         worker.respawn_at_ms = None
         worker.kill_reason = ""
@@ -222,14 +222,14 @@ class DeviceState:
         self.core.emit(Spawn(self.address(worker.slot)))
 
     def fits(self, worker: Worker, *, is_code: bool, tenant: str) -> bool:
-        """Whether its process may run the operator's code, or else clients' programs (ADR 20), of
-        this tenant (ADR 23)."""
+        """Return True if the worker may run the operator's code, or a client's program (ADR 20),
+        for this tenant (ADR 23)."""
         is_of_the_kind = not self.core.settings.is_sandboxed or worker.runs_code in (None, is_code)
         return is_of_the_kind and worker.tenant in (None, tenant)
 
     def claim(self, worker: Worker, *, is_code: bool, tenant: str) -> None:
-        """Before it is given something to run: a process that does not fit is replaced, and one
-        that served no tenant yet is this one's."""
+        """Prepare a worker for a task: replace a process that does not fit, and bind one without
+        a tenant to this tenant."""
         if not self.fits(worker, is_code=is_code, tenant=tenant):
             self.spawn(worker)
         worker.runs_code = is_code

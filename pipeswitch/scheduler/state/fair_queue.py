@@ -1,10 +1,10 @@
 """Fair queues over a device's callers, and over the connections of each caller.
 
 Start-time fair queueing inside each priority (docs/adr/0037-turns-by-tenant.md): a member's *tag*
-is the time it was given over its weight, and the smallest goes first. The *clock* is the tag of the
-last turn: a member that begins to wait is not behind it, so idle time earns nothing. A run is
-charged with its prediction when it is dispatched, since the next one is chosen before it ends, and
-with the truth when it has ended.
+is its service time over its weight, and the smallest goes first. The *clock* is the tag of the last
+turn: a member that begins to wait is not behind it, so idle time earns nothing. A run is charged
+with its prediction when it is dispatched, since the next one is chosen before it ends, and
+corrected to its real time when it has ended.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ S = TypeVar("S", bound=Share)
 
 @dataclass(eq=False, slots=True)
 class Account(Share):
-    """One caller's, on one device."""
+    """Share of one caller on one device."""
 
     used_ms: float = 0.0  # by runs that are over
     seen_at_ms: float = -math.inf  # it asked, or was answered
@@ -57,7 +57,7 @@ class Account(Share):
 
 
 class Charge(NamedTuple):
-    """For a run that is not over."""
+    """Advance charge for a run that is not over."""
 
     urgency: float
     ms: float
@@ -66,8 +66,7 @@ class Charge(NamedTuple):
 
 
 class FairQueue(Generic[S]):
-    """Fair queue of members. A decision looks only at the members that are next, never at all
-    members."""
+    """Fair queue of members. A decision looks only at the next members, never at all of them."""
 
     def __init__(self, max_wait_ms: float, make: Callable[[str], S]) -> None:
         """``make``: creates a member with a name."""
@@ -94,12 +93,12 @@ class FairQueue(Generic[S]):
         return self._of[caller]
 
     def tag(self, share: S, urgency: float) -> float:
-        """If it waits, or were to wait, with that."""
+        """Return the member's tag if it waits, or were to wait, at that urgency."""
         tag = share.tags[urgency]
         return tag if share.urgency == urgency else max(tag, self._clock[urgency])
 
     def count(self, share: S, priority: int, change: int) -> None:
-        """It waits with so many requests more, or less."""
+        """Add ``change`` to the member's number of waiting requests of that priority."""
         share.waiting[priority] += change
         if not share.waiting[priority]:
             del share.waiting[priority]
@@ -183,11 +182,11 @@ class FairQueue(Generic[S]):
             self._forget(oldest)
 
     def _has_nothing(self, share: S, now_ms: float) -> bool:
-        """Return whether a new member would have the same turns as this idle one."""
+        """Return True if a new member would have the same turns as this idle one."""
         return not share.running and self._ahead_ms(share) <= 0.0
 
     def _ahead_ms(self, share: S) -> float:
-        """The time that it had and others had not."""
+        """Return the member's lead in service time over the others."""
         return max(
             [(tag - self._clock[urgency]) * share.weight for urgency, tag in share.tags.items()],
             default=0.0,
@@ -208,7 +207,7 @@ class FairQueue(Generic[S]):
         return urgency
 
     def correct(self, parts: Mapping[S, float], urgency: float, more_ms: float) -> None:
-        """The run is over, and took so much longer than was charged."""
+        """Correct the charge of a finished run that took ``more_ms`` longer than charged."""
         for share, part in parts.items():
             share.tags[urgency] += part * more_ms / share.weight
             share.running -= 1
@@ -216,10 +215,10 @@ class FairQueue(Generic[S]):
 
 
 class Accounts(FairQueue[Account]):
-    """The fair queue of all callers: they have keys or tokens, which the owner makes.
+    """Fair queue of all callers, which have keys or tokens from the owner.
 
     Attributes:
-        again_at_ms: when one that gave way in the last ``in_turns`` may do so no more.
+        again_at_ms: when a caller that gave way in the last ``in_turns`` may no longer do so.
     """
 
     def __init__(self, weights: Mapping[str, float], max_wait_ms: float) -> None:
@@ -259,8 +258,9 @@ class Accounts(FairQueue[Account]):
         return now_ms >= share.rests_until_ms or not self._gives_way(share, now_ms)
 
     def _gives_way(self, account: Account, now_ms: float) -> bool:
-        """Whether one that had less is there and may ask: who waits for his answers has nothing in
-        the queue when the run after another one's is chosen, or when a long one has ended."""
+        """Return True if a caller with less service is active and may send a request. Its queue
+        may be empty only because it still waits for a reply when the next run is chosen, or
+        when a long one has ended."""
         tag = account.tags[account.urgency]
         for one in reversed(self._idle):
             if not one.running and now_ms >= one.seen_at_ms + self._max_wait_ms:
@@ -272,7 +272,7 @@ class Accounts(FairQueue[Account]):
         return False
 
     def _has_nothing(self, share: Account, now_ms: float) -> bool:
-        """Return whether only the used time of an account must be kept: it was idle for longer than
+        """Return True if only the used time of an account must be kept: it was idle for longer than
         its lead over the others, and has no penalty."""
         away_from_ms = share.seen_at_ms + max(self._max_wait_ms, self._ahead_ms(share))
         held_until_ms = max(away_from_ms, share.rests_until_ms, share.barred_until_ms)
@@ -285,7 +285,7 @@ class Accounts(FairQueue[Account]):
             self._forgotten_ms[share.caller] = share.used_ms
 
     def charge(self, rows: Counter[str], predicted_ms: float, now_ms: float) -> Charge:
-        """A run is dispatched, in the turn of the first; its requests are counted as waiting yet.
+        """Charge a dispatched run in the first caller's turn; its requests still count as waiting.
 
         ``rows``: by caller. ``predicted_ms``: 0 when nothing is known.
         """
@@ -317,7 +317,7 @@ class Accounts(FairQueue[Account]):
         self, account: Account, priority: int, predicted_ms: float, arrived_at_ms: float,
         now_ms: float,
     ) -> Charge:  # fmt: skip
-        """As ``charge``, for one that never waited, when nobody waits."""
+        """Charge a request that never waited, when no request waits; see ``charge``."""
         urgency, ms, tag = float(priority), predicted_ms or UNKNOWN_MS, account.tags[priority]
         tag = max(tag, self._clock[urgency])
         account.seen_at_ms = max(account.seen_at_ms, arrived_at_ms)
@@ -328,8 +328,8 @@ class Accounts(FairQueue[Account]):
         return Charge(urgency, ms, {account: 1.0})
 
     def settle(self, charge: Charge, took_ms: float, now_ms: float) -> float:
-        """The run is over. Who had a long one rests for as long, or as its weight allows; until
-        when, if any does."""
+        """Settle a finished run. A caller with a long run rests for as long, or less by its
+        weight; return until when, if any rests."""
         for account, part in charge.parts.items():
             own_ms = part * took_ms
             account.used_ms += own_ms
@@ -344,9 +344,9 @@ class Accounts(FairQueue[Account]):
         return max([account.rests_until_ms for account in charge.parts])
 
     def died(self, charge: Charge, now_ms: float) -> float:
-        """Its run took a worker with it. A caller that goes on so, with one model after another,
-        has no turn for a while, longer each time (8 to 16 s in the end); until when. The owner is
-        never barred."""
+        """Note that the run killed its worker, and return until when its caller is barred. A
+        caller that keeps killing workers, with one model after another, is barred for longer
+        each time (8 to 16 s in the end). The owner is never barred."""
         account = next(iter(charge.parts))
         kept = 0.5 ** ((now_ms - account.died_at_ms) / HALF_MS)
         account.deaths, account.died_at_ms = account.deaths * kept + 1.0, now_ms

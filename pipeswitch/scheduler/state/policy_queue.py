@@ -30,7 +30,7 @@ IsResident = Callable[[ModelName], bool]
 
 
 def shown(request: Request, is_resident: bool = False, is_current: bool = False) -> Waiting:
-    """A request as a policy sees it."""
+    """Return a request as a policy sees it."""
     return Waiting(
         request.token, request.model, request.priority, request.deadline_at_ms,
         request.arrived_at_ms, request.batch, request.size_bytes, is_resident, is_current,
@@ -59,11 +59,11 @@ class Line:
         self.until: Until | None = None
 
     def requests(self) -> Iterator[Request]:
-        """By key."""
+        """Yield the requests by key."""
         return (self.entries[number][3] for _, number in self.by_key)
 
     def head(self, now_ms: float, patience_ms: float) -> int:
-        """The number of the request that goes first."""
+        """Return the number of the request that goes first."""
         arrived_at_ms, number = self.by_age[0]
         return number if now_ms - arrived_at_ms >= patience_ms else self.by_key[0][1]
 
@@ -72,10 +72,10 @@ class Lines:
     """All waiting requests, in lines; each connection's lines are in the order of their heads.
 
     Callers take turns (``Accounts``), and so do the connections of one caller, unless the policy
-    sorts all of a caller's requests by one key. The policy decides which of a connection's own
-    requests goes next, age and windows included. A line is ranked again when a request comes or
-    leaves, when its model comes to the device or leaves it, when its model starts or ends computing
-    (if the policy ranks by that), and when time alone changes its rank.
+    sorts all of a caller's requests by one key. The policy orders a connection's own requests, age
+    and windows included. A line is ranked again when a request comes or leaves, when its model
+    comes to the device or leaves it, when its model starts or ends computing (if the policy ranks
+    by that), and when time alone changes its rank.
     """
 
     def __init__(self, judge: Judge, accounts: Accounts) -> None:
@@ -93,7 +93,7 @@ class Lines:
         self._last_number = 0
 
     def add(self, request: Request, number: int) -> None:
-        """``number``: the order of requests that are equal otherwise."""
+        """Add a request to its line. ``number``: the order of otherwise equal requests."""
         waiting = shown(request)
         key = self._judge.key(waiting)
         self._renew()
@@ -131,7 +131,7 @@ class Lines:
                     queue.count(queue.of(connection), priority, len(line.entries))
 
     def discard(self, request: Request, number: int) -> None:
-        """It is in its line."""
+        """Remove a request from its line."""
         account = self._accounts.of(request.caller)
         self._accounts.count(account, request.priority, -1)
         connection = request.connection if self._has_connections else ""
@@ -200,16 +200,16 @@ class Lines:
         )
 
     def changed(self, model: ModelName | None) -> None:
-        """It came to the device or left it, or computes, or does no more."""
+        """Mark the model's lines for ranking: its residency or its computing has changed."""
         if model is not None:
             self._stale.update(dict.fromkeys(self._lines.get(model, {}).values()))
 
     def heads(
         self, is_resident: IsResident, current: ModelName | None, view: View
     ) -> Iterator[tuple[Waiting, Request]]:
-        """The first of each line, best first; until a request comes or leaves.
+        """Yield the head of each line, best first; valid until a request comes or leaves.
 
-        Callers of one urgency have one line each in turn, as if each run were as long.
+        Callers of one urgency have one line each in turn, as if all runs were equally long.
         """
         self.settle(is_resident, current, view)
 
@@ -246,13 +246,13 @@ class Lines:
             yield from _in_rounds(self._of_connection(account, one.caller, view) for one in same)
 
     def _of_connection(self, account: Account, connection: str, view: View) -> Iterator[Place]:
-        """A window is not made before it is due."""
+        """Return the connection's lines in order; a window is created only when it is due."""
         if self._judge.window:
             return iter(self._in_window(account, connection, view))
         return iter(self._ranked[account][connection])
 
     def settle(self, is_resident: IsResident, current: ModelName | None, view: View) -> None:
-        """Rank what has changed: after each event, so that no decision has to do it for many."""
+        """Rank changed lines after each event, so that no decision has to rank many."""
         self._renew()
         if current != self._current:
             if self._judge.ranks_runs:
@@ -271,11 +271,11 @@ class Lines:
 
     @property
     def until_ms(self) -> float:
-        """When time alone changes a rank next."""
+        """Next instant at which time alone changes a rank."""
         return self._until[0][0] if self._until else math.inf
 
     def _renew(self) -> None:
-        """The policy has failed: all that it said is void."""
+        """Discard all keys and ranks of a policy that has failed."""
         if self._generation == self._judge.generation:
             return
         self._generation = self._judge.generation
@@ -292,7 +292,7 @@ class Lines:
             self._stale[line] = None
 
     def _in_window(self, account: Account, connection: str, view: View) -> list[Place]:
-        """The lines of its window that is under way, or of the next one."""
+        """Return the lines of the connection's current window, or of the next one."""
         window = [
             (line, last)
             for line, last in self._windows.get((account, connection), [])
@@ -310,7 +310,7 @@ class Lines:
         self, requests: list[Request], is_resident: IsResident, current: ModelName | None,
         view: View,
     ) -> None:  # fmt: skip
-        """A look at all requests finds each connection's heads in the same order, and who waits."""
+        """Assert that a scan of all requests finds the same heads in the same order."""
 
         def rank(request: Request) -> Rank:
             head = shown(request, is_resident(request.model), request.model == current)
@@ -358,7 +358,7 @@ class Lines:
 
 
 def _moved(sorted_list: list[T], old: T | None, new: T | None) -> T | None:
-    """``new``, which the list has instead of ``old`` now; most ranks stay as they are."""
+    """Replace ``old`` by ``new`` in the list, and return ``new``; most ranks stay as they are."""
     if old != new:
         if old is not None:
             del sorted_list[bisect.bisect_left(sorted_list, old)]

@@ -1,4 +1,4 @@
-"""How long a request will take, from what its model took before. Pure."""
+"""Predicted times of a request, from its model's earlier runs. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OLD_MS: Final = 5000.0  # so long one measurement is believed, two for twice as 
 
 
 class Rolling:
-    """The last measurements of one thing, in milliseconds."""
+    """Latest measurements of one quantity, in milliseconds."""
 
     __slots__ = ("_ordered", "_values", "fresh_at_ms", "high", "p50", "p95")
 
@@ -25,7 +25,7 @@ class Rolling:
         self.high = self.p50 = self.p95 = self.fresh_at_ms = 0.0
 
     def add(self, value: float, now_ms: float) -> None:
-        """One more; the oldest may go."""
+        """Add a measurement; the oldest may be dropped."""
         self.fresh_at_ms = now_ms
         ordered = self._ordered
         if len(ordered) == KEPT:
@@ -37,17 +37,17 @@ class Rolling:
         self.p95 = ordered[math.ceil(0.95 * len(ordered)) - 1]
 
     def mean(self) -> float:
-        """A few slow ones are not believed here either."""
+        """Return the mean, capped at ``high``, since a few slow values are not trusted."""
         return min(self.high, sum(self._ordered) / len(self._ordered))
 
     def is_old(self, now_ms: float) -> bool:
-        """Whether it is time to measure again: a single slow one may have been a bad moment, and
-        the more say the same the longer that holds."""
+        """Return True if it is time to measure again. A single slow value may come from a slow
+        moment; the more values there are, the longer they stay valid."""
         return now_ms - self.fresh_at_ms >= OLD_MS * len(self._ordered)
 
 
 class ByBatch:
-    """One model's computations; of many batches the one measured longest ago is forgotten."""
+    """One model's computations by batch; beyond a limit the oldest measured batch is dropped."""
 
     __slots__ = ("_batches", "_of")
 
@@ -56,7 +56,7 @@ class ByBatch:
         self._batches: list[int] = []  # in order
 
     def add(self, batch: int, value: float, now_ms: float) -> None:
-        """One more measurement of that batch."""
+        """Add a measurement of that batch."""
         found = self._of.pop(batch, None)
         if found is None:
             if len(self._of) == KEPT_BATCHES:
@@ -69,19 +69,19 @@ class ByBatch:
         found.add(value, now_ms)
 
     def nearest(self, batch: int) -> Rolling | None:
-        """Of that batch, else of the nearest smaller one."""
+        """Return the measurements of that batch, else of the nearest smaller one."""
         index = bisect.bisect_right(self._batches, batch)
         return self._of[self._batches[index - 1]] if index else None
 
     def at_most_ms(self, batch: int) -> float:
-        """As the nearest smaller one's, as many rows more as it has; else as the nearest larger."""
+        """Return the 95th percentile of the nearest smaller batch, scaled; else of a larger one."""
         index = bisect.bisect_right(self._batches, batch)
         known = self._batches[max(0, index - 1)]
         return self._of[known].p95 * max(1.0, batch / known)
 
 
 class Safe(NamedTuple):
-    """What some 95 of 100 did not exceed, in milliseconds; 0: nothing was measured yet."""
+    """Robust 95th percentiles in milliseconds, and a mean; 0: nothing is measured yet."""
 
     load_ms: float
     compute_ms: float
@@ -89,7 +89,7 @@ class Safe(NamedTuple):
 
 
 class Predictions:
-    """Of each model: its copies, and its computations by batch."""
+    """Measured times of each model: its copies, and its computations by batch."""
 
     def __init__(self) -> None:
         self._loads: dict[str, Rolling] = {}
@@ -98,29 +98,28 @@ class Predictions:
 
     @property
     def margin_ms(self) -> float:
-        """What ends came later than was predicted, 5 of 100 apart."""
+        """Robust 95th percentile of how much later requests ended than was predicted."""
         return max(0.0, self._errors.high)
 
     def ended(self, late_ms: float, now_ms: float) -> None:
-        """A request that was accepted has been answered, so much later than was predicted."""
+        """Record how much later than predicted an accepted request was answered."""
         self._errors.add(late_ms, now_ms)
 
     def sent(self, model: str, took_ms: float, now_ms: float) -> None:
-        """All groups of it were copied to the device."""
+        """Record the time in which all groups of a model were copied to the device."""
         self._loads.setdefault(model, Rolling()).add(took_ms, now_ms)
 
     def computed(self, model: str, batch: int, took_ms: float, now_ms: float) -> None:
-        """A request of it has computed, waits for its groups apart."""
+        """Record a computation's time, without waits for its groups."""
         self._computations.setdefault(model, ByBatch()).add(batch, took_ms, now_ms)
 
     def forget(self, model: str) -> None:
-        """It is unregistered: another may get its name."""
+        """Drop the times of an unregistered model: another model may get its name."""
         self._loads.pop(model, None)
         self._computations.pop(model, None)
 
     def predict(self, model: str, batch: int) -> Prediction:
-        """Of a request of that batch: as measured, else as of the nearest smaller batch, which it
-        is not faster than, else zero."""
+        """Return that batch's times, else the nearest smaller one's, a lower bound, else zeros."""
         loads, known = self._known(model, batch)
         return Prediction(
             loads.p50 if loads is not None else 0.0,
@@ -129,7 +128,7 @@ class Predictions:
         )
 
     def safe(self, model: str, batch: int) -> Safe:
-        """The same measurements' high ends: what it will hardly be slower than."""
+        """Return the high ends of the same measurements, which a request hardly exceeds."""
         loads, known = self._known(model, batch)
         return Safe(
             loads.high if loads is not None else 0.0,
@@ -138,18 +137,18 @@ class Predictions:
         )
 
     def at_most_ms(self, model: str, batch: int) -> float:
-        """What 95 of 100 runs of that batch should not exceed: rows cost no more together than
-        apart. 0: nothing was measured."""
+        """Return the time that 95 of 100 runs of that batch should not exceed: joined rows cost
+        no more than separate ones. 0: nothing is measured."""
         known = self._computations.get(model)
         return known.at_most_ms(batch) if known is not None else 0.0
 
     def is_due(self, model: str, batch: int, *, is_sent: bool, now_ms: float) -> bool:
-        """Whether what speaks against a request of that batch is old, and none was taken since that
-        will be measured. ``is_sent``: its model has to be copied."""
+        """Return True if the times for that batch are old, and no request that renews them was
+        accepted since. ``is_sent``: the model has to be copied."""
         return any(one.is_old(now_ms) for one in self._counted(model, batch, is_sent=is_sent))
 
     def taken(self, model: str, batch: int, *, is_sent: bool, now_ms: float) -> None:
-        """A request that will be measured: what is old is believed for as long again."""
+        """Note a request that will be measured: old times stay valid for the same time again."""
         for one in self._counted(model, batch, is_sent=is_sent):
             if one.is_old(now_ms):
                 one.fresh_at_ms = now_ms

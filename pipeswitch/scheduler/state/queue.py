@@ -1,4 +1,4 @@
-"""Requests that wait, found by token, by model and by deadline; none of it looks at all of them."""
+"""Waiting requests by token, by model and by deadline; no operation scans all of them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Queue:
     """Requests in the order in which they were added, and in that of a policy.
 
     Attributes:
-        unchecked: models whose requests may be impossible: none of theirs waited before, or what
-            is pinned has changed.
+        unchecked: models whose requests may be impossible: their first request has just come, or
+            the pinned models have changed.
     """
 
     def __init__(self, judge: Judge | None = None, accounts: Accounts | None = None) -> None:
@@ -47,11 +47,11 @@ class Queue:
         return token in self.requests
 
     def get(self, token: Token) -> Request | None:
-        """The request of that token, if it waits here."""
+        """Return the request of that token, if it waits here."""
         return self.requests[token][1] if token in self.requests else None
 
     def add(self, request: Request) -> None:
-        """To the end."""
+        """Add the request at the end."""
         self._added += 1
         self.requests[request.token] = (self._added, request)
         if request.model not in self._of:
@@ -74,7 +74,7 @@ class Queue:
             heapq.heappush(self._deadlines, (due_at_ms, self._added, request))
 
     def discard(self, request: Request) -> None:
-        """Take it out; one that is not here stays where it is."""
+        """Remove a request; one that is not here stays where it is."""
         entry = self.requests.pop(request.token, None)
         if entry is None:
             return
@@ -96,35 +96,36 @@ class Queue:
     def heads(
         self, is_resident: IsResident, current: ModelName | None, view: View
     ) -> Iterator[tuple[Waiting, Request]]:
-        """In turns, and in the order of the policy: of each caller, model and priority the first.
+        """Yield the first request of each caller, model and priority: callers in turns, in
+        policy order.
 
-        Only until a request is added or discarded.
+        Valid only until a request is added or discarded.
         """
         assert self._lines is not None
         return self._lines.heads(is_resident, current, view)
 
     def settle(self, is_resident: IsResident, current: ModelName | None, view: View) -> None:
-        """Rank what has changed."""
+        """Update the ranks of changed lines."""
         assert self._lines is not None
         self._lines.settle(is_resident, current, view)
 
     @property
     def until_ms(self) -> float:
-        """When time alone changes a rank next."""
+        """Next instant at which time alone changes a rank."""
         assert self._lines is not None
         return self._lines.until_ms
 
     def held(self, caller: str, model: str = "") -> int:
-        """How many of a caller's wait here, of a model or in all."""
+        """Return how many of the caller's requests wait, for one model or for all."""
         return self._held[caller, model]
 
     def ahead(self, request: Request) -> tuple[int, int]:
-        """How many of its caller's go before it whatever comes, and the smallest batch of them."""
+        """Return how many of its caller's requests surely precede it, and their smallest batch."""
         assert self._lines is not None
         return self._lines.ahead(request)
 
     def around(self, request: Request, sorts_by: SortsBy) -> tuple[list[Request], list[Request]]:
-        """Its caller's that go before one that comes now, and those with deadlines behind it."""
+        """Return its caller's requests before a new one, and those behind it with deadlines."""
         if sorts_by == "arrival":
             return [one for one in self if one.caller == request.caller], []
         at = (request.due_ms, self._added + 1)
@@ -132,35 +133,35 @@ class Queue:
         return [due[2] for due in own if due <= at], [due[2] for due in own if due > at]
 
     def of_line(self, request: Request) -> Iterator[Request]:
-        """Those of its model and priority, itself too: of each caller one in turn."""
+        """Yield the requests of its model and priority, itself included: one per caller in turn."""
         assert self._lines is not None
         return self._lines.of_line(request)
 
     def changed(self, model: ModelName) -> None:
-        """It came to the device or left it, or its prediction is another one."""
+        """Mark a model for checks and ranking: its residency or its prediction has changed."""
         if model in self._of:
             self.unchecked[model] = None
         if self._lines is not None:
             self._lines.changed(model)
 
     def pins_changed(self) -> None:
-        """What fits beside them may be another now."""
+        """Check every model again: other models may now fit beside the pinned ones."""
         self.unchecked = dict.fromkeys(self._of)
 
     def models(self) -> list[ModelName]:
-        """Those that requests here want."""
+        """Return the models that waiting requests need."""
         return list(self._of)
 
     def count(self, model: ModelName) -> int:
         return len(self._of[model]) if model in self._of else 0
 
     def of(self, model: ModelName) -> list[Request]:
-        """The requests for one model, in order."""
+        """Return the requests for one model, in order."""
         return list(self._of.get(model, {}).values())
 
     def expired(self, now_ms: float) -> list[Request]:
-        """Those whose deadline has passed, or can no longer be met, in order; each is told of once
-        for each ``add``."""
+        """Return the requests whose deadline has passed or can no longer be met, in order; each
+        one once per ``add``."""
         if not self._deadlines:
             return []
         due = []
@@ -171,12 +172,12 @@ class Queue:
         return [request for _, _, request in sorted(due, key=lambda entry: entry[1])]
 
     def check(self) -> None:
-        """The requests of all models are those that wait."""
+        """Assert that the requests of all models are exactly the waiting ones."""
         found = {token for same in self._of.values() for token in same}
         assert found == self.requests.keys(), "a request is counted but does not wait"
 
     def check_heads(self, is_resident: IsResident, current: ModelName | None, view: View) -> None:
-        """A look at all that wait finds the same order of models."""
+        """Assert that a scan of all waiting requests finds the same order."""
         assert self._lines is not None
         self._lines.check([r for _, r in self.requests.values()], is_resident, current, view)
 

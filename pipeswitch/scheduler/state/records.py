@@ -1,4 +1,4 @@
-"""What the scheduler remembers of a model, a request, a job, a worker. Owned by the scheduler."""
+"""Records of a model, a request, a job and a worker. Owned by the scheduler."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import msgspec
 
 from ...base.errors import PipeSwitchError
 from ...ipc.messages.base import Epoch, JobName, ModelName, SlabTensor, Slot, Turn
@@ -48,7 +50,7 @@ Version = tuple[str, Plan]  # digest and groups: what a worker has loaded
 
 @dataclass
 class Registration:
-    """What a client asked to be served, its build, and the clients that wait for either end."""
+    """Registration of a model: spec, build, and the clients that wait for its result or end."""
 
     model: ModelName
     spec: bytes
@@ -65,7 +67,7 @@ class Registration:
 
 @dataclass
 class Served:
-    """A name that requests use. What its versions are lies in their own records."""
+    """Name that requests use. Its versions have records of their own."""
 
     name: ModelName
     current: int  # the version that it stands for
@@ -79,7 +81,7 @@ class Served:
 
 @dataclass
 class Model:
-    """A version that is served, or will be: the same on all devices."""
+    """Version that is served, or will be: the same on all devices."""
 
     name: ModelName  # of the version: versions.version_name
     priority: int
@@ -110,19 +112,19 @@ class Model:
 
     @property
     def built(self) -> Manifest:
-        """Its program; it was built."""
+        """Program of a model that was built."""
         assert self.manifest is not None
         return self.manifest
 
     @property
     def owner(self) -> Owner:
-        """Of its bytes on a device, in the host store, and of its arrival words."""
+        """Owner of the model's bytes on a device and in the host store, and of its words."""
         return Owner("model", self.name)
 
 
 @dataclass
 class Grouping:
-    """How a model's layers are grouped on a device, and why."""
+    """Layer groups of a model on a device, and their reason."""
 
     plan: Plan = ()  # empty: as built
     source: str = "buckets"
@@ -134,7 +136,7 @@ class Grouping:
 
 @dataclass
 class Transfer:
-    """The last copy of a model to a device."""
+    """Latest copy of a model to a device."""
 
     started_at_ms: float = 0.0
     ended_at_ms: float = 0.0
@@ -146,7 +148,7 @@ class Transfer:
 
 @dataclass
 class Replica:
-    """A model as one device has it: its groups there, their place, what was measured."""
+    """Model on one device: its groups there, their place, its measurements."""
 
     model: Model
     name: ModelName = field(init=False)  # of that
@@ -184,35 +186,35 @@ class Replica:
 
     @property
     def built(self) -> Manifest:
-        """In the groups of its plan; it was built."""
+        """Program in the groups of its plan; the model was built."""
         assert self.manifest is not None
         return self.manifest
 
     @property
     def needs_bytes(self) -> int:
-        """The least of the arena that it can be served with."""
+        """Smallest part of the arena that can serve the model."""
         return self.least_bytes or self.built.total_bytes
 
     @property
     def sent_bytes(self) -> int:
-        """Of one that streams, by each pass."""
+        """Number of bytes that each pass of a streaming model copies."""
         kept = self.landings.kept if self.landings is not None else ()
         return sum(g.size_bytes for index, g in enumerate(self.built.groups) if index not in kept)
 
     @property
     def is_code(self) -> bool:
-        """The operator's own module, not a graph; it was built."""
+        """True if the model, which was built, is the operator's own module instead of a graph."""
         return self.built.mode == "module"
 
     @property
     def version(self) -> Version:
-        """What a worker must have loaded to run it; it has a manifest."""
+        """Version that a worker must have loaded to run the model, which has a manifest."""
         assert self.manifest is not None
         return (self.manifest.digest, self.grouping.plan)
 
     @property
     def is_on_device(self) -> bool:
-        """Resident or on its way: nothing needs to be sent for it."""
+        """True if the model is resident or on its way: nothing needs to be sent for it."""
         return self.residency.state in (
             Residency.TRANSMITTING,
             Residency.RESIDENT,
@@ -221,13 +223,13 @@ class Replica:
 
     @property
     def is_being_sent(self) -> bool:
-        """The daemon may still write to its region."""
+        """True if the daemon may still write to its region."""
         return self.residency.state in (Residency.TRANSMITTING, Residency.ABANDONED)
 
 
 @dataclass
 class Runs:
-    """A generation's runs so far. For policies each one arrives anew."""
+    """Runs of a generation so far. For policies each run is a new arrival."""
 
     born_at_ms: float  # when the first one arrived
     allowed_ms: float | None  # to the first token, and for each run after it
@@ -279,7 +281,7 @@ class Request:
 
     @property
     def due_ms(self) -> float:
-        """Its deadline; infinite when it has none."""
+        """Deadline; infinity if there is none."""
         return math.inf if self.deadline_at_ms is None else self.deadline_at_ms
 
 
@@ -301,40 +303,26 @@ class JobSpec:
 
     @classmethod
     def from_row(cls, name: JobName, row: Mapping[str, Any]) -> JobSpec:
-        """Read what the journal has of a job.
-
-        Raises:
-            ValueError, TypeError, KeyError: not a job of ours.
-        """
-        return cls(
-            name,
-            str(row["entry"]),
-            tuple(map(str, row["args"])),
-            int(row["priority"]),
-            str(row["tenant"]),
-            str(row.get("share", "")),
-            tuple(map(str, row.get("devices", ()))),
-            tuple((str(key), str(value)) for key, value in row.get("defaults", ())),
-        )
+        """Read a job of the journal. Raises msgspec.ValidationError: it is not one."""
+        return msgspec.convert({**row, "name": name}, cls)
 
     @property
     def row(self) -> dict[str, Any]:
-        """The job in the journal (``from_row``)."""
+        """Row of the job in the journal (``from_row``)."""
         return {
-            "name": self.name, "entry": self.entry, "args": list(self.args),
-            "priority": self.priority, "tenant": self.tenant, "share": self.share,
-            "devices": list(self.devices), "defaults": list(self.defaults),
-        }  # fmt: skip
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in vars(self).items()
+        }
 
     @property
     def group(self) -> str:
-        """The jobs of one tenant that share its input; empty: none."""
+        """Group of the jobs of one tenant that share its input; empty: none."""
         return f"{self.tenant}/{self.share}" if self.share else ""
 
 
 @dataclass
 class JobProgress:
-    """How far a job is, what interrupted it, and what its user is told."""
+    """Progress of a job, its interruptions, and the text that its user reads."""
 
     step: int = 0
     epoch_index: int = 0
@@ -348,8 +336,7 @@ class JobProgress:
     deaths_without_progress: int = 0
     stops_missed: int = 0  # graces in a row that it used up: it did not stop, or did not leave
     missed_at: int = 0  # suspensions by the last one
-    beside: dict[str, object] = field(default_factory=dict)  # the job whose turn began before its
-    # last one, and how long before
+    beside: dict[str, object] = field(default_factory=dict)  # whose turn began before its last one
     last_log: dict[str, object] = field(default_factory=dict)
     error: str = ""
     why: str = ""
@@ -379,7 +366,7 @@ class JobMemory:
 
 @dataclass
 class JobTiming:
-    """When a job got and lost the device, and for how long it had it."""
+    """Times at which a job got and lost the device, and how long it had it."""
 
     dispatched_at_ms: float = 0.0
     start_ms: float = 0.0  # from its dispatch to its lease request: the cost of an eviction
@@ -427,15 +414,11 @@ class Job:
 
     @property
     def allowed(self) -> tuple[str, ...]:
-        """The devices that it may be on now; none named: all."""
+        """Devices that the job may be on now; none: all."""
         return (self.sent_to,) if self.sent_to else self.spec.devices
 
     def view(self, now_ms: float) -> JobView:
-        """Return what job orders see.
-
-        Args:
-            now_ms: the end so far of the cycle that it is in; 0: it has not the device.
-        """
+        """Return what job orders see at ``now_ms``; 0: the job does not have the device."""
         progress, timing = self.progress, self.timing
         left_s = progress.steps_left / progress.steps_per_s if progress.steps_per_s else 0.0
         return JobView(
@@ -488,7 +471,7 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Not reaped: it may still write what it could ever write."""
+        """True if the process is not reaped: it may still write to all its memory."""
         return self.state.state is not WorkerState.DEAD
 
 
@@ -522,7 +505,7 @@ class Activation:
 
     @property
     def is_joined(self) -> bool:
-        """Return whether it computes several requests together."""
+        """True if the task computes several requests together."""
         return len(self.tokens) > 1
 
 

@@ -1,4 +1,4 @@
-"""Arithmetic on bytes: who owns which range of an arena or a store. Pure.
+"""Arithmetic on bytes: owners of ranges in an arena or a store. Pure.
 
 Accounting identity, checked always: free + reserved = capacity; a live region has one owner;
 regions never overlap (invariant I3).
@@ -53,14 +53,14 @@ BEGIN = attrgetter("offset_bytes")
 
 
 def _plus(one: Cost, other: Cost) -> Cost:
-    """Place by place; what the shorter one lacks is zero."""
+    """Return the sum by place; the shorter cost is extended with zeros."""
     if len(one) == len(other):
         return tuple(map(add, one, other))
     return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0.0))
 
 
 def _total(costs: Iterable[Cost | None]) -> Cost | None:
-    """Of them together; None: one must stay."""
+    """Return the sum of the costs; None if one of the owners must stay."""
     total: Cost = ()
     for cost in costs:
         if cost is None:
@@ -92,7 +92,7 @@ class Regions:
         return len(self._regions)
 
     def get(self, owner: Owner) -> Region | None:
-        """The owner's region, if it has one."""
+        """Return the owner's region, if it has one."""
         return self._by_owner.get(owner)
 
     @property
@@ -101,7 +101,7 @@ class Regions:
 
     @property
     def largest_free_bytes(self) -> int:
-        """The longest hole, as far as it may be taken."""
+        """Size of the longest hole, limited by the free bytes."""
         longest = max((end - start for start, end in self._holes()), default=0)
         return min(longest, self.free_bytes)
 
@@ -115,7 +115,7 @@ class Regions:
             yield cursor, self.capacity_bytes
 
     def largest_hole(self, without: Owner) -> tuple[int, int]:
-        """Size and offset of the longest hole there would be if that owner's region were free."""
+        """Return size and offset of the longest hole if that owner's region were free."""
         cursor, found = 0, (0, 0)
         for region in (*self._regions, Region(self.capacity_bytes, 0, without)):
             if region.owner != without or not region.size_bytes:
@@ -124,12 +124,12 @@ class Regions:
         return found[0], -found[1]
 
     def overlapping(self, offset_bytes: int, size_bytes: int) -> list[Region]:
-        """Regions that share a byte with the range, in order."""
+        """Return the regions that share a byte with the range, in order."""
         first, behind = self._places(offset_bytes, size_bytes)
         return self._regions[first:behind]
 
     def _places(self, offset_bytes: int, size_bytes: int) -> tuple[int, int]:
-        """Of the first region that shares a byte with the range, and behind the last."""
+        """Return the indices of the first overlapping region, and after the last one."""
         regions, end = self._regions, offset_bytes + size_bytes
         first = bisect.bisect_left(regions, offset_bytes, key=BEGIN)
         if first and regions[first - 1].end_bytes > offset_bytes:
@@ -168,7 +168,7 @@ class Regions:
         return min(fitting)[1] if fitting else None
 
     def release(self, owner: Owner) -> Region:
-        """Give the owner's range back.
+        """Release the owner's range.
 
         Raises:
             KeyError: it holds none.
@@ -179,13 +179,13 @@ class Regions:
         return region
 
     def clear(self) -> None:
-        """Forget every region (the memory itself is gone)."""
+        """Drop every region: the memory itself is gone."""
         self._regions.clear()
         self._by_owner.clear()
         self._reserved_bytes = 0
 
     def cheapest_window(self, size_bytes: int, costs: Costs) -> Window | None:
-        """Where a region fits at the least total cost of evicted owners.
+        """Return the window for a region at the least total cost of evicted owners.
 
         Candidates start where a region ends: any window can be slid down to such a place and
         touches no other owner. Ties go to the lower offset.
@@ -224,7 +224,7 @@ class Regions:
         return None
 
     def window_at(self, offset_bytes: int, size_bytes: int, costs: Costs) -> Window | None:
-        """The window at exactly this place; None when an owner there must stay."""
+        """Return the window at exactly this place; None if an owner there must stay."""
         size = aligned(size_bytes, self.align_bytes)
         if offset_bytes < 0 or offset_bytes + size > self.capacity_bytes:
             return None

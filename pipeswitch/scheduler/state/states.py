@@ -1,4 +1,4 @@
-"""All states and all transitions, one table each; nothing else decides what may follow what.
+"""All states and all transitions, one table each, and the only place that defines them.
 
 Glossary. Each record (a request, a job, a worker, a model) is owned by the scheduler.
 
@@ -11,7 +11,7 @@ Task (an inference request or a training job; ``ps`` shows jobs and running requ
   RUNNING       has the device's turn; later groups may still stream (PipeSwitch 4.2).
   STOPPING      was asked to step aside and has not parked yet.
   SUSPENDED     parked in place: its worker waits inside the step, its memory stays.
-  EVICTING      commits its last step and unwinds, because its memory (or the user) wants it gone.
+  EVICTING      commits its last step and unwinds: its memory is needed, or the user ordered it.
   PAUSED        held by the user until ``resume``; holds no worker and no device memory.
   DONE, FAILED, CANCELLED, EXPIRED   final.
 
@@ -23,15 +23,15 @@ Worker (a slot; the process behind it changes):
   DOOMED     was killed and is not reaped: it may still write, its messages still come.
   DEAD       exited; the scheduler's fleet starts another one in its slot.
 
-Owner (of a device: who has the turn; ``device_owner.py`` says which task or job that is):
+Owner (of a device's turn; ``device_owner.py`` records the task or job that has it):
   IDLE        nobody has the turn; a dispatched task may wait for it.
   INFERENCE   an inference task has it.
   YIELDED     a pass of a streamed model stepped aside between two groups: a dispatched task has the
               turn next, or the pass itself if none is dispatched.
-  LENT        a task that was dispatched meanwhile has the turn; the pass waits.
+  LENT        a task dispatched since then has the turn; the pass waits.
   RECLAIMED   that task is over: the pass has the turn next, even if another task is dispatched.
   TRAINING    a job has the turn.
-  STOPPING    a job has the turn and was asked to hand it on. Once it has parked nobody has it.
+  STOPPING    a job has the turn and was asked to pass it on. Once it has parked, nobody has it.
 
 Residency (a model on the device):
   HOST          only in the host store.       TRANSMITTING  groups are being copied in.
@@ -42,7 +42,7 @@ Residency (a model on the device):
 Registration (a model on the server):
   BUILDING  a builder child exports and packs it.
   STORING   the daemon loads it into the host store.
-  READY     may be asked for.
+  READY     takes requests.
   LEAVING   takes no new request; gone when the queued ones are through.
   QUARANTINED  killed too many workers in a row; refused until it is pardoned.
   FAILED    was refused; its name is free again.
@@ -50,7 +50,7 @@ Registration (a model on the server):
 Version (of the registrations that share a name):
   COMING    built or stored, or back after a restart: only its number leads to it.
   CURRENT   the name stands for it.
-  KEPT      it was current: its number leads to it, and it may be chosen again.
+  KEPT      it was current: its number leads to it, and it may become current again.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ from ...base.errors import InvalidTransition
 
 
 class Name(enum.Enum):
-    """Of a state or an event; each is itself alone, which the tables find faster than by its text:
-    a decision looks up some twenty."""
+    """Name of a state or an event. Members hash by identity, faster than by their text: a
+    decision looks up about twenty."""
 
     __hash__ = object.__hash__
 
@@ -346,7 +346,7 @@ STORY_LENGTH: Final = 12  # enough to read a whole preemption back, small enough
 
 
 class StateMachine(Generic[State, Event]):
-    """One record's state, its table, and the last transitions with what caused them.
+    """State of one record, its table, and the last transitions with their causes.
 
     ``apply`` is the only way a state changes. An event with no row raises InvalidTransition and
     changes nothing; the error prints the story.
@@ -369,11 +369,11 @@ class StateMachine(Generic[State, Event]):
         ]
 
     def allows(self, event: Event) -> bool:
-        """Whether the table has a row for ``event`` now."""
+        """Return True if the table has a row for ``event`` in the current state."""
         return (self.state, event) in self._table
 
     def apply(self, event: Event, cause: str = "") -> State:
-        """Follow the table; returns the new state."""
+        """Follow the table, and return the new state."""
         try:
             target = self._table[(self.state, event)]
         except KeyError:
@@ -391,7 +391,7 @@ class StateMachine(Generic[State, Event]):
 
 
 def diagram(name: str, table: Mapping[tuple[State, Event], State]) -> str:
-    """A Mermaid state diagram generated from a table (docs/states.md shows these)."""
+    """Return a Mermaid state diagram generated from a table (docs/states.md shows these)."""
     lines = [f"%% {name}: generated from pipeswitch/scheduler/state/states.py", "stateDiagram-v2"]
     merged: dict[tuple[str, str], list[str]] = {}
     for (source, event), target in table.items():

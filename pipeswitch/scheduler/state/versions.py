@@ -1,8 +1,8 @@
-"""Versions of models: which one a name stands for. Pure.
+"""Versions of models, and the version that a name stands for. Pure.
 
-A version is a model of its own, with a program, a place and states of its own; what its number adds
-is a name that many of them share, and that stands for one of them at any time. Requests are bound
-to a version when they come: each answer is of exactly one (docs/adr/0025-versions.md).
+A version is a model of its own, with its own program, place and states. Its number adds a name that
+several versions share, and that stands for one of them at any time. Requests are bound to a version
+on arrival: each answer is of exactly one (docs/adr/0025-versions.md).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Final
 
-from ...base.errors import InvalidInput
+from ...base.errors import ModelNotFound
 from ...ipc.messages.base import Epoch, ModelName
 from ..core import Core
 from ..events import Announce, Journal
@@ -23,18 +23,18 @@ PRESENT: Final = frozenset({ModelState.READY, ModelState.QUARANTINED})
 
 
 def version_name(name: ModelName, version: int) -> ModelName:
-    """What the scheduler, and ``ps``, call a version."""
+    """Return the name of a version in the scheduler and in ``ps``."""
     return ModelName(f"{name}{AT}{version}") if version > 1 else name
 
 
 def split_name(name: str) -> tuple[ModelName, int]:
-    """Inverse of ``version_name``."""
+    """Split a version's name: the inverse of ``version_name``."""
     base, _, number = name.partition(AT)
     return ModelName(base), int(number or 1)
 
 
 class Versions:
-    """The book of names."""
+    """Book of names and their versions."""
 
     def __init__(
         self, core: Core, models: dict[ModelName, Model], served: dict[ModelName, Served]
@@ -47,26 +47,26 @@ class Versions:
         return self._served.get(name)
 
     def current(self, name: ModelName) -> Model | None:
-        """The model that a name stands for."""
+        """Return the model that a name stands for."""
         served = self.served(name)
         return None if served is None else self.of(name, served.current)
 
     def newest(self, name: ModelName) -> Model | None:
-        """The current one; of a name that is about to end, the last that leaves."""
+        """Return the current version; the last one that leaves if the name is about to end."""
         return self.current(name) or next(reversed(self.all_of(name)), None)
 
     def of(self, name: ModelName, version: int) -> Model | None:
         return self.models.get(version_name(name, version))
 
     def resolve(self, name: ModelName, version: int = 0) -> ModelName:
-        """What the version is called; 0: the current one. Unknown names stay what they are."""
+        """Return the version's name; 0: the current version. Unknown names stay unchanged."""
         served = self.served(name)
         if not version:
             version = 1 if served is None else served.current
         return version_name(name, version)
 
     def all_of(self, name: ModelName) -> list[Model]:
-        """Its versions that are there, the newest last."""
+        """Return the existing versions of a name, the newest last."""
         found = [model for model in self.models.values() if model.base == name]
         return sorted(found, key=lambda model: model.version)
 
@@ -79,10 +79,10 @@ class Versions:
         leaving = ModelState.LEAVING
         return [m for m in self.all_of(name) if m.manifest and m.state.state is not leaving]
 
-    def missing(self, name: ModelName, which: int | str) -> InvalidInput:
+    def missing(self, name: ModelName, which: int | str) -> ModelNotFound:
         """Return the error for a version that does not exist."""
         present = ", ".join(str(model.version) for model in self.present(name))
-        return InvalidInput(
+        return ModelNotFound(
             f'"{name}" has no version {which}: it has {present}',
             hint="pipeswitch models --versions",
             version=which,
@@ -94,10 +94,10 @@ class Versions:
         self, name: ModelName, current: int, last: int, spec_digest: str,
         there: Collection[int], shares: Iterable[tuple[int, int]] = (),
     ) -> None:  # fmt: skip
-        """What the journal says, before the versions ``there`` come back themselves.
+        """Restore a name from the journal, before its versions ``there`` themselves.
 
-        The journal may lack the current one: its entry was refused by a full disk, or is damaged.
-        Then the newest of the others is.
+        The journal may lack the current version: its entry was refused by a full disk, or is
+        damaged. Then the newest of the others becomes the current one.
         """
         if there:
             self._open(name, current if current in there else max(there), last, spec_digest)
@@ -108,7 +108,7 @@ class Versions:
         self._served[name] = Served(name, current, last, spec_digest, born)
 
     def opened(self, model: Model, spec_digest: str) -> None:
-        """A version begins to exist; the first of a name is what the name stands for."""
+        """Add a version; the first one of a name becomes current."""
         served = self._served.get(model.base)
         if served is None:
             self._open(model.base, model.version, model.version, spec_digest)
@@ -120,7 +120,7 @@ class Versions:
             model.split = served if served.shares else None
 
     def choose(self, model: Model, cause: str) -> Model | None:
-        """Requests that come from now on are this version's; the one that was theirs before."""
+        """Make a version current for later requests; return the one that was current before."""
         served = self._served[model.base]
         before = self.current(model.base)
         if before is not None:
@@ -139,8 +139,9 @@ class Versions:
         model.chosen_epoch = self._core.next_epoch()
 
     def split(self, model: Model, percent: int) -> bool:
-        """So many of a hundred requests that name no version are this one's, until another becomes
-        the current one. False: it is that itself, or more than all would be given away."""
+        """Give a version that percentage of the requests that name no version, until another
+        version becomes the current one. Return False if it is current, or if the shares
+        exceed 100 %."""
         served, current = self._served[model.base], self.current(model.base)
         every = {**served.shares, model.version: percent}
         shares = {version: share for version, share in every.items() if share}
@@ -151,7 +152,7 @@ class Versions:
         return True
 
     def drawn(self, served: Served, current: Model) -> Model:
-        """The version whose share the next request is of."""
+        """Return the version that gets the next request, by the shares."""
         served.drawn += 1
         place = served.drawn * SPREAD % 1.0 * 100
         for version, percent in served.shares.items():
@@ -162,7 +163,7 @@ class Versions:
         return current
 
     def share(self, model: Model) -> int:
-        """Percent of the requests that name no version."""
+        """Return the version's percentage of the requests that name no version."""
         shares = self._served[model.base].shares
         given = 100 - sum(shares.values()) if self.is_current(model) else 0
         return shares.get(model.version, given)
@@ -184,23 +185,23 @@ class Versions:
         )
 
     def outdated(self, name: ModelName) -> list[Model]:
-        """Versions that nothing keeps: those stay that were current last."""
+        """Return the versions beyond the limit; the ones that were current last are kept."""
         present = [m for m in self.all_of(name) if m.state.state in PRESENT]
         present.sort(key=_when_chosen)
         return present[: max(0, len(present) - self._core.settings.keep_versions)]
 
     def successor(self, name: ModelName) -> Model | None:
-        """What the name stands for when its current version goes: that which it stood for before.
+        """Return the successor of the current version: the version that was current before it.
 
-        One that is not in the host store yet does (its requests wait), a quarantined one if there
-        is no other; none if all leave.
+        A version that is not in the host store yet can succeed (its requests wait), a quarantined
+        one only if there is no other; None if all versions are leaving.
         """
         bad = ModelState.QUARANTINED
         return max(self.present(name), key=lambda m: (m.state.state is not bad, *_when_chosen(m)),
                    default=None)  # fmt: skip
 
     def gone(self, model: Model) -> None:
-        """It is no model any more. Its name ends with the last version."""
+        """Remove a version. Its name ends with the last one."""
         served, successor = self._served[model.base], self.successor(model.base)
         if model.serving.state is VersionState.COMING and model.version == served.last:
             served.last -= 1  # it never was one
@@ -219,5 +220,5 @@ class Versions:
 
 
 def _when_chosen(model: Model) -> tuple[Epoch, int]:
-    """Sorts versions by when they were current last; an earlier server's by their number."""
+    """Return a key that sorts versions by when they were last current; restored ones by number."""
     return model.chosen_epoch, model.version

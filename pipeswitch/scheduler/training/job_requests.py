@@ -1,9 +1,8 @@
-"""What clients ask of jobs: train, show, pause, resume, cancel, wait, export, rm, move."""
+"""Client requests for jobs: train, show, pause, resume, cancel, wait, export, rm, move."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ...base import errors
 from ..core import Core, takes
@@ -16,7 +15,7 @@ from .jobs import Jobs
 
 
 class JobRequests:
-    """Each is answered at once, or when what it waits for has come."""
+    """Requests for jobs; each is answered at once, or when its condition is met."""
 
     def __init__(self, core: Core, jobs: Jobs) -> None:
         self._core = core
@@ -24,7 +23,7 @@ class JobRequests:
         self._after_others: list[TrainAsked] = []  # a job of that name is being written to disk
 
     def pump(self) -> int:
-        """Accept what waited for another one's end; answer what has come."""
+        """Accept jobs that waited for another one's end; answer requests whose condition is met."""
         waiting, self._after_others = self._after_others, []
         for event in waiting:
             try:
@@ -43,15 +42,18 @@ class JobRequests:
         return 0  # a turn more or less of a job changes nothing here
 
     def refuse_all(self, error: errors.PipeSwitchError) -> None:
-        """The server cannot go on: every client that waits is answered."""
-        self._jobs.refuse_all(error)
+        """Refuse every waiting client: the server cannot go on."""
+        for job in self._jobs:
+            self._core.refuse_all(
+                error, job.waiters, job.answer_on_change, job.exporters, job.movers
+            )
         for event in self._after_others:
             self._core.refuse(event.token, error)
         self._after_others.clear()
 
     @takes(TrainAsked)
     def train(self, event: TrainAsked) -> None:
-        """Accept a job; it is answered as soon as it is on the books."""
+        """Accept a job, and answer as soon as it is on the books."""
         core = self._core
         if core.is_draining:
             raise errors.ServerUnavailable("the server is draining")
@@ -80,7 +82,7 @@ class JobRequests:
             except errors.HostStoreFull:
                 self._jobs.remove(job)
                 raise
-        core.emit(Journal(entry=_accepted(spec), accepts=(event.token,)))
+        core.emit(Journal(entry={"kind": "job", **spec.row}, accepts=(event.token,)))
         self._jobs.publish(job, "job.submitted", entry=job.spec.entry)
         if event.is_paused:
             job.state.apply(TaskEvent.PAUSE, "as where it came from")
@@ -102,7 +104,7 @@ class JobRequests:
 
     @takes(JobAsked)
     def asked(self, event: JobAsked) -> None:
-        """show, pause, resume, cancel, wait, export, rm, move."""
+        """Handle show, pause, resume, cancel, wait, export, rm or move."""
         core, job = self._core, self._jobs.get(event.job)
         if job is None:
             raise errors.ModelNotFound(f'no job "{event.job}"', hint="pipeswitch jobs ls")
@@ -139,7 +141,7 @@ class JobRequests:
             elif job.memory.persisted_step >= 0 and not job.memory.commit_slot_bytes:
                 self._core.emit(LoadCommits(asked=event))  # its area was given back
                 return
-            self._core.emit(Journal(entry=_accepted(job.spec)))
+            self._core.emit(Journal(entry={"kind": "job", **job.spec.row}))
             job.progress.error, job.timing.ended_at_ms = "", 0.0
             job.progress.deaths_without_progress = 0
         _check_live(job, but=TaskState.FAILED)
@@ -155,7 +157,7 @@ class JobRequests:
         self._core.answer(event.token, job=self._jobs.row(job))
 
     def _export_asked(self, job: Job, token: Token) -> None:
-        """Its newest commit shall be on disk, where clients read it."""
+        """Write the job's newest commit to disk, where clients read it."""
         if job.memory.committed_step < 0:
             why = "committed nothing" if job.state.state in TASK_FINAL else "has not committed yet"
             raise errors.InvalidInput(
@@ -183,7 +185,7 @@ class JobRequests:
         job.movers.append(event.token)
 
     def _answer_movers(self, job: Job) -> None:
-        """It is where it was sent, or never will be."""
+        """Answer the clients that moved a job which has arrived, or never will."""
         name, state = job.spec.name, self._jobs.home(job).state
         there = next(h.state for h in self._jobs.homes if h.state.settings.device == job.sent_to)
         if there is not state and there.daemon.is_given_up and job.state.state not in TASK_FINAL:
@@ -208,7 +210,7 @@ class JobRequests:
         self._core.answer(token, job=row)
 
     def _hold_asked(self, job: Job, token: Token, action: str) -> None:
-        """Pause or cancel: answered when the job holds no worker any more."""
+        """Pause or cancel a job; answer when it holds no worker any more."""
         event = TaskEvent.PAUSE if action == "pause" else TaskEvent.CANCEL
         _check_live(job)
         job.answer_on_change.append(token)
@@ -219,11 +221,6 @@ class JobRequests:
             self._jobs.changed(job)
         else:
             job.wanted = "pause" if action == "pause" else "cancel"  # Training evicts it
-
-
-def _accepted(spec: JobSpec) -> dict[str, Any]:
-    """Return the journal's entry of a job that is to run."""
-    return {"kind": "job", **spec.row}
 
 
 def _check_live(job: Job, but: TaskState | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The machine's book of jobs: what clients ask of them, what their scripts report, how they end."""
+"""Book of the machine's jobs: client requests, script reports, ends."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from ...base.errors import (
-    PipeSwitchError,
     TaskFailed,
 )
 from ...ipc.messages.base import Epoch, JobName
 from ...ipc.messages.worker import JobReport
-from ..core import ALL, JOBS, QUEUE, TURN, WORKERS, Core
+from ..core import ALL, JOBS, Core
 from ..events import CountSharers, Journal, RemoveJob
 from ..memory import placing
 from ..memory.commits import Commits
@@ -22,19 +21,18 @@ from ..state.records import Job, JobSpec
 from ..state.states import TASK_FINAL, TASK_ON_WORKER, TaskEvent, TaskState
 
 Place = Callable[[Job, int | None, Sequence[int]], int]  # job, its home, jobs on each device
-WAITING: Final = (TaskState.QUEUED, TaskState.PAUSED)
 RATE_WEIGHT: Final = 0.2  # of the newest report in a job's steps per second
 
 
 class Home(NamedTuple):
-    """What the book knows of a device."""
+    """Device and its commits, in the book of jobs."""
 
     state: DeviceState
     commits: Commits
 
 
 class RestoredJob(NamedTuple):
-    """What a restarted server finds of a job that was not over."""
+    """State of an unfinished job that a restarted server finds."""
 
     slot_bytes: int = 0  # of its commit area, loaded from disk; 0: none
     step: int = -1  # of the commit in it
@@ -47,10 +45,10 @@ class RestoredJob(NamedTuple):
 
 
 class Jobs:
-    """A job's identity and what it is wanted to do; ``Training`` gives it the device.
+    """Book of jobs and their desired states; ``Training`` gives them the device.
 
-    Each job is placed on one device, which may be another one whenever it has left the one before:
-    its commits are the machine's.
+    Each job is placed on one device, which may change whenever the job has left it: commits belong
+    to the machine.
     """
 
     def __init__(self, core: Core) -> None:
@@ -64,23 +62,19 @@ class Jobs:
 
     @property
     def names(self) -> list[str]:
-        """The devices'."""
+        """Names of the devices."""
         return [home.state.settings.device for home in self.homes]
 
     def get(self, name: JobName) -> Job | None:
-        """The job of that name, wherever it is."""
+        """Return the job of that name, wherever it is."""
         return next((h.state.jobs[name] for h in self.homes if name in h.state.jobs), None)
 
     def home(self, job: Job) -> Home:
-        """Of a job on the books."""
+        """Return the home of a job on the books."""
         return next(home for home in self.homes if home.state.jobs.get(job.spec.name) is job)
 
     def tidy(self) -> None:
-        """Count who shares what; let go of what is kept no longer."""
-        self._count_sharers()
-        self._forget_old()
-
-    def _count_sharers(self) -> None:
+        """Count the jobs that share inputs; remove jobs that are no longer kept."""
         before = self._sharers
         self._sharers = Counter(
             job.spec.group for job in self if job.spec.share and job.state.state not in TASK_FINAL
@@ -88,60 +82,20 @@ class Jobs:
         for group in before.keys() | self._sharers.keys():
             if before[group] != self._sharers[group]:
                 self._core.emit(CountSharers(group=group, jobs=self._sharers[group]))
+        self._forget_old()
 
-    def rehome(self) -> int:
-        """A job that waits for its device may wait for another one; what it committed goes with it.
-
-        Not while anything of its last dispatch is under way: a process that is not reaped, a commit
-        that is copied or written. One that is over leaves a lost device only.
-        """
-        if len(self.homes) == 1:
-            return 0
-        counts = self._counts()
-        for home in self.homes:
-            for job in list(home.state.jobs.values()):
-                is_waiting = job.state.state in WAITING or home.state.daemon.is_given_up
-                if not is_waiting or job.memory.copying_epoch or job.memory.is_persisting:
-                    continue
-                if self.has_process_of(job.spec.name):
-                    continue
-                # One that was evicted for another device had better go there than stay.
-                preferred = home.state.index if job.leaves_for is None else job.leaves_for
-                target = self.place(job, preferred, counts)
-                if target != home.state.index:
-                    self.goes(job, target)
-                    if job.state.state not in TASK_FINAL:
-                        counts[home.state.index] -= 1
-                        counts[target] += 1
-        return QUEUE | TURN | WORKERS | JOBS
-
-    def _counts(self) -> list[int]:
-        """Of each device, the jobs there that are not over."""
+    def counts(self) -> list[int]:
+        """Return the number of jobs that are not over on each device."""
         return [
             sum(job.state.state not in TASK_FINAL for job in home.state.jobs.values())
             for home in self.homes
         ]
 
-    def goes(self, job: Job, index: int) -> None:
-        """It is another device's from now on, and what it committed; also for the next server."""
-        home, target = self.home(job), self.homes[index]
-        home.commits.leaves(job)
-        self._core.touched = ALL
-        del home.state.jobs[job.spec.name]
-        self._enters(job, target)
-        target.commits.enters(job)
-        self.publish(job, "job.placed")
-        is_sent = job.sent_to == target.state.settings.device
-        if job.state.state not in TASK_FINAL:
-            entry = {"kind": "placed", "name": job.spec.name, "is_sent": is_sent,
-                     "device": target.state.settings.device}  # fmt: skip
-            self._core.emit(Journal(entry=entry))
-
     def has_process_of(self, name: JobName) -> bool:
-        """Whether a process of a job lives, on any device, be it one that is about to leave.
+        """Return True if a process of the job lives on any device, even a leaving one.
 
-        A job never has two: the old one's slice is released by name when it is reaped, and it
-        may still hold the job's log and commits.
+        A job never has two: the old one's slice is released by name when it is reaped, and it may
+        still hold the job's log and commits.
         """
         workers = (worker for home in self.homes for worker in home.state.workers.values())
         return any(worker.job == name for worker in workers)
@@ -153,17 +107,18 @@ class Jobs:
         job.born_epoch = Epoch(core.last_epoch)
         job.place = core.next_epoch()
         job.timing.cycle_left_ms = core.settings.training_cycle_ms
-        index = self.names.index(on) if on in self.names else self.place(job, None, self._counts())
-        self._enters(job, self.homes[index])
+        index = self.names.index(on) if on in self.names else self.place(job, None, self.counts())
+        self.enters(job, self.homes[index])
         return job
 
-    def _enters(self, job: Job, home: Home) -> None:
+    def enters(self, job: Job, home: Home) -> None:
+        """Add a job to a device."""
         home.state.jobs[job.spec.name] = job
         self.count_anew(home)
 
     def count_anew(self, home: Home) -> None:
-        """A job comes: each one's share of the device's time is counted from now, as in Salus. Else
-        the newcomer would have the device until it has had as much as the oldest."""
+        """Count each job's share of the device's time from now, as in Salus, since a job comes.
+        Otherwise the newcomer would have the device until it has had as much as the oldest."""
         state = home.state
         for job in state.jobs.values():
             now_ms = self._core.now_ms if state.owner.job == job.spec.name else 0.0
@@ -185,10 +140,10 @@ class Jobs:
             job.state.apply(TaskEvent.PAUSE, "as before the restart")
 
     def restore_ended(self, name: JobName, record: Mapping[str, Any], persisted_step: int) -> None:
-        """A job that was over before the restart, and the step of its state on disk (-1: none).
+        """Restore an ended job, and the step of its state on disk (-1: none).
 
         Raises:
-            ValueError, TypeError, KeyError: no record of ours.
+            ValueError, TypeError, KeyError, msgspec.ValidationError: not a record of ours.
         """
         state = TaskState(record["state"])
         if state not in TASK_FINAL:
@@ -203,7 +158,7 @@ class Jobs:
         job.memory.committed_step = job.memory.persisted_step = persisted_step
 
     def remove(self, job: Job) -> None:
-        """Nothing of a job that is over stays."""
+        """Remove everything of a job that is over."""
         home = self.home(job)
         home.commits.forget(job)
         self._core.touched = ALL
@@ -211,7 +166,7 @@ class Jobs:
         del home.state.jobs[job.spec.name]
 
     def _forget_old(self) -> None:
-        """As many ended jobs as are kept, the newest; none for longer than they are kept."""
+        """Remove the oldest ended jobs beyond the number or the age that is kept."""
         core, settings = self._core, self._core.settings
         over = [job for job in self if job.state.state in TASK_FINAL]
         if not over:
@@ -256,7 +211,7 @@ class Jobs:
             "lease_bytes": memory.lease_bytes,
             "worker": job.slot,
             "error": progress.error,
-            "why": progress.why,
+            "why": progress.why or behind(job, self.home(job).state),
             "tenant": spec.tenant,
             "share": spec.share,
             "log": progress.last_log,
@@ -267,7 +222,7 @@ class Jobs:
         }
 
     def report(self, job: Job, message: JobReport) -> None:
-        """What the script says of itself."""
+        """Apply a report of the job's script."""
         values = {str(key): value for key, value in message.values.items()}
         if message.kind == "progress":
             self._progress(job, values)
@@ -283,7 +238,7 @@ class Jobs:
         self.publish(job, f"job.{message.kind}", **values)
 
     def _progress(self, job: Job, values: dict[str, Any]) -> None:
-        """Steps done, and how fast while it had the device, since the last report."""
+        """Update the finished steps and the speed with the device since the last report."""
         progress, timing = job.progress, job.timing
         before = progress.step
         progress.step = _number(values.get("step"), progress.step)
@@ -345,13 +300,6 @@ class Jobs:
         else:
             self._core.answer_all(job.waiters, job=self.row(job))
 
-    def refuse_all(self, error: PipeSwitchError) -> None:
-        """The server cannot go on: every client that waits is answered."""
-        for job in self:
-            self._core.refuse_all(
-                error, job.waiters, job.answer_on_change, job.exporters, job.movers
-            )
-
     def lost_steps(self) -> list[str]:
         """Return a sentence for each job whose newest commit the next server will not find."""
         return [
@@ -362,7 +310,7 @@ class Jobs:
         ]
 
     def drain(self) -> None:
-        """Commit and unwind every job, write all to disk; the journal brings them back."""
+        """Commit and unwind every job, and write all to disk; the journal restores them."""
         for job in self:
             job.memory.persist_due_at_ms = self._core.now_ms  # also of one that waits in the queue
             if job.state.state in TASK_ON_WORKER and job.wanted == "run":
@@ -370,7 +318,7 @@ class Jobs:
 
     @property
     def is_quiet(self) -> bool:
-        """No job is on a worker."""
+        """True if no job is on a worker."""
         return not any(job.state.state in TASK_ON_WORKER for job in self)
 
 
@@ -379,7 +327,15 @@ def _number(value: Any, default: int) -> int:
 
 
 def activations_row(job: Job) -> dict[str, int]:
-    """Of a job that is in place: what its steps hold beside its slice, and what they send out."""
+    """Return the bytes that a job's steps hold outside its slice, and that they offload."""
     told = job.memory.activations if job.memory.lease_bytes else {}
     named = {"activation_bytes": "peak_bytes", "offloaded_bytes": "offloaded_bytes"}
     return {name: _number(told[key], 0) for name, key in named.items() if key in told}
+
+
+def behind(job: Job, device: DeviceState) -> str:
+    """Return how many requests a job that could train waits for, as a sentence."""
+    if job.state.state not in (TaskState.QUEUED, TaskState.STOPPING, TaskState.SUSPENDED):
+        return ""
+    count = len(device.owner.tasks) + len(device.queue) + len(device.early)
+    return f"waits behind {count} request{'s' * (count > 1)}" if count else ""

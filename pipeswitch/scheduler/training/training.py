@@ -1,4 +1,4 @@
-"""Training on the device: round robin over idle time, stop, suspend, evict, the ends of scripts."""
+"""Training on the device: round robin over idle time, stop, suspend, evict, ends of scripts."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from .jobs import Jobs
 JOBS_TENANT: Final = ""  # who may run code has the operator's power: jobs are the owner's
 MAX_IN_PLACE: Final = 4  # jobs that have a process each, and their slice if it fits
 LEAST_GRACE_MS: Final = 1000.0
+GATE_ADVICE: Final = "compute in modules that job.steps was given, in its loop"
 MOST_MISSED: Final = 4  # missed graces in a row before a job is paused
 FORGIVEN_AFTER: Final = 100  # stops in time after which missed ones no longer count
 STARVED_CYCLES: Final = 5  # time that a job waits for activations of others,
@@ -38,8 +39,75 @@ WHY_EVICTED: Final = {
 }
 
 
+class Ranking:
+    """Order of jobs, without side effects. Inside a priority the device's order decides."""
+
+    def __init__(self, device: DeviceState, jobs: Jobs, leases: Leases) -> None:
+        self._device = device
+        self._jobs = jobs
+        self._leases = leases
+        self.order = JOB_ORDERS[device.settings.training]
+
+    def runnable(self) -> list[Job]:
+        """Return the jobs that could have the device, in the order they would get it."""
+        able = [
+            job
+            for job in self._device.jobs.values()
+            if (job.state.state is TaskState.SUSPENDED and not job.memory.lease_asked_bytes)
+            or (job.state.state is TaskState.QUEUED and not self._is_leaving(job))
+        ]
+        return sorted(able, key=self.rank)
+
+    def rank(self, job: Job) -> tuple[float, ...]:
+        """Rank a job that does not have the device; the smallest goes next."""
+        is_blocked, priority = job.memory.is_blocked, job.spec.priority
+        return (is_blocked, priority, job.is_away, *self.order.rank(job.view(0.0)))
+
+    def _is_leaving(self, job: Job) -> bool:
+        """Return True if something of its last dispatch is not over yet.
+
+        A commit that is still being copied is the one to resume from: a script that began before
+        the flip would start from the one before it, and could commit an older step over it.
+        """
+        return self._jobs.has_process_of(job.spec.name) or bool(job.memory.copying_epoch)
+
+    def behind(self, running: Job) -> list[Job]:
+        """Return the jobs that want the device, or memory that the running one may have."""
+        waiting = self.runnable() + [
+            job
+            for job in self._device.jobs.values()
+            if job.memory.lease_asked_bytes and self._leases.may_grant(job)
+        ]
+        own = running.view(self._device.core.now_ms)
+        return [
+            job
+            for job in waiting
+            if job is not running
+            and (job.memory.lease_asked_bytes or not job.is_away)
+            and ((view := job.view(0.0)).priority <= own.priority or running.memory.is_blocked)
+            and (
+                view.priority != own.priority
+                or running.memory.is_blocked
+                or self.order.yields(own, view)
+            )
+        ]
+
+    def is_impatient(self, running: Job, behind: list[Job]) -> bool:
+        """Return True if the running job's cycle ends at once for a job behind it."""
+        own = running.view(self._device.core.now_ms)
+        return running.memory.is_blocked or any(
+            self.order.is_impatient(own, job.view(0.0))
+            for job in behind
+            if not (job.memory.lease_asked_bytes and self.order.shares)  # it cannot compute yet
+        )
+
+    def in_place(self) -> list[Job]:
+        """Return the jobs that have a worker."""
+        return [job for job in self._device.jobs.values() if job.state.state in TASK_ON_WORKER]
+
+
 class Training:
-    """Which job has the device. Inside a priority the one that its order puts first goes next."""
+    """Jobs on a device: dispatch, stop, suspend, evict, end of a script."""
 
     def __init__(
         self, device: DeviceState, slices: Slices, jobs: Jobs, leases: Leases, commits: Commits
@@ -50,10 +118,10 @@ class Training:
         self._jobs = jobs
         self._leases = leases
         self._commits = commits
-        self._order = JOB_ORDERS[device.settings.training]
+        self._ranking = Ranking(device, jobs, leases)
 
     def pump(self) -> int:
-        """Give the idle device to the next job, and keep the rules about suspended ones."""
+        """Give the idle device to the next job, and enforce the limits on suspended ones."""
         core, device = self._core, self._device
         if not device.jobs:
             return 0
@@ -67,73 +135,29 @@ class Training:
         elif device.daemon.is_ready and not core.is_draining and self._is_device_idle():
             self._run_next()
         self._make_place()
-        if self._order.shares:
+        if self._ranking.order.shares:
             self._relieve_starved()
         self._kill_who_stays()
         self._commits.persist_due()
         return QUEUE | TURN | WORKERS | PLACES | JOBS
 
     def _is_device_idle(self) -> bool:
-        """Return whether nobody has the turn and no waiting request may have it now."""
+        """Return True if nobody has the turn and no waiting request may have it now."""
         device = self._device
         return device.owner.is_free and next(device.queue.heads(*device.seen), None) is None
 
-    def _runnable(self) -> list[Job]:
-        """Jobs that could have the device, in the order they would get it."""
-        able = [
-            job
-            for job in self._device.jobs.values()
-            if (job.state.state is TaskState.SUSPENDED and not job.memory.lease_asked_bytes)
-            or (job.state.state is TaskState.QUEUED and not self._is_leaving(job))
-        ]
-        return sorted(able, key=self.rank)
-
-    def rank(self, job: Job) -> tuple[float, ...]:
-        """Of one that has not the device; the smallest goes next."""
-        is_blocked, priority = job.memory.is_blocked, job.spec.priority
-        return (is_blocked, priority, job.is_away, *self._order.rank(job.view(0.0)))
-
-    def _is_leaving(self, job: Job) -> bool:
-        """Whether something of its last dispatch is not over yet.
-
-        A commit that is still being copied is the one to resume from: a script that began before
-        the flip would start from the one before it, and could commit an older step over it.
-        """
-        return self._jobs.has_process_of(job.spec.name) or bool(job.memory.copying_epoch)
-
-    def _waiting_behind(self, running: Job) -> list[Job]:
-        """The jobs that want the device, or memory the running one may have."""
-        waiting = self._runnable() + [
-            job
-            for job in self._device.jobs.values()
-            if job.memory.lease_asked_bytes and self._leases.may_grant(job)
-        ]
-        own = running.view(self._core.now_ms)
-        return [
-            job
-            for job in waiting
-            if job is not running
-            and (job.memory.lease_asked_bytes or not job.is_away)
-            and ((view := job.view(0.0)).priority <= own.priority or running.memory.is_blocked)
-            and (
-                view.priority != own.priority
-                or running.memory.is_blocked
-                or self._order.yields(own, view)
-            )
-        ]
-
     def _run_next(self) -> None:
-        for job in self._runnable():
+        for job in self._ranking.runnable():
             if job.state.state is TaskState.SUSPENDED:
                 self._resume(job)
                 return
-            worker = self._pick_worker() if len(self._in_place()) < MAX_IN_PLACE else None
+            worker = self._pick_worker() if len(self._ranking.in_place()) < MAX_IN_PLACE else None
             if worker is not None:
                 self._dispatch(job, worker)
                 return
 
     def _pick_worker(self) -> Worker | None:
-        """A standby; the least warm one, so that warm ones stay for inference."""
+        """Return the standby with the fewest warm programs; warm ones stay for inference."""
         free = [
             worker
             for worker in self._device.workers.values()
@@ -181,7 +205,7 @@ class Training:
                 last_step=last_step,
                 share=job.spec.group,
                 defaults=job.spec.defaults,
-                activation_bytes=self._order.shares * core.settings.activation_memory_bytes,
+                activation_bytes=self._ranking.order.shares * core.settings.activation_memory_bytes,
             ),
             commits_of=job.spec.name if job.memory.commit_slot_bytes else None,
         )
@@ -203,16 +227,15 @@ class Training:
 
     def _holds_device(self, job: Job) -> None:
         self._device.owner.train(job.spec.name, job.state.state.value)
-        if self._order.shares:
+        if self._ranking.order.shares:
             job.progress.beside = self._beside(job)
-        job.timing.cycle_began_at_ms = self._core.now_ms
-        job.timing.last_ran_at_ms = self._core.now_ms
+        job.timing.cycle_began_at_ms = job.timing.last_ran_at_ms = self._core.now_ms
         self._core.touched |= TURN | JOBS | WORKERS
         self._core.look_again(job.timing.cycle_began_at_ms + job.timing.cycle_left_ms, JOBS)
 
     def _beside(self, job: Job) -> dict[str, object]:
-        """Whose turn began before this one, and how long before."""
-        others = [one for one in self._in_place() if one is not job]
+        """Return the other job whose turn began last, and how long before this one."""
+        others = [one for one in self._ranking.in_place() if one is not job]
         if not others:
             return {}
         before = max(others, key=lambda one: one.timing.last_ran_at_ms)
@@ -220,12 +243,12 @@ class Training:
         return {"job": before.spec.name, "shift_ms": shift_ms}
 
     def _watch_running(self, job: Job) -> None:
-        """End its cycle when another job waits; kill it when it does not stop or unwind."""
+        """End the job's cycle when another job waits; kill it when it does not stop or unwind."""
         core, settings = self._core, self._core.settings
         state = job.state.state
         if state in (TaskState.RUNNING, TaskState.TRANSMITTING):
-            behind, ends_at_ms = self._waiting_behind(job), job.timing.cycle_began_at_ms
-            if behind and not self._is_impatient(job, behind):
+            behind, ends_at_ms = self._ranking.behind(job), job.timing.cycle_began_at_ms
+            if behind and not self._ranking.is_impatient(job, behind):
                 ends_at_ms += job.timing.cycle_left_ms
             is_asking = job.memory.lease_asked_bytes > 0
             if behind and (is_asking or core.now_ms >= ends_at_ms):
@@ -242,24 +265,16 @@ class Training:
             asked_at_ms = job.timing.stop_asked_at_ms
             self._kill_after(job, asked_at_ms, settings.stop_grace_ms, "did not stop")
 
-    def _is_impatient(self, running: Job, behind: list[Job]) -> bool:
-        own = running.view(self._core.now_ms)
-        return running.memory.is_blocked or any(
-            self._order.is_impatient(own, job.view(0.0))
-            for job in behind
-            if not (job.memory.lease_asked_bytes and self._order.shares)  # it cannot compute yet
-        )
-
     def reported(self, job: Job) -> None:
-        """It computes: a cycle that is over, and that no other job waits for, is followed by its
-        next one."""
+        """Note that the job computes; start its next cycle if one is over and no other job
+        waits."""
         now_ms = self._core.now_ms
         if job.memory.beside_blocked and not job.memory.is_blocked:
             job.memory.beside_blocked, job.progress.why = {}, ""
         if now_ms >= job.timing.cycle_began_at_ms + job.timing.cycle_left_ms and (
             self._device.owner.job == job.spec.name
             and job.state.state is TaskState.RUNNING
-            and not self._waiting_behind(job)
+            and not self._ranking.behind(job)
         ):
             self._account(job)
             job.timing.cycle_began_at_ms = now_ms
@@ -268,7 +283,7 @@ class Training:
     def _kill_after(self, job: Job, asked_at_ms: float, grace_ms: float, what: str) -> None:
         """Kill a job's process when its grace is over.
 
-        Requests wait meanwhile. So each time that a job uses up its grace, the next grace is a
+        Requests wait during the grace. So each time that a job uses it up, its next grace is a
         quarter of it, but at least a second. After ``MOST_MISSED`` times the job is paused
         (``worker_died``).
         """
@@ -285,25 +300,24 @@ class Training:
             progress.stops_missed = 0
         progress.stops_missed, progress.missed_at = progress.stops_missed + 1, progress.suspensions
         reason = f"{what} within {grace_ms / 1000.0:.3g} s"
+        if not progress.suspensions:
+            reason += f"; it has never stepped aside: {GATE_ADVICE}"
         if progress.stops_missed >= MOST_MISSED:
             reason += f", {progress.stops_missed} times: paused, "
             reason += f"pipeswitch jobs resume {job.spec.name}"
         device.publish("job.warning", job=job.spec.name, text=reason)
         device.kill(worker, reason)
 
-    def _in_place(self) -> list[Job]:
-        return [job for job in self._device.jobs.values() if job.state.state in TASK_ON_WORKER]
-
     def _make_place(self) -> None:
-        """Where all places are taken, one job leaves for the next in the queue, its turn over."""
+        """Evict a job whose turn is over for the next queued one, if all places are taken."""
         if len(self._device.jobs) <= MAX_IN_PLACE:
             return
-        in_place, queued = self._in_place(), self._device.jobs.values()
+        in_place, queued = self._ranking.in_place(), self._device.jobs.values()
         waiting = [job for job in queued if job.state.state is TaskState.QUEUED]
         is_leaving = any(job.state.state is TaskState.EVICTING for job in in_place)
         if len(in_place) < MAX_IN_PLACE or is_leaving or not waiting:
             return
-        first = min(waiting, key=self.rank)
+        first = min(waiting, key=self._ranking.rank)
         leaves = self._leases.who_leaves_for(first)
         if leaves is not None:
             self.evict(leaves.spec.name, f"job {first.spec.name} is next")
@@ -311,7 +325,7 @@ class Training:
     def _relieve_starved(self) -> None:
         """Evict a job that keeps activations from step to step if others need their memory to
         begin: its process holds them. It comes back in its turn, from its last step."""
-        core, in_place = self._core, self._in_place()
+        core, in_place = self._core, self._ranking.in_place()
         for job in in_place:
             memory = job.memory
             if not memory.is_blocked:
@@ -338,7 +352,7 @@ class Training:
                 core.look_again(due_ms, JOBS)
 
     def _kill_who_stays(self) -> None:
-        """A script that swallows the eviction, or a process that does not leave after it."""
+        """Kill a script that swallows the eviction, or a process that does not leave after it."""
         core, device, grace_ms = self._core, self._device, self._core.settings.evict_grace_ms
         for job in device.jobs.values():
             if job.state.state is TaskState.EVICTING:
@@ -353,13 +367,13 @@ class Training:
     def stop(
         self, name: JobName, next_turn: Turn, next_slot: Slot, *, at_boundary: bool = False
     ) -> None:
-        """Ask the job that holds the device to step aside and to hand the turn on by itself.
+        """Ask the job that holds the device to step aside and to pass the turn on.
 
-        Once for each of its turns: a later request is served when it has parked. One that is
-        being evicted is asked too; it answers before it commits and unwinds. For another job it
-        may end its step (``at_boundary``), so that its activations are gone when that one makes
-        its own; who cannot wait for that asks once more, and the controller hands the turn on: the
-        answer to the first may be on its way.
+        Once per turn: a later request is served when the job has parked. A job that is being
+        evicted is asked too; it answers before it commits and unwinds. For another job it may end
+        its step (``at_boundary``), so that its activations are gone when the other one makes its
+        own. If that takes too long it is asked again, and the controller passes the turn on, since
+        the answer to the first request may be on its way.
         """
         core, owner, job = self._core, self._device.owner, self._device.jobs[name]
         if job.slot is None:
@@ -384,9 +398,9 @@ class Training:
         self._device.send(job.slot, order, "signal")
 
     def parked(self, worker: Worker, message: Parked) -> bool:
-        """It computes no more; the caller passes the turn on. False for a late message.
+        """Note that the job has parked; the caller passes the turn on. Return False if late.
 
-        It may be late behind its own JobEnded: the two come over different channels.
+        The message may come after its own JobEnded: the two come over different channels.
         """
         core, promised = self._core, self._device.owner.promised
         if worker.task_epoch == message.epoch and promised.get(worker.slot) == message.next_turn:
@@ -417,13 +431,13 @@ class Training:
         return True
 
     def back(self, worker: Worker, message: Back) -> None:
-        """It could compute again, if it had the device."""
+        """Note that the job could compute again if it had the device."""
         job = self._device.job_of(worker, message.epoch)
         if job is not None and message.turn == job.turn:
             job.is_away, job.memory.is_blocked = False, message.is_blocked
 
     def _device_left(self, job: Job) -> None:
-        """Account the cycle; rotate when it is used up."""
+        """Account the cycle; rotate the jobs when it is used up."""
         core, device = self._core, self._device
         if device.owner.job != job.spec.name:
             return
@@ -462,7 +476,7 @@ class Training:
         self._device.publish("job.evicting", job=name, cause=cause)
 
     def ended(self, worker: Worker, message: JobEnded) -> None:
-        """The script is over; its process retires and only then its memory is free."""
+        """Retire the process of a script that is over; only then its memory is free."""
         job = self._device.job_of(worker, message.epoch)
         if job is None:
             return
@@ -471,8 +485,7 @@ class Training:
         worker.retired_at_ms = self._core.now_ms
         self._device_left(job)
         job.slot, job.is_away, job.memory.is_blocked = None, False, False
-        job.memory.lease_asked_bytes = 0
-        job.memory.lease_bytes = 0
+        job.memory.lease_bytes = job.memory.lease_asked_bytes = 0
         job.progress.step = max(job.progress.step, message.step)
         if message.outcome == "done":
             job.state.apply(TaskEvent.FINISHED, "script ended")
@@ -487,7 +500,7 @@ class Training:
         self._jobs.unwound(job)
 
     def worker_died(self, worker: Worker, status: int) -> None:
-        """Reaped. After a crash the job starts again from its last commit."""
+        """Handle a job's reaped process. After a crash the job restarts from its last commit."""
         core, device = self._core, self._device
         name = worker.job
         if name is None:

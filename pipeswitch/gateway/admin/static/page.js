@@ -49,6 +49,9 @@ const ms = (value) => (value >= 1000 ? `${(value / 1000).toFixed(2)} s` : `${val
 const rate = (value) => value.toFixed(value < 10 ? 1 : 0);
 const count = (value) => Number(value).toLocaleString("en").replaceAll(",", "\u202f");
 
+const CALLERS = { "(owner)": "the owner", "*": "callers without a key or token" };
+const counted = (value, noun, plural = "s") => `${count(value)} ${noun}${value === 1 ? "" : plural}`;
+
 function toast(text, hint = "", isGood = false) {
   const note = make("p", isGood ? "good" : "", hint ? `${text} — ${hint}` : text);
   $("toasts").append(note);
@@ -90,8 +93,8 @@ function showState() {
 function showFacts() {
   if (!model.about || !model.stats) return;
   const told = [`${model.about.device.replaceAll(",", ", ")} ${model.stats.devices ? "devices" : "device"}`, `${size(model.stats.arena_capacity_bytes)} arena`,
-    `${count(model.stats.inference.ok)} requests answered`, `${count(model.stats.switches)} switches`,
-    `${count(model.stats.preemptions)} preemptions`];
+    `${counted(model.stats.inference.ok, "request")} answered`, counted(model.stats.switches, "switch", "es"),
+    counted(model.stats.preemptions, "preemption")];
   $("facts").textContent = told.join("  ·  ");
   $("lanes").style.setProperty("--devices", model.timeline.devices.length);
 }
@@ -246,7 +249,7 @@ function showModels() {
     fill(element.querySelector(".pills"), [pill(now?.state ?? row.state), ...(row.pinned ? [pill("pinned")] : []),
       ...(row.versions.length > 1 ? [pill(`v${row.version}${row.share < 100 ? ` ${row.share} %` : ""}`)] : [])]);
     const { tokens } = model.sequences(inPs(row)), perS = model.tokensPerS(inPs(row)), did = tokens ? `${count(tokens)} tokens` : `${count(row.requests)} requests`;
-    element.querySelector(".what").textContent = `${size(row.bytes)} · ${did}${perS ? `, ${rate(perS)}/s` : ""}`;
+    element.querySelector(".what").textContent = `${size(row.bytes)}${row.precision ? ` ${row.precision.name}` : ""} · ${did}${perS ? `, ${rate(perS)}/s` : ""}`;
     const why = row.reason || (now?.why !== "pinned" && now?.why) || "";
     const told = element.querySelector(".why");
     told.textContent = why;
@@ -260,7 +263,7 @@ function showModels() {
   }, model.models.length ? "None of that name" : "None is registered: pipeswitch register resnet18 torchvision:resnet18 --weights random:0");
   const told = wanted ? [`${shownModels.length} of ${model.models.length}`] : model.models.length ? [`${model.models.length} registered`] : [];
   if (model.stats?.queued) told.push(`${model.stats.queued} waiting for the device`);
-  const tenants = Object.entries(model.stats?.tenant_s ?? {}).map(([name, seconds]) => `${name} had it for ${seconds.toFixed(1)} s`);
+  const tenants = Object.entries(model.stats?.tenant_s ?? {}).map(([name, seconds]) => `${CALLERS[name] ?? name} used the device for ${seconds.toFixed(1)} s`);
   $("queue-line").textContent = [...told, ...(tenants.length > 1 ? tenants : [])].join(", ");
 }
 
@@ -321,7 +324,8 @@ async function infer(name, one = null) {
 const FINAL = ["done", "failed", "cancelled", "expired"];
 
 function showJobs() {
-  keyed($("jobs"), model.jobs, (row) => {
+  const isOver = (job) => FINAL.includes(job.state); // what runs stands before what is over
+  keyed($("jobs"), [...model.jobs].sort((one, other) => isOver(one) - isOver(other)), (row) => {
     const path = (verb) => `/api/jobs/${encodeURIComponent(row.name)}/${verb}`;
     const hold = button("Pause", `Pause ${row.name}`, (one) => act(one, () => server.post(path(one.dataset.verb))));
     hold.dataset.verb = "pause";
@@ -487,7 +491,7 @@ function toggleTheme() {
 
 function holdJob() {
   const job = model.jobs.find((one) => !FINAL.includes(one.state));
-  if (job) act(null, () => server.post(`/api/jobs/${encodeURIComponent(job.name)}/${job.state === "paused" ? "resume" : "pause"}`));
+  if (job && (job.state === "paused" || confirm(`Pause ${job.name}?`))) act(null, () => server.post(`/api/jobs/${encodeURIComponent(job.name)}/${job.state === "paused" ? "resume" : "pause"}`));
 }
 
 const KEYS = {

@@ -1,0 +1,120 @@
+"""Copies of a state directory, made while its server runs, and state directories made of them.
+
+Programs never change, each image of a commit has a name of its own, and entries and records are
+replaced as a whole. So a file is read whole or is gone; then everything is looked at again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import filecmp
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from ..base.errors import InvalidInput, PipeSwitchError, RemoteProtocolError, ServerUnavailable
+from ..commits.files import read_record
+from ..programs.spec import MANIFEST_FILE
+from .entries import EntryCopies
+from .folders import Places
+from .journal import FILE_NAME, JournalFile
+
+FOLDERS: Final = ("models", "commits", "keys", "profiles")
+PASSES: Final = 10
+PAUSE_S: Final = 0.2  # between them
+
+
+def backup(root: Path, target: Path) -> dict[str, int]:
+    """Copy a state directory to a new folder; return how many models and jobs it has. Blocks.
+
+    Raises:
+        InvalidInput: there is no state, or ``target`` is not empty.
+        ServerUnavailable: models and jobs came and went too fast.
+    """
+    if not (root / FILE_NAME).exists():
+        raise InvalidInput(f"no state of a server in {root}", hint="--state-dir, as in serve")
+    with _made(target):
+        for number in range(PASSES):
+            time.sleep(PAUSE_S * min(number, 1))
+            _copy(root, target)
+            if _agrees(root, target):
+                return _counted(target)
+        raise ServerUnavailable("models and jobs come and go too fast", hint="try again")
+
+
+def restore(source: Path, root: Path) -> dict[str, int]:
+    """Make a state directory, for a server to start in, from a copy. Blocks.
+
+    Raises:
+        InvalidInput: ``source`` is no copy, or ``root`` is not empty.
+        PipeSwitchError: the copy is damaged.
+    """
+    if not (source / "models").is_dir():
+        raise InvalidInput(f"{source} is no backup", hint="pipeswitch backup DIR makes one")
+    with _made(root):
+        _copy(source, root)
+        if not _agrees(source, root):
+            raise PipeSwitchError(f"{source} lacks files that its entries name")
+        JournalFile(root / FILE_NAME).close()  # which writes it from the entries' copies
+        return _counted(root)
+
+
+@contextlib.contextmanager
+def _made(target: Path) -> Iterator[None]:
+    """Make a folder, and remove it again unless it becomes whole."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise InvalidInput(f"{target} is not an empty folder", hint="name a new one")
+    target.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+
+
+def _copy(root: Path, target: Path) -> None:
+    """Bring a copy up to date: entries first, then the files that they may name."""
+    for folder in FOLDERS:
+        for old in (target / folder).glob("*~*"):
+            old.unlink()
+        for place, below, names in os.walk(root / folder):  # from the top, where entries are
+            below[:] = [name for name in below if not name.startswith(".")]
+            there = target / Path(place).relative_to(root)
+            there.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for name in names:
+                path, new = Path(place, name), there / name
+                with contextlib.suppress(FileNotFoundError):
+                    if not (name.endswith(".tmp") or (new.exists() and filecmp.cmp(path, new))):
+                        shutil.copy2(path, new, follow_symlinks=False)
+
+
+def _agrees(root: Path, target: Path) -> bool:
+    """Return whether a copy has today's entries and the files they name; drop all other files."""
+    entries, damaged = EntryCopies(target).read()
+    if damaged or entries != EntryCopies(root).read()[0]:
+        return False
+    for (kind, name), entry in entries.items():
+        if kind == "model" and not (target / "models" / entry["digest"] / MANIFEST_FILE).is_file():
+            return False
+        if kind in ("job", "ended") and _has_commit(root, name) > _has_commit(target, name):
+            return False
+    digests = {str(entry.get("digest")) for entry in entries.values()}
+    for path in Places(root=target).unnamed(digests, {name for _, name in entries}):
+        shutil.rmtree(path)
+    return True
+
+
+def _has_commit(root: Path, job: str) -> bool:
+    folder = root / "commits" / job
+    with contextlib.suppress(RemoteProtocolError):
+        record = read_record(folder)
+        return record is not None and (folder / record.image).is_file()
+    return False
+
+
+def _counted(root: Path) -> dict[str, int]:
+    kinds = [kind for kind, _ in EntryCopies(root).read()[0]]
+    return {"models": kinds.count("model"), "jobs": kinds.count("job") + kinds.count("ended")}

@@ -1,0 +1,85 @@
+"""Embeddings of texts: hidden states of a model that was registered with its tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from array import array
+from typing import Any, Final, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ...base.errors import InvalidInput
+from ...base.roles import Standing
+from ...client.tensors import to_frames
+from ...programs.decoding.answer import Ending
+from ...programs.decoding.generating import Facts
+from ...programs.decoding.generation import HIDDEN
+from ...programs.decoding.sampling import Sampling
+from ..http.server import Head
+from ..serving.oip import InferRequest
+from .answers import Answers, turn_of
+from .text_process import Begin, Drop
+from .texts import Talk
+
+MAX_TEXTS: Final = 2048  # of one request, as OpenAI has it
+AT_ONCE: Final = 8
+NUMBER: Final = 0  # no answer of a language model has it
+
+
+class Embed(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAI's body."""
+
+    model: str
+    input: list[str | list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+
+
+async def embedded(answers: Answers, caller: Standing, head: Head, asked: Embed) -> dict[str, Any]:
+    """Return OpenAI's answer."""
+    facts = await answers.service.generation(caller, asked.model, "", embeds=True)
+    rows: list[tuple[int, NDArray[np.float32]]] = []
+    for start in range(0, len(asked.input), AT_ONCE):
+        some = asked.input[start : start + AT_ONCE]
+        works = [_row(answers, caller, head, asked.model, facts, one) for one in some]
+        rows += await asyncio.gather(*works)
+    count, is_text = sum(tokens for tokens, _ in rows), asked.encoding_format == "base64"
+    data = []
+    for index, (_, row) in enumerate(rows):
+        one = base64.b64encode(row.tobytes()).decode() if is_text else row.tolist()
+        data.append({"object": "embedding", "index": index, "embedding": one})
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    return {"object": "list", "model": asked.model, "data": data, "usage": usage}
+
+
+async def _row(
+    answers: Answers, caller: Standing, head: Head, model: str, facts: Facts, text: str | list[int]
+) -> tuple[int, NDArray[np.float32]]:
+    turn = turn_of(caller, head.peer)
+    talk = await answers.texts.enter(caller, turn, model, facts)
+    try:
+        ending = Ending(max_new_tokens=1)
+        begin = Begin(answer=NUMBER, prompt=text, sampling=Sampling(), ending=ending)
+        ids = array("i", (await talk.ask(begin, turn)).prompt).tolist()
+    finally:
+        talk.tell(Drop(answer=NUMBER))
+        if isinstance(talk, Talk):
+            answers.texts.leave(talk)
+    tokens = np.array([ids], np.int64)
+    inputs, frames, _ = to_frames({"input_ids": tokens, "attention_mask": np.ones_like(tokens)})
+    outputs, _ = await answers.service.infer(
+        caller, model, str(facts.version), InferRequest(id="", inputs=inputs, frames=frames),
+        head.headers, head.peer,
+    )  # fmt: skip
+    found = next(one for one in outputs if one.name == HIDDEN)
+    if found.dtype != "float32":
+        raise InvalidInput(f"{model} answers in {found.dtype}, not float32")
+    return len(ids), pooled(np.frombuffer(found.data, np.float32).reshape(len(ids), -1), facts)
+
+
+def pooled(hidden: NDArray[np.float32], facts: Facts) -> NDArray[np.float32]:
+    """Return a text's embedding, of length 1. ``hidden``: [tokens, size]."""
+    row = {"mean": hidden.mean(0), "cls": hidden[0], "last": hidden[-1]}[facts.pooling]
+    return np.asarray(row / max(float(np.linalg.norm(row)), 1e-12), np.float32)

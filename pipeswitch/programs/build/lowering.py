@@ -1,0 +1,333 @@
+"""Derivation of a graph that computes in bfloat16, as autocast does, from one with packed calls.
+
+Matrix products and convolutions, and what only moves or activates their results, compute in
+bfloat16. Norms, softmax, reductions and the residual stream stay in float32: a sum of a float32
+and a bfloat16 tensor is float32. Weights with two dimensions or more are stored in bfloat16.
+
+The graph is run once on the example, call by call, so every dtype is one that was seen. A call
+that refuses bfloat16 gets float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from ..graphs.bundle import Graph, Node, node_references, references
+from ..graphs.graph import resolve
+from ..graphs.operators import FRESH, OVERLOADS
+from ..interface.packing import TARGETS
+from ..running.executor import PackedKernels
+from .fusing import Derived, renumbered
+
+MIN_STORED: Final = 1024  # elements of a weight that is worth a conversion when it is read
+
+_PRODUCTS: Final = """
+matmul mm bmm baddbmm addmm linear einsum conv1d conv2d conv3d convolution conv_transpose1d
+conv_transpose2d conv_transpose3d
+"""
+_MOVES: Final = """
+view reshape permute transpose t mT swapaxes swapdims movedim unsqueeze squeeze slice select split
+split_with_sizes chunk unbind narrow flatten unflatten contiguous clone expand expand_as
+broadcast_to detach alias dropout getitem sym_size sym_numel roll
+"""
+_FOLLOWERS: Final = """
+add sub mul div relu relu6 gelu silu hardswish hardsigmoid hardtanh sigmoid tanh leaky_relu elu mish
+clamp max_pool2d avg_pool2d adaptive_avg_pool2d cat concat stack channel_shuffle
+scaled_dot_product_attention
+"""
+PRODUCTS: Final = frozenset(_PRODUCTS.split())
+MOVES: Final = frozenset(_MOVES.split())
+"""Calls that change no number."""
+FOLLOWERS: Final = frozenset(_FOLLOWERS.split())
+"""Calls that compute in the dtype that their arguments have."""
+LOOK_UPS: Final = frozenset({"embedding", "index", "index_select"})
+"""Calls that take a few rows out of a table: the rows are converted, not the table."""
+
+NEW: Final = 1 << 32  # beyond each value of the former graph
+_HALF: Final = torch.bfloat16
+_Made = tuple[Any, Any]  # an argument of the new graph, and its value
+
+
+def lowered(
+    derived: Derived, inputs: Sequence[torch.Tensor], kernels: PackedKernels, *, computes: bool
+) -> Derived:
+    """Return the derived graph with bfloat16 in it.
+
+    Args:
+        derived: its packed weights are bfloat16 or int8 already.
+        inputs: the example's.
+        computes: products are computed in bfloat16; else their weights are only stored in it.
+    """
+    return _Lowering(derived, kernels, computes).run(inputs)
+
+
+class _Lowering:
+    def __init__(self, derived: Derived, kernels: PackedKernels, computes: bool) -> None:
+        self._derived, self._graph, self._computes = derived, derived.graph, computes
+        self._operators, self._wrap = kernels.operators(), kernels.wrap
+        self._nodes: list[Node] = []  # their values are numbers from NEW on
+        self._made: dict[int, _Made] = {}  # by value of the old graph
+        self._cast: dict[tuple[int, torch.dtype], _Made] = {}
+        self._weights: dict[str, torch.Tensor] = {}
+        self._rows: set[int] = set()  # values that are views of a weight
+        first = len(derived.graph.inputs)
+        self._named = {name: first + index for index, name in enumerate(derived.graph.weights)}
+        self._root, self._frozen = _aliases(self._graph)
+        self._half = partial(self._as, dtype=_HALF)
+        self._float = partial(self._as, dtype=torch.float32)
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> Derived:
+        """Return the new graph."""
+        graph = self._graph
+        for value, given in enumerate(inputs):
+            self._made[value] = {"v": value}, given.clone()
+        for (name, value), weight in zip(self._named.items(), self._derived.weights, strict=True):
+            layout = graph.packed.get(name)
+            self._made[value] = {"w": name}, self._wrap(weight, layout) if layout else weight
+        last_use = {v: at for at, node in enumerate(graph.nodes) for v in node_references(node)}
+        last_use |= dict.fromkeys(graph.results, len(graph.nodes))
+        with torch.inference_mode():
+            for position, node in enumerate(graph.nodes):
+                own = graph.first_node_value + position
+                self._made[own] = self._lower(node, own)
+                for value in {*node_references(node), own}:
+                    if last_use.get(value, -1) <= position and value >= graph.first_node_value:
+                        self._forget(value)
+            results = [self._float(value)[0] for value in graph.results]
+        calls = _needed(list(enumerate(self._nodes, NEW)), results)
+        plain = zip(graph.weights, self._derived.weights, strict=True)
+        weights = {name: (data, graph.packed.get(name)) for name, data in plain}
+        weights |= {name: (data, None) for name, data in self._weights.items()}
+        return renumbered(graph, calls, results, weights, self._derived.plain_count)
+
+    def _forget(self, value: int) -> None:
+        """Drop the data of a value that no call reads any more."""
+        for dtype in (_HALF, torch.float32):
+            self._cast.pop((value, dtype), None)
+        self._made.pop(value, None)
+
+    # ---- one call -----------------------------------------------------------------------------
+
+    def _lower(self, node: Node, own: int) -> _Made:
+        target, name = node.target, node.target.split(".")[1]
+        if target in TARGETS:
+            return self._thawed(own, self._emit(target, node, self._half))
+        if name.endswith("_") and not name.startswith("_"):
+            reads = [self._made[value][1] for value in node_references(node)]
+            if (
+                any(map(_is_half, reads)) and name[:-1] in OVERLOADS
+            ):  # its argument is not read again: see _aliases
+                name = name[:-1]
+                target = f"aten.{name}.{target.split('.')[2]}"
+            else:
+                self._changed(node)
+                return self._emit(target, node, self._float)
+        if self._root[own] in self._frozen:
+            return self._thawed(own, self._emit(target, node, self._float))
+        if target == "aten.view.default":
+            target = "aten.reshape.default"  # a packed convolution's result may lie otherwise
+        ways: tuple[Callable[[int], _Made], ...] = (self._float,)
+        if name in PRODUCTS and self._computes and self._takes_float(node):
+            ways = (self._half, self._float)
+        elif name in MOVES:
+            ways = (self._kept, self._float)
+            if any(self._is_row(value) for value in node_references(node)):
+                self._rows.add(own)
+        elif name in FOLLOWERS:
+            ways = (self._followed, self._float)
+        elif name == "embedding" and (rows := self._int8_rows(node)) is not None:
+            return rows
+        elif name in LOOK_UPS:
+            made = self._emit(target, node, self._kept)
+            return self._converted(made, torch.float32) if _is_half(made[1]) else made
+        for way in ways[:-1]:
+            count = len(self._nodes)
+            try:
+                return self._emit(target, node, way)
+            except (RuntimeError, TypeError):
+                del self._nodes[count:]
+                self._rows.discard(own)
+                kept = {k: made for k, made in self._cast.items() if made[0]["v"] < NEW + count}
+                self._cast = kept
+        return self._emit(target, node, ways[-1])
+
+    def _int8_rows(self, node: Node) -> _Made | None:
+        """Return the rows of a table that a product reads too, as int8; None if none does."""
+        table = node.args[0]["v"]
+        if not len(self._graph.inputs) <= table < self._graph.first_node_value:
+            return None
+        found = self._named.get(f"{self._name(table)}:int8")
+        if found is None:
+            return None
+        scales = self._made[self._named[f"{self._name(table)}:int8:scales"]]
+        column = self._added("aten.unsqueeze.default", [scales[0], 1], scales[1].unsqueeze(1))
+        rows = self._emit(node.target, node, lambda v: self._made[found if v == table else v])
+        steps = self._emit(node.target, node, lambda v: column if v == table else self._made[v])
+        rows, steps = (self._converted(one, torch.float32) for one in (rows, steps))
+        return self._added("aten.mul.Tensor", [rows[0], steps[0]], rows[1] * steps[1])
+
+    def _thawed(self, own: int, made: _Made) -> _Made:
+        """Return a result as float32 if it shares memory that is changed in place."""
+        if self._root[own] in self._frozen and _is_half(made[1]):
+            return self._converted(made, torch.float32)
+        return made
+
+    def _emit(self, target: str, node: Node, way: Callable[[int], _Made]) -> _Made:
+        values: list[Any] = []
+
+        def spelt(argument: Any) -> tuple[Any, Any]:
+            match argument:
+                case {"v": value}:
+                    return way(value)
+                case {"dtype": name} | {"layout": name} | {"memory_format": name}:
+                    return argument, getattr(torch, name)
+                case {"device": _}:
+                    return argument, torch.device("cpu")
+                case {"float": name}:
+                    return argument, float(name)
+                case list() | tuple():
+                    pairs = [spelt(one) for one in argument]
+                    return [one for one, _ in pairs], [value for _, value in pairs]
+                case _:
+                    return argument, argument
+
+        arguments = []
+        for argument in node.args:
+            made, value = spelt(argument)
+            arguments.append(made)
+            values.append(value)
+        named = {key: spelt(argument) for key, argument in node.kwargs.items()}
+        call = self._operators.get(target) or resolve(target)
+        result = call(*values, **{key: value for key, (_, value) in named.items()})
+        return self._added(target, arguments, result, {k: made for k, (made, _) in named.items()})
+
+    def _added(self, target: str, arguments: list[Any], result: Any, named: Any = None) -> _Made:
+        self._nodes.append(Node(target, tuple(arguments), named or {}))
+        return {"v": NEW + len(self._nodes) - 1}, result
+
+    def _converted(self, made: _Made, dtype: torch.dtype) -> _Made:
+        name = str(dtype).removeprefix("torch.")
+        return self._added("aten.to.dtype", [made[0], {"dtype": name}], made[1].to(dtype))
+
+    # ---- ways to give a call its arguments ----------------------------------------------------
+
+    def _as(self, value: int, dtype: torch.dtype) -> _Made:
+        made = self._made[value]
+        held = self._weight(value, dtype is torch.float32)
+        if held is not None:
+            made = held
+        if not isinstance(made[1], torch.Tensor) or made[1].dtype is dtype:
+            return made
+        if made[1].layout is not torch.strided or made[1].dtype not in (_HALF, torch.float32):
+            return made
+        key = (value, dtype)
+        if key not in self._cast:
+            if held is not None and dtype is _HALF:
+                name = f"{self._name(value)}:bf16"
+                self._weights[name] = made[1].to(_HALF)
+                return {"w": name}, self._weights[name]
+            self._cast[key] = self._converted(made, dtype)
+        return self._cast[key]
+
+    def _kept(self, value: int) -> _Made:
+        """Return a value as it is; a weight as it is stored."""
+        return self._weight(value, is_stored=True) or self._made[value]
+
+    def _followed(self, value: int) -> _Made:
+        """Return a value as it is; a weight in float32, so that what it is added to stays so."""
+        return self._float(value) if self._is_row(value) else self._made[value]
+
+    def _weight(self, value: int, is_stored: bool) -> _Made | None:
+        """Return a weight as it is stored; None if the value is not a weight."""
+        if not len(self._graph.inputs) <= value < self._graph.first_node_value:
+            return None
+        made = self._made[value]
+        if not (is_stored and _is_stored_half(made[1])):
+            return made
+        name = f"{self._name(value)}:bf16"
+        self._weights.setdefault(name, made[1].to(_HALF))
+        return {"w": name}, self._weights[name]
+
+    def _name(self, value: int) -> str:
+        return self._graph.weights[value - len(self._graph.inputs)]
+
+    def _is_row(self, value: int) -> bool:
+        first = len(self._graph.inputs)
+        return value in self._rows or first <= value < self._graph.first_node_value
+
+    def _takes_float(self, node: Node) -> bool:
+        """Return whether all tensors that a product takes are float32, or bfloat16 by now."""
+        tensors = [self._made[value][1] for value in node_references(node)]
+        kinds = [one.dtype for one in tensors if isinstance(one, torch.Tensor)]
+        return bool(kinds) and all(kind in (_HALF, torch.float32) for kind in kinds)
+
+    def _changed(self, node: Node) -> None:
+        """Drop the converted copies of what a call changes in place."""
+        roots = {self._root[value] for value in node_references(node)}
+        for key in [key for key in self._cast if self._root[key[0]] in roots]:
+            del self._cast[key]
+
+
+def _is_half(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_is_half, value))
+    return isinstance(value, torch.Tensor) and value.dtype is _HALF
+
+
+def _is_stored_half(weight: torch.Tensor) -> bool:
+    """Return whether a weight is stored in bfloat16 whoever reads it: a large matrix whose numbers
+    stay finite."""
+    if weight.dtype is not torch.float32 or weight.dim() < 2 or weight.numel() < MIN_STORED:
+        return False
+    return bool((weight.to(_HALF).isfinite() == weight.isfinite()).all())
+
+
+def _aliases(graph: Graph) -> tuple[list[int], set[int]]:
+    """Return for each value a number that those share that may share memory, and the numbers of
+    memory that is changed in place while an older value of it is still read."""
+    root = list(range(graph.first_node_value + len(graph.nodes)))
+
+    def find(value: int) -> int:
+        while root[value] != value:
+            root[value] = root[root[value]]
+            value = root[value]
+        return value
+
+    for position, node in enumerate(graph.nodes):
+        namespace, name = node.target.split(".")[:2]
+        is_fresh = name in FRESH if namespace == "aten" else name != "getitem"
+        if not is_fresh:
+            for value in node_references(node):
+                root[find(value)] = find(graph.first_node_value + position)
+    last_use = {v: at for at, node in enumerate(graph.nodes) for v in node_references(node)}
+    last_use |= dict.fromkeys(graph.results, len(graph.nodes))
+    members: dict[int, list[int]] = {}
+    for value in range(len(root)):
+        root[value] = find(value)
+        members.setdefault(root[value], []).append(value)
+    frozen = set()
+    for position, node in enumerate(graph.nodes):
+        name = node.target.split(".")[1]
+        if not name.endswith("_") or name.startswith("__"):
+            continue
+        [written] = references(node.args[0])
+        own = graph.first_node_value + position
+        older = [value for value in members[root[written]] if value < own]
+        if name[:-1] not in OVERLOADS or any(last_use.get(v, -1) > position for v in older):
+            frozen.add(root[written])
+    return root, frozen
+
+
+def _needed(calls: Sequence[tuple[int, Node]], results: Sequence[Any]) -> list[tuple[int, Node]]:
+    """Return the calls whose value is read, or that change one in place."""
+    read = set(references(results))
+    kept = []
+    for value, node in reversed(calls):
+        if value in read or node.target.endswith("_", 0, node.target.rindex(".")):
+            kept.append((value, node))
+            read |= set(node_references(node))
+    return kept[::-1]

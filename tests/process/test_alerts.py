@@ -1,0 +1,89 @@
+"""The alert rules, by Prometheus' own checker: each fires at its fault, and none without."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+RULES = Path(__file__).parents[2] / "packaging/alerts.yaml"
+WELL = {
+    'up{job="pipeswitch"}': "1x90",
+    "pipeswitch_ready": "1x90",
+    "pipeswitch_draining": "0x90",
+    'pipeswitch_requests_total{outcome="ok"}': "0+100x90",
+    'pipeswitch_requests_total{outcome="error"}': "0+1x90",
+    "pipeswitch_queue_full_total": "0x90",
+    "pipeswitch_worker_restarts_total": "1x90",
+    "pipeswitch_daemon_restarts_total": "0x90",
+    'pipeswitch_memory_free_bytes{tier="host"}': "500x90",
+    'pipeswitch_memory_capacity_bytes{tier="host"}': "1000x90",
+    'pipeswitch_job_step{state="running",exported_job="j"}': "0+60x90",
+    'pipeswitch_job_persisted_step{state="running",exported_job="j"}': "0+59x90",
+}
+FAULTS = {
+    "PipeSwitchDown": {'up{job="pipeswitch"}': "0x90"},
+    "PipeSwitchNotReady": {"pipeswitch_ready": "0x90"},
+    "PipeSwitchRequestsFail": {'pipeswitch_requests_total{outcome="error"}': "0+20x90"},
+    "PipeSwitchQueueFull": {"pipeswitch_queue_full_total": "0+1x90"},
+    "PipeSwitchWorkersDie": {"pipeswitch_worker_restarts_total": "0+1x90"},
+    "PipeSwitchHostStoreFull": {'pipeswitch_memory_free_bytes{tier="host"}': "20x90"},
+    "PipeSwitchJobNotPersisted": {
+        'pipeswitch_job_persisted_step{state="running",exported_job="j"}': "7x90"
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def promtool() -> str:
+    found = shutil.which("promtool")
+    if found is None:
+        assert not os.environ.get("PIPESWITCH_NEED_PROMTOOL"), "this must run here"
+        pytest.skip("no promtool here: it is in Debian's package prometheus")
+    return found
+
+
+def checked(promtool: str, *words: str) -> str:
+    done = subprocess.run([promtool, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_alert_rules_are_sound_and_each_has_a_test(promtool: str) -> None:
+    checked(promtool, "check", "rules", str(RULES))
+    (group,) = yaml.safe_load(RULES.read_text())["groups"]
+    assert [rule["alert"] for rule in group["rules"]] == list(FAULTS)
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_each_alert_fires_at_its_fault_and_no_other_does(
+    promtool: str, tmp_path: Path, fault: str | None
+) -> None:
+    series = WELL | (FAULTS[fault] if fault else {})
+    found = {
+        "rule_files": [str(RULES)],
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [{"series": key, "values": text} for key, text in series.items()],
+                "promql_expr_test": [
+                    {
+                        "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+                        "eval_time": "85m",
+                        "exp_samples": [
+                            {"labels": f'{{alertname="{fault}"}}', "value": 1}
+                            for _ in range(bool(fault))
+                        ],
+                    }
+                ],
+            }
+        ],
+    }
+    path = tmp_path / "test.yaml"
+    path.write_text(yaml.safe_dump(found))
+    checked(promtool, "test", "rules", str(path))

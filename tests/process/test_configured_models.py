@@ -1,0 +1,165 @@
+"""Models and doors of a configuration file: what is wrong is found before, or shown afterwards."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from process_tools import command
+
+from pipeswitch.programs.interface.signature import parse_states
+from pipeswitch.testing import server
+
+FACTORIES = """
+import time
+from torch import nn
+
+def slow():
+    time.sleep(1)
+    return nn.Sequential(nn.Linear(4, 4))
+
+class Cell(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+    def forward(self, x, h):
+        h_out = self.layer(x) + h
+        return {"y": h_out * 2, "h_out": h_out}
+"""
+MODELS = """
+[[model]]
+name = "slow"
+source = "own_configured:slow"
+weights = "random:1"
+inputs = ["x=1x4:float32"]
+
+[[model]]
+name = "cell"
+source = "own_configured:Cell"
+weights = "random:1"
+inputs = ["x=1x4:float32", "h=1x4:float32"]
+state = ["h=h_out"]
+
+[[model]]
+name = "typo"
+source = "torchvision:resnet5"
+weights = "random:1"
+
+[[model]]
+name = "forgotten"
+source = "torchvision:resnet18"
+
+[[model]]
+name = "text"
+source = "own_configured:slow"
+weights = "random:1"
+inputs = ["x=1x4:float32"]
+generate = true
+"""
+
+
+def test_ready_comes_after_the_first_attempt_at_each_and_what_failed_is_shown(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_configured.py").write_text(FACTORIES)
+    path = tmp_path / "pipeswitch.toml"
+    path.write_text(MODELS)
+    environment = {"PYTHONPATH": str(tmp_path)}
+    with (
+        server(http=True, args=("--config", str(path)), environment=environment) as running,
+        running.client() as client,
+    ):
+        rows = {row["name"]: row for row in client.models()}  # nothing is awaited
+        assert {name: row["state"] for name, row in rows.items()} == {
+            "slow": "ready", "cell": "ready", "typo": "failed", "forgotten": "failed",
+            "text": "failed",
+        }  # fmt: skip
+        assert "resnet5" in rows["typo"]["reason"]
+        assert "needs weights" in rows["forgotten"]["reason"]
+        with client.sequence("cell") as sequence:
+            x = torch.ones(1, 4)
+            first, second = sequence.infer(x)["y"], sequence.infer(x)["y"]
+        assert torch.allclose(second, 2 * first)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"http://{running.http_address}/v2/models/typo/ready")
+        assert b"is failed" in refused.value.read()
+        client.register("typo", torch.nn.Linear(4, 4), example_inputs=x)  # the name is free
+        assert client.infer("typo", x).value.shape == (1, 4)
+
+
+def test_a_state_is_written_as_the_command_line_does() -> None:
+    assert parse_states(["h=h_out", "cache=rows+1"]) == {"h": ("h_out", -1), "cache": ("rows", 1)}
+
+
+def certificate(folder: Path) -> None:
+    run = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "1",
+        "-subj",
+        "/CN=x",
+    ]
+    subprocess.run([*run, "-keyout", folder / "key", "-out", folder / "cert"], check=True,
+                   capture_output=True)  # fmt: skip
+
+
+def tokens(folder: Path, mode: int) -> None:
+    (folder / "tokens").write_text("me 0123456789abcdef0123 infer\n")
+    (folder / "tokens").chmod(mode)
+
+
+A_MODEL = '[[model]]\nname = "a"\nsource = "x:y"\n'
+WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "a certificate without its key": ('tls_cert = "cert"', certificate, "come together"),
+    "no tokens file": ('tokens = "none"', lambda f: None, "none"),
+    "others may read its tokens": ('tokens = "tokens"', lambda f: tokens(f, 0o644), "tokens"),
+    "open to all": ('http = "0.0.0.0:8000"', lambda f: None, "need tokens"),
+    "a key that is none": (
+        'tls_cert = "cert"\ntls_key = "key"',
+        lambda f: (certificate(f), (f / "key").write_text("no key")), "PEM",
+    ),
+    "a model's input": (A_MODEL + 'inputs = ["x=0x4"]', lambda f: None, "[[model]] a"),
+    "a model's state": (A_MODEL + 'state = ["h"]', lambda f: None, "INPUT=OUTPUT"),
+    "a model's batch": (A_MODEL + 'batch_delay = "2ms"', lambda f: None, "batch"),
+    "a model's file": (A_MODEL.replace("x:y", "no.bundle"), lambda f: None, "no.bundle"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_check_finds_what_serve_would_refuse(name: str, tmp_path: Path) -> None:
+    text, prepare, said = WRONG[name]
+    prepare(tmp_path)
+    path = tmp_path / "p.toml"
+    path.write_text(f"[gateway]\n{text}\n" if "model" not in text else f"{text}\n")
+    found = command("config", "check", str(path), cwd=tmp_path)
+    assert found.returncode == 2, found.stdout
+    assert said in found.stderr.replace("\n", " ")
+
+
+def test_a_check_names_every_problem_and_passes_a_good_file(tmp_path: Path) -> None:
+    certificate(tmp_path)
+    tokens(tmp_path, 0o600)
+    path = tmp_path / "p.toml"
+    doors = '[gateway]\ntls_cert = "cert"\ntls_key = "key"\ntokens = "tokens"\n'
+    path.write_text(doors + MODELS)
+    found = command("config", "check", str(path), cwd=tmp_path)
+    assert "[[model]] forgotten: torchvision:resnet18 needs weights" in found.stderr
+    path.write_text(doors + MODELS.replace('"torchvision:resnet18"', '"own:net"'))
+    found = command("config", "check", str(path), "--json", cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert len(json.loads(found.stdout)["models"]) == 5
+    path.write_text('[gateway]\ntls_cert = "cert"\n[[model]]\nname = "a"\nsource = "no.bundle"')
+    found = command("config", "check", str(path), cwd=tmp_path)
+    assert "come together" in found.stderr
+    assert "[[model]] a" in found.stderr

@@ -1,0 +1,88 @@
+"""Embeddings over ``/v1``, asked by OpenAI's own client, are what transformers computes."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from process_tools import Checked, checked_server
+
+from pipeswitch.base.errors import InvalidInput
+from tests.models.words import published
+
+openai = pytest.importorskip("openai")
+transformers = pytest.importorskip("transformers")
+TEXTS = ["The data set has", "Once", "a b c d e f"]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Checked]:
+    with checked_server(arena="64MiB", host_store="256MiB", http=True) as checked:
+        yield checked
+
+
+@pytest.mark.parametrize(
+    ("kind", "mark", "pooling", "said"),
+    [
+        ("bert", "", "mean", {}),
+        ("bert", "", "cls", {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}),
+        ("qwen2", "#Qwen2Model", "last", {}),
+        ("qwen2", "#Qwen2Model", "mean", {"pooling_mode_mean_tokens": True}),
+    ],
+)
+def test_an_embedding_is_the_pooled_and_normalized_hidden_state(
+    running: Checked, tmp_path: Path, kind: str, mark: str, pooling: str, said: Any
+) -> None:
+    cls = transformers.AutoModelForCausalLM if mark else transformers.AutoModel
+    tokenizer = published(tmp_path, cls, kind)
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling/config.json").write_text(json.dumps(said))
+    name = f"{kind}-{pooling}"
+    running.client.register(name, f"hf:{tmp_path}{mark}", weights="pretrained")
+    ids = [tokenizer(text)["input_ids"] for text in TEXTS]
+    model, wanted = transformers.AutoModel.from_pretrained(tmp_path).eval(), []
+    for one in ids:
+        with torch.no_grad():
+            hidden = model(input_ids=torch.tensor([one])).last_hidden_state[0]
+        row = {"mean": hidden.mean(0), "cls": hidden[0], "last": hidden[-1]}[pooling]
+        wanted.append((row / row.norm()).numpy())
+    url = f"http://{running.running.http_address}/v1"
+    with openai.OpenAI(base_url=url, api_key="EMPTY", max_retries=0) as ai:
+        for given in (TEXTS, ids):
+            for form in ("float", "base64"):
+                found = ai.embeddings.create(model=name, input=given, encoding_format=form)
+                rows = [
+                    np.frombuffer(base64.b64decode(one.embedding), np.float32)
+                    if isinstance(one.embedding, str) else one.embedding
+                    for one in found.data
+                ]  # fmt: skip
+                np.testing.assert_allclose(rows, wanted, atol=1e-5)
+                assert found.usage.prompt_tokens == sum(map(len, ids))
+                assert [one.index for one in found.data] == [0, 1, 2]
+        assert len(ai.embeddings.create(model=name, input=["Once"] * 100).data) == 100
+        ai.embeddings.create(model=name, input=[5] * 512)  # as long as the model takes
+        for wrong in ([5] * 513, "x1y2" * 990, [700]):
+            with pytest.raises(openai.BadRequestError):
+                ai.embeddings.create(model=name, input=wrong)
+        with pytest.raises(openai.BadRequestError):
+            ai.completions.create(model=name, prompt="Once")
+    with pytest.raises(InvalidInput):
+        running.client.generate(name, "Once")
+
+
+def test_a_model_of_texts_without_hidden_states_is_served_and_embeds_nothing(
+    running: Checked, tmp_path: Path
+) -> None:
+    published(tmp_path, transformers.AutoModelForSequenceClassification, "bert")
+    running.client.register("classes", f"hf:{tmp_path}", weights="pretrained")
+    ids = np.array([[5, 6]], np.int64)
+    given = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    assert running.client.infer("classes", given)["logits"].shape == (1, 2)
+    with pytest.raises(InvalidInput, match="embeds no texts"):
+        running.client._ask("generation", model="classes", body={"embedding": True})

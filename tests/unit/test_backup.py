@@ -1,0 +1,136 @@
+"""Copies of a state directory that is in use, and state directories of copies."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeswitch.base.errors import InvalidInput, PipeSwitchError, ServerUnavailable
+from pipeswitch.commits.files import load_commit, write_commit
+from pipeswitch.controller import backup as module
+from pipeswitch.controller.backup import backup, restore
+from pipeswitch.controller.journal import FILE_NAME, JournalFile
+from pipeswitch.programs.spec import MANIFEST_FILE
+from tests.unit.test_journal import job, model
+
+
+def digest(name: str) -> str:
+    return name.encode().hex().ljust(64, "0")
+
+
+class State:
+    """A state directory whose journal is open, as a server has it: models a, b and job j."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir(mode=0o700)
+        self.journal = JournalFile(root / FILE_NAME)
+        self.register("a")
+        self.register("b")
+        self.journal.append(job("j"))
+        self.commit(3)
+        self.commit(4)
+
+    def register(self, name: str) -> None:
+        folder = self.root / "models" / digest(name)
+        folder.mkdir(parents=True)
+        (folder / MANIFEST_FILE).write_text(name)
+        self.journal.append({**model(name), "digest": digest(name)})
+
+    def unregister(self, name: str) -> None:
+        self.journal.append({"kind": "model-gone", "name": name})
+        (self.root / "models" / digest(name) / MANIFEST_FILE).unlink(missing_ok=True)
+
+    def commit(self, step: int) -> None:
+        write_commit(self.root / "commits" / "j", step, memoryview(bytes([step]) * 64))
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> State:
+    monkeypatch.setattr(module, "PAUSE_S", 0.0)
+    return State(tmp_path / "state")
+
+
+def restored(copy: Path, root: Path) -> tuple[set[str], int]:
+    """Restore a copy; return its models and its job's step."""
+    restore(copy, root)
+    found = JournalFile(root / FILE_NAME)
+    found.close()
+    assert (set(found.jobs), found.losses) == ({"j"}, [])
+    loaded = load_commit(root / "commits" / "j")
+    assert loaded is not None
+    os.close(loaded[0])
+    return set(found.models), loaded[2].step
+
+
+def test_what_a_running_server_has_is_restored(state: State, tmp_path: Path) -> None:
+    for name in ("keys", "logs", "models/.build-1"):
+        (state.root / name).mkdir()
+        (state.root / name / "file").write_text(name)
+    copy, root = tmp_path / "copy", tmp_path / "new" / "state"
+    assert backup(state.root, copy) == {"models": 2, "jobs": 1}
+    assert {path.name for path in copy.iterdir()} == {"models", "commits", "keys"}
+    assert not (copy / "models" / ".build-1").exists()
+    assert restored(copy, root) == ({"a", "b"}, 4)
+    assert (root / "keys" / "file").read_text() == "keys"
+
+
+@pytest.mark.parametrize("what", ["register", "unregister", "commit"])
+def test_what_changes_while_it_is_copied_is_whole_in_the_copy(
+    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    copied: list[Path] = []
+    copy2 = module.shutil.copy2
+
+    def meanwhile(path: Path, *args: Any, **options: Any) -> None:
+        copied.append(path)
+        if what == "commit" and path.parent.name == "j" and len(copied) < 40:
+            state.commit(len(copied) + 5)  # the image that is about to be copied goes
+            state.commit(len(copied) + 6)
+        elif what == "register" and len(copied) == 4:
+            state.register("c")
+        elif what == "unregister" and len(copied) == 4:
+            state.unregister("b")
+        copy2(path, *args, **options)
+
+    monkeypatch.setattr(module.shutil, "copy2", meanwhile)
+    backup(state.root, tmp_path / "copy")
+    monkeypatch.undo()
+    models, step = restored(tmp_path / "copy", tmp_path / "again")
+    assert models == {"register": {"a", "b", "c"}, "unregister": {"a"}}.get(what, {"a", "b"})
+    assert step >= 4
+
+
+def test_a_state_that_never_stands_still_is_refused_and_leaves_nothing(
+    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, numbers = module._copy, iter(range(1000))
+
+    def never(root: Path, target: Path) -> None:
+        copy(root, target)
+        state.register(f"m{next(numbers)}")
+
+    monkeypatch.setattr(module, "_copy", never)
+    with pytest.raises(ServerUnavailable):
+        backup(state.root, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+def test_what_cannot_be_backed_up_or_restored_is_refused(state: State, tmp_path: Path) -> None:
+    full, copy, again = tmp_path / "full", tmp_path / "copy", tmp_path / "again"
+    full.mkdir()
+    (full / "file").write_text("")
+    wrong = (backup, tmp_path / "no", copy), (backup, state.root, full), (restore, full, again)
+    for call, source, target in wrong:
+        with pytest.raises(InvalidInput):
+            call(source, target)
+    backup(state.root, copy)
+    with pytest.raises(InvalidInput):
+        restore(copy, full)
+    (copy / "models" / digest("a") / MANIFEST_FILE).unlink()
+    with pytest.raises(PipeSwitchError, match="lacks files"):
+        restore(copy, again)
+    assert not again.exists()
