@@ -633,8 +633,7 @@ class ServerApi(RuleBasedStateMachine):
     @speaks("rollback", "publish")
     def ask_for_other_versions(self, name: str, is_owner: bool) -> None:
         """No job of these has published: each model is its first version, and stays it."""
-        is_there, client = name in self.oracle.models, self.client(is_owner)
-        none = only("InvalidInput" if is_there else "ModelNotFound")
+        none, client = only("ModelNotFound"), self.client(is_owner)
         self.ask(none, lambda: client.rollback(name))
         self.ask(none, lambda: client.rollback(name, 7))
         self.ask(only("ModelNotFound"), lambda: client.publish(name, "never-was"))

@@ -275,7 +275,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
         client.publish("fit", "wide")
     with pytest.raises(ModelNotFound, match="no job"):
         client.publish("fits", "side")
-    with pytest.raises(InvalidInput, match="before 1"):
+    with pytest.raises(ModelNotFound, match="before 1"):
         client.rollback("fits")
     assert [row["version"] for row in client.models() if row["name"] == "fits"] == [1]
     assert client.infer("fits", torch.randn(2, 8)).timing.version == 1
