@@ -84,7 +84,7 @@ from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.ipc.channel import channel_pair
 from pipeswitch.ipc.messages.builder import BuildFailed, BuildSettings
 
-def build(spec, work, progress, disk_bytes):
+def build(spec, work, progress, disk_bytes, **_):
     tried = hostile_code.attempts({victim}, {a_file!r})
     (work / "mine").write_text("may be written")
     (work / "mine").rename(work / "moved")
