@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import socket
 import sys
@@ -421,7 +422,9 @@ def test_an_upload_arrives_whole_and_is_found_by_its_digest(
     server: FakeScheduler, client: ps.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server.tcp.uploads, "unpin", lambda names: None)  # it would be removed
-    data = os.urandom((9 << 20) + 17)
+    size = (9 << 20) + 17
+    head = json.dumps({"x": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    data = len(head).to_bytes(8, "little") + head + os.urandom(size)
     (tmp_path / "net.bundle").write_bytes(data)
     client.register("net", tmp_path / "net.bundle")
     (asked,) = server.wait_for(ev.RegisterAsked)
