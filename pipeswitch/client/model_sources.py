@@ -119,7 +119,7 @@ class LocalSource:
 
         if not callable(self.source):
             raise InvalidInput(
-                f"a {type(self.source).__name__} is no model",
+                f"source {self.source!r:.40} is not a model",
                 hint="a torch.nn.Module, a file's path, torchvision:NAME or hf:NAME",
             )
         if request.weights:

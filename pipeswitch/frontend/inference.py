@@ -139,7 +139,9 @@ class Inference:
             admitted = self.models.admit(header, [*map(len, tensors)], announced)
             if arrival.held is not None:
                 admitted = arrival.held.apart(admitted)
-            self.read_urgency(arrival, header, announced)
+            arrival.priority = announced.priority
+            if header.priority or (header.deadline_ms, self._deadline_ms) != (None, None):
+                self.read_urgency(arrival, header, announced)
             room = self._pool.reserve(
                 arrival.caller, admitted.input_bytes, admitted.reply_bytes, announced.tenant
             )

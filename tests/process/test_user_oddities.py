@@ -182,7 +182,6 @@ class Counts(nn.Module):
         (lambda: Counts(), made((2, 4)), "keeps state"),
         (lambda: Calls(lambda x: F.dropout(x, 0.5, True)), made((2, 4)), "random numbers"),
         (lambda: lambda x: x, made((2, 4)), "not an nn.Module"),
-        (lambda: 3, made((2, 4)), "not an nn.Module"),
         (lambda: Named(), (made((2, 4)), 3), "only tensors can travel"),
         (lambda: Named(), 3, "neither a tensor"),
         (lambda: nn.EmbeddingBag(10, 4), IDS, "embedding_bag"),
@@ -200,6 +199,11 @@ def test_a_module_that_cannot_be_served_is_refused_in_words(
 ) -> None:
     with pytest.raises(RegistrationRefused, match=says):
         running.client.register("refused", source(), example_inputs=example)
+
+
+def test_a_number_is_not_a_model(running: Checked) -> None:
+    with pytest.raises(InvalidInput, match="source 3 is not a model"):
+        running.client.register("refused", 3, example_inputs=made((2, 4)))  # type: ignore[arg-type]
 
 
 def test_any_numpy_array_of_the_right_values_is_answered_alike(running: Checked) -> None:
