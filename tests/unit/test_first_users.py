@@ -31,7 +31,7 @@ def test_an_address_is_a_text(address: Any) -> None:
 
 @pytest.mark.parametrize("source", [5, None, {"a": 1}, [1]])
 def test_what_is_no_model_is_named_for_what_it_is(source: Any) -> None:
-    with pytest.raises(InvalidInput, match=f"a {type(source).__name__} is no model"):
+    with pytest.raises(InvalidInput, match="is not a model"):
         sent(source)
 
 
