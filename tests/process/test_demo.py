@@ -116,7 +116,7 @@ from pipeswitch.demo.run import DemoModel, Plan, show
 
 image = {"x": ((1, 3, 64, 64), "float32")}
 models = {name: DemoModel(f"torchvision:{name}", image) for name in ("resnet18", "resnet34")}
-sys.exit(show(Plan(models=models, arena="112MiB", host_store="256MiB")))
+sys.exit(show(Plan(models=models, arena="112MiB", host_store="512MiB")))
 """
 
 
