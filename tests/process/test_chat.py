@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import termios
 import time
@@ -48,6 +49,11 @@ def url(running: Checked, folder: Path) -> str:
     return f"http://{running.running.http_address}"
 
 
+def _own_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it, by heritage
+
+
 class Terminal:
     """``pipeswitch`` in a terminal of its own."""
 
@@ -56,7 +62,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [*COMMAND, "--host", running.running.ipc_address, *words], stdin=theirs, stdout=theirs,
             stderr=theirs, start_new_session=True, cwd=cwd, env={**os.environ, "TERM": "dumb"},
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_own_terminal,
         )  # fmt: skip
         os.close(theirs)
         self._text = ""
