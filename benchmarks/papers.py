@@ -173,7 +173,7 @@ SWITCHFLOW: Final = (
     ),
     Claim(
         "Figure 7",
-        "A job that is preempted goes on at once on another device, and the request "
+        "A preempted job continues at once on another device, and the request "
         "does not pay for that.",
         "Devices are parts of one host. Our job moves through the host's memory.",
         "devices",

@@ -102,7 +102,7 @@ class RegistrationRefused(PipeSwitchError):
 
 
 class PermissionDenied(PipeSwitchError):
-    """The client's key is missing or not admitted; or code came through a door that takes none."""
+    """The client's key is missing or not admitted, or code was sent to a listener without code."""
 
 
 class DeadlineExceeded(PipeSwitchError):

@@ -97,7 +97,7 @@ def cpu_count() -> int:
 
 
 def processor_name() -> str:
-    """Return the kernel's name of the processor, or the architecture if it has none."""
+    """Return the processor's name, or its architecture if the kernel knows no name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
@@ -125,7 +125,7 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None if there is no file or no number ("max")."""
+    """Return the number in a file; None if the file is missing or says "max"."""
     try:
         text = path.read_text().strip()
     except OSError:
