@@ -82,7 +82,9 @@ class Client(Verbs):
         if self.address.startswith("ray://"):
             from .cluster import ClusterConnection
 
-            self._connection = ClusterConnection(self.address, timeout_s)
+            self._connection: Connection | ClusterConnection = ClusterConnection(
+                self.address, timeout_s
+            )
         else:
             if not self.address.startswith("ipc://"):  # the owner's listener asks for none
                 keys = keys_from(key, server_key, os.environ)

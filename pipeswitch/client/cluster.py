@@ -34,13 +34,12 @@ from ..wire.keys import ClientKeys
 from .calls import Reply
 from .connection import Connection
 from .holders import ELSEWHERE, Balance, Failover, NodeAddress, Step, Table, lost, models_of
+from .verbs import REACHES, Reach
 
 SCHEME: Final = "ray://"
 NAMESPACE: Final = "pipeswitch"
 PLACEMENT: Final = "placement"
 NODE: Final = "node:"  # before its name, an actor's
-SAFE_AGAIN: Final = frozenset({"infer", "generate", "show", "load", "unload", "generation"})
-"""Verbs of one model that another node may be asked after the first one did not answer."""
 LOOK_S: Final = 1.0  # between two, for a job that is between two lives
 ASK_S: Final = 20.0  # time limit of a query to placement
 FRESH_S: Final = 5.0  # so long a table says which nodes there are: others may have come
@@ -436,10 +435,10 @@ class ClusterConnection(ClusterVerbs):
 
     def call(self, op: str, *, model: str = "", **options: Any) -> Any:
         """Send a call, as ``Connection.call`` does."""
-        if op not in SAFE_AGAIN:
-            return self._verb(op)(op, model=model, **options)
-        if op in ("load", "unload"):
+        if REACHES.get(op) is Reach.HOLDERS:
             return self._of_holders(op, model, options)
+        if REACHES.get(op) is not Reach.HOLDER:
+            return self._verb(op)(op, model=model, **options)
         node = self._node_for(model, options)
         self._balance.count(node, 1)
         try:

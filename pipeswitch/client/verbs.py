@@ -8,15 +8,35 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, TypeVar
+from concurrent.futures import Future
+from enum import Enum, auto
+from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar
 
 from ..base.errors import InvalidInput, ServerUnavailable
 from .calls import as_wait_s
-from .connection import Connection
 from .tensors import Signature
 
-if TYPE_CHECKING:
-    from .cluster import ClusterConnection
+
+class Reach(Enum):
+    """Nodes of a cluster that answer a verb."""
+
+    HOLDER = auto()  # one that holds the model; another one if it does not answer
+    HOLDERS = auto()  # all that hold the model
+    CLUSTER = auto()  # placement has a part in it, so no node does it alone
+
+
+REACHES: Final[Mapping[str, Reach]] = {
+    "infer": Reach.HOLDER,
+    "generate": Reach.HOLDER,
+    "show": Reach.HOLDER,
+    "generation": Reach.HOLDER,
+    "load": Reach.HOLDERS,
+    "unload": Reach.HOLDERS,
+    "put": Reach.CLUSTER,
+    "register": Reach.CLUSTER,
+    "unregister": Reach.CLUSTER,
+}
+"""Any other verb is for one node, or a ``_do_`` method of ``ClusterVerbs`` joins the answers."""
 
 PING_TIMEOUT_S: Final = 5.0  # a whole server answers in milliseconds, a silent part costs 1 s
 
@@ -24,11 +44,19 @@ Progress = Callable[[str, float], None]
 """Called with a stage's name and the fraction of the whole, 0 to 1."""
 
 
+class Link(Protocol):
+    """Connection to a server or a cluster."""
+
+    def call(self, op: str, **options: Any) -> Any: ...
+
+    def request(self, op: str, **options: Any) -> Future[Any]: ...
+
+
 class Verbs:
     """Over a connection."""
 
     address: str
-    _connection: Connection | ClusterConnection
+    _connection: Link
 
     def _ask(
         self, op: str, *, model: str = "", body: dict[str, Any] | None = None, is_safe: bool = True

@@ -2,15 +2,16 @@
 
 ``VERBS`` is their one table. Most verbs are one event for the scheduler: checked here, before
 anything is accepted, and converted. The frontend answers the others. A new verb needs an event
-(``scheduler/events.py``), the part that takes it (``core.takes``), a row here, and a method of the
-SDK (``client/verbs.py``). The verbs and their fields: docs/protocol.md.
+(``scheduler/events.py``), the part that takes it (``core.takes``), a row here, which also gives it
+a route over HTTP, and a method of the SDK (``client/verbs.py``), where ``REACHES`` says which nodes
+of a cluster answer it. The verbs and their fields: docs/protocol.md.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ..base.errors import InvalidInput
@@ -205,6 +206,18 @@ def _stop(q: Question) -> Event:
 
 
 @dataclass(frozen=True)
+class Http:
+    """Route of a verb below ``/api`` of the gateway."""
+
+    method: str
+    path: str  # "{model}" stands for the verb's model
+    what: str  # as /api/openapi.json describes it
+    query: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Fields of the verb's body: type in JSON Schema, and meaning."""
+    is_safe: bool = True  # it may be sent twice
+
+
+@dataclass(frozen=True)
 class Verb:
     """One verb of the wire."""
 
@@ -214,6 +227,13 @@ class Verb:
     of_owner: bool = False  # another's model needs ``operate``
     ends_with_client: bool = False  # taken back when that is gone
     is_cut: bool = False  # who may not operate is told less
+    http: Http | None = None  # where it is more than the verb, gateway/admin/api.py has the route
+
+    @property
+    def http_role(self) -> Role:
+        """Role for the route. The gateway asks as the server's owner, who sees and may change
+        all, so a verb whose answer or rights depend on the client needs ``operate`` there."""
+        return Role.OPERATE if self.is_cut or self.of_owner else self.role
 
 
 VERBS: Final[Mapping[str, Verb]] = {
@@ -225,21 +245,42 @@ VERBS: Final[Mapping[str, Verb]] = {
     "cancel": Verb(Role.INFER),  # a session's own requests
     "models": Verb(Role.INFER, _query, is_cut=True),  # but of one's own models
     "show": Verb(Role.INFER, _query, of_model=True, is_cut=True),  # as models
-    "stats": Verb(Role.INFER, _query, is_cut=True),  # to the session's own
+    "stats": Verb(  # of the session's own
+        Role.INFER, _query, is_cut=True, http=Http("GET", "stats", "Counters and sizes")
+    ),
     "sequences": Verb(Role.INFER),  # a caller's own
     "generation": Verb(Role.INFER),
     "put": Verb(Role.REGISTER),
     "register": Verb(Role.REGISTER, _register, ends_with_client=True),  # see there for more roles
     "chain": Verb(Role.REGISTER, _chain),
-    "unregister": Verb(Role.REGISTER, _unregister, of_model=True, of_owner=True),
+    "unregister": Verb(
+        Role.REGISTER,
+        _unregister,
+        of_model=True,
+        of_owner=True,
+        http=Http("DELETE", "models/{model}", "Unregister", is_safe=False),
+    ),
     "rollback": Verb(Role.REGISTER, _rollback, of_model=True, of_owner=True),
     "publish": Verb(Role.OPERATE, _publish, ends_with_client=True),  # over whosever model
-    "load": Verb(Role.OPERATE, _pin, of_model=True),
-    "unload": Verb(Role.OPERATE, _pin, of_model=True),
+    "load": Verb(
+        Role.OPERATE,
+        _pin,
+        of_model=True,
+        http=Http("POST", "models/{model}/load", "Pin it on the device"),
+    ),
+    "unload": Verb(
+        Role.OPERATE, _pin, of_model=True, http=Http("POST", "models/{model}/unload", "Unpin it")
+    ),
     "profile": Verb(Role.OPERATE, _profile, ends_with_client=True),
-    "plan": Verb(Role.OPERATE, _query),
-    "ps": Verb(Role.OPERATE, _query),
-    "jobs": Verb(Role.OPERATE, _query),
+    "plan": Verb(
+        Role.OPERATE, _query, http=Http("GET", "plan", "Each model's profile, and the arena")
+    ),
+    "ps": Verb(
+        Role.OPERATE,
+        _query,
+        http=Http("GET", "ps", "Models, jobs and processes, what they do and hold now"),
+    ),
+    "jobs": Verb(Role.OPERATE, _query, http=Http("GET", "jobs", "One row for each job")),
     "job": Verb(Role.OPERATE, _job),
     "trace": Verb(Role.OPERATE, _query),
     "events": Verb(Role.OPERATE),  # they tell what all clients do

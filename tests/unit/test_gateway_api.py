@@ -13,6 +13,8 @@ pytest.importorskip("httptools", reason="make installs it")
 
 from pipeswitch.base.errors import ModelNotFound, PipeSwitchError
 from pipeswitch.base.roles import Role, Standing
+from pipeswitch.frontend.verbs import VERBS, Http, Verb
+from pipeswitch.gateway.admin import api
 from pipeswitch.gateway.admin.api import BUNDLE, GUARDS, Api, JobText
 from pipeswitch.gateway.admin.ui import FILES, POLICY, Page
 from pipeswitch.gateway.callers import Callers
@@ -136,6 +138,27 @@ def test_with_its_role_every_route_answers_and_is_guarded(rig: Rig) -> None:
             assert set(GUARDS) <= set(answer.headers), path
             if answer.stream is not None:
                 answer.stream.close()
+
+
+def test_a_row_of_verbs_gives_a_verb_its_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"share": ("integer", "Percent"), "why": ("string", "A note")}
+    row = Verb(Role.REGISTER, http=Http("POST", "models/{model}/peek", "Look", fields))
+    monkeypatch.setattr(api, "VERBS", {**VERBS, "peek": row})
+    rig, register = Rig(), "token-of-register".ljust(16, "-")
+    told(rig.ask("POST", "/api/models/m/peek", token=register))
+    told(rig.ask("POST", "/api/models/m/peek?share=7&why=so", token=register))
+    assert rig.upstream.asked == [("peek", "m", None), ("peek", "m", {"share": 7, "why": "so"})]
+    for query in ("share=x", "share=nan", "wy=so"):
+        assert rig.refused("POST", f"/api/models/m/peek?{query}", token=register)[0] == 400
+    assert rig.refused("POST", "/api/models/m/peek", b"{}", token=register)[0] == 400
+
+
+def test_a_verb_that_depends_on_its_client_needs_operate_over_http(rig: Rig) -> None:
+    """The gateway asks as the server's owner, from whom nothing is hidden."""
+    roles = {(route.method, route.path): route.role for route in rig.api.routes}
+    for verb in VERBS.values():
+        if verb.http is not None and (verb.is_cut or verb.of_owner):
+            assert roles[verb.http.method, verb.http.path] is Role.OPERATE
 
 
 def test_the_description_has_every_route_and_is_openapi(rig: Rig) -> None:

@@ -24,6 +24,7 @@ from ...base.units import nearest
 from ...client.client import FINAL_JOB_STATES
 from ...frontend.permissions import Rules
 from ...frontend.registration import check, check_origin, require_roles
+from ...frontend.verbs import VERBS, Http
 from ...wire.register_request import RegisterRequest
 from ..callers import require_role, told
 from ..decoding import decode_json
@@ -74,6 +75,15 @@ class Asked:
             )
         return value
 
+    def field(self, name: str, kind: str) -> Any:
+        """Return a field of a verb's body from the query; the server checks its value."""
+        if kind == "boolean":
+            return self.flag(name)
+        if kind == "string":
+            return self.query[name]
+        value = self.number(name, 0, MAX_OFFSET, low=-MAX_OFFSET)
+        return int(value) if kind == "integer" and value.is_integer() else value
+
 
 OPERATE, INFER, REGISTER = Role.OPERATE, Role.INFER, Role.REGISTER
 Verb = Callable[[Asked], Awaitable[Answer]]
@@ -89,21 +99,20 @@ class Api:
         self._upstream = upstream
         self._feed = feed
         self._rules = Rules(allow_code=allow_code)
-        self.routes = (*self._server_routes(), *self._job_routes(), *self._model_routes())
+        self.routes = (
+            *self._server_routes(),
+            *self._job_routes(),
+            *self._model_routes(),
+            *(self._route(op, row.http, row.http_role) for op, row in VERBS.items() if row.http),
+        )
         self._description = document(self.routes, prefix=PREFIX, version=version)
 
     def _server_routes(self) -> tuple[Route, ...]:
         return (
             Route(method="GET", path="openapi.json", role=INFER, run=self._document,
                   what="This description"),
-            Route(method="GET", path="about", role=OPERATE, run=self._verb("ping"),
+            Route(method="GET", path="about", role=OPERATE, run=self._about,
                   what="The server: device, sizes, addresses"),
-            Route(method="GET", path="ps", role=OPERATE, run=self._verb("ps"),
-                  what="Models, jobs and processes, what they do and hold now"),
-            Route(method="GET", path="stats", role=OPERATE, run=self._verb("stats"),
-                  what="Counters and sizes"),
-            Route(method="GET", path="plan", role=OPERATE, run=self._verb("plan"),
-                  what="Each model's profile, and the arena"),
             Route(method="GET", path="trace", role=OPERATE, run=self._trace,
                   what="The end of the timeline, as a Chrome trace; now_ms is its clock",
                   query={"seconds": ("number", "How much of it; 10 unless told")}),
@@ -116,8 +125,6 @@ class Api:
 
     def _job_routes(self) -> tuple[Route, ...]:
         return (
-            Route(method="GET", path="jobs", role=OPERATE, run=self._verb("jobs"),
-                  what="One row for each job"),
             Route(method="GET", path="jobs/{job}", role=OPERATE, run=self._job("show"),
                   what="A job's row"),
             *(
@@ -155,13 +162,30 @@ class Api:
                          "batch_delay_ms": ("number", "With a bundle: for which one waits"),
                          "precision": ("string", "With a bundle: exact, fast, bf16 or int8"),
                          "max_error": ("number", "With a bundle: of precision, at most")}),
-            Route(method="DELETE", path="models/{model}", role=OPERATE,
-                  run=self._verb("unregister", is_safe=False), what="Unregister"),
-            Route(method="POST", path="models/{model}/load", role=OPERATE,
-                  run=self._verb("load"), what="Pin it on the device"),
-            Route(method="POST", path="models/{model}/unload", role=OPERATE,
-                  run=self._verb("unload"), what="Unpin it"),
         )  # fmt: skip
+
+    def _route(self, op: str, http: Http, role: Role) -> Route:
+        """Return the route that a verb's row in ``VERBS`` gives it."""
+
+        async def run(asked: Asked) -> Answer:
+            fields = {
+                name: asked.field(name, kind)
+                for name, (kind, _) in http.query.items()
+                if name in asked.query
+            }
+            model = asked.names.get("model", "")
+            return _json(
+                await self._upstream.ask(op, model, body=fields or None, is_safe=http.is_safe)
+            )
+
+        return Route(
+            method=http.method,
+            path=http.path,
+            role=role,
+            what=http.what,
+            query=http.query,
+            run=run,
+        )
 
     def find(self, head: Head, caller: Standing) -> Work:
         """Return the work that a request asks for.
@@ -187,6 +211,9 @@ class Api:
 
     async def _document(self, asked: Asked) -> Answer:
         return _json(self._description)
+
+    async def _about(self, asked: Asked) -> Answer:
+        return _json(await self._upstream.ask("ping"))
 
     async def _trace(self, asked: Asked) -> Answer:
         seconds = asked.number("seconds", 10.0, MAX_TRACE_S)
@@ -238,15 +265,6 @@ class Api:
     async def _model(self, asked: Asked) -> Answer:
         version = int(asked.number("version", 0, MAX_VERSION))
         return _json(told(await self._upstream.show(asked.names["model"], version), asked.caller))
-
-    def _verb(self, op: str, *, is_safe: bool = True) -> Verb:
-        """Return a verb that asks about the server, or about the model that the path names."""
-
-        async def run(asked: Asked) -> Answer:
-            model = asked.names.get("model", "")
-            return _json(await self._upstream.ask(op, model, is_safe=is_safe))
-
-        return run
 
     async def _register(self, asked: Asked) -> Answer:
         """1. What may not be, before a byte of a bundle goes on; 2. the bundle; 3. the model."""

@@ -36,14 +36,13 @@ from ...client.holders import (
     models_of,
 )
 from ...client.looped import LoopConnection
+from ...client.verbs import REACHES, Reach
 from ...wire.keys import ClientKeys
 
 HELLO_S: Final = 2.5  # limit for the answer of a live node
 LOOK_S: Final = 0.25  # interval between checks of the table
 FAILED_S: Final = 5.0  # time for which a node that did not answer is tried last
 MAX_SEQUENCES: Final = 1 << 16  # limit of remembered nodes; holders are asked about others
-REFUSED: Final = frozenset({"put", "register", "unregister"})
-ROUTED: Final = frozenset({"infer", "generate", "show", "generation"})
 log = logging.getLogger(__name__)
 
 
@@ -71,14 +70,15 @@ class Nodes:
 
     def ask(self, op: str, **options: Any) -> Awaitable[Any]:
         """Send a request as ``LoopConnection.ask`` does, to the right node."""
-        if op in REFUSED:
+        reach = REACHES.get(op)
+        if reach is Reach.CLUSTER:
             raise InvalidInput(
                 f"{op} concerns the whole cluster, but this address is one node's",
                 hint="pipeswitch --host cluster register NAME SOURCE; in Python Client('cluster')",
             )
-        if op in ROUTED:
+        if reach is Reach.HOLDER:
             return self._of_model(op, options)
-        if op in ("load", "unload"):
+        if reach is Reach.HOLDERS:
             return self._of_holders(op, options)
         if op == "ping":
             return self._ping(options)
