@@ -20,23 +20,8 @@ from pipeswitch.devices.memory import DeviceMemory
 from pipeswitch.devices.orders import check_range
 from pipeswitch.devices.view import now_ms
 from pipeswitch.ipc.channel import Channel
+from pipeswitch.ipc.messages import daemon as daemon_msg
 from pipeswitch.ipc.messages.base import Epoch, Exit, Message, Ping, Pong
-from pipeswitch.ipc.messages.daemon import (
-    CancelTransmit,
-    CloseCommits,
-    CommitCopy,
-    DaemonFault,
-    DaemonReady,
-    ModelStored,
-    OpenCommits,
-    PersistCommit,
-    Scrub,
-    Scrubbed,
-    StoreFailed,
-    StoreModel,
-    TransmitEnded,
-    TransmitModel,
-)
 
 from .commits import Commits
 from .store import UnusableModel, load_model
@@ -73,7 +58,7 @@ class Daemon:
         what waits for it could not be told. The controller starts the next daemon instead.
         """
         reach("daemon.start")
-        ready = DaemonReady(pid=os.getpid(), handle=self._device.export_handle())
+        ready = daemon_msg.DaemonReady(pid=os.getpid(), handle=self._device.export_handle())
         self._send(ready, self._device.export_descriptors())
         while True:
             try:
@@ -100,36 +85,36 @@ class Daemon:
         """Begin what is asked for, or raise RemoteProtocolError to refuse it."""
         reach("daemon.message")
         match message:
-            case TransmitModel():
+            case daemon_msg.TransmitModel():
                 for descriptor in descriptors:
                     self._device.open_tenant(message.tenant, descriptor)
                 self._transmit(message)
-            case CancelTransmit(epoch=epoch):
+            case daemon_msg.CancelTransmit(epoch=epoch):
                 self._device.cancel(epoch)
-            case StoreModel():
+            case daemon_msg.StoreModel():
                 self._put(self._store_lane, message.epoch, lambda: self._store(message))
-            case Scrub():
+            case daemon_msg.Scrub():
                 limit_bytes = self._device.arena_bytes
                 check_range("scrub", message.offset_bytes, message.size_bytes, limit_bytes)
                 self._put(self._to_host_lane, message.epoch, lambda: self._scrub(message))
-            case OpenCommits():
+            case daemon_msg.OpenCommits():
                 if len(descriptors) != 1:
                     raise RemoteProtocolError(f"OpenCommits came with {len(descriptors)} memfds")
                 self._commits.open(message, descriptors[0])
-            case CloseCommits(job=job):
+            case daemon_msg.CloseCommits(job=job):
                 self._commits.close(job)
-            case CommitCopy():
+            case daemon_msg.CommitCopy():
                 self._commit(message)
             case Ping(epoch=epoch):
                 self._send(Pong(epoch=epoch))
-            case PersistCommit():
+            case daemon_msg.PersistCommit():
                 area = self._commits.area_for(message)
                 persist = functools.partial(self._commits.persist, message, area)
                 self._put(self._disk_lane, message.epoch, persist)
             case _:
                 raise RemoteProtocolError(f"a memory daemon takes no {type(message).__name__}")
 
-    def _commit(self, order: CommitCopy) -> None:
+    def _commit(self, order: daemon_msg.CommitCopy) -> None:
         if self._commits.was_accepted(order):
             # Not refused: a fault names the epoch, and would end the copy that goes on under it.
             log.warning("job=%s epoch=%d number=%d repeated", order.job, order.epoch, order.number)
@@ -141,7 +126,7 @@ class Daemon:
         """Run work on a lane and send its answer, or a fault with the order's epoch if it fails."""
         lane.put(lambda: self._send(work()), lambda error: self._refuse(epoch, error.message))
 
-    def _transmit(self, order: TransmitModel) -> None:
+    def _transmit(self, order: daemon_msg.TransmitModel) -> None:
         self._guard.accept(order)
         try:
             self._device.transmit(order, self._on_transmit_end)
@@ -149,11 +134,11 @@ class Daemon:
             self._guard.end(order.epoch)
             raise
 
-    def _on_transmit_end(self, ended: TransmitEnded) -> None:
+    def _on_transmit_end(self, ended: daemon_msg.TransmitEnded) -> None:
         self._guard.end(ended.epoch)  # before the news: the range may be asked for again at once
         self._send(ended)
 
-    def _store(self, order: StoreModel) -> Message:
+    def _store(self, order: daemon_msg.StoreModel) -> Message:
         began_at_ms = now_ms()
         try:
             reader = self._guard.live_reads(order.store_offset_bytes, order.size_bytes)
@@ -165,19 +150,19 @@ class Daemon:
             reach("daemon.store.done")
         except (UnusableModel, RemoteProtocolError, OSError) as error:
             log.warning("model=%s store=failed cause=%s", order.model, error)
-            return StoreFailed(model=order.model, epoch=order.epoch, reason=str(error))
+            return daemon_msg.StoreFailed(model=order.model, epoch=order.epoch, reason=str(error))
         load_ms = now_ms() - began_at_ms
         log.info("model=%s store=loaded ms=%.1f", order.model, load_ms)
-        return ModelStored(model=order.model, epoch=order.epoch, load_ms=load_ms)
+        return daemon_msg.ModelStored(model=order.model, epoch=order.epoch, load_ms=load_ms)
 
-    def _scrub(self, order: Scrub) -> Message:
+    def _scrub(self, order: daemon_msg.Scrub) -> Message:
         reach("daemon.scrub")
         self._device.scrub(order.offset_bytes, order.size_bytes)
-        return Scrubbed(epoch=order.epoch)
+        return daemon_msg.Scrubbed(epoch=order.epoch)
 
     def _refuse(self, epoch: Epoch, reason: str) -> None:
         log.warning("epoch=%d refused cause=%s", epoch, reason)
-        self._send(DaemonFault(epoch=epoch, reason=reason))
+        self._send(daemon_msg.DaemonFault(epoch=epoch, reason=reason))
 
     def _send(self, message: Message, descriptors: list[int] | None = None) -> None:
         try:

@@ -24,28 +24,8 @@ from pipeswitch.devices.kinds import kind_of
 from pipeswitch.devices.view import PoolView, now_ms
 from pipeswitch.ipc.channel import Channel, channel_from, name_event
 from pipeswitch.ipc.gate import Gate, Where
+from pipeswitch.ipc.messages import worker as worker_msg
 from pipeswitch.ipc.messages.base import Exit, Message, Ping, Pong, StepCommitted
-from pipeswitch.ipc.messages.worker import (
-    Back,
-    BindTenant,
-    Cleaned,
-    EvictTask,
-    ForgetModel,
-    GrantTurn,
-    HostGranted,
-    LeaseGranted,
-    LeaseRefused,
-    ModelPrepared,
-    Parked,
-    PrepareModel,
-    PublishAnswered,
-    PublishCopied,
-    RunInference,
-    RunJob,
-    StopTask,
-    WorkerReady,
-    WorkerSettings,
-)
 from pipeswitch.sandbox.confine import confine_worker
 from pipeswitch.sandbox.environment import take_environment
 
@@ -61,7 +41,7 @@ REST_S = 5.0  # without a message: then a worker gives freed memory back
 PREFAULT_BYTES = 8 << 20  # a piece holds the interpreter for less than a millisecond
 
 
-def run(settings: WorkerSettings, descriptors: Sequence[int]) -> int:
+def run(settings: worker_msg.WorkerSettings, descriptors: Sequence[int]) -> int:
     """Set up, announce readiness, loop, leave.
 
     ``descriptors``: task channel, signal channel, board, all wake-ups'; then pool and arena's,
@@ -102,7 +82,7 @@ class Worker:
 
     def __init__(
         self,
-        settings: WorkerSettings,
+        settings: worker_msg.WorkerSettings,
         task: Channel,
         control: Channel,
         board: int,
@@ -140,7 +120,7 @@ class Worker:
         reach("worker.start")
         if self._settings.separates_tenants:
             warm_up()  # it waits for a tenant, which need not wait for this
-        self._task.send(WorkerReady(slot=self._settings.slot, pid=os.getpid()))
+        self._task.send(worker_msg.WorkerReady(slot=self._settings.slot, pid=os.getpid()))
         if not self._settings.separates_tenants:  # else it is not known where pages will be
             threading.Thread(target=self._prefault, name="prefault", daemon=True).start()
 
@@ -165,26 +145,28 @@ class Worker:
                 os._exit(0)  # the controller is gone: a clean end is of no use
             message, descriptors = received
             match message:
-                case BindTenant():
+                case worker_msg.BindTenant():
                     self.map_memory(descriptors)
-                case RunInference():
+                case worker_msg.RunInference():
                     self._make_ready_for(message, descriptors)
                     slot = self._settings.slot
                     if not infer(message, self._programs, self._pool, self._view, self._task, slot):
-                        self._task.send(Cleaned(epoch=message.epoch))
-                case PrepareModel():
+                        self._task.send(worker_msg.Cleaned(epoch=message.epoch))
+                case worker_msg.PrepareModel():
                     self._make_ready_for(message, descriptors)
                     self._prepare(message)
-                case ForgetModel(model=model):
+                case worker_msg.ForgetModel(model=model):
                     self._programs.forget(model)
-                case RunJob():
+                case worker_msg.RunJob():
                     return self._run_job(message, descriptors)
                 case Exit():
                     return 0
                 case _:
                     raise ValueError(f"a worker cannot take a {type(message).__name__}")
 
-    def _make_ready_for(self, message: RunInference | PrepareModel, descriptors: list[int]) -> None:
+    def _make_ready_for(
+        self, message: worker_msg.RunInference | worker_msg.PrepareModel, descriptors: list[int]
+    ) -> None:
         """Enter the sandbox before any part of a client's program is examined."""
         if message.is_code:
             if self._is_confined:
@@ -201,7 +183,7 @@ class Worker:
                 confine_worker(self._settings.task_memory_bytes)
             self._is_confined = True
 
-    def _prepare(self, message: PrepareModel) -> None:
+    def _prepare(self, message: worker_msg.PrepareModel) -> None:
         error = ""
         try:
             reach("worker.prepare")
@@ -209,7 +191,7 @@ class Worker:
         except Exception as problem:  # a model's own code: reported, and tried again on demand
             error = f"{type(problem).__name__}: {problem}"[:2000]
         self._task.send(
-            ModelPrepared(
+            worker_msg.ModelPrepared(
                 model=message.model,
                 digest=message.digest,
                 plan=message.plan,
@@ -217,7 +199,7 @@ class Worker:
             )
         )
 
-    def _run_job(self, message: RunJob, descriptors: Sequence[int]) -> int:
+    def _run_job(self, message: worker_msg.RunJob, descriptors: Sequence[int]) -> int:
         """Run a training script; this process retires afterwards, whatever the script did to it.
 
         A script leaves modules, threads and patches behind. A fresh fork costs 10 ms, so
@@ -291,29 +273,29 @@ class Worker:
             return
         reach("job.obey")
         match message:
-            case StopTask():
+            case worker_msg.StopTask():
                 self._stop_asked_at_ms = now_ms()
                 self._next_slot = message.next_slot
                 self._gate.request_stop(
                     message.turn, message.next_turn, at_boundary=message.at_boundary
                 )
-            case GrantTurn():
+            case worker_msg.GrantTurn():
                 self._gate.grant(message.turn)
-            case EvictTask():
+            case worker_msg.EvictTask():
                 self._gate.request_evict()
                 host.wake()
-            case LeaseGranted() | LeaseRefused() | HostGranted():
+            case worker_msg.LeaseGranted() | worker_msg.LeaseRefused() | worker_msg.HostGranted():
                 host.lease_answered(message, descriptors)
             case StepCommitted():
                 host.commit_answered(message)
-            case PublishAnswered() | PublishCopied():
+            case worker_msg.PublishAnswered() | worker_msg.PublishCopied():
                 host.publish_answered(message)
             case _:
                 raise ValueError(f"a worker cannot obey a {type(message).__name__}")
 
     def _on_back(self, turn: int, is_blocked: bool) -> None:
         self._control.send(
-            Back(epoch=self._job_epoch, turn=turn, is_blocked=is_blocked)  # type: ignore[arg-type]
+            worker_msg.Back(epoch=self._job_epoch, turn=turn, is_blocked=is_blocked)  # type: ignore[arg-type]
         )
 
     def _on_parked(self, turn: int, next_turn: int, where: Where) -> None:
@@ -325,7 +307,7 @@ class Worker:
             self._view.raise_turn(next_turn, self._next_slot)
         reach("job.parked")
         self._control.send(
-            Parked(
+            worker_msg.Parked(
                 epoch=self._job_epoch,  # type: ignore[arg-type]
                 turn=turn,  # type: ignore[arg-type]
                 next_turn=next_turn,  # type: ignore[arg-type]

@@ -27,15 +27,8 @@ from pipeswitch.base.failpoints import reach
 from pipeswitch.base.texts import BYTES, packed, unpacked
 from pipeswitch.base.units import nearest
 from pipeswitch.ipc.channel import Channel
+from pipeswitch.ipc.messages import stage as stage_msg
 from pipeswitch.ipc.messages.base import Epoch, SlabTensor
-from pipeswitch.ipc.messages.stage import (
-    CheckStage,
-    RunStage,
-    StageDone,
-    StageFailed,
-    StageReady,
-    StageSettings,
-)
 from pipeswitch.programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
 from pipeswitch.sandbox.confine import WORST
 
@@ -47,25 +40,27 @@ class Unusable(Exception):
     """Unusable function or return value; the text says why."""
 
 
-def run(settings: StageSettings, channel: Channel, results: int) -> int:
+def run(settings: stage_msg.StageSettings, channel: Channel, results: int) -> int:
     """Serve until the controller closes the channel; the exit status."""
     torch.set_num_threads(1)  # the device's worker has the others
     Path("/proc/self/oom_score_adj").write_text(WORST)  # a function that leaks takes no other along
     memory = memoryview(mmap.mmap(results, settings.result_bytes))
-    channel.send(StageReady(pid=os.getpid()))
+    channel.send(stage_msg.StageReady(pid=os.getpid()))
     while (received := channel.receive()) is not None:
         call, descriptors = received
-        assert isinstance(call, RunStage)
+        assert isinstance(call, stage_msg.RunStage)
         try:
             reach("stage.call")
             inputs = {one.name: _read(descriptors[0], one) for one in call.inputs}
             outputs = _place(_load(call.function)(**inputs), memory)
-            answer: StageDone | StageFailed = StageDone(epoch=call.epoch, outputs=outputs)
+            answer: stage_msg.StageDone | stage_msg.StageFailed = stage_msg.StageDone(
+                epoch=call.epoch, outputs=outputs
+            )
         except Unusable as problem:
-            answer = StageFailed(epoch=call.epoch, reason=str(problem))
+            answer = stage_msg.StageFailed(epoch=call.epoch, reason=str(problem))
         except BaseException as error:  # SystemExit too: a function ends no request but its own
             traceback.print_exc()
-            answer = StageFailed(epoch=call.epoch, reason=f"it raised {_said(error)}")
+            answer = stage_msg.StageFailed(epoch=call.epoch, reason=f"it raised {_said(error)}")
         finally:
             os.close(descriptors[0])
         reach("stage.done")
@@ -73,10 +68,10 @@ def run(settings: StageSettings, channel: Channel, results: int) -> int:
     return 0
 
 
-def check(settings: CheckStage, channel: Channel) -> int:
+def check(settings: stage_msg.CheckStage, channel: Channel) -> int:
     """Say whether functions can be imported, and the first be called; the exit status."""
     signal.setitimer(signal.ITIMER_REAL, settings.timeout_s)  # SIGALRM, which nothing catches
-    answer: StageReady | StageFailed = StageReady(pid=os.getpid())
+    answer: stage_msg.StageReady | stage_msg.StageFailed = stage_msg.StageReady(pid=os.getpid())
     name = ""
     try:
         loaded = [_load(name := function) for function in settings.functions]
@@ -85,11 +80,11 @@ def check(settings: CheckStage, channel: Channel) -> int:
             if settings.inputs:
                 inspect.signature(loaded[0]).bind(**dict.fromkeys(settings.inputs))
     except Unusable as problem:
-        answer = StageFailed(epoch=Epoch(0), reason=f"{name}: {problem}")
+        answer = stage_msg.StageFailed(epoch=Epoch(0), reason=f"{name}: {problem}")
     except TypeError as error:
         given = ", ".join(settings.inputs)
         reason = f"{name}: it cannot be called with {given}, which --raw names: {error}"
-        answer = StageFailed(epoch=Epoch(0), reason=reason)
+        answer = stage_msg.StageFailed(epoch=Epoch(0), reason=reason)
     channel.send(answer)
     return 0
 

@@ -19,15 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
-from ..base.errors import (
-    DeadlineExceeded,
-    InvalidInput,
-    PipeSwitchError,
-    RemoteProtocolError,
-    ServerUnavailable,
-    from_wire,
-    no_server,
-)
+from ..base import errors
 from ..wire.bill import Bill
 from ..wire.frames import (
     BODY_TENSOR,
@@ -77,7 +69,7 @@ def as_wait_s(timeout_s: float | None) -> float | None:
     except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if math.isnan(seconds):
-        raise InvalidInput(f"timeout_s must be a number of seconds, got {timeout_s!r}")
+        raise errors.InvalidInput(f"timeout_s must be a number of seconds, got {timeout_s!r}")
     return seconds if seconds <= MAX_WAIT_S else None
 
 
@@ -172,7 +164,7 @@ class Calls:
         try:
             model.encode()
         except (AttributeError, UnicodeEncodeError):
-            raise InvalidInput(f"{model!r:.80} is not a name") from None
+            raise errors.InvalidInput(f"{model!r:.80} is not a name") from None
         request_id = f"{self._prefix}-{next(self._numbers)}"
         return {"v": VERSION, "op": op, "id": request_id, "model": model, "body": body or {}}
 
@@ -193,14 +185,16 @@ class Calls:
         size_bytes, limit_bytes = sum(map(len, call.frames)), link.facts.get("max_message_bytes")
         if isinstance(limit_bytes, int) and size_bytes > limit_bytes:
             text = f"{call.header['op']}: {size_bytes} bytes are over the limit of {limit_bytes}"
-            self._fail(call, InvalidInput(text, hint="raise the server's [server] max_message"))
+            self._fail(
+                call, errors.InvalidInput(text, hint="raise the server's [server] max_message")
+            )
             return
         call.is_sent = True
         try:
             self._transmit(link, call.header, call.frames)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             op = call.header["op"]
-            self._fail(call, InvalidInput(f"{op}: what was given cannot be sent: {error}"))
+            self._fail(call, errors.InvalidInput(f"{op}: what was given cannot be sent: {error}"))
 
     @staticmethod
     def _transmit(link: AnyLink, fields: dict[str, Any], frames: Sequence[Any]) -> None:
@@ -220,17 +214,19 @@ class Calls:
         if self._link is not None and self._link.session:
             self._transmit(self._link, header, ())
 
-    def _fail(self, call: Call, error: PipeSwitchError) -> None:
+    def _fail(self, call: Call, error: errors.PipeSwitchError) -> None:
         self._calls.pop(call.header["id"], None)
         error.request_id = call.header["id"]
         with contextlib.suppress(InvalidStateError):
             self._end(call, error=error)
 
-    def _fail_all(self, error: PipeSwitchError, linger_ms: int = 0) -> None:
+    def _fail_all(self, error: errors.PipeSwitchError, linger_ms: int = 0) -> None:
         """Close the link, and fail each call with its own copy of the error."""
         self._shut(linger_ms)
         for call in list(self._calls.values()):
-            self._fail(call, from_wire(type(error).__name__, error.message, error.hint, error.data))
+            self._fail(
+                call, errors.from_wire(type(error).__name__, error.message, error.hint, error.data)
+            )
 
     # ---- the link --------------------------------------------------------------------------------
 
@@ -256,7 +252,7 @@ class Calls:
         if self._waits_for_server and time.monotonic() < self._gives_up_at_s():
             self._due(time.monotonic() + AGAIN_S)
         else:
-            self._fail_all(no_server(self.address))
+            self._fail_all(errors.no_server(self.address))
 
     def _gives_up_at_s(self) -> float:
         """Return the time at which the search ends.
@@ -276,11 +272,11 @@ class Calls:
         """Continue the search; after ``timeout_s``, fail the calls whose deadline has passed."""
         now_s, gives_up_at_s = time.monotonic(), self._gives_up_at_s()
         if now_s >= gives_up_at_s:
-            self._fail_all(no_server(self.address))
+            self._fail_all(errors.no_server(self.address))
             return
         if now_s >= self._began_s + self._timeout_s:
             for call in [call for call in self._calls.values() if call.until_s <= now_s]:
-                self._fail(call, DeadlineExceeded(f"no server answers at {self.address}"))
+                self._fail(call, errors.DeadlineExceeded(f"no server answers at {self.address}"))
         if self._link is None:
             self._connect()
         else:
@@ -304,7 +300,7 @@ class Calls:
         except Exception as error:
             logger.exception("client=%s failed", self.address)
             reason = f"the connection to {self.address} failed: {type(error).__name__}: {error}"
-            self._fail_all(PipeSwitchError(reason))
+            self._fail_all(errors.PipeSwitchError(reason))
 
     def _broken(self, *, was_forgotten: bool = False) -> None:
         """Send the calls again over a new link. A call that is not safe to send twice fails, unless
@@ -320,7 +316,7 @@ class Calls:
             if call.is_sent and (is_unsafe or call.tries >= MAX_TRIES):
                 self._fail(
                     call,
-                    ServerUnavailable(
+                    errors.ServerUnavailable(
                         f"the server at {self.address} went away before it answered",
                         hint="it may have been carried out: check before you send it again",
                     ),
@@ -342,7 +338,7 @@ class Calls:
                     self._answered(header, parts[2:])
                 if self._link is not link:
                     return
-        except PipeSwitchError as error:
+        except errors.PipeSwitchError as error:
             self._fail_all(error)
         except EOFError:
             self._broken()
@@ -395,11 +391,11 @@ class Calls:
             self._end(call, error=error)
 
 
-def _error(header: ReplyHeader) -> PipeSwitchError:
+def _error(header: ReplyHeader) -> errors.PipeSwitchError:
     error = header.error
     if error is None:
-        return RemoteProtocolError("the server reported an error without a name")
-    return from_wire(error.type, error.message, error.hint, error.data, header.id)
+        return errors.RemoteProtocolError("the server reported an error without a name")
+    return errors.from_wire(error.type, error.message, error.hint, error.data, header.id)
 
 
 def _reply(header: ReplyHeader, frames: Sequence[Any]) -> Reply:
@@ -417,4 +413,4 @@ def _large_body(data: Any) -> dict[str, Any]:
     try:
         return msgspec.msgpack.decode(data, type=dict[str, Any])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise RemoteProtocolError(f"malformed body: {error}") from None
+        raise errors.RemoteProtocolError(f"malformed body: {error}") from None

@@ -21,15 +21,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ..base.errors import (
-    Cancelled,
-    ConfigError,
-    InvalidInput,
-    ModelNotFound,
-    PipeSwitchError,
-    ServerUnavailable,
-    no_server,
-)
+from ..base import errors
 from ..wire.keys import ClientKeys
 from .calls import Reply
 from .connection import Connection
@@ -49,9 +41,9 @@ _RAY: Final = threading.RLock()  # a process has one
 def need_ray() -> None:
     """Raises ConfigError: it is not installed, or lets anybody in."""
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError("a cluster needs Ray", hint="pip install 'pipeswitch[ray]'")
+        raise errors.ConfigError("a cluster needs Ray", hint="pip install 'pipeswitch[ray]'")
     if os.environ.get("RAY_AUTH_MODE", "token") != "token":
-        raise ConfigError(
+        raise errors.ConfigError(
             "RAY_AUTH_MODE lets everybody who reaches Ray's ports run code", hint="unset it"
         )
 
@@ -72,7 +64,7 @@ def connect_ray(address: str = "auto") -> Any:
         try:
             ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
         except Exception as error:  # Ray's are of no one class
-            raise ServerUnavailable(
+            raise errors.ServerUnavailable(
                 f"no Ray answers at {address}: {why_of(error)}",
                 hint="pipeswitch cluster up --local 2",
             ) from None
@@ -103,7 +95,7 @@ def placement_of(ray: Any) -> Any:
     try:
         return ray.get_actor(PLACEMENT, namespace=NAMESPACE)
     except ValueError:
-        raise ServerUnavailable(
+        raise errors.ServerUnavailable(
             "this Ray has no cluster of PipeSwitch", hint="pipeswitch cluster up"
         ) from None
 
@@ -121,10 +113,10 @@ def told(ray: Any, answer: Any, timeout_s: float | None = None) -> Any:
     """
     try:
         return ray.get(answer, timeout=timeout_s)
-    except PipeSwitchError as error:
+    except errors.PipeSwitchError as error:
         raise getattr(error, "cause", error) from None
     except Exception as error:
-        raise ServerUnavailable(f"the cluster does not answer: {why_of(error)}") from None
+        raise errors.ServerUnavailable(f"the cluster does not answer: {why_of(error)}") from None
 
 
 def why_of(error: Exception) -> str:
@@ -187,7 +179,7 @@ class Members:
             answer.add_done_callback(self._learnt)
 
     def _learnt(self, answer: Future[Any]) -> None:
-        with contextlib.suppress(PipeSwitchError, CancelledError):  # another one will say it
+        with contextlib.suppress(errors.PipeSwitchError, CancelledError):  # another one will say it
             self._take(answer.result().body)
 
     def _node_of(self, model: str) -> str:
@@ -200,7 +192,7 @@ class Members:
         if serving := table.models.get(model):
             return self._balance.choose(table.untried(model) or [serving], time.monotonic())
         failover = Failover(model, {}, time.monotonic(), LOOK_S)
-        failover.failed(ModelNotFound(f'no model "{model}"', hint="pipeswitch models"), "")
+        failover.failed(errors.ModelNotFound(f'no model "{model}"', hint="pipeswitch models"), "")
         return self._again(failover, "", model)
 
     def _to(self, node: str) -> Connection:
@@ -213,14 +205,14 @@ class Members:
         with self._lock:
             facts = self._table.nodes.get(node)
             if facts is None:
-                raise ServerUnavailable(f"{node} is no longer part of the cluster")
+                raise errors.ServerUnavailable(f"{node} is no longer part of the cluster")
             found = self._connections.get(facts)
             if found is None:
                 keys = ClientKeys(*(key.encode() for key in facts.keys))
                 try:
                     found = Connection(facts.address, self._timeout_s, keys)
                 except (OSError, RuntimeError, MemoryError) as error:
-                    raise PipeSwitchError(
+                    raise errors.PipeSwitchError(
                         f"cannot connect to {node}: {error}",
                         hint="close files and clients that this process no longer needs",
                     ) from error
@@ -238,7 +230,7 @@ class Members:
             if found is Step.WAIT:
                 time.sleep(LOOK_S)
                 continue
-            with contextlib.suppress(ServerUnavailable):  # placement is down too
+            with contextlib.suppress(errors.ServerUnavailable):  # placement is down too
                 self._ask(*(("accuse", node, address) if failover.is_dead else ()))
         with self._lock:
             table = self._table
@@ -278,7 +270,7 @@ class ClusterVerbs(Members):
 
     def _do_register(self, op: str, *, model: str, body: dict[str, Any], **options: Any) -> Any:
         if body.get("as_version"):
-            raise InvalidInput(
+            raise errors.InvalidInput(
                 "the nodes of a cluster have one version of each model",
                 hint=f"pipeswitch unregister {model}, then register it with the new weights",
             )
@@ -319,16 +311,18 @@ class ClusterVerbs(Members):
             table = self._table.nodes
             asked, found = {}, {}
             for node in table:
-                with contextlib.suppress(ServerUnavailable):  # the table is another one by now
+                with contextlib.suppress(
+                    errors.ServerUnavailable
+                ):  # the table is another one by now
                     asked[node] = self._to(node).request(op, **options)
             for node, future in asked.items():
-                with contextlib.suppress(ServerUnavailable):
+                with contextlib.suppress(errors.ServerUnavailable):
                     found[node] = future.result().body
             if (len(found) == len(table) and table) or is_last:
                 break
             self._ask()
         if not found:
-            raise no_server("any node of the cluster")
+            raise errors.no_server("any node of the cluster")
         return found
 
     def _do_ping(self, op: str, **options: Any) -> Any:
@@ -400,7 +394,7 @@ class ClusterVerbs(Members):
             is_alive, node = self._ask("is_alive", body["name"]), self._job_node(body["name"])
             if not node and not is_alive:
                 raise _no_job(body["name"])
-            with contextlib.suppress(ServerUnavailable):
+            with contextlib.suppress(errors.ServerUnavailable):
                 reply = self._to(node).call("job", body=body, **options) if node else None
                 if reply and (reply.body["job"]["state"] != "cancelled" or not is_alive):
                     return reply
@@ -429,7 +423,7 @@ class ClusterConnection(ClusterVerbs):
 
     def notify(self, op: str, *, model: str = "") -> None:
         node = self._table.models.get(model)
-        with contextlib.suppress(ServerUnavailable):  # it has no answer
+        with contextlib.suppress(errors.ServerUnavailable):  # it has no answer
             if node is not None:
                 self._to(node).notify(op, model=model)
 
@@ -454,7 +448,7 @@ class ClusterConnection(ClusterVerbs):
             return self._pool.submit(self.call, op, model=model, **options)
         node, outer = self._node_for(model, options), Future[Any]()
 
-        def again(error: PipeSwitchError) -> None:
+        def again(error: errors.PipeSwitchError) -> None:
             another = self._pool.submit(self._elsewhere, error, node, op, model, options)
             another.add_done_callback(partial(_settle, outer))
 
@@ -469,7 +463,7 @@ class ClusterConnection(ClusterVerbs):
 
         try:
             inner = self._to(node).request(op, model=model, **options)
-        except ServerUnavailable as error:
+        except errors.ServerUnavailable as error:
             again(error)
             return outer
         self._balance.count(node, 1)
@@ -496,7 +490,7 @@ class ClusterConnection(ClusterVerbs):
         return node
 
     def _elsewhere(
-        self, error: PipeSwitchError, node: str, op: str, model: str, options: dict[str, Any]
+        self, error: errors.PipeSwitchError, node: str, op: str, model: str, options: dict[str, Any]
     ) -> Any:
         """Return the answer of another node.
 
@@ -519,8 +513,8 @@ class ClusterConnection(ClusterVerbs):
                 error = failed
 
 
-def _no_job(name: str) -> ModelNotFound:
-    return ModelNotFound(f'no job "{name}"', hint="pipeswitch jobs")
+def _no_job(name: str) -> errors.ModelNotFound:
+    return errors.ModelNotFound(f'no job "{name}"', hint="pipeswitch jobs")
 
 
 def _reply(body: dict[str, Any]) -> Reply:
@@ -529,7 +523,7 @@ def _reply(body: dict[str, Any]) -> Reply:
 
 def _settle(future: Future[Any], done: Future[Any]) -> None:
     """Copy a future's outcome to another future, unless that one was cancelled."""
-    error = Cancelled("this client is closed") if done.cancelled() else done.exception()
+    error = errors.Cancelled("this client is closed") if done.cancelled() else done.exception()
     with contextlib.suppress(InvalidStateError):
         if error is None:
             future.set_result(done.result())
@@ -537,8 +531,8 @@ def _settle(future: Future[Any], done: Future[Any]) -> None:
             future.set_exception(error)
 
 
-def _one_nodes(op: str) -> InvalidInput:
-    return InvalidInput(
+def _one_nodes(op: str) -> errors.InvalidInput:
+    return errors.InvalidInput(
         f"{op} is for one node, not for the cluster",
         hint="pipeswitch cluster status; on its machine: pipeswitch --host ipc://…",
     )

@@ -18,15 +18,9 @@ from typing import Any, Final
 
 import msgspec
 
-from ..base.errors import (
-    ModelNotFound,
-    PermissionDenied,
-    PipeSwitchError,
-    SequenceNotFound,
-    ServerUnavailable,
-)
+from ..base import errors
 
-ELSEWHERE: Final = (ServerUnavailable, ModelNotFound, PermissionDenied)
+ELSEWHERE: Final = (errors.ServerUnavailable, errors.ModelNotFound, errors.PermissionDenied)
 """Errors after which another node may succeed. All nodes admit the cluster's key, so a server that
 refuses it is a foreign one that now has a node's former port."""
 RETURN_S: Final = 30.0  # time that a request waits if none of its model's nodes answers
@@ -73,10 +67,10 @@ class Table(msgspec.Struct, frozen=True):
         ]
 
 
-def lost(sequence: str) -> SequenceNotFound:
+def lost(sequence: str) -> errors.SequenceNotFound:
     """Return the error of a sequence whose node is gone."""
     text = f'no node still has sequence "{sequence}"'
-    return SequenceNotFound(text, hint="open a new sequence")
+    return errors.SequenceNotFound(text, hint="open a new sequence")
 
 
 class Step(Enum):
@@ -106,7 +100,7 @@ class Failover:
         self._tried: set[str] = set()
         self._is_renewed = False
 
-    def failed(self, error: PipeSwitchError, address: str) -> None:
+    def failed(self, error: errors.PipeSwitchError, address: str) -> None:
         """Record that the node at an address did not answer.
 
         Raises:
@@ -120,7 +114,7 @@ class Failover:
     @property
     def is_dead(self) -> bool:
         """The last node does not answer at all."""
-        return isinstance(self._error, ServerUnavailable)
+        return isinstance(self._error, errors.ServerUnavailable)
 
     def next(self, table: Table, now_s: float) -> list[str] | Step:
         """Return the nodes that are left to try, the preferred one first, or a step to perform.

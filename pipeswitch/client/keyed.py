@@ -13,20 +13,13 @@ from typing import Any, Final
 import zmq
 
 from ..base.errors import PermissionDenied
+from ..wire import sockets
 from ..wire.keys import ClientKeys
-from ..wire.sockets import (
-    DONTWAIT,
-    HANDSHAKE_LIMIT_MS,
-    ZERO_COPY_BYTES,
-    is_readable,
-    make_dealer,
-    next_events,
-)
 from .links import MAX_REPLY_BYTES, Link, Watcher
 
 MAX_EVENTS: Final = 16  # of a connection, at one look
 MAX_BROKEN_HANDSHAKES: Final = 3  # in a row: it is not a server that just restarts
-_CUT_S: Final = 0.9 * HANDSHAKE_LIMIT_MS / 1000.0
+_CUT_S: Final = 0.9 * sockets.HANDSHAKE_LIMIT_MS / 1000.0
 _CONNECTED: Final = int(zmq.EVENT_CONNECTED)
 _SHAKEN: Final = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _ENDED: Final = int(zmq.EVENT_DISCONNECTED)
@@ -65,7 +58,7 @@ class ZmqLink(Link):
         Raises:
             OSError: it is not an address.
         """
-        sock = make_dealer(context, MAX_REPLY_BYTES, keys)
+        sock = sockets.make_dealer(context, MAX_REPLY_BYTES, keys)
         monitor = sock.get_monitor_socket(_CONNECTED | _SHAKEN | _ENDED | sum(REFUSALS))
         link = ZmqLink(sock=sock, monitor=monitor, address=address, hello_id=hello_id)
         # IPv6 only where it is written as a number: else a name that has both, like ``localhost``,
@@ -93,9 +86,9 @@ class ZmqLink(Link):
     def send(self, parts: Sequence[Any], request_id: str, *, may_share: bool = False) -> None:
         """Send without waiting. The queue has no limit, so a refusal means that libzmq gave up the
         connection: ``messages`` raises the reason, and a blocking send would never return."""
-        is_large = any(len(part) >= ZERO_COPY_BYTES for part in parts[2:])
+        is_large = any(len(part) >= sockets.ZERO_COPY_BYTES for part in parts[2:])
         with contextlib.suppress(zmq.Again):
-            self.sock.send_multipart(parts, DONTWAIT, copy=not is_large)
+            self.sock.send_multipart(parts, sockets.DONTWAIT, copy=not is_large)
 
     def messages(self) -> Iterator[Sequence[Any]]:
         """Yield messages as a ``StreamLink`` does; they come before the error of a lost connection.
@@ -103,10 +96,10 @@ class ZmqLink(Link):
         If a connection was never made, libzmq retries by itself. A refusal ends the link, since
         waiting would not help.
         """
-        while is_readable(self.sock):
-            frames = self.sock.recv_multipart(DONTWAIT, copy=False)
+        while sockets.is_readable(self.sock):
+            frames = self.sock.recv_multipart(sockets.DONTWAIT, copy=False)
             yield [frame.buffer for frame in frames]
-        for event, _ in next_events(self.monitor, MAX_EVENTS):
+        for event, _ in sockets.next_events(self.monitor, MAX_EVENTS):
             now_s = time.monotonic()
             self.is_shaken |= event == _SHAKEN
             # libzmq ends an unanswered handshake itself; the server did not cut it

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from ..commits.files import remove_unnamed
 from ..frontend.frontend import Frontend
 from ..ipc.board import ring
+from ..ipc.messages import worker as worker_msg
 from ..ipc.messages.base import Epoch, Message, ModelName
 from ..ipc.messages.daemon import (
     CommitPersisted,
@@ -22,14 +23,6 @@ from ..ipc.messages.daemon import (
     DaemonSettings,
     PersistCommit,
     TransmitModel,
-)
-from ..ipc.messages.worker import (
-    BindTenant,
-    ForgetModel,
-    PrepareModel,
-    RunInference,
-    RunJob,
-    WorkerSettings,
 )
 from ..scheduler import events as ev
 from .children import Children
@@ -106,10 +99,10 @@ class DeviceEffects:
             descriptors = self._commits_of(command)
             files = self._files_for(target, command.message)
             match command.message:
-                case BindTenant(tenant=tenant):
+                case worker_msg.BindTenant(tenant=tenant):
                     self._bound[target] = tenant
                     descriptors += self._memory_for(command.message)
-                case RunJob(share=group) if group:
+                case worker_msg.RunJob(share=group) if group:
                     reader = self._index, target.slot, target.generation
                     descriptors.append(self._memory.ring_of(group, reader))
         except OSError as error:  # as where it cannot be forked: it is tried again
@@ -131,7 +124,7 @@ class DeviceEffects:
             raise OSError(errno.ENOENT, f"job {command.commits_of} has no memory for its commits")
         return [self._memory.commits[command.commits_of]]
 
-    def _memory_for(self, message: BindTenant) -> list[int]:
+    def _memory_for(self, message: worker_msg.BindTenant) -> list[int]:
         """Return the memory that a tenant's worker maps; training slices if it may run scripts."""
         pool, arena = self._memory.pool_of(message.tenant), self._share.arena_of(message.tenant)[1]
         return [pool, arena, *(self._share.arena if message.is_code else ())]
@@ -141,11 +134,11 @@ class DeviceEffects:
         code, the program's files for a worker in the sandbox, which cannot open them."""
         handed = self._handed[target]
         match message:
-            case RunJob():
+            case worker_msg.RunJob():
                 return [self._memory.environment]
-            case ForgetModel(model=model):
+            case worker_msg.ForgetModel(model=model):
                 handed.pop(model, None)
-            case PrepareModel() | RunInference():
+            case worker_msg.PrepareModel() | worker_msg.RunInference():
                 if handed.get(message.model) == message.digest:
                     return []
                 handed[message.model] = message.digest
@@ -243,7 +236,7 @@ class DeviceEffects:
         self._children.kill(replace(target, generation=target.generation - 1))
         self._handed[target] = {}
         self._share.board.write_begun(slot, 0)
-        settings = WorkerSettings(
+        settings = worker_msg.WorkerSettings(
             slot=slot,
             device=self._device,
             arena_bytes=self._sizes.arena_bytes,

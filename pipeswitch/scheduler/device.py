@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
+from ..ipc.messages import worker as worker_msg
 from ..ipc.messages.base import Epoch, Message, Pong, StepCommitted
 from ..ipc.messages.daemon import CommitPersisted, DaemonFault, DaemonReady, Scrubbed, TransmitEnded
-from ..ipc.messages.worker import (
-    Back,
-    Cleaned,
-    CommitStep,
-    HostRequest,
-    InferenceDone,
-    InferenceFailed,
-    JobEnded,
-    JobReport,
-    LeaseRequest,
-    ModelPrepared,
-    Parked,
-    SteppedAside,
-    WorkerReady,
-)
 from .core import HUNG, TURN, URGENT, Core, Part, SchedulerSettings
 from .events import Address, Exited, Received
 from .memory.commits import Commits
@@ -82,44 +68,44 @@ class Device:
             self.core.counts["stale_messages"] += 1
             return
         match event.message:
-            case InferenceDone() as message:
+            case worker_msg.InferenceDone() as message:
                 self.endings.done(worker, message)
                 self.turns.give()
                 self.fleet.served_well()
                 if message.is_clean:
                     self._cleaned(worker, message.epoch)
-            case InferenceFailed() as message:
+            case worker_msg.InferenceFailed() as message:
                 self.endings.failed(worker, message)
                 self.turns.give()
-            case Cleaned(epoch=epoch):
+            case worker_msg.Cleaned(epoch=epoch):
                 self._cleaned(worker, epoch)
-            case SteppedAside(epoch=epoch):
+            case worker_msg.SteppedAside(epoch=epoch):
                 self.turns.stepped_aside(worker, epoch)
                 self.turns.give()
-            case Parked() as message:
+            case worker_msg.Parked() as message:
                 if self.training.parked(worker, message):
                     self.turns.passed(message.next_turn)
                 self.turns.give()
-            case Back() as message:
+            case worker_msg.Back() as message:
                 self.training.back(worker, message)
-            case WorkerReady(pid=pid):
+            case worker_msg.WorkerReady(pid=pid):
                 self.fleet.worker_ready(worker, pid)
             case Pong(epoch=epoch):
                 self.health.worker_answered(worker, epoch)
-            case ModelPrepared() as message:
+            case worker_msg.ModelPrepared() as message:
                 self.fleet.prepared(worker, message)
-            case LeaseRequest() as message:
+            case worker_msg.LeaseRequest() as message:
                 self.leases.requested(worker, message)
-            case HostRequest() as message:
+            case worker_msg.HostRequest() as message:
                 self.leases.host_requested(worker, message)
-            case CommitStep() as message:
+            case worker_msg.CommitStep() as message:
                 self.commits.commit(worker, message)
-            case JobReport() as message:
+            case worker_msg.JobReport() as message:
                 job = self.state.job_of(worker, message.epoch)
                 if job is not None:
                     self.jobs.report(job, message)
                     self.training.reported(job)
-            case JobEnded() as message:
+            case worker_msg.JobEnded() as message:
                 self.training.ended(worker, message)
                 self.turns.give()
             case _:

@@ -13,26 +13,10 @@ from os import EX_IOERR, EX_SOFTWARE
 from typing import Final
 
 from ..base.errors import InvalidTransition, PipeSwitchError, ServerUnavailable
+from ..ipc.messages import daemon as daemon_msg
+from ..ipc.messages import worker as worker_msg
 from ..ipc.messages.base import Pong
 from ..ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
-from ..ipc.messages.daemon import (
-    CommitPersisted,
-    DaemonFault,
-    DaemonReady,
-    ModelStored,
-    StoreFailed,
-    TransmitEnded,
-)
-from ..ipc.messages.worker import (
-    Back,
-    Cleaned,
-    CommitStep,
-    InferenceDone,
-    InferenceFailed,
-    JobReport,
-    Parked,
-    PublishStep,
-)
 from . import events as ev
 from .core import (
     ALL,
@@ -73,14 +57,14 @@ CHANGES: Final[Mapping[type, int]] = {
     ev.PrefetchHint: 0,
     ev.PingAsked: PINGS,
     Pong: PINGS,
-    InferenceDone: QUEUE | TURN,
-    InferenceFailed: QUEUE | TURN,
-    Cleaned: TURN,
-    TransmitEnded: 0,
-    JobReport: 0,
-    CommitStep: 0,
-    Parked: TURN | WORKERS | JOBS,
-    Back: JOBS,
+    worker_msg.InferenceDone: QUEUE | TURN,
+    worker_msg.InferenceFailed: QUEUE | TURN,
+    worker_msg.Cleaned: TURN,
+    daemon_msg.TransmitEnded: 0,
+    worker_msg.JobReport: 0,
+    worker_msg.CommitStep: 0,
+    worker_msg.Parked: TURN | WORKERS | JOBS,
+    worker_msg.Back: JOBS,
 }
 
 
@@ -232,7 +216,7 @@ class Scheduler:
                 self.admission.prepared(event)
             case ev.NextRuns():
                 self.admission.go_on(event)
-            case ev.Received(ev.Address("worker", index), PublishStep() as message) if (
+            case ev.Received(ev.Address("worker", index), worker_msg.PublishStep() as message) if (
                 worker := machine.devices[index].speaker(event.source)
             ):
                 self.publishing.script_asked(machine.devices[index].state, worker, message)
@@ -279,16 +263,16 @@ class Scheduler:
             self.core.counts["stale_messages"] += 1
             return
         match event.message:
-            case ModelStored() as message:
+            case daemon_msg.ModelStored() as message:
                 self.registry.stored(message)
-            case CommitPersisted() as message if self.publishing.persisted(message):
+            case daemon_msg.CommitPersisted() as message if self.publishing.persisted(message):
                 pass
-            case StoreFailed() as message:
+            case daemon_msg.StoreFailed() as message:
                 self.registry.store_failed(message)
-            case DaemonReady() as message:
+            case daemon_msg.DaemonReady() as message:
                 device.from_daemon(message)
                 self.registry.store_from(None)
-            case DaemonFault() as message:
+            case daemon_msg.DaemonFault() as message:
                 device.from_daemon(message)
                 self.registry.refused(message.epoch, message.reason)
                 self.publishing.refused(message.epoch, message.reason)

@@ -11,21 +11,8 @@ from typing import Any, Final, Literal
 
 from ..base.errors import TaskPreempted
 from ..ipc.gate import Gate, GateState, Where
+from ..ipc.messages import worker as worker_msg
 from ..ipc.messages.base import Message, StepCommitted, Turn
-from ..ipc.messages.worker import (
-    Back,
-    CommitStep,
-    EvictTask,
-    GrantTurn,
-    JobEnded,
-    JobReport,
-    LeaseGranted,
-    LeaseRefused,
-    LeaseRequest,
-    Parked,
-    RunJob,
-    StopTask,
-)
 from .clock import Move
 from .device import ZEROS, Image, Span, Violation, after_step, image_of, require
 from .process import Scene
@@ -76,7 +63,9 @@ class SimulatedScript:
         saved: the image from which it resumes.
     """
 
-    def __init__(self, order: RunJob, scene: Scene, say: Say, saved: Image | None) -> None:
+    def __init__(
+        self, order: worker_msg.RunJob, scene: Scene, say: Say, saved: Image | None
+    ) -> None:
         self.order = order
         self.phase: Phase = "starting"
         self.lease: Span | None = None
@@ -113,18 +102,18 @@ class SimulatedScript:
 
     def hears(self, message: Message) -> None:
         match message:
-            case StopTask(turn=turn, next_turn=next_turn, at_boundary=at_boundary):
+            case worker_msg.StopTask(turn=turn, next_turn=next_turn, at_boundary=at_boundary):
                 self.gate.request_stop(turn, next_turn, at_boundary=at_boundary)
-            case GrantTurn(turn=turn):
+            case worker_msg.GrantTurn(turn=turn):
                 computed = self.computes
                 self.gate.grant(turn)
                 if not computed:
                     self._computes_since_ms = self._scene.clock.now_ms
-            case EvictTask():
+            case worker_msg.EvictTask():
                 self.gate.request_evict()
-            case LeaseGranted(offset_bytes=start, size_bytes=size):
+            case worker_msg.LeaseGranted(offset_bytes=start, size_bytes=size):
                 self.lease = Span(start, start + size)
-            case LeaseRefused():
+            case worker_msg.LeaseRefused():
                 if self.phase == "leasing":
                     self._end("failed")
             case StepCommitted(number=number):
@@ -138,12 +127,15 @@ class SimulatedScript:
         self._left_ms = max(0.0, self._left_ms - (now_ms - self._computes_since_ms))
         if next_turn:
             self._scene.device.turn = next_turn
-        self._say("signal", Parked(
+        self._say("signal", worker_msg.Parked(
             epoch=self.order.epoch, turn=Turn(turn), next_turn=Turn(next_turn), where=where,
             asked_at_ms=now_ms, parked_at_ms=now_ms))  # fmt: skip
 
     def _back(self, turn: int, is_blocked: bool) -> None:
-        self._say("signal", Back(epoch=self.order.epoch, turn=Turn(turn), is_blocked=is_blocked))
+        self._say(
+            "signal",
+            worker_msg.Back(epoch=self.order.epoch, turn=Turn(turn), is_blocked=is_blocked),
+        )
 
     # -- main thread ---------------------------------------------------------------------------
 
@@ -190,7 +182,7 @@ class SimulatedScript:
 
     def _ask_lease(self) -> None:
         self.phase = "leasing"
-        self._say("task", LeaseRequest(
+        self._say("task", worker_msg.LeaseRequest(
             epoch=self.order.epoch, slice_bytes=self._plan.slice_bytes,
             state_bytes=self._plan.state_bytes))  # fmt: skip
 
@@ -204,7 +196,7 @@ class SimulatedScript:
             require(is_whole, f"it resumes from {self.saved} (I2)")
             self._set(self.saved)
             self.committed = self.saved.step
-        self._say("task", JobReport(epoch=self.order.epoch, kind="started", values={}))
+        self._say("task", worker_msg.JobReport(epoch=self.order.epoch, kind="started", values={}))
         if self.gate.is_evicting:
             self.gate.check("boundary")
         self._next_batch()
@@ -253,7 +245,9 @@ class SimulatedScript:
         self.phase = "fetching"
         values = {"step": step + 1, "left": self._plan.steps - step - 1,
                   "away_ms": round(self._plan.loader_ms)}  # fmt: skip
-        self._say("task", JobReport(epoch=self.order.epoch, kind="progress", values=values))
+        self._say(
+            "task", worker_msg.JobReport(epoch=self.order.epoch, kind="progress", values=values)
+        )
         if self.is_due:
             self._begin_commit()
         self._fetch()
@@ -269,7 +263,7 @@ class SimulatedScript:
         self.in_flight, self.is_acknowledged = self.step, False
         self.number += 1
         self._committed_at_ms = self._scene.clock.now_ms
-        self._say("task", CommitStep(epoch=self.order.epoch, number=self.number,
+        self._say("task", worker_msg.CommitStep(epoch=self.order.epoch, number=self.number,
                                      step=self.in_flight, ranges=self._plan.ranges))  # fmt: skip
 
     def _finish_commit(self) -> None:
@@ -288,7 +282,9 @@ class SimulatedScript:
     def _end(self, outcome: Outcome) -> None:
         self.gate.leave()
         self.is_stubborn = self._scene.choices.happens("linger", self.order.job)
-        self._say("task", JobEnded(epoch=self.order.epoch, outcome=outcome, step=self.step))
+        self._say(
+            "task", worker_msg.JobEnded(epoch=self.order.epoch, outcome=outcome, step=self.step)
+        )
         self.phase = "over"
 
     def _set(self, image: Image) -> None:

@@ -4,25 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+from ..ipc.messages import worker as worker_msg
 from ..ipc.messages.base import Epoch, Message, Ping, Pong, SlabTensor, Turn
-from ..ipc.messages.worker import (
-    Cleaned,
-    EvictTask,
-    ForgetModel,
-    GrantTurn,
-    InferenceDone,
-    InferenceFailed,
-    JoinedRequest,
-    LeaseGranted,
-    LeaseRefused,
-    ModelPrepared,
-    PrepareModel,
-    RunInference,
-    RunJob,
-    SteppedAside,
-    StopTask,
-    WorkerReady,
-)
 from ..scheduler.events import Address
 from ..scheduler.state.records import NO_EPOCH
 from .clock import Move
@@ -30,13 +13,21 @@ from .device import Span, User, Violation, region_of, require
 from .process import Process
 from .script import SimulatedScript
 
-OF_A_JOB = StopTask | GrantTurn | EvictTask | LeaseGranted | LeaseRefused
+OF_A_JOB = (
+    worker_msg.StopTask
+    | worker_msg.GrantTurn
+    | worker_msg.EvictTask
+    | worker_msg.LeaseGranted
+    | worker_msg.LeaseRefused
+)
 
 
 class SimulatedInference:
     """Request in a worker, and its progress. It begins when it has its turn."""
 
-    def __init__(self, order: RunInference, costs_ms: tuple[float, ...], now_ms: float) -> None:
+    def __init__(
+        self, order: worker_msg.RunInference, costs_ms: tuple[float, ...], now_ms: float
+    ) -> None:
         self.order = order
         self.costs_ms = costs_ms  # of its groups
         self.turn_at_ms = now_ms
@@ -71,7 +62,7 @@ class SimulatedWorker(Process):
         self.script: SimulatedScript | None = None
         self.begun: Epoch | None = NO_EPOCH  # its word on the board; None: not known
         self.lease: Span | None = None  # promised or its own, until it is reaped
-        self._preparing: PrepareModel | None = None
+        self._preparing: worker_msg.PrepareModel | None = None
         self._cleaning = NO_EPOCH
         self._job_epoch = NO_EPOCH  # of the RunJob on its way to it or in it
 
@@ -85,9 +76,9 @@ class SimulatedWorker(Process):
         return self.script is not None and self.script.computes
 
     @property
-    def orders(self) -> list[RunInference]:
+    def orders(self) -> list[worker_msg.RunInference]:
         """Requests in it and on their way to it."""
-        found = [m for m in self.inbox.get("task", ()) if isinstance(m, RunInference)]
+        found = [m for m in self.inbox.get("task", ()) if isinstance(m, worker_msg.RunInference)]
         return [self.inference.order, *found] if self.inference is not None else found
 
     def users(self) -> list[User]:
@@ -105,15 +96,15 @@ class SimulatedWorker(Process):
         may_hear = self.is_ready or self.is_replacement or not self.runs
         require(may_hear, f"{self.name} is used before it is ready")
         match message:
-            case RunInference(model=model, plan=plan):
+            case worker_msg.RunInference(model=model, plan=plan):
                 require(not self._job_epoch, f"a request for a job's process: {self.name}")
                 require(not self.orders, f"two tasks on {self.name}")
                 program = self.scene.programs[model]
                 self.scene.device.check_order(message, len(plan) or len(program.plan))
-            case RunJob(epoch=epoch):
+            case worker_msg.RunJob(epoch=epoch):
                 require(not self.orders and not self._job_epoch, f"{self.name} is taken")
                 self._job_epoch = epoch
-            case GrantTurn() if self.script is not None:
+            case worker_msg.GrantTurn() if self.script is not None:
                 require(not self.script.computes, "granted what it never gave up")
         if isinstance(message, OF_A_JOB) and message.epoch != self._job_epoch:
             raise Violation(f"{message} names another dispatch")
@@ -143,10 +134,10 @@ class SimulatedWorker(Process):
 
     def _becomes_ready(self) -> None:
         self.is_ready = True
-        self.say("task", WorkerReady(slot=self.slot, pid=100 + self.slot))
+        self.say("task", worker_msg.WorkerReady(slot=self.slot, pid=100 + self.slot))
 
     def _cleaned(self) -> None:
-        self.say("task", Cleaned(epoch=self._cleaning))
+        self.say("task", worker_msg.Cleaned(epoch=self._cleaning))
         self._cleaning = NO_EPOCH
 
     @property
@@ -168,18 +159,18 @@ class SimulatedWorker(Process):
         order, self._preparing = self._preparing, None
         assert order is not None
         error = "no" if self.scene.choices.happens("prepare_error", order.model) else ""
-        self.say("task", ModelPrepared(
+        self.say("task", worker_msg.ModelPrepared(
             model=order.model, digest=order.digest, plan=order.plan, error=error))  # fmt: skip
 
     def _takes(self, message: Message) -> None:
         match message:
-            case PrepareModel():
+            case worker_msg.PrepareModel():
                 self._preparing = message
-            case ForgetModel():
+            case worker_msg.ForgetModel():
                 pass
-            case RunInference():
+            case worker_msg.RunInference():
                 self._receives(message)
-            case RunJob():
+            case worker_msg.RunJob():
                 area = self.scene.commits.get(message.job)
                 saved = None if area is None else area.last()
                 self.script = SimulatedScript(message, self.scene, self.say, saved)
@@ -188,7 +179,7 @@ class SimulatedWorker(Process):
 
     # -- inference -----------------------------------------------------------------------------
 
-    def _receives(self, order: RunInference) -> None:
+    def _receives(self, order: worker_msg.RunInference) -> None:
         happens, program = self.scene.choices.happens, self.scene.programs[order.model]
         batch, prompts = 1 + len(order.joined), self.scene.prompts
         names = [order.request_id, *(one.request_id for one in order.joined)]
@@ -228,7 +219,7 @@ class SimulatedWorker(Process):
         require(device.turn == epoch, "it gives away what it has not")
         device.turn, task.has_begun = Turn(0), False
         device.stop_words = {**device.stop_words, self.slot: NO_EPOCH}
-        self.say("task", SteppedAside(epoch=epoch))
+        self.say("task", worker_msg.SteppedAside(epoch=epoch))
 
     def _computes_group(self) -> None:
         task, scene = self.inference, self.scene
@@ -250,7 +241,7 @@ class SimulatedWorker(Process):
         is_clean = not happens("unclean", order.model)
         computed_ms = sum(task.costs_ms)
         first_ms, last_ms = task.begins_at_ms[0], task.ends_at_ms[-1]
-        done = InferenceDone(
+        done = worker_msg.InferenceDone(
             epoch=order.epoch, outputs=(output_of(order),),
             joined_outputs=tuple((output_of(one),) for one in order.joined),
             tokens=self._tokens(order),
@@ -263,7 +254,7 @@ class SimulatedWorker(Process):
         if is_clean:
             self._cleaning = NO_EPOCH
 
-    def _tokens(self, order: RunInference) -> tuple[tuple[int, ...], ...]:
+    def _tokens(self, order: worker_msg.RunInference) -> tuple[tuple[int, ...], ...]:
         """Return as many tokens as each request allows, or one when the stop word says so."""
         is_asked = self.scene.device.stop_words.get(self.slot) == order.epoch
         choosing = [order.choosing, *(one.choosing for one in order.joined)]
@@ -274,14 +265,14 @@ class SimulatedWorker(Process):
     def _fails(self, error: str, text: str) -> None:
         assert self.inference is not None
         order = self.inference.order
-        self._ends(order, InferenceFailed(epoch=order.epoch, error=error, message=text))
+        self._ends(order, worker_msg.InferenceFailed(epoch=order.epoch, error=error, message=text))
 
-    def _ends(self, order: RunInference, message: Message) -> None:
+    def _ends(self, order: worker_msg.RunInference, message: Message) -> None:
         self.inference, self._cleaning = None, order.epoch
         self.say("task", message)
 
 
-def output_of(order: RunInference | JoinedRequest) -> SlabTensor:
+def output_of(order: worker_msg.RunInference | worker_msg.JoinedRequest) -> SlabTensor:
     """Return a tensor whose name says to which request it belongs."""
     return SlabTensor(name=order.request_id, dtype="uint8", shape=(1,),
                       offset_bytes=order.reply_offset_bytes, size_bytes=1)  # fmt: skip

@@ -20,20 +20,8 @@ from pipeswitch.commits.progress import SUFFIX, Life, Progress, read_life
 from pipeswitch.devices.view import HostCopies, PoolView, now_ms
 from pipeswitch.inputs.ring import Ring
 from pipeswitch.ipc.channel import Channel
+from pipeswitch.ipc.messages import worker as worker_msg
 from pipeswitch.ipc.messages.base import ByteRange, ModelName, StepCommitted
-from pipeswitch.ipc.messages.worker import (
-    CommitStep,
-    HostGranted,
-    HostRequest,
-    JobReport,
-    LeaseGranted,
-    LeaseRefused,
-    LeaseRequest,
-    PublishAnswered,
-    PublishCopied,
-    PublishStep,
-    RunJob,
-)
 from pipeswitch.ipc.sparse import keep_newest
 
 from .tiles import Tiles
@@ -49,7 +37,7 @@ class JobHost:
     """
 
     def __init__(
-        self, message: RunJob, task: Channel, view: PoolView, descriptors: Sequence[int]
+        self, message: worker_msg.RunJob, task: Channel, view: PoolView, descriptors: Sequence[int]
     ) -> None:
         self._message = message
         self._task = task
@@ -57,12 +45,14 @@ class JobHost:
         self.device = view.device
         self.tiles: Tiles | None = None  # where all jobs share what activations may take
         self._changed = threading.Condition()
-        self._lease: LeaseGranted | LeaseRefused | HostGranted | None = None
+        self._lease: (
+            worker_msg.LeaseGranted | worker_msg.LeaseRefused | worker_msg.HostGranted | None
+        ) = None
         self._committed: StepCommitted | None = None
         self._commit_number = 0  # of the last one that was begun: 1, 2, … in each dispatch
         self._evicting = False
         self._publishing = 0  # that are not copied yet
-        self._published: PublishAnswered | None = None
+        self._published: worker_msg.PublishAnswered | None = None
         self._history: BinaryIO | None = None
         self._history_bytes = 0
         self._progress: Progress | None = None
@@ -105,13 +95,13 @@ class JobHost:
         """
         reach("job.lease")
         self._view.settle()  # what still reads the former slice: it may be given to another
-        request = LeaseRequest(
+        request = worker_msg.LeaseRequest(
             epoch=self._message.epoch, slice_bytes=slice_bytes, state_bytes=state_bytes
         )
         answer = self._ask(request, or_evicted=True)
         if answer is None:
             raise TaskPreempted("evicted while waiting for device memory")
-        assert isinstance(answer, LeaseGranted)
+        assert isinstance(answer, worker_msg.LeaseGranted)
         slice_tensor = self._view.slice_bytes(answer.offset_bytes, slice_bytes)
         if self._has_leased:
             slice_tensor.zero_()  # the first slice again, for the next phase
@@ -125,11 +115,14 @@ class JobHost:
         Raises:
             HostStoreFull: there is no room; earlier grants stay.
         """
-        self._ask(HostRequest(epoch=self._message.epoch, size_bytes=size_bytes), or_evicted=False)
+        self._ask(
+            worker_msg.HostRequest(epoch=self._message.epoch, size_bytes=size_bytes),
+            or_evicted=False,
+        )
 
     def _ask(
-        self, request: LeaseRequest | HostRequest, *, or_evicted: bool
-    ) -> LeaseGranted | HostGranted | None:
+        self, request: worker_msg.LeaseRequest | worker_msg.HostRequest, *, or_evicted: bool
+    ) -> worker_msg.LeaseGranted | worker_msg.HostGranted | None:
         """Request memory and wait for the grant; return None when an eviction comes first."""
         with self._changed:
             self._lease = None
@@ -137,7 +130,7 @@ class JobHost:
         with self._changed:
             self._changed.wait_for(lambda: self._lease or (or_evicted and self._evicting))
             answer = self._lease
-        if isinstance(answer, LeaseRefused):
+        if isinstance(answer, worker_msg.LeaseRefused):
             raise from_wire(answer.error, answer.message, "", answer.data)
         return answer
 
@@ -149,7 +142,7 @@ class JobHost:
             self._commit_number += 1
         self._view.settle()  # the daemon reads the slice: every kernel before has run
         self._task.send(
-            CommitStep(
+            worker_msg.CommitStep(
                 epoch=self._message.epoch,
                 number=self._commit_number,
                 step=step,
@@ -201,7 +194,7 @@ class JobHost:
             self._published = None
             self._publishing += 1
         self._task.send(
-            PublishStep(
+            worker_msg.PublishStep(
                 epoch=self._message.epoch,
                 model=ModelName(model),
                 step=step,
@@ -217,7 +210,7 @@ class JobHost:
                 self._publishing -= 1
             raise from_wire(answer.error, answer.message, answer.hint, answer.data)
 
-    def _await_publish(self) -> PublishAnswered | None:
+    def _await_publish(self) -> worker_msg.PublishAnswered | None:
         """Wait for the answer; return None when an eviction comes first."""
         with self._changed:
             self._changed.wait_for(lambda: self._published is not None or self._evicting)
@@ -275,13 +268,13 @@ class JobHost:
     def report(self, kind: str, /, **values: Any) -> None:
         """Tell the controller: progress, log, warnings, events. Does not block."""
         reach("job.report")
-        self._task.send(JobReport(epoch=self._message.epoch, kind=kind, values=values))
+        self._task.send(worker_msg.JobReport(epoch=self._message.epoch, kind=kind, values=values))
 
     # -- termination thread --------------------------------------------------------------------
 
     def lease_answered(
         self,
-        message: LeaseGranted | LeaseRefused | HostGranted,
+        message: worker_msg.LeaseGranted | worker_msg.LeaseRefused | worker_msg.HostGranted,
         descriptors: Sequence[int],
     ) -> None:
         """An answer to ``lease``, or to ``charge_host``; a granted slice brings the commit area,
@@ -301,9 +294,11 @@ class JobHost:
             self._committed = message
             self._changed.notify_all()
 
-    def publish_answered(self, message: PublishAnswered | PublishCopied) -> None:
+    def publish_answered(
+        self, message: worker_msg.PublishAnswered | worker_msg.PublishCopied
+    ) -> None:
         with self._changed:
-            if isinstance(message, PublishAnswered):
+            if isinstance(message, worker_msg.PublishAnswered):
                 self._published = message
             else:
                 self._publishing = max(0, self._publishing - 1)  # it may be of an earlier process

@@ -20,15 +20,7 @@ import torch
 from msgspec.structs import replace
 
 from ...base.errors import RegistrationRefused
-from ...programs.interface.packing import (
-    CONVOLUTION,
-    CONVOLUTION_ADD,
-    LINEAR,
-    LINEAR_ADD,
-    LINEAR_INT8,
-    Half,
-    PackedLayout,
-)
+from ...programs.interface import packing
 
 _MKLDNN_LAYOUT: Final = 3  # c10::Layout::Mkldnn
 _SCALAR_TYPES: Final = {"float32": 6, "bfloat16": 15}  # c10::ScalarType
@@ -39,7 +31,7 @@ MAX_INT8_ROWS: Final = 12  # where both ways to multiply by int8 weights take eq
 class CpuKernels:
     """Packed operators of the cpu device. Stateless; see ``executor.PackedKernels``."""
 
-    def pack_linear(self, weight: torch.Tensor) -> tuple[PackedLayout, torch.Tensor]:
+    def pack_linear(self, weight: torch.Tensor) -> tuple[packing.PackedLayout, torch.Tensor]:
         """Implement ``PackedKernels``."""
         return _taken_apart(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()))
 
@@ -51,7 +43,7 @@ class CpuKernels:
         dilation: Sequence[int],
         groups: int,
         input_shape: Sequence[int],
-    ) -> tuple[PackedLayout, torch.Tensor]:
+    ) -> tuple[packing.PackedLayout, torch.Tensor]:
         """Implement ``PackedKernels``.
 
         Without the input's shape, oneDNN guesses one and often chooses a layout that a call must
@@ -63,7 +55,7 @@ class CpuKernels:
         layout, data = _taken_apart(packed)
         return replace(layout, input_shape=tuple(input_shape)), data
 
-    def wrap(self, data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+    def wrap(self, data: torch.Tensor, layout: packing.PackedLayout) -> torch.Tensor:
         """Implement ``PackedKernels``; ``data`` is uint8, contiguous, and begins on 64 bytes."""
         create, new_capsule = _library()
         dims = len(layout.shape)
@@ -88,31 +80,31 @@ class CpuKernels:
         tensor: torch.Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule)
         return tensor
 
-    def half(self) -> Half:
+    def half(self) -> packing.Half:
         """Implement ``PackedKernels``."""
         return "" if missing_half() else "packed"
 
     def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
         """Implement ``PackedKernels``."""
         return {
-            LINEAR_INT8: _linear_int8,
-            LINEAR: torch.ops.mkldnn._linear_pointwise.default,
-            LINEAR_ADD: _linear_add,
-            CONVOLUTION: torch.ops.mkldnn._convolution_pointwise.default,
-            CONVOLUTION_ADD: _convolution_add,
+            packing.LINEAR_INT8: _linear_int8,
+            packing.LINEAR: torch.ops.mkldnn._linear_pointwise.default,
+            packing.LINEAR_ADD: _linear_add,
+            packing.CONVOLUTION: torch.ops.mkldnn._convolution_pointwise.default,
+            packing.CONVOLUTION_ADD: _convolution_add,
         }
 
 
 class UnpackedKernels(CpuKernels):
     """Operators of a device that reads plain bfloat16 and int8 tensors (cuda)."""
 
-    def half(self) -> Half:
+    def half(self) -> packing.Half:
         """Implement ``PackedKernels``."""
         return "plain"
 
     def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
         """Implement ``PackedKernels``."""
-        return {LINEAR_INT8: _linear_int8}
+        return {packing.LINEAR_INT8: _linear_int8}
 
 
 KERNELS: Final = CpuKernels()
@@ -165,12 +157,12 @@ def _convolution_add(
     return result
 
 
-def _taken_apart(packed: torch.Tensor) -> tuple[PackedLayout, torch.Tensor]:
+def _taken_apart(packed: torch.Tensor) -> tuple[packing.PackedLayout, torch.Tensor]:
     size_bytes = int(torch.ops.mkldnn._nbytes(packed))
     data = torch.empty(size_bytes, dtype=torch.uint8)
     ctypes.memmove(data.data_ptr(), int(torch.ops.mkldnn.data_ptr(packed)), size_bytes)
     description = torch.ops.mkldnn._get_mkldnn_serialized_md(packed)
-    layout = PackedLayout(
+    layout = packing.PackedLayout(
         dtype=str(packed.dtype).removeprefix("torch."),
         shape=tuple(packed.shape),
         description=bytes(description.tolist()),
@@ -220,13 +212,15 @@ def _self_test(dtype: torch.dtype) -> float:
     with torch.no_grad():
         weight, x = values[:512].reshape(32, 16), values[:64].reshape(4, 16)
         layout, data = KERNELS.pack_linear(weight.to(dtype))
-        ours = operators[LINEAR](x.to(dtype), KERNELS.wrap(data, layout), None, "none", [], "")
+        ours = operators[packing.LINEAR](
+            x.to(dtype), KERNELS.wrap(data, layout), None, "none", [], ""
+        )
         theirs = torch.nn.functional.linear(x, weight)
         error = max(error, float((ours - theirs).abs().max() / theirs.abs().max()))
         weight, x = values.reshape(16, 8, 3, 3), values[:512].reshape(1, 8, 8, 8)
         how = [1, 1], [1, 1], [1, 1], 1
         layout, data = KERNELS.pack_convolution(weight.to(dtype), *how, x.shape)
         wrapped = KERNELS.wrap(data, layout)
-        ours = operators[CONVOLUTION](x.to(dtype), wrapped, None, *how, "none", [], "")
+        ours = operators[packing.CONVOLUTION](x.to(dtype), wrapped, None, *how, "none", [], "")
         theirs = torch.nn.functional.conv2d(x, weight, None, 1, 1)
         return max(error, float((ours - theirs).abs().max() / theirs.abs().max()))

@@ -26,19 +26,8 @@ from ...base.codec import encode_json
 from ...base.errors import InvalidInput, PipeSwitchError, QueueFull, ServerUnavailable
 from ...base.units import format_bytes
 from ...client.looped import Prompt
+from .. import refusals
 from ..decoding import check_memory
-from ..refusals import (
-    RETRY_AFTER_S,
-    HeadTooLarge,
-    MethodNotAllowed,
-    RequestTimeout,
-    TooLarge,
-    Unauthenticated,
-    UnknownCoding,
-    as_ours,
-    body_of,
-    status_of,
-)
 from ..sharing import CROWD, Shared
 
 log = logging.getLogger(__name__)
@@ -151,7 +140,7 @@ async def answered(work: Work, body: Any, path: str = "", refuse: Refuse | None 
         return refuse(path, error) if refuse else refusal(error)
     except Exception as error:
         log.exception("http=failed")  # no head: it may have a token
-        return refuse(path, as_ours(error)) if refuse else refusal(as_ours(error))
+        return refuse(path, refusals.as_ours(error)) if refuse else refusal(refusals.as_ours(error))
 
 
 def json_answer(value: Any, status: int = 200, headers: Sequence[tuple[str, str]] = ()) -> Answer:
@@ -160,18 +149,18 @@ def json_answer(value: Any, status: int = 200, headers: Sequence[tuple[str, str]
 
 def refusal(error: PipeSwitchError) -> Answer:
     """Return an error's answer in our own form: ``{"error", "code", "hint"}``."""
-    status = status_of(error)
+    status = refusals.status_of(error)
     headers = []
     # Of a deadline that could not be met, as was known when it came: later it may be.
     if status.may_retry or "predicted_ms" in error.data:
-        headers.append(("Retry-After", str(RETRY_AFTER_S)))
-    if isinstance(error, Unauthenticated):
+        headers.append(("Retry-After", str(refusals.RETRY_AFTER_S)))
+    if isinstance(error, refusals.Unauthenticated):
         headers.append(("WWW-Authenticate", "Bearer"))
-    if isinstance(error, MethodNotAllowed):
+    if isinstance(error, refusals.MethodNotAllowed):
         headers.append(("Allow", error.allow))
-    if isinstance(error, UnknownCoding):
+    if isinstance(error, refusals.UnknownCoding):
         headers.append(("Accept-Encoding", ", ".join(CODINGS)))
-    return json_answer(body_of(error), status.http, headers)
+    return json_answer(refusals.body_of(error), status.http, headers)
 
 
 class HttpServer:
@@ -451,7 +440,7 @@ class _Reading:
             return
         self._work = self._server.admit(head)
         if head.coding not in ("identity", *CODINGS):
-            self._work = self._server.refuse(path, UnknownCoding(head.coding))
+            self._work = self._server.refuse(path, refusals.UnknownCoding(head.coding))
         if (length or 0) > self._limits.body_bytes:
             self._work = self._server.refuse(path, _body_too_large(self._limits))
         if isinstance(self._work, Answer) and length != 0:
@@ -810,11 +799,11 @@ class Connection(asyncio.BufferedProtocol):
             if took_s > self._limits.body_look_s:
                 came = self.reading.received_bytes - self.reading.marked_bytes
                 if came < took_s * self._limits.body_bytes_per_s:
-                    self.refuse(RequestTimeout("the body came too slowly"))
+                    self.refuse(refusals.RequestTimeout("the body came too slowly"))
                 self.since_s, self.reading.marked_bytes = now_s, self.reading.received_bytes
         elif self.reading.head_bytes:
             if took_s > self._limits.head_s:
-                self.refuse(RequestTimeout("the head came too slowly"))
+                self.refuse(refusals.RequestTimeout("the head came too slowly"))
         elif took_s > self._limits.idle_s:
             self.abort()
 
@@ -853,7 +842,7 @@ def _inflated(data: Any, most: int) -> bytes:
     except zlib.error as error:
         raise InvalidInput(f"the body is not what Content-Encoding says: {error}") from None
     if len(body) > most:
-        raise TooLarge(
+        raise refusals.TooLarge(
             f"the body becomes more than {format_bytes(most)}, which is what there is room for",
             hint="smaller batches, or fewer at once",
         )
@@ -890,15 +879,15 @@ def _crowded() -> Answer:
     return refusal(ServerUnavailable("too many connections", hint=AGAIN))
 
 
-def _head_too_large(limits: Limits) -> HeadTooLarge:
-    return HeadTooLarge(
+def _head_too_large(limits: Limits) -> refusals.HeadTooLarge:
+    return refusals.HeadTooLarge(
         f"the head of a request has at most {format_bytes(limits.head_bytes)} and "
         f"{MAX_HEADERS} headers"
     )
 
 
-def _body_too_large(limits: Limits) -> TooLarge:
-    return TooLarge(
+def _body_too_large(limits: Limits) -> refusals.TooLarge:
+    return refusals.TooLarge(
         f"a body has at most {format_bytes(limits.body_bytes)} here",
         hint="send less at once (a model: pipeswitch register), or raise [gateway] max_body",
     )

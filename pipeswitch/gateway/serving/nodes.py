@@ -22,19 +22,9 @@ from typing import Any, Final
 import msgspec
 
 from ...base.errors import InvalidInput, ServerUnavailable
+from ...client import holders
 from ...client.calls import Reply
 from ...client.connection import Connection
-from ...client.holders import (
-    ELSEWHERE,
-    Balance,
-    Failover,
-    NodeAddress,
-    Step,
-    Table,
-    home_of,
-    lost,
-    models_of,
-)
 from ...client.looped import LoopConnection
 from ...client.verbs import REACHES, Reach
 from ...wire.keys import ClientKeys
@@ -53,9 +43,9 @@ class Nodes:
         """``path``: the file of the table, which need not exist yet."""
         self._local, self._path = local, path
         self._seen: tuple[int, int] = (0, 0)
-        self._table = Table()
-        self._links: dict[NodeAddress, Connection] = {}
-        self._balance = Balance()
+        self._table = holders.Table()
+        self._links: dict[holders.NodeAddress, Connection] = {}
+        self._balance = holders.Balance()
         self._busy: Counter[str] = Counter()  # requests under way, by address
         self._failed_s: dict[str, float] = {}  # by address
         self._began: dict[tuple[str, str], str] = {}  # nodes, by tenant and sequence
@@ -98,7 +88,7 @@ class Nodes:
             PipeSwitchError: the last node's error.
         """
         model, body = options["model"], options.get("body") or {}
-        failover = Failover(model, options, time.monotonic(), LOOK_S)
+        failover = holders.Failover(model, options, time.monotonic(), LOOK_S)
         held = self._table.untried(model)
         if not held and self._read():
             held = self._table.untried(model)
@@ -106,15 +96,15 @@ class Nodes:
             node = self._node_for(held, body)
             try:
                 return await self._send(node, op, options)
-            except ELSEWHERE as error:
+            except holders.ELSEWHERE as error:
                 address = self._table.address(node)
                 if isinstance(error, ServerUnavailable):
                     self._failed_s[address] = time.monotonic()
                 if "sequence" in body:
                     self._began.pop(_key(body), None)
                 failover.failed(error, address)
-            while isinstance(found := failover.next(self._table, time.monotonic()), Step):
-                if found is Step.RENEW:
+            while isinstance(found := failover.next(self._table, time.monotonic()), holders.Step):
+                if found is holders.Step.RENEW:
                     self._read()
                 else:
                     await asyncio.sleep(LOOK_S)
@@ -142,9 +132,9 @@ class Nodes:
         node = "" if body.get("start") else self._began.get(key, "")
         self._began.pop(key, None)
         if node and node not in held:
-            raise lost(body["sequence"])
+            raise holders.lost(body["sequence"])
         if not node:  # its next request may come in at another gateway
-            node = home_of("\0".join(key), self._fresh(held))
+            node = holders.home_of("\0".join(key), self._fresh(held))
         if not body.get("end"):
             self._began[key] = node
         if len(self._began) > MAX_SEQUENCES:
@@ -172,7 +162,7 @@ class Nodes:
         )
         errors = [one for one in answers.values() if isinstance(one, BaseException)]
         for error in errors:
-            if not isinstance(error, ELSEWHERE) or len(errors) == len(nodes):
+            if not isinstance(error, holders.ELSEWHERE) or len(errors) == len(nodes):
                 raise error
         return {node: one for node, one in answers.items() if isinstance(one, Reply)}
 
@@ -182,14 +172,14 @@ class Nodes:
         answers = await self._all([*names], "models", options)
         bodies = {node: answer.body for node, answer in answers.items()}
         first = next(iter(answers.values()))
-        return msgspec.structs.replace(first, body={"models": models_of(bodies)})
+        return msgspec.structs.replace(first, body={"models": holders.models_of(bodies)})
 
     async def _ping(self, options: dict[str, Any]) -> Any:
         """Return the answer of the first ready node, this one first; if none is ready, this
         node's."""
         found: Any = None
         for node in dict.fromkeys((self._table.here, *self._table.nodes)):
-            with contextlib.suppress(*ELSEWHERE):
+            with contextlib.suppress(*holders.ELSEWHERE):
                 reply = await self._send(node, "ping", options)
                 if reply.body["ready"]:
                     return reply
@@ -253,7 +243,7 @@ class Nodes:
             if seen == self._seen:
                 return False
             self._seen = seen
-            self._table = msgspec.json.decode(self._path.read_bytes(), type=Table)
+            self._table = msgspec.json.decode(self._path.read_bytes(), type=holders.Table)
         except (OSError, msgspec.DecodeError) as error:
             if not isinstance(error, FileNotFoundError):
                 log.error("nodes=unchanged: %s", error)

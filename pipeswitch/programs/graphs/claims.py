@@ -16,15 +16,8 @@ import msgspec
 from ...base.errors import RegistrationRefused
 from ...base.units import printable
 from ..decoding.generation import PADS
+from ..interface import layout
 from ..interface.dims import BATCH, names_in
-from ..interface.layout import (
-    TENSOR_ALIGN_BYTES,
-    GroupSpec,
-    LayerSpec,
-    Manifest,
-    TensorSpec,
-    aligned,
-)
 from .bundle import MAX_NAME_CHARS, MAX_NODES, check_dtype_and_shape, is_name
 
 MAX_TEXT_CHARS: Final = 4096
@@ -32,7 +25,7 @@ MAX_NOTES: Final = 64
 _NUMBERS: Final = ("largest_value_bytes", "intermediate_bytes")  # of ``Manifest.extra``
 
 
-def check_claims(manifest: Manifest) -> None:
+def check_claims(manifest: layout.Manifest) -> None:
     """Refuse a graph's manifest whose numbers do not belong together.
 
     Raises:
@@ -75,7 +68,7 @@ def check_claims(manifest: Manifest) -> None:
             _refuse(f"requests would wait {delay_ms} ms for others")
 
 
-def _check_texts(manifest: Manifest) -> None:
+def _check_texts(manifest: layout.Manifest) -> None:
     extra = manifest.extra
     notes = extra.get("notes", ())
     if not isinstance(notes, list | tuple) or len(notes) > MAX_NOTES:
@@ -89,7 +82,7 @@ def _check_texts(manifest: Manifest) -> None:
             _refuse(f"{key} is not a size")
 
 
-def check_tensors(tensors: Sequence[TensorSpec], total_bytes: int) -> None:
+def check_tensors(tensors: Sequence[layout.TensorSpec], total_bytes: int) -> None:
     """Refuse tensors with gaps, with sizes other than their shapes', or with bytes after them.
 
     Raises:
@@ -104,12 +97,12 @@ def check_tensors(tensors: Sequence[TensorSpec], total_bytes: int) -> None:
             _refuse(f"{part} cannot have {tensor.size_bytes} bytes")
         if tensor.offset_bytes != position or tensor.file_offset_bytes < 0:
             _refuse(f"{part} does not follow the one before it")
-        position += aligned(tensor.size_bytes, TENSOR_ALIGN_BYTES)
+        position += layout.aligned(tensor.size_bytes, layout.TENSOR_ALIGN_BYTES)
     if position != total_bytes:
         _refuse(f"its tensors take {position} bytes, it says {total_bytes}")
 
 
-def _check_nodes(spans: Sequence[LayerSpec | GroupSpec]) -> None:
+def _check_nodes(spans: Sequence[layout.LayerSpec | layout.GroupSpec]) -> None:
     node = 0
     for span in spans:
         if span.first_node != node or span.end_node < node:
@@ -119,7 +112,7 @@ def _check_nodes(spans: Sequence[LayerSpec | GroupSpec]) -> None:
         _refuse(f"more than {MAX_NODES} nodes")
 
 
-def _check_groups(manifest: Manifest) -> None:
+def _check_groups(manifest: layout.Manifest) -> None:
     """Refuse groups that do not tile the region, or lack tensors that lie in their part."""
     position = index = 0
     for group in manifest.groups:
@@ -141,7 +134,7 @@ def _check_groups(manifest: Manifest) -> None:
         _refuse("its groups do not cover its tensors")
 
 
-def check_joinable(manifest: Manifest, limit: int) -> None:
+def check_joinable(manifest: layout.Manifest, limit: int) -> None:
     """Refuse to join a program's requests up to a batch of ``limit``.
 
     Raises:

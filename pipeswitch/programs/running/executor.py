@@ -16,18 +16,10 @@ from ...base.errors import InvalidInput, LocalProtocolError, RegistrationRefused
 from ..graphs.bundle import Graph
 from ..graphs.contracts import BrokenContract
 from ..graphs.graph import CompiledGraph, Environment, GroupCall, behind_contract, resolve
+from ..interface import packing
 from ..interface.dims import NoExtent, Values, shape_at, values_of, values_text
 from ..interface.layout import Manifest, TensorSpec
 from ..interface.nesting import argument_names, arguments
-from ..interface.packing import (
-    CONVOLUTION_ADD,
-    LINEAR,
-    LINEAR_ADD,
-    LINEAR_INT8,
-    TARGETS,
-    Half,
-    PackedLayout,
-)
 from .factories import keywords_of, split_arguments, without_cache
 from .loose import leave_behind, slots
 from .torch_settings import TorchSettings
@@ -65,7 +57,7 @@ class Program(Protocol):
 class PackedKernels(Protocol):
     """Operators over packed weights for one kind of device."""
 
-    def pack_linear(self, weight: torch.Tensor) -> tuple[PackedLayout, torch.Tensor]:
+    def pack_linear(self, weight: torch.Tensor) -> tuple[packing.PackedLayout, torch.Tensor]:
         """Pack a weight ``[out, in]``; return its layout and bytes."""
 
     def pack_convolution(
@@ -76,16 +68,16 @@ class PackedKernels(Protocol):
         dilation: Sequence[int],
         groups: int,
         input_shape: Sequence[int],
-    ) -> tuple[PackedLayout, torch.Tensor]:
+    ) -> tuple[packing.PackedLayout, torch.Tensor]:
         """Pack a weight ``[out, in / groups, height, width]``; return its layout and bytes.
 
         The layout is the best one for an input of that shape; it is right for all shapes.
         """
 
-    def wrap(self, data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+    def wrap(self, data: torch.Tensor, layout: packing.PackedLayout) -> torch.Tensor:
         """Wrap packed bytes in place as a weight; the bytes must outlive it."""
 
-    def half(self) -> Half:
+    def half(self) -> packing.Half:
         """Return how products in bfloat16 are computed."""
 
     def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
@@ -104,16 +96,16 @@ def _check_packed(
         raise RegistrationRefused("weights", "this device cannot read packed weights")
     first, made = len(graph.inputs), set[str]()
     for node in graph.nodes:
-        if node.target not in TARGETS or node.target == LINEAR_INT8:
+        if node.target not in packing.TARGETS or node.target == packing.LINEAR_INT8:
             continue  # an int8 weight is a plain tensor, and its kernel looks at all extents
-        at = 2 if node.target in (LINEAR_ADD, CONVOLUTION_ADD) else 1
+        at = 2 if node.target in (packing.LINEAR_ADD, packing.CONVOLUTION_ADD) else 1
         index = node.args[at]["v"] - first
         name = graph.weights[index] if 0 <= index < len(graph.weights) else ""
         layout = graph.packed.get(name)
         if layout is None or layout.dtype not in ("float32", "bfloat16"):
             raise RegistrationRefused("weights", f"{node.target} needs a packed weight")
         zeros = torch.zeros(layout.shape, dtype=getattr(torch, layout.dtype))
-        if node.target in (LINEAR, LINEAR_ADD):
+        if node.target in (packing.LINEAR, packing.LINEAR_ADD):
             expected, data = kernels.pack_linear(zeros)
         else:
             how = (*node.args[at + 2 : at + 6], layout.input_shape)

@@ -6,15 +6,9 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 from ...base.errors import OutOfDeviceMemory, PipeSwitchError, to_wire
+from ...ipc.messages import worker as worker_msg
 from ...ipc.messages.base import Epoch, JobName
 from ...ipc.messages.daemon import Scrub
-from ...ipc.messages.worker import (
-    HostGranted,
-    HostRequest,
-    LeaseGranted,
-    LeaseRefused,
-    LeaseRequest,
-)
 from ..core import PLACES
 from ..policies.job_orders import JOB_ORDERS
 from ..state.device_state import DeviceState
@@ -137,7 +131,7 @@ class Leases:
         self._commits = commits
         self._store = store
 
-    def requested(self, worker: Worker, message: LeaseRequest) -> None:
+    def requested(self, worker: Worker, message: worker_msg.LeaseRequest) -> None:
         """Handle a job's request for its slice; the job waits outside the device's turn."""
         job = self._device.job_of(worker, message.epoch)
         if job is None or job.state.state is TaskState.EVICTING:
@@ -157,7 +151,7 @@ class Leases:
         if not job.memory.lease_bytes:  # a later phase of the script asks again
             job.timing.start_ms = self._device.core.now_ms - job.timing.dispatched_at_ms
 
-    def host_requested(self, worker: Worker, message: HostRequest) -> None:
+    def host_requested(self, worker: Worker, message: worker_msg.HostRequest) -> None:
         """Answer a host memory request at once, even of a leaving job: it may be mid-layer."""
         job = self._device.job_of(worker, message.epoch)
         if job is None:
@@ -168,7 +162,7 @@ class Leases:
         except PipeSwitchError as error:
             self._refuse(job, error)
             return
-        self._device.send(job.slot, HostGranted(epoch=job.epoch), "signal")
+        self._device.send(job.slot, worker_msg.HostGranted(epoch=job.epoch), "signal")
 
     def reaped(self, name: JobName) -> None:
         """Release everything of a job whose process is reaped."""
@@ -221,7 +215,7 @@ class Leases:
                 job.timing.turn_left_ms = max(device.core.settings.training_cycle_ms, least_ms)
             if job.state.state is TaskState.TRANSMITTING:
                 job.state.apply(TaskEvent.STARTED, "leased its slice")
-            granted = LeaseGranted(
+            granted = worker_msg.LeaseGranted(
                 epoch=job.epoch, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes
             )
             self._device.send(job.slot, granted, "signal", commits_of=job.spec.name)
@@ -255,7 +249,7 @@ class Leases:
     def _refuse(self, job: Job, error: PipeSwitchError) -> None:
         assert job.slot is not None
         wire = to_wire(error)
-        refused = LeaseRefused(
+        refused = worker_msg.LeaseRefused(
             epoch=job.epoch, error=wire["type"], message=str(error), data=wire["data"]
         )
         self._device.send(job.slot, refused, "signal")

@@ -16,32 +16,15 @@ from ..events import Interrupt, RaiseTurn
 from ..memory.ledgers import Arena
 from ..memory.residency import Residents
 from ..policies import Waiting
+from ..state import states
 from ..state.device_state import DeviceState
 from ..state.fair_queue import Charge
 from ..state.policy_queue import shown
 from ..state.records import NO_EPOCH, Activation, Replica, Request, Worker
-from ..state.states import (
-    WORKER_FREE,
-    ModelState,
-    OwnerState,
-    Residency,
-    TaskEvent,
-    WorkerEvent,
-    WorkerState,
-)
 from ..training.training import Training
+from . import forecast
 from .batching import Batch, batch_for, begins_at_ms, waits_for_run
 from .endings import quarantined
-from .forecast import (
-    MOST_AHEAD,
-    MOST_BLOCKED,
-    absent_until_ms,
-    fits_in,
-    is_hopeless,
-    note_end,
-    too_late,
-    waits_for_copy_ms,
-)
 
 
 class Turns:
@@ -64,7 +47,7 @@ class Turns:
     def passed(self, turn: Turn) -> None:
         """Note that the parked worker has raised the turn itself."""
         owner = self._device.owner
-        if owner.state is OwnerState.IDLE and owner.pending and owner.pending.turn == turn:
+        if owner.state is states.OwnerState.IDLE and owner.pending and owner.pending.turn == turn:
             self._start(owner.pending, "turn passed on")
 
     def _start(self, task: Activation, cause: str) -> None:
@@ -79,7 +62,7 @@ class Turns:
             return
         task.began_at_ms = now_ms
         for token in task.tokens:
-            self._device.requests[token].state.apply(TaskEvent.STARTED, cause)
+            self._device.requests[token].state.apply(states.TaskEvent.STARTED, cause)
 
     # -- a pass of a model that streams: it may take as long as its copy ---------------------------
 
@@ -140,8 +123,8 @@ class Turns:
         return activation
 
 
-IN_PLACE: Final = (Residency.RESIDENT, Residency.PINNED)
-READY: Final = ModelState.READY
+IN_PLACE: Final = (states.Residency.RESIDENT, states.Residency.PINNED)
+READY: Final = states.ModelState.READY
 
 
 class Dispatch:
@@ -166,12 +149,12 @@ class Dispatch:
         for request in (*device.queue.expired(core.now_ms), *device.early.expired(core.now_ms)):
             assert request.deadline_at_ms is not None
             if core.now_ms < request.deadline_at_ms:
-                device.refuse(request, TaskEvent.EXPIRE, too_late(device, request))
+                device.refuse(request, states.TaskEvent.EXPIRE, forecast.too_late(device, request))
                 continue
             waited = core.now_ms - request.arrived_at_ms
             device.refuse(
                 request,
-                TaskEvent.EXPIRE,
+                states.TaskEvent.EXPIRE,
                 DeadlineExceeded(
                     f"the deadline passed after {waited:.0f} ms in the queue",
                     hint="raise the deadline or the priority",
@@ -234,7 +217,7 @@ class Dispatch:
                     requested_bytes=size,
                     largest_free_bytes=largest,
                 )
-                self._device.refuse(request, TaskEvent.ERROR, error)
+                self._device.refuse(request, states.TaskEvent.ERROR, error)
 
     def _dispatch_best(self) -> bool:
         core, device = self._core, self._device
@@ -246,16 +229,18 @@ class Dispatch:
         for view, request in device.queue.heads(*device.seen):
             if any(view.model == other.model for other in blocked):
                 continue
-            if len(blocked) == MOST_BLOCKED or not all(
+            if len(blocked) == forecast.MOST_BLOCKED or not all(
                 core.judge.may_overtake(view, other, now) for other in blocked
             ):
                 break  # 5.
             model = device.replicas[request.model].model
-            if model.state.state is ModelState.QUARANTINED:  # for what it did on another device
-                device.refuse(request, TaskEvent.ERROR, quarantined(model))
+            if (
+                model.state.state is states.ModelState.QUARANTINED
+            ):  # for what it did on another device
+                device.refuse(request, states.TaskEvent.ERROR, quarantined(model))
                 return True
-            if is_hopeless(device, request):
-                device.refuse(request, TaskEvent.EXPIRE, too_late(device, request))
+            if forecast.is_hopeless(device, request):
+                device.refuse(request, states.TaskEvent.EXPIRE, forecast.too_late(device, request))
                 return True  # another one is first now
             replica = device.replicas[request.model]
             if replica.built.batching is not None:
@@ -268,7 +253,7 @@ class Dispatch:
             is_there = replica.is_on_device and replica.landings is None
             if coming is not None:
                 is_ready = is_there and not replica.is_being_sent
-                if is_ready and fits_in(device, request, idle_ms):
+                if is_ready and forecast.fits_in(device, request, idle_ms):
                     coming = request, replica, False
                     break  # 10.
                 blocked.append(view)
@@ -282,9 +267,9 @@ class Dispatch:
                 is_alone = len(device.queue.requests) == 1 or not replica.is_being_sent
                 if is_alone or replica.landings is not None:
                     break
-                if (idle_ms := waits_for_copy_ms(device, request)) <= 0.0:
+                if (idle_ms := forecast.waits_for_copy_ms(device, request)) <= 0.0:
                     break
-            self._look_again(absent_until_ms(device, request))
+            self._look_again(forecast.absent_until_ms(device, request))
             blocked.append(view)
         if coming is not None:
             request, replica, is_sent = coming
@@ -328,7 +313,7 @@ class Dispatch:
             return
         if not device.daemon.is_ready:
             return
-        for view, _ in itertools.islice(device.queue.heads(*device.seen), MOST_AHEAD):
+        for view, _ in itertools.islice(device.queue.heads(*device.seen), forecast.MOST_AHEAD):
             replica = device.replicas[ModelName(view.model)]
             if replica.is_on_device or replica.landings is not None:
                 continue
@@ -344,7 +329,7 @@ class Dispatch:
     def _has_worker(self) -> bool:
         """Return True if a worker could begin. A worker that loads a program, perhaps for
         seconds, gets a task only if no other worker becomes free before."""
-        free = [w for w in self._device.workers.values() if w.state.state in WORKER_FREE]
+        free = [w for w in self._device.workers.values() if w.state.state in states.WORKER_FREE]
         return any(worker.preparing is None for worker in free) or (
             bool(free) and self._device.owner.running is None
         )
@@ -352,7 +337,7 @@ class Dispatch:
     def _send(self, request: Request, replica: Replica) -> bool:
         """Dispatch a request if its model can be sent now."""
         arena = self._arena
-        if replica.residency.state is Residency.ABANDONED:
+        if replica.residency.state is states.Residency.ABANDONED:
             return False  # its region is in the way of itself until the copy has ended
         self._residents.cancel_prefetches()
         if self._is_link_busy():
@@ -389,10 +374,11 @@ class Dispatch:
                     rank = 0 if is_warm else 2
                 elif worker.preparing == name and not is_warm:
                     rank = 1
-            return rank, worker.state.state is WorkerState.CLEANING, worker.slot
+            return rank, worker.state.state is states.WorkerState.CLEANING, worker.slot
 
         return min(
-            [w for w in self._device.workers.values() if w.state.state in WORKER_FREE], key=order
+            [w for w in self._device.workers.values() if w.state.state in states.WORKER_FREE],
+            key=order,
         )
 
     def _charge(self, replica: Replica, batch: Batch) -> Charge:
@@ -416,7 +402,7 @@ class Dispatch:
         """
         core, device, replica = self._core, self._device, self._device.replicas[request.model]
         owner = device.owner
-        if owner.state is not OwnerState.IDLE or owner.pending is not None or owner.promised:
+        if owner.state is not states.OwnerState.IDLE or owner.pending is not None or owner.promised:
             return False  # for ``promised`` see ``DeviceOwner.next_task``
         if device.queue.requests:
             return False
@@ -435,7 +421,7 @@ class Dispatch:
             return False
         name, version, found = request.model, replica.version, None
         for worker in device.workers.values():
-            is_ready = worker.state.state is WorkerState.STANDBY and worker.preparing is None
+            is_ready = worker.state.state is states.WorkerState.STANDBY and worker.preparing is None
             if found is None and is_ready and worker.warm.get(name) == version:
                 found = worker
         # What runs code, and for whom, is the process' own since it was loaded there.
@@ -465,7 +451,7 @@ class Dispatch:
             and replica.transfer.ahead_epoch == replica.residency_epoch
         )
         core.touched |= QUEUE | TURN
-        note_end(device, request)
+        forecast.note_end(device, request)
         charge = self._charge(replica, batch)
         for one in batch.requests:
             device.queue.discard(one)
@@ -483,10 +469,10 @@ class Dispatch:
         epoch = core.next_epoch()
         chooses = False
         for one in requests:
-            one.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
+            one.state.apply(states.TaskEvent.DISPATCHED, f"worker {worker.slot}")
             chooses = chooses or one.choosing is not None
         device.claim(worker, is_code=is_code, tenant=core.tenant_of(replica.model.tenant))
-        worker.state.apply(WorkerEvent.ACTIVATED, f"request {request.request_id}")
+        worker.state.apply(states.WorkerEvent.ACTIVATED, f"request {request.request_id}")
         worker.task_epoch = epoch
         replica.users += 1
         replica.transfer.is_prefetch = False
@@ -573,5 +559,5 @@ def _joined(request: Request) -> JoinedRequest:
 def _was_resident(replica: Replica) -> bool:
     """Return True if the model was on the device. The answer of an earlier run may arrive before
     the daemon's message that all groups have arrived."""
-    is_copied = replica.residency.state in (Residency.RESIDENT, Residency.PINNED)
+    is_copied = replica.residency.state in (states.Residency.RESIDENT, states.Residency.PINNED)
     return is_copied or replica.computed_epoch == replica.residency_epoch != NO_EPOCH

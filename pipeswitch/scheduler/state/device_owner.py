@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from ...ipc.messages.base import Epoch, JobName, Slot, Turn
+from . import states
 from .records import Activation
-from .states import (
-    OWNER_COMPUTES,
-    OWNER_GIVES,
-    OWNER_TRAINS,
-    OWNER_TRANSITIONS,
-    OWNER_WAITED_FOR,
-    OwnerEvent,
-    OwnerState,
-    StateMachine,
-)
 
 
-class DeviceOwner(StateMachine[OwnerState, OwnerEvent]):
+class DeviceOwner(states.StateMachine[states.OwnerState, states.OwnerEvent]):
     """State of one device's turn, with the tasks and the job that the state refers to.
 
     Attributes:
@@ -31,7 +22,7 @@ class DeviceOwner(StateMachine[OwnerState, OwnerEvent]):
     __slots__ = ("job", "pending", "promised", "running", "yielded")
 
     def __init__(self) -> None:
-        super().__init__("owner of the device", OwnerState.IDLE, OWNER_TRANSITIONS)
+        super().__init__("owner of the device", states.OwnerState.IDLE, states.OWNER_TRANSITIONS)
         self.running: Activation | None = None
         self.pending: Activation | None = None
         self.yielded: Activation | None = None
@@ -54,7 +45,7 @@ class DeviceOwner(StateMachine[OwnerState, OwnerEvent]):
     @property
     def is_free(self) -> bool:
         """True if nobody has the turn and no task waits for it."""
-        return self.state is OwnerState.IDLE and self.pending is None
+        return self.state is states.OwnerState.IDLE and self.pending is None
 
     @property
     def next_task(self) -> Activation | None:
@@ -64,9 +55,9 @@ class DeviceOwner(StateMachine[OwnerState, OwnerEvent]):
         7; 2. its script ends; 3. task 7 runs and ends; 4. the worker's termination thread sees the
         stop, and would overwrite turn 9 with 7. So task 9 waits.
         """
-        if self.state not in OWNER_GIVES:
+        if self.state not in states.OWNER_GIVES:
             return None
-        takes_back = self.pending is None or self.state is OwnerState.RECLAIMED
+        takes_back = self.pending is None or self.state is states.OwnerState.RECLAIMED
         task = self.yielded if takes_back else self.pending
         if task is not None:
             for turn in self.promised.values():
@@ -77,54 +68,57 @@ class DeviceOwner(StateMachine[OwnerState, OwnerEvent]):
     def start(self, task: Activation, cause: str) -> None:
         """Give the turn to the pending task, or back to the pass that stepped aside."""
         if task is self.yielded:
-            self.apply(OwnerEvent.RESUMED, cause)
+            self.apply(states.OwnerEvent.RESUMED, cause)
             self.yielded = None
         else:
-            self.apply(OwnerEvent.TASK_STARTED, cause)
+            self.apply(states.OwnerEvent.TASK_STARTED, cause)
             self.pending = None
         self.running = task
 
     def step_aside(self, cause: str) -> None:
         """Take the turn from the running pass; the pending task may get it."""
-        self.apply(OwnerEvent.STEPPED_ASIDE, cause)
+        self.apply(states.OwnerEvent.STEPPED_ASIDE, cause)
         self.running, self.yielded = None, self.running
 
     def drop(self, task: Activation, cause: str) -> None:
         """Remove a dispatched task that has ended or lost its worker."""
         if task is self.running:
-            self.apply(OwnerEvent.TASK_ENDED, cause)
+            self.apply(states.OwnerEvent.TASK_ENDED, cause)
             self.running = None
         elif task is self.yielded:
-            self.apply(OwnerEvent.YIELDED_ENDED, cause)
+            self.apply(states.OwnerEvent.YIELDED_ENDED, cause)
             self.yielded = None
         elif task is self.pending:
             self.pending = None
 
     def lose_tasks(self, cause: str) -> None:
         """Remove all dispatched tasks."""
-        self.apply(OwnerEvent.TASKS_LOST, cause)
+        self.apply(states.OwnerEvent.TASKS_LOST, cause)
         self.running = self.pending = self.yielded = None
 
     def train(self, job: JobName, cause: str) -> None:
         """Give the turn to a job."""
-        self.apply(OwnerEvent.JOB_STARTED, cause)
+        self.apply(states.OwnerEvent.JOB_STARTED, cause)
         self.job = job
 
     def stop_job(self, slot: Slot, next_turn: Turn) -> None:
         """Record that the job must pass the turn on; ``next_turn`` 0: to nobody."""
-        self.apply(OwnerEvent.STOP_REQUESTED, f"turn {next_turn}")
+        self.apply(states.OwnerEvent.STOP_REQUESTED, f"turn {next_turn}")
         self.promised.pop(slot, None)
         if next_turn:
             self.promised[slot] = next_turn
 
     def job_left(self, cause: str) -> None:
         """Take the turn from the job: it parked, ended or died."""
-        self.apply(OwnerEvent.JOB_LEFT, cause)
+        self.apply(states.OwnerEvent.JOB_LEFT, cause)
         self.job = None
 
     def check(self) -> None:
         """Assert that the state agrees with its tasks and job."""
         state = self.state
-        assert (self.running is not None) == (state in OWNER_COMPUTES), (state, self.running)
-        assert (self.yielded is not None) == (state in OWNER_WAITED_FOR), (state, self.yielded)
-        assert (self.job is not None) == (state in OWNER_TRAINS), (state, self.job)
+        assert (self.running is not None) == (state in states.OWNER_COMPUTES), (state, self.running)
+        assert (self.yielded is not None) == (state in states.OWNER_WAITED_FOR), (
+            state,
+            self.yielded,
+        )
+        assert (self.job is not None) == (state in states.OWNER_TRAINS), (state, self.job)
