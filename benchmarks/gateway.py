@@ -25,16 +25,7 @@ import numpy as np
 from pipeswitch.planning.fit import quantile
 from pipeswitch.testing import RunningServer, server
 
-from .foreign import (
-    RIVALS_FOLDER,
-    Foreign,
-    arms_of,
-    environment,
-    free_port,
-    python_of,
-    started,
-    usable,
-)
+from . import foreign
 from .models import BenchModel
 from .setting import Setting
 from .trials import Numbers, Run, now_ms
@@ -111,7 +102,7 @@ def _number(value: int) -> bytes:
 
 
 @dataclass
-class _Server(Foreign):
+class _Server(foreign.Foreign):
     """Ours or a rival, with the request that it understands."""
 
     address: str = ""
@@ -122,7 +113,7 @@ def _loads(bench: Run, running: RunningServer, setting: Setting) -> None:
     x = np.random.default_rng(bench.seed).random((1, 64), dtype=np.float32)
     with contextlib.ExitStack() as stack:
         servers = [_Server("pipeswitch", address=running.http_address, path=INFER)]
-        for name in usable(bench, RIVALS_FOLDER, RIVALS):
+        for name in foreign.usable(bench, foreign.RIVALS_FOLDER, RIVALS):
             bench.say(f"{name}: starting")
             order = setting.order() | {"name": SMALL.name}
             servers.append(stack.enter_context(_started(name, order, x)))
@@ -139,7 +130,7 @@ def _loads(bench: Run, running: RunningServer, setting: Setting) -> None:
             def load(one: _Server, count: int = count) -> Numbers:
                 return asyncio.run(_load(one, json_request(x, one.path), count, seconds))
 
-            bench.trial_loop(case, arms_of(servers, load), bench.rounds(5, 2))
+            bench.trial_loop(case, foreign.arms_of(servers, load), bench.rounds(5, 2))
             for name in [one.name for one in servers[1:]]:
                 for key, what, target in (
                     ("throughput_per_s", "throughput", {"at_least": MIN_THROUGHPUT}),
@@ -152,13 +143,15 @@ def _loads(bench: Run, running: RunningServer, setting: Setting) -> None:
 @contextlib.contextmanager
 def _started(name: str, order: dict[str, Any], x: Any) -> Iterator[_Server]:
     """Start a rival that answers, and is stopped."""
-    port = free_port()
+    port = foreign.free_port()
     order |= {"port": port, "path": [str(Path(__file__).parents[1]), *sys.path[1:]]}
     script = str(Path(__file__).with_name(f"rival_{name}.py"))
     path = "/predict" if name == "litserve" else INFER
     server = _Server(name, address=f"127.0.0.1:{port}", path=path)
-    command = [python_of(RIVALS_FOLDER), "-P", script, json.dumps(order)]
-    with started(command, lambda _: _outputs(server, x), environment()) as server.process:
+    command = [foreign.python_of(foreign.RIVALS_FOLDER), "-P", script, json.dumps(order)]
+    with foreign.started(
+        command, lambda _: _outputs(server, x), foreign.environment()
+    ) as server.process:
         yield server
 
 

@@ -13,17 +13,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from pipeswitch.cli import views
-from pipeswitch.planning.windows import (
-    UNLIMITED,
-    Job,
-    Memory,
-    Order,
-    alternating,
-    makespan_ms,
-)
+from pipeswitch.planning import windows
 
 
-def johnson(jobs: Sequence[Job]) -> Order:
+def johnson(jobs: Sequence[windows.Job]) -> windows.Order:
     """Johnson's rule: jobs that load shorter than they compute first, the shortest load first;
     then the others, the longest compute first. The optimum where all models fit."""
 
@@ -35,14 +28,16 @@ def johnson(jobs: Sequence[Job]) -> Order:
     return tuple(sorted(range(len(jobs)), key=rule))
 
 
-def exhaustive(jobs: Sequence[Job], memory: Memory = UNLIMITED) -> Order:
+def exhaustive(
+    jobs: Sequence[windows.Job], memory: windows.Memory = windows.UNLIMITED
+) -> windows.Order:
     """Return the best of all orders; at most for ten jobs, since the time is factorial."""
-    best: tuple[float, Order] = (math.inf, ())
+    best: tuple[float, windows.Order] = (math.inf, ())
 
-    def extend(order: Order, left: tuple[int, ...]) -> None:
+    def extend(order: windows.Order, left: tuple[int, ...]) -> None:
         nonlocal best
         if not left:
-            best = min(best, (makespan_ms(jobs, order, memory), order))
+            best = min(best, (windows.makespan_ms(jobs, order, memory), order))
         for index in left:
             if _is_ready(jobs, index, left):
                 extend((*order, index), tuple(i for i in left if i != index))
@@ -51,35 +46,35 @@ def exhaustive(jobs: Sequence[Job], memory: Memory = UNLIMITED) -> Order:
     return best[1]
 
 
-def _is_ready(jobs: Sequence[Job], index: int, left: Sequence[int]) -> bool:
+def _is_ready(jobs: Sequence[windows.Job], index: int, left: Sequence[int]) -> bool:
     """Return True if no earlier job of the same client, hence of the same model, is left."""
     return not any(i < index and jobs[i].model == jobs[index].model for i in left)
 
 
 EXAMPLE: Final = (
-    Job(model="A", load_ms=120.0, compute_ms=500.0),
-    Job(model="B", load_ms=125.0, compute_ms=400.0),
-    Job(model="C", load_ms=125.0, compute_ms=560.0),
-    Job(model="D", load_ms=62.5, compute_ms=482.5),
+    windows.Job(model="A", load_ms=120.0, compute_ms=500.0),
+    windows.Job(model="B", load_ms=125.0, compute_ms=400.0),
+    windows.Job(model="C", load_ms=125.0, compute_ms=560.0),
+    windows.Job(model="D", load_ms=62.5, compute_ms=482.5),
 )
 """Four clients; the thesis' figures are pictures, these numbers give its three totals."""
 
 
 def example() -> list[dict[str, Any]]:
     """Return the totals: serial, with prefetch, and with prefetch in the order of each rule."""
-    given: Order = tuple(range(len(EXAMPLE)))
-    ways: dict[str, tuple[Order, Memory]] = {
-        "serial": (given, Memory(is_prefetching=False)),
-        "prefetch, fifo": (given, UNLIMITED),
-        "prefetch, alternating": (alternating(EXAMPLE), UNLIMITED),
-        "prefetch, johnson": (johnson(EXAMPLE), UNLIMITED),
-        "prefetch, all orders tried": (exhaustive(EXAMPLE), UNLIMITED),
+    given: windows.Order = tuple(range(len(EXAMPLE)))
+    ways: dict[str, tuple[windows.Order, windows.Memory]] = {
+        "serial": (given, windows.Memory(is_prefetching=False)),
+        "prefetch, fifo": (given, windows.UNLIMITED),
+        "prefetch, alternating": (windows.alternating(EXAMPLE), windows.UNLIMITED),
+        "prefetch, johnson": (johnson(EXAMPLE), windows.UNLIMITED),
+        "prefetch, all orders tried": (exhaustive(EXAMPLE), windows.UNLIMITED),
     }
     return [
         {
             "way": way,
             "order": ", ".join(EXAMPLE[i].model for i in order),
-            "total_ms": makespan_ms(EXAMPLE, order, memory),
+            "total_ms": windows.makespan_ms(EXAMPLE, order, memory),
         }
         for way, (order, memory) in ways.items()
     ]

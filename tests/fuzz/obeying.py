@@ -16,6 +16,7 @@ from pipeswitch.commits.area import create_area
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.channel import decode_message, encode_message
 from pipeswitch.ipc.gate import Gate, GateState
+from pipeswitch.ipc.messages import worker as worker_msg
 from pipeswitch.ipc.messages.base import (
     Epoch,
     Exit,
@@ -26,16 +27,6 @@ from pipeswitch.ipc.messages.base import (
     Slot,
     StepCommitted,
     Turn,
-)
-from pipeswitch.ipc.messages.worker import (
-    EvictTask,
-    ForgetModel,
-    GrantTurn,
-    LeaseGranted,
-    LeaseRefused,
-    RunInference,
-    RunJob,
-    StopTask,
 )
 from pipeswitch.workers.inference.pool import RequestPool
 from pipeswitch.workers.training.host import JobHost
@@ -76,20 +67,20 @@ class _Worker:
 
     def obey(self, message: Message) -> None:
         match message:
-            case StopTask():
+            case worker_msg.StopTask():
                 self.gate.request_stop(message.turn, message.next_turn)
-            case GrantTurn():
+            case worker_msg.GrantTurn():
                 self.gate.grant(message.turn)
-            case EvictTask():
+            case worker_msg.EvictTask():
                 self.gate.request_evict()
                 self.host.wake()
-            case LeaseGranted():
+            case worker_msg.LeaseGranted():
                 self.host.lease_answered(message, [os.dup(_area())])
-            case LeaseRefused():
+            case worker_msg.LeaseRefused():
                 self.host.lease_answered(message, [])
             case StepCommitted():
                 self.host.commit_answered(message)
-            case RunInference():
+            case worker_msg.RunInference():
                 _request(message)
             case _:
                 pass
@@ -104,7 +95,7 @@ class _Worker:
             os.close(self.host._commits)
 
 
-def _request(order: RunInference) -> None:
+def _request(order: worker_msg.RunInference) -> None:
     pool = _pool()
     for slab in order.inputs:
         try:
@@ -133,7 +124,7 @@ def run(data: bytes) -> None:
         raise AssertionError("a thread was left")
 
 
-_RUN_JOB = RunJob(
+_RUN_JOB = worker_msg.RunJob(
     epoch=Epoch(1), turn=Turn(0), job=JobName("j"), entry="a.py", args=(), log_path="",
     slot_bytes=SLOT_BYTES, commit_every_ms=1.0,
 )  # fmt: skip
@@ -144,22 +135,22 @@ def seeds() -> list[bytes]:
     epoch = Epoch(1)
     x = SlabTensor(name="x", dtype="float32", shape=(2, 4), offset_bytes=4096, size_bytes=32)
     mask = SlabTensor(name="mask", dtype="bool", shape=(2, 2), offset_bytes=4608, size_bytes=4)
-    infer = RunInference(
+    infer = worker_msg.RunInference(
         epoch=Epoch(2), request_id="r", model=ModelName("m"), digest="d", directory="",
         arena_offset_bytes=0, first_word=0, residency_epoch=epoch, inputs=(x, mask),
         reply_offset_bytes=8192, reply_bytes=4096,
     )  # fmt: skip
     job: list[Message] = [
-        GrantTurn(epoch=epoch, turn=Turn(2)),
-        StopTask(epoch=epoch, turn=Turn(2), next_turn=Turn(3), next_slot=Slot(1)),
-        StopTask(epoch=epoch, turn=Turn(4), next_turn=Turn(5), next_slot=Slot(0)),
-        GrantTurn(epoch=epoch, turn=Turn(4)),
-        LeaseGranted(epoch=epoch, offset_bytes=0, size_bytes=4096),
-        LeaseRefused(epoch=epoch, error="OutOfDeviceMemory", message="no"),
+        worker_msg.GrantTurn(epoch=epoch, turn=Turn(2)),
+        worker_msg.StopTask(epoch=epoch, turn=Turn(2), next_turn=Turn(3), next_slot=Slot(1)),
+        worker_msg.StopTask(epoch=epoch, turn=Turn(4), next_turn=Turn(5), next_slot=Slot(0)),
+        worker_msg.GrantTurn(epoch=epoch, turn=Turn(4)),
+        worker_msg.LeaseGranted(epoch=epoch, offset_bytes=0, size_bytes=4096),
+        worker_msg.LeaseRefused(epoch=epoch, error="OutOfDeviceMemory", message="no"),
         StepCommitted(job=JobName("j"), epoch=epoch, number=0, step=1, copy_ms=1.0),
-        EvictTask(epoch=epoch),
+        worker_msg.EvictTask(epoch=epoch),
     ]
-    requests: list[Message] = [infer, ForgetModel(model=ModelName("m")), Exit()]
+    requests: list[Message] = [infer, worker_msg.ForgetModel(model=ModelName("m")), Exit()]
     return [join_frames([encode_message(one) for one in part]) for part in (job, requests)]
 
 

@@ -15,24 +15,11 @@ from typing import Any, NamedTuple
 from pipeswitch.scheduler.core import Wakeups
 from pipeswitch.scheduler.device import Device
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state import records
 from pipeswitch.scheduler.state.device_owner import DeviceOwner
 from pipeswitch.scheduler.state.fair_queue import Accounts, Charge
 from pipeswitch.scheduler.state.predictions import Predictions
 from pipeswitch.scheduler.state.queue import Queue
-from pipeswitch.scheduler.state.records import (
-    Activation,
-    Grouping,
-    Job,
-    JobMemory,
-    JobProgress,
-    JobSpec,
-    JobTiming,
-    Model,
-    Replica,
-    Request,
-    Transfer,
-    Worker,
-)
 from pipeswitch.scheduler.state.regions import Owner, Region, Regions
 from pipeswitch.scheduler.state.states import OwnerState, Residency
 
@@ -56,16 +43,18 @@ SHOWN_OF_REPLICA = (
     "transfer.report",  # profiles are made of it, and nothing is measured in this world
 )  # fmt: skip
 
-MODEL = Codec(Model, drop=("reason", "last_batch"))
-REPLICA = Codec(Replica, drop=("model", *SHOWN_OF_REPLICA), parts=(Grouping, Transfer))
-REQUEST = Codec(Request)
+MODEL = Codec(records.Model, drop=("reason", "last_batch"))
+REPLICA = Codec(
+    records.Replica, drop=("model", *SHOWN_OF_REPLICA), parts=(records.Grouping, records.Transfer)
+)
+REQUEST = Codec(records.Request)
 JOB = Codec(
-    Job, drop=SHOWN_OF_JOB, ordered=ORDERED_OF_JOB,
-    parts=(JobSpec, JobProgress, JobMemory, JobTiming),
+    records.Job, drop=SHOWN_OF_JOB, ordered=ORDERED_OF_JOB,
+    parts=(records.JobSpec, records.JobProgress, records.JobMemory, records.JobTiming),
 )  # fmt: skip
-WORKER = Codec(Worker, drop=("generation",))
+WORKER = Codec(records.Worker, drop=("generation",))
 SHOWN_OF_TASK = ("dispatched_at_ms", "charge")  # these are the accounts'
-ACTIVATION = Codec(Activation, drop=SHOWN_OF_TASK)
+ACTIVATION = Codec(records.Activation, drop=SHOWN_OF_TASK)
 
 OF_CORE = ("has_left", "drain_at_ms", "now_ms", "counts", "last_epoch", "wakeups", "pins")
 OF_STATE = (
@@ -107,7 +96,7 @@ class Equal(Accounts):
     def died(self, charge: Charge, now_ms: float) -> float:
         return -math.inf  # no time passes
 
-    def freeze(self, *tasks: Activation | None) -> Any:
+    def freeze(self, *tasks: records.Activation | None) -> Any:
         charges = [task.charge if task is not None else None for task in tasks]
         return self.is_shared and (
             tuple([(one.caller, tuple(one.tags.items()), one.running) for one in self]),
@@ -116,7 +105,7 @@ class Equal(Accounts):
                    for c in charges]),
         )  # fmt: skip
 
-    def thaw(self, frozen: Any, *tasks: Activation | None) -> None:
+    def thaw(self, frozen: Any, *tasks: records.Activation | None) -> None:
         """After the queue, which says who waits."""
         accounts, clock, charges = frozen or ((), (), ())
         for caller, tags, running in accounts:
@@ -201,10 +190,12 @@ class Brain:
         self._still = [(part, Still(part, *known.get(name, ()))) for name, part in parts]
         self._models = _Records(MODEL, *machine.models.items())
         self._replicas = [_Records(REPLICA, *one.state.replicas.items()) for one in machine.devices]
-        self._requests = _Records(REQUEST, (None, Request("", "", "", 0, 0.0, (), 0, 0, 0.0)))
-        self._jobs = _Records(JOB, (None, Job(JobSpec("", "", (), 1))))
-        self._workers = _Records(WORKER, (None, Worker(0)))
-        self._tasks = _Records(ACTIVATION, (None, Activation(0, 0, (), "", 0.0, False)))
+        self._requests = _Records(
+            REQUEST, (None, records.Request("", "", "", 0, 0.0, (), 0, 0, 0.0))
+        )
+        self._jobs = _Records(JOB, (None, records.Job(records.JobSpec("", "", (), 1))))
+        self._workers = _Records(WORKER, (None, records.Worker(0)))
+        self._tasks = _Records(ACTIVATION, (None, records.Activation(0, 0, (), "", 0.0, False)))
 
     def freeze(self, e: Add) -> Any:
         """The scheduler's state as a tuple; its epochs go to ``e``.

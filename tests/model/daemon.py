@@ -8,14 +8,8 @@ from typing import Any
 
 from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.devices.orders import check_range
+from pipeswitch.ipc.messages import daemon as daemon_msg
 from pipeswitch.ipc.messages.base import Message
-from pipeswitch.ipc.messages.daemon import (
-    CommitCopy,
-    CommitPersisted,
-    PersistCommit,
-    Scrub,
-    TransmitModel,
-)
 from pipeswitch.memory_daemon.commits import Commits
 from pipeswitch.memory_daemon.transmit import TransmitGuard
 from pipeswitch.simulator.daemon import SimulatedDaemon, Transmission
@@ -48,27 +42,27 @@ class Daemon(SimulatedDaemon):
         return twin
 
     def say(self, channel: str, message: Message) -> None:
-        if isinstance(message, CommitPersisted):
+        if isinstance(message, daemon_msg.CommitPersisted):
             self._world.areas[message.job].on_disk = message.step
         super().say(channel, plain(message))
 
     def hear(self, channel: str, message: Message) -> None:
         """The control thread is prompt: it begins what is asked for, or refuses it."""
         message = plain(message)
-        is_kept = self._world.repeats and isinstance(message, CommitCopy)
+        is_kept = self._world.repeats and isinstance(message, daemon_msg.CommitCopy)
         self.last_order = message if is_kept else None
         try:
-            if isinstance(message, TransmitModel):
+            if isinstance(message, daemon_msg.TransmitModel):
                 self._guard(message)
                 super().hear(channel, message)
             else:
-                if isinstance(message, Scrub):
+                if isinstance(message, daemon_msg.Scrub):
                     arena_bytes = self._world.scope.arena_bytes
                     check_range("scrub", message.offset_bytes, message.size_bytes, arena_bytes)
                 self._control(message)
         except RemoteProtocolError as error:
             raise Violation(f"the memory daemon refuses an order: {error.message}") from None
-        if isinstance(message, PersistCommit):  # at once: the disk is not modelled
+        if isinstance(message, daemon_msg.PersistCommit):  # at once: the disk is not modelled
             self.work("disk")
 
     def work(self, lane: str) -> None:
@@ -78,7 +72,7 @@ class Daemon(SimulatedDaemon):
         if move.what == "copies" and self.copies[0].done == len(self.copies[0].order.groups):
             self._end_copy()
 
-    def _guard(self, order: TransmitModel) -> None:
+    def _guard(self, order: daemon_msg.TransmitModel) -> None:
         """Orders arrive in order here, so it needs no memory of older ones."""
         scope = self._world.scope
         guard = TransmitGuard(
@@ -87,7 +81,7 @@ class Daemon(SimulatedDaemon):
         guard._live = {copy.order.epoch: copy.order for copy in self.copies}
         guard.accept(order)
 
-    def accepts(self, order: CommitCopy) -> bool:
+    def accepts(self, order: daemon_msg.CommitCopy) -> bool:
         commits = Commits(SimpleNamespace(arena_bytes=self._world.scope.arena_bytes))
         if order.job in self._areas:
             commits._areas[order.job] = self._world.areas[order.job].real

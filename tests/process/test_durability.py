@@ -23,19 +23,8 @@ from pipeswitch.base.errors import PipeSwitchError
 from pipeswitch.base.failpoints import POINTS, VARIABLE
 from pipeswitch.client.client import FINAL_JOB_STATES
 from pipeswitch.commits.files import load_commit
+from tests.process import tools
 from tests.process.figures import publishing, say
-from tests.process.tools import (
-    DIGESTED,
-    Checked,
-    checked_server,
-    finish,
-    gone,
-    kill,
-    mlp,
-    run_plain,
-    until,
-    write_script,
-)
 
 SEED = 1121
 EPOCH_STEPS = 100
@@ -59,7 +48,7 @@ class Ledger:
     """What clients asked for and what they were told, over all lives of one state directory."""
 
     def __init__(self, folder: Path) -> None:
-        self.waits = write_script(folder, "waits.py", SHORT)
+        self.waits = tools.write_script(folder, "waits.py", SHORT)
         self.there: list[str] = []  # acknowledged, oldest first: ``m…`` models, ``s…`` jobs
         self.unsure: set[str] = set()  # to come or to go, and the answer never came: both are right
         self.removed = 0
@@ -67,7 +56,7 @@ class Ledger:
         self.persisted_step = -1
         self.numbers = iter(range(1_000_000))
 
-    def ask(self, checked: Checked, generator: random.Random, over: threading.Event) -> None:
+    def ask(self, checked: tools.Checked, generator: random.Random, over: threading.Event) -> None:
         """Add and remove until the server is gone; only what was answered is noted."""
         with contextlib.suppress(PipeSwitchError):
             while not over.is_set():
@@ -78,10 +67,10 @@ class Ledger:
                 else:
                     self._add(checked, f"{kind}{next(self.numbers)}")
 
-    def _add(self, checked: Checked, name: str) -> None:
+    def _add(self, checked: tools.Checked, name: str) -> None:
         self.unsure.add(name)
         if name.startswith("m"):
-            module, x = mlp(16, 1, int(name[1:])), torch.zeros(1, 16)
+            module, x = tools.mlp(16, 1, int(name[1:])), torch.zeros(1, 16)
             checked.client.register(name, module, example_inputs=(x,))
         else:  # behind the job that trains: it stays in the queue until it is held
             checked.client.train(self.waits, name=name)
@@ -92,7 +81,7 @@ class Ledger:
         self.unsure.discard(name)
         self.acknowledged += 1
 
-    def _remove(self, checked: Checked, name: str) -> None:
+    def _remove(self, checked: tools.Checked, name: str) -> None:
         self.unsure.add(name)
         self.there.remove(name)
         if name.startswith("m"):
@@ -107,9 +96,9 @@ class Ledger:
         return {"acknowledged": self.acknowledged, "removed": self.removed,
                 "unsure": len(self.unsure)}  # fmt: skip
 
-    def check(self, checked: Checked) -> None:
+    def check(self, checked: tools.Checked) -> None:
         """What was acknowledged is there, once; nothing else is, and nothing that was removed."""
-        until(
+        tools.until(
             lambda: all(row["state"] == "ready" for row in checked.client.models()), "models ready"
         )
         jobs = [row for row in checked.client.jobs() if row["name"].startswith("s")]
@@ -126,7 +115,7 @@ class Ledger:
 def live_and_die(ledger: Ledger, folder: Path, name: str, generator: random.Random) -> None:
     """One life of the server: checked at its start, used, hurt, and killed at random."""
     points, state = folder / "points", folder / "state"
-    with checked_server(
+    with tools.checked_server(
         arena="64MiB", state_dir=state, environment={**ENVIRONMENT, VARIABLE: str(points)},
         settles=False, status=-signal.SIGKILL,
     ) as checked:  # fmt: skip
@@ -137,25 +126,25 @@ def live_and_die(ledger: Ledger, folder: Path, name: str, generator: random.Rand
         over = threading.Event()
         asker = threading.Thread(target=ledger.ask, args=(checked, generator, over))
         asker.start()
-        until(lambda: task.status()["persisted_step"] > row["committed_step"], "it persists")
+        tools.until(lambda: task.status()["persisted_step"] > row["committed_step"], "it persists")
         hurt = generator.choice(["", "worker", "daemon", *PERSIST])
         with contextlib.suppress(StopIteration):
             if hurt in PERSIST:
                 (points / hurt).write_text("crash")
             elif hurt == "daemon":
-                kill(checked.daemon_pid())
+                tools.kill(checked.daemon_pid())
             elif hurt == "worker" and checked.row(name)["pid"]:
-                kill(checked.row(name)["pid"])
+                tools.kill(checked.row(name)["pid"])
         threading.Event().wait(generator.uniform(0, 0.3))  # a moment, not a condition
         with contextlib.suppress(PipeSwitchError):
             ledger.persisted_step = max(ledger.persisted_step, task.status()["persisted_step"])
-        kill(checked.pid)
+        tools.kill(checked.pid)
         checked.running.process.wait(30)
         over.set()
         checked.client.close()
         asker.join(30)
         assert not asker.is_alive()
-        gone(checked.mark, 10)
+        tools.gone(checked.mark, 10)
     for armed in points.iterdir():
         if armed.is_file():
             armed.unlink()
@@ -172,7 +161,7 @@ def kill_servers(folder: Path, kills: int, seed: int) -> dict[str, int]:
     Every ``LIVES_OF_A_JOB`` lives the job that trains comes to its end, is judged against its
     plain run, and another one begins.
     """
-    script, ledger = write_script(folder, "trains.py", DIGESTED), Ledger(folder)
+    script, ledger = tools.write_script(folder, "trains.py", tools.DIGESTED), Ledger(folder)
     generator = random.Random(seed)
     (folder / "points").mkdir()
     options: dict[str, Any] = {
@@ -182,7 +171,7 @@ def kill_servers(folder: Path, kills: int, seed: int) -> dict[str, int]:
     while found["kills"] < kills:
         name = f"trains-{found['jobs']}"
         served, plain = folder / f"{name}.served", folder / f"{name}.plain"
-        with checked_server(settles=False, **options) as first:
+        with tools.checked_server(settles=False, **options) as first:
             first.client.train(script, name=name, args=[str(served), "1000000", "64"])
         ledger.persisted_step = -1
         for _ in range(min(LIVES_OF_A_JOB, kills - found["kills"])):
@@ -190,17 +179,17 @@ def kill_servers(folder: Path, kills: int, seed: int) -> dict[str, int]:
             found["kills"] += 1
             found.update(ledger.counts())
             (folder / "found.json").write_text(json.dumps(found))
-        with checked_server(settles=False, **options) as last:
+        with tools.checked_server(settles=False, **options) as last:
             ledger.check(last)
             task = last.client.task(name)
             epoch = task.status()["step"] // EPOCH_STEPS + 5  # no step of it is made yet
             Path(f"{served}.enough-{epoch}").touch()
-            found["steps"] += finish(task)["step"]
-        run_plain(script, str(plain), str(epoch), "64")
+            found["steps"] += tools.finish(task)["step"]
+        tools.run_plain(script, str(plain), str(epoch), "64")
         assert served.read_text() == plain.read_text()
         found["jobs"] += 1
         say(f"{folder.name}: {found['kills']} of {kills} servers killed: {json.dumps(found)}")
-    with checked_server(**options) as last:
+    with tools.checked_server(**options) as last:
         ledger.check(last)
         for job in [name for name in ledger.there if name.startswith("s")]:
             last.client.job(job, "cancel")
@@ -265,11 +254,11 @@ def kill_training_servers(
 
     Returns: of each job what its deaths cost, and its last row.
     """
-    script, names = write_script(folder, "bodies.py", BODIES), [f"j{n}" for n in range(jobs)]
+    script, names = tools.write_script(folder, "bodies.py", BODIES), [f"j{n}" for n in range(jobs)]
     outs = {name: folder / f"{name}.begun" for name in names}
     for number in range(kills + 1):
         is_last = number == kills
-        with checked_server(
+        with tools.checked_server(
             arena="64MiB", state_dir=folder / "state", environment=environment,
             settles=False, status=0 if is_last else -signal.SIGKILL,
         ) as checked:  # fmt: skip
@@ -277,7 +266,7 @@ def kill_training_servers(
             for name in names if not number else ():
                 checked.client.train(script, name=name, args=[str(outs[name])])
             for name, out in outs.items():
-                until(partial(_has_grown, out, before[name]), f"{name} goes on")
+                tools.until(partial(_has_grown, out, before[name]), f"{name} goes on")
             if is_last:
                 for name in names:
                     checked.client.job(name, "pause")
@@ -286,13 +275,13 @@ def kill_training_servers(
                     checked.client.job(name, "cancel")
                 break
             if not number:
-                until(lambda: all(checked.client.task(n).status()["persisted_step"] > 0
+                tools.until(lambda: all(checked.client.task(n).status()["persisted_step"] > 0
                                   for n in names), "the first commits are on disk")  # fmt: skip
             threading.Event().wait(generator.uniform(0, most_s))
-            kill(checked.pid)
+            tools.kill(checked.pid)
             checked.running.process.wait(30)
             checked.client.close()
-            gone(checked.mark, 10)
+            tools.gone(checked.mark, 10)
     return [lost(outs[name]) for name in names], rows
 
 

@@ -23,36 +23,8 @@ from pipeswitch.commits.area import CommitArea, create_area
 from pipeswitch.commits.files import load_commit
 from pipeswitch.ipc.board import BOARD_BYTES, new_bell, sealed_memfd
 from pipeswitch.ipc.channel import EVENT_BYTES, channel_pair, encode_message
-from pipeswitch.ipc.messages.base import (
-    ByteRange,
-    Epoch,
-    Exit,
-    JobName,
-    Message,
-    ModelName,
-    Ping,
-    Pong,
-    StepCommitted,
-)
-from pipeswitch.ipc.messages.daemon import (
-    CancelTransmit,
-    CloseCommits,
-    CommitCopy,
-    CommitPersisted,
-    DaemonFault,
-    DaemonReady,
-    DaemonSettings,
-    GroupCopy,
-    ModelStored,
-    OpenCommits,
-    PersistCommit,
-    Scrub,
-    Scrubbed,
-    StoreFailed,
-    StoreModel,
-    TransmitEnded,
-    TransmitModel,
-)
+from pipeswitch.ipc.messages import base as base_msg
+from pipeswitch.ipc.messages import daemon as daemon_msg
 from pipeswitch.ipc.messages.worker import ForgetModel
 from pipeswitch.programs.interface.layout import TENSOR_ALIGN_BYTES, Manifest, TensorSpec, aligned
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE
@@ -64,8 +36,8 @@ STORE_BYTES: Final = 24 * MIB
 WORDS: Final = 64
 SLOT_BYTES: Final = 2 * MIB
 DEADLINE_S: Final = 60.0
-MODEL: Final = ModelName("m")
-JOB: Final = JobName("j")
+MODEL: Final = base_msg.ModelName("m")
+JOB: Final = base_msg.JobName("j")
 
 DAEMON: Final = """
 import sys
@@ -78,7 +50,7 @@ run(msgspec.json.decode(settings, type=DaemonSettings), channel_from(int(control
     [int(d) for d in descriptors])
 """
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=base_msg.Message)
 
 
 class DaemonRig:
@@ -86,7 +58,7 @@ class DaemonRig:
 
     def __init__(self, store: int, *, rate: float = 0.0) -> None:
         self.bells = [new_bell(), new_bell()]
-        settings = DaemonSettings(
+        settings = daemon_msg.DaemonSettings(
             device="cpu", arena_bytes=ARENA_BYTES, store_bytes=STORE_BYTES, words=WORDS,
             link_bytes_per_s=rate,
         )  # fmt: skip
@@ -104,10 +76,10 @@ class DaemonRig:
         packet = self.control.receive()
         assert packet is not None, "the daemon did not start"
         ready, (self.models, self.work) = packet
-        assert isinstance(ready, DaemonReady)
+        assert isinstance(ready, daemon_msg.DaemonReady)
         assert ready.pid == self.process.pid
 
-    def ask(self, message: Message, kind: type[M], *descriptors: int) -> M:
+    def ask(self, message: base_msg.Message, kind: type[M], *descriptors: int) -> M:
         self.control.send(message, descriptors)
         return self.answer(kind)
 
@@ -118,7 +90,7 @@ class DaemonRig:
         return packet[0]
 
     def open_commits(self, area: int) -> None:
-        self.control.send(OpenCommits(job=JOB, slot_bytes=SLOT_BYTES), [area])
+        self.control.send(daemon_msg.OpenCommits(job=JOB, slot_bytes=SLOT_BYTES), [area])
 
     def end(self) -> int:
         """Hang up; its exit status."""
@@ -175,12 +147,14 @@ def daemon(start: Start) -> DaemonRig:
     return start()
 
 
-def transmit(epoch: int, start: int, size: int, *, groups: int = 1, word: int = 0) -> TransmitModel:
+def transmit(
+    epoch: int, start: int, size: int, *, groups: int = 1, word: int = 0
+) -> daemon_msg.TransmitModel:
     piece = size // groups
-    return TransmitModel(
-        model=MODEL, epoch=Epoch(epoch), arena_offset_bytes=start, region_bytes=size,
+    return daemon_msg.TransmitModel(
+        model=MODEL, epoch=base_msg.Epoch(epoch), arena_offset_bytes=start, region_bytes=size,
         groups=tuple(
-            GroupCopy(
+            daemon_msg.GroupCopy(
                 store_offset_bytes=piece * index, arena_offset_bytes=start + piece * index,
                 size_bytes=piece, word=word + index,
             )
@@ -189,10 +163,12 @@ def transmit(epoch: int, start: int, size: int, *, groups: int = 1, word: int = 
     )  # fmt: skip
 
 
-def commit_copy(epoch: int, step: int, *ranges: tuple[int, int]) -> CommitCopy:
-    pieces = tuple(ByteRange(offset_bytes=o, size_bytes=s) for o, s in ranges or ((0, MIB),))
-    return CommitCopy(
-        job=JOB, epoch=Epoch(epoch), number=step, step=step, slice_offset_bytes=4096,
+def commit_copy(epoch: int, step: int, *ranges: tuple[int, int]) -> daemon_msg.CommitCopy:
+    pieces = tuple(
+        base_msg.ByteRange(offset_bytes=o, size_bytes=s) for o, s in ranges or ((0, MIB),)
+    )
+    return daemon_msg.CommitCopy(
+        job=JOB, epoch=base_msg.Epoch(epoch), number=step, step=step, slice_offset_bytes=4096,
         slice_bytes=2 * MIB, ranges=pieces,
     )  # fmt: skip
 
@@ -241,9 +217,11 @@ def write_model(directory: Path, data: bytes) -> Path:
     return directory
 
 
-def store_model(directory: Path, size: int, *, epoch: int = 1, offset: int = 0) -> StoreModel:
-    return StoreModel(
-        model=MODEL, epoch=Epoch(epoch), directory=str(directory),
+def store_model(
+    directory: Path, size: int, *, epoch: int = 1, offset: int = 0
+) -> daemon_msg.StoreModel:
+    return daemon_msg.StoreModel(
+        model=MODEL, epoch=base_msg.Epoch(epoch), directory=str(directory),
         store_offset_bytes=offset, size_bytes=size,
     )  # fmt: skip
 
@@ -254,8 +232,8 @@ def store_model(directory: Path, size: int, *, epoch: int = 1, offset: int = 0) 
 def test_a_model_goes_from_its_files_to_the_arena(daemon: DaemonRig, tmp_path: Path) -> None:
     data = random.Random(1).randbytes(5 * MIB)
     write_model(tmp_path, data)
-    assert daemon.ask(store_model(tmp_path, 6 * MIB), ModelStored).load_ms > 0
-    ended = daemon.ask(transmit(2, 8 * MIB, 6 * MIB, groups=6), TransmitEnded)
+    assert daemon.ask(store_model(tmp_path, 6 * MIB), daemon_msg.ModelStored).load_ms > 0
+    ended = daemon.ask(transmit(2, 8 * MIB, 6 * MIB, groups=6), daemon_msg.TransmitEnded)
     assert (ended.epoch, ended.is_complete, ended.group_count) == (2, True, 6)
     assert os.pread(daemon.models, 6 * MIB, 8 * MIB) == data + bytes(MIB)
     assert os.pread(daemon.models, 28, 0) == (2).to_bytes(4, "little") * 6 + bytes(4)
@@ -276,11 +254,13 @@ def test_a_cancelled_transmission_is_answered_and_its_range_is_free_again(start:
     daemon = start(rate=4 * MIB)
     daemon.control.send(transmit(1, MIB, 16 * MIB, groups=16))
     assert os.eventfd_read(daemon.bells[0]) >= 1
-    ended = daemon.ask(CancelTransmit(epoch=Epoch(1)), TransmitEnded)
+    ended = daemon.ask(daemon_msg.CancelTransmit(epoch=base_msg.Epoch(1)), daemon_msg.TransmitEnded)
     assert not ended.is_complete
     assert ended.group_count < 16
-    daemon.control.send(CancelTransmit(epoch=Epoch(1)))  # late: no answer, no harm
-    assert daemon.ask(transmit(2, MIB, 1024), TransmitEnded).is_complete
+    daemon.control.send(
+        daemon_msg.CancelTransmit(epoch=base_msg.Epoch(1))
+    )  # late: no answer, no harm
+    assert daemon.ask(transmit(2, MIB, 1024), daemon_msg.TransmitEnded).is_complete
 
 
 def test_loading_a_model_does_not_hold_up_a_transmission(daemon: DaemonRig, tmp_path: Path) -> None:
@@ -288,9 +268,9 @@ def test_loading_a_model_does_not_hold_up_a_transmission(daemon: DaemonRig, tmp_
     weights.unlink()
     os.mkfifo(weights)  # opening it blocks until it has a writer
     daemon.control.send(store_model(tmp_path, MIB, offset=8 * MIB))
-    assert daemon.ask(transmit(2, MIB, MIB), TransmitEnded).is_complete
+    assert daemon.ask(transmit(2, MIB, MIB), daemon_msg.TransmitEnded).is_complete
     with weights.open("wb"):
-        assert BUNDLE_FILE in daemon.answer(StoreFailed).reason
+        assert BUNDLE_FILE in daemon.answer(daemon_msg.StoreFailed).reason
 
 
 def test_an_unusable_model_is_refused_with_a_reason_and_others_are_not(
@@ -299,15 +279,15 @@ def test_an_unusable_model_is_refused_with_a_reason_and_others_are_not(
     weights = write_model(tmp_path, random.Random(2).randbytes(10_000)) / BUNDLE_FILE
     good = weights.read_bytes()
     weights.write_bytes(b"\0\0\0" + good[3:])
-    assert "sha256" in daemon.ask(store_model(tmp_path, MIB), StoreFailed).reason
+    assert "sha256" in daemon.ask(store_model(tmp_path, MIB), daemon_msg.StoreFailed).reason
     weights.write_bytes(good)
-    daemon.ask(store_model(tmp_path, MIB, epoch=2), ModelStored)
+    daemon.ask(store_model(tmp_path, MIB, epoch=2), daemon_msg.ModelStored)
 
 
 def test_a_scrubbed_slice_reads_as_zeros(daemon: DaemonRig) -> None:
     os.pwrite(daemon.work, b"\xa5" * MIB, 0)
-    scrub = Scrub(epoch=Epoch(4), offset_bytes=5000, size_bytes=100_000)
-    assert daemon.ask(scrub, Scrubbed).epoch == 4
+    scrub = daemon_msg.Scrub(epoch=base_msg.Epoch(4), offset_bytes=5000, size_bytes=100_000)
+    assert daemon.ask(scrub, daemon_msg.Scrubbed).epoch == 4
     expected = b"\xa5" * 5000 + bytes(100_000) + b"\xa5" * (MIB - 105_000)
     assert os.pread(daemon.work, MIB, 0) == expected
 
@@ -315,7 +295,7 @@ def test_a_scrubbed_slice_reads_as_zeros(daemon: DaemonRig) -> None:
 def test_it_ignores_the_terminals_signals_and_has_a_name(daemon: DaemonRig) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         daemon.process.send_signal(number)
-    assert daemon.ask(transmit(1, MIB, MIB), TransmitEnded).is_complete
+    assert daemon.ask(transmit(1, MIB, MIB), daemon_msg.TransmitEnded).is_complete
     comm = Path(f"/proc/{daemon.process.pid}/comm").read_text()
     assert comm.startswith("pipeswitch-mem")
 
@@ -330,29 +310,32 @@ def test_it_ignores_the_terminals_signals_and_has_a_name(daemon: DaemonRig) -> N
         transmit(5, ARENA_BYTES - 99, 100),
         transmit(5, MIB, ARENA_BYTES),
         transmit(5, MIB, 100, word=WORDS),
-        Scrub(epoch=Epoch(5), offset_bytes=-1, size_bytes=10),
-        Scrub(epoch=Epoch(5), offset_bytes=ARENA_BYTES, size_bytes=1),
+        daemon_msg.Scrub(epoch=base_msg.Epoch(5), offset_bytes=-1, size_bytes=10),
+        daemon_msg.Scrub(epoch=base_msg.Epoch(5), offset_bytes=ARENA_BYTES, size_bytes=1),
         commit_copy(5, 1),  # no such job
-        PersistCommit(job=JOB, epoch=Epoch(5), directory="/nowhere"),
+        daemon_msg.PersistCommit(job=JOB, epoch=base_msg.Epoch(5), directory="/nowhere"),
     ],
     ids=lambda message: type(message).__name__,
 )
 def test_nonsense_is_refused_by_name_and_the_daemon_goes_on(
-    daemon: DaemonRig, bad: Message
+    daemon: DaemonRig, bad: base_msg.Message
 ) -> None:
-    fault = daemon.ask(bad, DaemonFault)
+    fault = daemon.ask(bad, daemon_msg.DaemonFault)
     assert fault.epoch == 5
     assert fault.reason
-    assert daemon.ask(transmit(6, MIB, MIB), TransmitEnded).is_complete
+    assert daemon.ask(transmit(6, MIB, MIB), daemon_msg.TransmitEnded).is_complete
 
 
 def test_overlapping_and_stale_transmissions_are_refused(start: Start) -> None:
     daemon = start(rate=8 * MIB)
     daemon.control.send(transmit(10, 4 * MIB, 4 * MIB, groups=4))
-    assert "overlaps" in daemon.ask(transmit(11, 7 * MIB, 2 * MIB, word=9), DaemonFault).reason
-    assert daemon.answer(TransmitEnded).is_complete
-    assert "stale" in daemon.ask(transmit(9, 7 * MIB, 2 * MIB), DaemonFault).reason
-    assert daemon.ask(transmit(11, 7 * MIB, MIB), TransmitEnded).is_complete
+    assert (
+        "overlaps"
+        in daemon.ask(transmit(11, 7 * MIB, 2 * MIB, word=9), daemon_msg.DaemonFault).reason
+    )
+    assert daemon.answer(daemon_msg.TransmitEnded).is_complete
+    assert "stale" in daemon.ask(transmit(9, 7 * MIB, 2 * MIB), daemon_msg.DaemonFault).reason
+    assert daemon.ask(transmit(11, 7 * MIB, MIB), daemon_msg.TransmitEnded).is_complete
 
 
 @pytest.mark.parametrize(
@@ -368,13 +351,13 @@ def test_an_order_that_cannot_be_read_ends_the_daemon(daemon: DaemonRig, packet:
 
 
 def test_a_message_for_somebody_else_is_refused(daemon: DaemonRig) -> None:
-    assert "ForgetModel" in daemon.ask(ForgetModel(model=MODEL), DaemonFault).reason
-    assert daemon.ask(transmit(1, MIB, MIB), TransmitEnded).is_complete
+    assert "ForgetModel" in daemon.ask(ForgetModel(model=MODEL), daemon_msg.DaemonFault).reason
+    assert daemon.ask(transmit(1, MIB, MIB), daemon_msg.TransmitEnded).is_complete
 
 
 def test_commit_copies_out_of_bounds_or_stale_are_refused(daemon: DaemonRig, area: int) -> None:
     daemon.open_commits(area)
-    assert daemon.ask(commit_copy(7, 1), StepCommitted).error == ""
+    assert daemon.ask(commit_copy(7, 1), base_msg.StepCommitted).error == ""
     before = committed(area)
     for bad in (
         commit_copy(8, 2, (0, 2 * MIB + 1)),
@@ -384,24 +367,24 @@ def test_commit_copies_out_of_bounds_or_stale_are_refused(daemon: DaemonRig, are
         msgspec.structs.replace(commit_copy(8, 2), slice_offset_bytes=ARENA_BYTES - MIB),
         msgspec.structs.replace(commit_copy(8, 2), slice_offset_bytes=-4096),
     ):
-        assert daemon.ask(bad, DaemonFault).epoch == bad.epoch
+        assert daemon.ask(bad, daemon_msg.DaemonFault).epoch == bad.epoch
     assert committed(area) == before
-    daemon.control.send(CloseCommits(job=JOB))
-    assert "no open commit area" in daemon.ask(commit_copy(9, 2), DaemonFault).reason
+    daemon.control.send(daemon_msg.CloseCommits(job=JOB))
+    assert "no open commit area" in daemon.ask(commit_copy(9, 2), daemon_msg.DaemonFault).reason
 
 
 def test_refused_descriptors_are_not_kept(daemon: DaemonRig, area: int, store: int) -> None:
     folder = Path(f"/proc/{daemon.process.pid}/fd")
     before = len(list(folder.iterdir()))
     for _ in range(20):
-        daemon.control.send(OpenCommits(job=JOB, slot_bytes=SLOT_BYTES + 1), [area])
-        daemon.control.send(OpenCommits(job=JOB, slot_bytes=SLOT_BYTES), [store])
-        daemon.control.send(OpenCommits(job=JOB, slot_bytes=SLOT_BYTES), [area, area])
-        daemon.control.send(CancelTransmit(epoch=Epoch(1)), [area])
+        daemon.control.send(daemon_msg.OpenCommits(job=JOB, slot_bytes=SLOT_BYTES + 1), [area])
+        daemon.control.send(daemon_msg.OpenCommits(job=JOB, slot_bytes=SLOT_BYTES), [store])
+        daemon.control.send(daemon_msg.OpenCommits(job=JOB, slot_bytes=SLOT_BYTES), [area, area])
+        daemon.control.send(daemon_msg.CancelTransmit(epoch=base_msg.Epoch(1)), [area])
         for _ in range(3):
-            daemon.answer(DaemonFault)
+            daemon.answer(daemon_msg.DaemonFault)
     # Answered by another thread, after the control thread is through with what came before.
-    daemon.ask(transmit(1, MIB, MIB), TransmitEnded)
+    daemon.ask(transmit(1, MIB, MIB), daemon_msg.TransmitEnded)
     assert len(list(folder.iterdir())) == before
 
 
@@ -413,7 +396,7 @@ def test_a_commit_gathers_the_pieces_and_flips(daemon: DaemonRig, area: int) -> 
     for step in range(1, 5):
         put_slice(daemon, step)
         pieces = ((MIB // 2, 1000), (0, 4096), (17, 3))
-        done = daemon.ask(commit_copy(3, step, *pieces), StepCommitted)
+        done = daemon.ask(commit_copy(3, step, *pieces), base_msg.StepCommitted)
         assert (done.job, done.epoch, done.step, done.error) == (JOB, 3, step, "")
         data = image_of(step)
         expected = b"".join(data[offset : offset + size] for offset, size in pieces)
@@ -426,13 +409,17 @@ def test_a_commit_that_is_ordered_again_is_neither_copied_nor_answered(
     daemon.open_commits(area)
     for number in (1, 2):
         put_slice(daemon, number)
-        assert daemon.ask(commit_copy(3, number), StepCommitted).number == number
+        assert daemon.ask(commit_copy(3, number), base_msg.StepCommitted).number == number
     put_slice(daemon, 7)  # it was answered: the slice's owner goes on
     for number in (2, 1):
         daemon.control.send(commit_copy(3, number))
-    daemon.ask(Ping(epoch=Epoch(1)), Pong)  # first: no fault, which would end a copy under way
+    daemon.ask(
+        base_msg.Ping(epoch=base_msg.Epoch(1)), base_msg.Pong
+    )  # first: no fault, which would end a copy under way
     assert committed(area) == (2, image_of(2))
-    answer = daemon.ask(commit_copy(4, 1), StepCommitted)  # first: the thread that copies is one
+    answer = daemon.ask(
+        commit_copy(4, 1), base_msg.StepCommitted
+    )  # first: the thread that copies is one
     assert (answer.epoch, answer.number) == (4, 1)
 
 
@@ -440,21 +427,21 @@ def test_a_disk_that_takes_no_more_keeps_the_old_commit_and_says_so(
     daemon: DaemonRig, area: int, tmp_path: Path
 ) -> None:
     daemon.open_commits(area)
-    order = PersistCommit(job=JOB, epoch=Epoch(1), directory=str(tmp_path))
-    assert "nothing" in daemon.ask(order, CommitPersisted).error
+    order = daemon_msg.PersistCommit(job=JOB, epoch=base_msg.Epoch(1), directory=str(tmp_path))
+    assert "nothing" in daemon.ask(order, daemon_msg.CommitPersisted).error
     put_slice(daemon, 1)
-    daemon.ask(commit_copy(1, 1), StepCommitted)
-    assert daemon.ask(order, CommitPersisted).error == ""
+    daemon.ask(commit_copy(1, 1), base_msg.StepCommitted)
+    assert daemon.ask(order, daemon_msg.CommitPersisted).error == ""
     put_slice(daemon, 2)
-    daemon.ask(commit_copy(1, 2), StepCommitted)
+    daemon.ask(commit_copy(1, 2), base_msg.StepCommitted)
     unlimited = resource.RLIM_INFINITY
     limit = (MIB // 2, unlimited)
     resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, limit)
-    assert "File too large" in daemon.ask(order, CommitPersisted).error
+    assert "File too large" in daemon.ask(order, daemon_msg.CommitPersisted).error
     assert persisted(tmp_path) == (1, image_of(1))
     assert len(list(tmp_path.iterdir())) == 2
     resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, (unlimited, unlimited))
-    assert daemon.ask(order, CommitPersisted).error == ""
+    assert daemon.ask(order, daemon_msg.CommitPersisted).error == ""
     assert persisted(tmp_path) == (2, image_of(2))
 
 
@@ -469,14 +456,17 @@ def test_exit_finishes_accepted_commits_and_leaves_with_status_0(
     put_slice(daemon, 1)
     daemon.control.send(transmit(1, 4 * MIB, 16 * MIB, groups=4))
     daemon.control.send(commit_copy(1, 1))
-    daemon.control.send(Exit())
+    daemon.control.send(base_msg.Exit())
     assert daemon.process.wait() == 0
     assert committed(area) == (1, image_of(1))
-    answers: list[Message] = []
+    answers: list[base_msg.Message] = []
     while (packet := daemon.control.receive()) is not None:
         answers.append(packet[0])
-    assert {type(answer) for answer in answers} == {StepCommitted, TransmitEnded}
-    assert not any(a.is_complete for a in answers if isinstance(a, TransmitEnded))
+    assert {type(answer) for answer in answers} == {
+        base_msg.StepCommitted,
+        daemon_msg.TransmitEnded,
+    }
+    assert not any(a.is_complete for a in answers if isinstance(a, daemon_msg.TransmitEnded))
 
 
 def test_when_the_controller_is_gone_it_leaves_at_once(start: Start) -> None:
@@ -492,20 +482,20 @@ def test_kill_9_leaves_nothing_behind_but_the_store(start: Start, tmp_path: Path
     daemon = start(rate=4 * MIB)
     data = random.Random(1).randbytes(MIB)
     write_model(tmp_path, data)
-    daemon.ask(store_model(tmp_path, 2 * MIB), ModelStored)
+    daemon.ask(store_model(tmp_path, 2 * MIB), daemon_msg.ModelStored)
     inode = os.fstat(daemon.models).st_ino
     daemon.control.send(transmit(2, MIB, 16 * MIB, groups=16))
     os.eventfd_read(daemon.bells[0])
     daemon.process.kill()
     assert daemon.process.wait() == -signal.SIGKILL
     while (packet := daemon.control.receive()) is not None:
-        assert not isinstance(packet[0], TransmitEnded)
+        assert not isinstance(packet[0], daemon_msg.TransmitEnded)
     daemon.close()
     assert set(os.listdir("/dev/shm")) == before
     assert not any(f" {inode} " in line and "pipeswitch-models" in line for line in all_maps())
 
     successor = start()
-    assert successor.ask(transmit(3, MIB, MIB), TransmitEnded).is_complete
+    assert successor.ask(transmit(3, MIB, MIB), daemon_msg.TransmitEnded).is_complete
     assert os.pread(successor.models, MIB, MIB) == data, "the store outlived the daemon"
     assert os.pread(successor.models, 8, 0) == (3).to_bytes(4, "little") + bytes(4)
 

@@ -20,13 +20,7 @@ from process_tools import (
     until,
 )
 
-from pipeswitch.base.errors import (
-    DeviceBusy,
-    InvalidInput,
-    ModelNotFound,
-    PipeSwitchError,
-    ServerUnavailable,
-)
+from pipeswitch.base import errors
 from pipeswitch.planning.grouping import spans
 from pipeswitch.planning.profile import Profile, decode, encode
 
@@ -234,7 +228,7 @@ def test_requests_of_others_end_a_measurement_and_are_answered_right(
     asking = threading.Thread(target=ask)
     asking.start()
     try:
-        with pytest.raises(DeviceBusy) as busy:
+        with pytest.raises(errors.DeviceBusy) as busy:
             checked.client.profile("net", [2])
     finally:
         stop.set()
@@ -262,7 +256,7 @@ def test_a_model_that_takes_no_made_up_inputs_is_measured_with_the_clients(
     profile = checked.client.profile("net", [2, 3], inputs=inputs)
     assert sent == [2, 3]
     assert [batch["batch"] for batch in profile["batches"]] == [2, 3]
-    with pytest.raises(ServerUnavailable):  # the server asked for two rows
+    with pytest.raises(errors.ServerUnavailable):  # the server asked for two rows
         checked.client.profile("net", [2], inputs=lambda batch: value(0, 1))
     until(lambda: checked.client.show("net")["grouping"] == "planned", "they are as before")
 
@@ -276,7 +270,7 @@ def test_a_client_that_goes_away_takes_the_measurement_along(
     client = checked.running.client()
 
     def measure() -> None:
-        with pytest.raises(PipeSwitchError):
+        with pytest.raises(errors.PipeSwitchError):
             client.profile("net", [2, 1, 3, 4], progress=lambda stage, part: began.set())
 
     measuring = threading.Thread(target=measure)
@@ -295,9 +289,9 @@ def test_what_cannot_be_measured_is_refused(
 ) -> None:
     checked, _ = roomy
     register(checked, net)
-    with pytest.raises(ModelNotFound):
+    with pytest.raises(errors.ModelNotFound):
         checked.client.profile("absent")
-    with pytest.raises(InvalidInput, match="takes batches from 1 to 64"):
+    with pytest.raises(errors.InvalidInput, match="takes batches from 1 to 64"):
         checked.client.profile("net", [65])
-    with pytest.raises(InvalidInput, match="whole numbers"):
+    with pytest.raises(errors.InvalidInput, match="whole numbers"):
         checked.client.profile("net", [0])

@@ -50,20 +50,9 @@ from pipeswitch.frontend.verbs import VERBS
 from pipeswitch.programs.build.export import export_module_to_bundle
 from pipeswitch.programs.spec import DEFAULT_MAX_BATCH
 from pipeswitch.testing import RunningServer, server
+from tests.process import tools
 from tests.process.api_oracle import OK, Oracle, Outcomes, Program, only
 from tests.process.figures import publishing
-from tests.process.tools import (
-    MARK,
-    Checked,
-    check_identity,
-    eager,
-    gone,
-    is_bit_equal,
-    kill,
-    mlp,
-    until,
-    write_script,
-)
 
 ROOT: Final = Path(__file__).parents[2]
 ANSWER_S: Final = 60.0  # a question that takes longer has no answer
@@ -233,22 +222,22 @@ class Material:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.modules: dict[str, torch.nn.Module] = {
-            "small": mlp(16, 2, 1),
-            "other": mlp(16, 2, 2),
-            "wide": mlp(WIDE, 1, 3),
+            "small": tools.mlp(16, 2, 1),
+            "other": tools.mlp(16, 2, 2),
+            "wide": tools.mlp(WIDE, 1, 3),
             "picks": Picks().eval(),
         }
         for name, module in self.modules.items():
             export_module_to_bundle(module, (value(name, 1, 0),), folder / f"{name}.bundle")
-        huge = mlp(1800, 1, 0)  # 12.4 MiB
+        huge = tools.mlp(1800, 1, 0)  # 12.4 MiB
         export_module_to_bundle(huge, (torch.zeros(1, 1800),), folder / "huge.bundle")
         head = b'{"x": {"dtype": "U8", "shape": [990], "data_offsets": [0, 990]}}'  # of no program
         size = len(head).to_bytes(8, "little")
         (folder / "garbage.bundle").write_bytes(size + head + b"\xff" * 990)
-        factories = runpy.run_path(str(write_script(folder, "stateful_models.py", FACTORIES)))
+        factories = runpy.run_path(str(tools.write_script(folder, "stateful_models.py", FACTORIES)))
         self.modules |= {name: factories[name]() for name in FACTORY_INPUTS}
         self.scripts = {
-            kind: write_script(folder, f"{kind}.py", text) for kind, text in SCRIPTS.items()
+            kind: tools.write_script(folder, f"{kind}.py", text) for kind, text in SCRIPTS.items()
         }
         self.printed = _printed(self.scripts["short"])
         self.digests: dict[tuple[str, int], set[str]] = {}  # as servers have told; see ``Oracle``
@@ -264,7 +253,7 @@ class Material:
 
     @functools.cache  # noqa: B019 - one object, as long as its test
     def expected(self, program: str, batch: int, seed: int) -> torch.Tensor:
-        answer: torch.Tensor = eager(self.modules[program], value(program, batch, seed))
+        answer: torch.Tensor = tools.eager(self.modules[program], value(program, batch, seed))
         return answer
 
     def source(self, program: str) -> tuple[Any, dict[str, Any]]:
@@ -319,12 +308,12 @@ class Stage:
                 args=("--threads", "1"),
                 environment={
                     **ENVIRONMENT,
-                    MARK: self.mark,
+                    tools.MARK: self.mark,
                     "PYTHONPATH": f"{self.material.folder}:{ROOT}",
                 },
             )
         )
-        self.checked = Checked(running, self.mark)
+        self.checked = tools.Checked(running, self.mark)
         self._stack.callback(self.checked.client.close)
         self.clients: dict[bool, Client] = {True: self.checked.client}  # is it the owner's?
         self.greet(False)
@@ -363,7 +352,7 @@ class Stage:
 
     def _end(self) -> None:
         self._stack.close()
-        gone(self.mark)
+        tools.gone(self.mark)
 
     def close(self) -> None:
         self._end()
@@ -509,7 +498,7 @@ class ServerApi(RuleBasedStateMachine):
         if outcome == OK:
             expected = self.stage.material.expected(self.program(name), batch, seed)
             (got,) = answer.outputs.values()
-            assert is_bit_equal(got, expected), f"{name}: {got}, not {expected}"
+            assert tools.is_bit_equal(got, expected), f"{name}: {got}, not {expected}"
             assert answer.timing.epoch > 0
             assert answer.timing.total_ms >= answer.timing.queue_ms >= 0
             assert answer.timing.resident or not self.oracle.models[name].stays, name
@@ -659,7 +648,9 @@ class ServerApi(RuleBasedStateMachine):
         if outcome == OK:
             self.oracle.did_pin(name, row, is_pinned=is_pinned)
             if self.oracle.comes_to_the_device(name):
-                until(lambda: client.show(name)["residency"] == "pinned", f"{name} is brought")
+                tools.until(
+                    lambda: client.show(name)["residency"] == "pinned", f"{name} is brought"
+                )
 
     @rule(programs=st.permutations(["wide", "wide", "small"]), is_owner=OWNERS)
     @speaks("unregister", "register")
@@ -798,17 +789,19 @@ class ServerApi(RuleBasedStateMachine):
             return
         x = value("poison", 1, 0)
         x[0, 0] = HELD
-        expected = eager(self.stage.material.modules["poison"], x)
+        expected = tools.eager(self.stage.material.modules["poison"], x)
         fates = [one for one in fates if self.oracle.may_infer(one[0]) == {OK}] + SURE_FATES
         with self.stage.material.shut_gate():
             holder = self.client().submit(HOLDER, x, priority="high")
-            until(lambda: self.stage.checked.row(HOLDER)["state"] == "active", "it is held")  # 1.
+            tools.until(
+                lambda: self.stage.checked.row(HOLDER)["state"] == "active", "it is held"
+            )  # 1.
             x = value("poison", 1, 1)  # another caller's: its own might have to give way to them
             behind = self.client(is_owner=False).submit(HOLDER, x, priority="high")
             self._wait_until_queued(0)
             run = self._queue_up(fates)  # 2.
         outcome, answer = self.ask(only(OK), functools.partial(holder.result, ANSWER_S))
-        assert is_bit_equal(answer["y"], expected)
+        assert tools.is_bit_equal(answer["y"], expected)
         self.oracle.did_infer(HOLDER, outcome)
         self.answered(HOLDER, 1, 1, *self.ask(only(OK), functools.partial(behind.result, ANSWER_S)))
         self._judge_order(run)  # 3.
@@ -855,7 +848,7 @@ class ServerApi(RuleBasedStateMachine):
 
     def _wait_until_queued(self, count: int) -> None:
         """So many, behind the one that computes and the one that goes next."""
-        until(lambda: self._waiting() == (2 + count, count), f"{count} are queued")
+        tools.until(lambda: self._waiting() == (2 + count, count), f"{count} are queued")
 
     def _judge_order(self, run: Sequence[tuple[tuple[str, str, bool], Future[Any]]]) -> None:
         """Epochs are numbered as they are dispatched."""
@@ -926,7 +919,7 @@ class ServerApi(RuleBasedStateMachine):
             visitor.about()
             for _ in requests:
                 visitor.submit(name, value(self.program(name), 1, 0))
-        after = until(self._quiet, "nothing is in flight")["inference"]
+        after = tools.until(self._quiet, "nothing is in flight")["inference"]
         moved = {key: after[key] - before[key] for key in before}
         assert moved["accepted"] == moved["ok"] + moved["error"] + moved["undeliverable"]
         assert moved["accepted"] + moved["rejected"] <= count
@@ -980,7 +973,7 @@ class ServerApi(RuleBasedStateMachine):
                 allowed |= {"Cancelled"}  # an unregister ends the build
             assert outcome in allowed, f"{what} {name}: {outcome} {answer}"
             if what == "infer" and outcome == OK and answer.outputs["y"].shape == x.shape:
-                assert any(is_bit_equal(answer["y"], y) for y in answers), name
+                assert any(tools.is_bit_equal(answer["y"], y) for y in answers), name
             elif what.startswith("register") and outcome == OK:
                 program = what.split()[1]
                 self.oracle.know_digest(program, DEFAULT_MAX_BATCH, answer.body["digest"])
@@ -1112,7 +1105,7 @@ class ServerApi(RuleBasedStateMachine):
             return bool(deep["ready"]) and None not in times_ms
 
         # Short jobs use their workers up: for a moment there may be none that has started.
-        until(all_answer, "the daemon and the workers answer")
+        tools.until(all_answer, "the daemon and the workers answer")
         about = client.about()
         assert about["pid"] == self.stage.checked.pid
         assert about["is_owner"] is about["accepts_code"] is is_owner
@@ -1190,10 +1183,10 @@ class ServerApi(RuleBasedStateMachine):
         pids = sorted(self.stage.checked.worker_pids().items())
         futures = self.submit(requests)
         _, pid = pids[which % len(pids)]
-        kill(pid)
+        tools.kill(pid)
         self.oracle.kills += 1
         self.collect(requests, futures)
-        until(lambda: pid not in self.stage.checked.worker_pids().values(), "it was reaped")
+        tools.until(lambda: pid not in self.stage.checked.worker_pids().values(), "it was reaped")
         self.stage.checked.wait_until_whole()
 
     def _may_kill_the_daemon(self) -> bool:
@@ -1211,11 +1204,13 @@ class ServerApi(RuleBasedStateMachine):
         self.stage.checked.wait_until_whole()
 
     def _kill_the_daemon(self, pid: int) -> None:
-        kill(pid)
+        tools.kill(pid)
         self.oracle.device_lost()
 
     def _wait_for_another_daemon(self, pid: int) -> None:
-        until(lambda: self.stage.checked.row("memory-daemon")["pid"] not in (0, pid), "a new one")
+        tools.until(
+            lambda: self.stage.checked.row("memory-daemon")["pid"] not in (0, pid), "a new one"
+        )
 
     @precondition(lambda self: self.steps >= 32 and self.number % 4 == 1 and self.lives == 1)
     @rule(how=st.sampled_from(WAYS_TO_END))
@@ -1232,7 +1227,7 @@ class ServerApi(RuleBasedStateMachine):
         self.stage.restart(how)
         self.oracle.restarted({name: row["persisted_step"] for name, row in rows.items()})
         self.stage.checked.wait_until_whole()
-        until(
+        tools.until(
             lambda: all(row["state"] == "ready" for row in self.client().models()),
             "all models are ready",
         )
@@ -1260,7 +1255,7 @@ class ServerApi(RuleBasedStateMachine):
         self.oracle.check_jobs(client.jobs())
         self.oracle.check_ps(client.ps())
         stats = client.stats()
-        check_identity(stats)
+        tools.check_identity(stats)
         self.oracle.check_stats(stats)
         self.stage.is_spoilt = spoilt
 
@@ -1301,7 +1296,7 @@ class ServerApi(RuleBasedStateMachine):
             checked.client.unregister("last")
         checked.wait_until_whole()
         checked.settle()
-        until(lambda: _is_empty(checked.stats()), "all memory is back")
+        tools.until(lambda: _is_empty(checked.stats()), "all memory is back")
         assert checked.client.models() == []
         self.stage.is_spoilt = False
 

@@ -20,17 +20,8 @@ import torch
 
 from pipeswitch import job
 from pipeswitch.base.errors import InvalidInput, TaskPreempted
+from tests.process import tools
 from tests.process.test_training_exact import Crashed, FakeHost, HookedGate, begun
-from tests.process.tools import (
-    Checked,
-    checked_server,
-    finish,
-    gone,
-    kill,
-    run_plain,
-    until,
-    write_script,
-)
 
 pytestmark = pytest.mark.filterwarnings("default")  # theirs
 DOCS = Path(__file__).parents[2] / "docs/guide/trainers.md"
@@ -325,7 +316,7 @@ def script(folder: Path, name: str, body: str) -> Path:
     needs(name)
     name = "".join(c if c.isalnum() else "-" for c in name)
     body = textwrap.dedent(PRELUDE) + textwrap.dedent(body)
-    return write_script(folder, f"with-{name}.py", body)
+    return tools.write_script(folder, f"with-{name}.py", body)
 
 
 def needs(name: str) -> None:
@@ -447,29 +438,29 @@ def test_the_documents_example_survives_its_worker_and_its_server(
     needs(library)
     blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text("utf-8"), re.DOTALL)
     (example,) = [block for block in blocks if re.search(rf"(import|from) {library}", block)]
-    path = write_script(tmp_path, "example.py", example)
-    run_plain(path, str(tmp_path / "plain.pt"))
+    path = tools.write_script(tmp_path, "example.py", example)
+    tools.run_plain(path, str(tmp_path / "plain.pt"))
     options = {"arena": "64MiB", "state_dir": tmp_path / "state", "environment": ENVIRONMENT}
-    with checked_server(**options, settles=False, status=-signal.SIGKILL) as checked:
+    with tools.checked_server(**options, settles=False, status=-signal.SIGKILL) as checked:
         task = checked.client.train(path, name="it", args=[str(tmp_path / "served.pt")])
         trains_on(checked, -1)
-        kill(checked.row("it")["pid"])
+        tools.kill(checked.row("it")["pid"])
         trains_on(checked, task.status()["step"])
         task.pause()
         task.resume()
         trains_on(checked, task.status()["step"])
-        until(lambda: task.status()["persisted_step"] > 0, "a commit is on disk")
-        kill(checked.pid)
+        tools.until(lambda: task.status()["persisted_step"] > 0, "a commit is on disk")
+        tools.kill(checked.pid)
         checked.running.process.wait(30)
         checked.client.close()
-        gone(checked.mark)
-    with checked_server(**options) as checked:
-        row = finish(checked.client.task("it"), 120)
+        tools.gone(checked.mark)
+    with tools.checked_server(**options) as checked:
+        row = tools.finish(checked.client.task("it"), 120)
     assert row["restarts"] == 2
     weights = [torch.load(tmp_path / name) for name in ("plain.pt", "served.pt")]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(one, weights[1][name]) for name, one in weights[0].items())
 
 
-def trains_on(checked: Checked, step: int) -> None:
-    until(lambda: checked.client.task("it").status()["step"] > step, "it trains on", 60)
+def trains_on(checked: tools.Checked, step: int) -> None:
+    tools.until(lambda: checked.client.task("it").status()["step"] > step, "it trains on", 60)

@@ -21,13 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from pipeswitch import job
-from pipeswitch.base.errors import (
-    InvalidInput,
-    OutOfDeviceMemory,
-    ServerUnavailable,
-    TaskFailed,
-    TaskPreempted,
-)
+from pipeswitch.base import errors
 from tests.process.test_training_exact import Crashed, FakeHost, HookedGate, begun, digest
 from tests.process.tools import checked_server, finish, run_plain, write_script
 
@@ -70,7 +64,7 @@ def live(
 
     try:
         ended = script(poke)
-    except (TaskPreempted, Crashed) as end:
+    except (errors.TaskPreempted, Crashed) as end:
         if isinstance(end, Crashed):
             session._over = True
             host.crash()
@@ -225,13 +219,13 @@ class SmallHost(FakeHost):
 
     def lease(self, slice_bytes: int, state_bytes: int) -> torch.Tensor:
         if slice_bytes > self.limit_bytes:
-            raise OutOfDeviceMemory("no room", requested_bytes=slice_bytes)
+            raise errors.OutOfDeviceMemory("no room", requested_bytes=slice_bytes)
         return super().lease(slice_bytes, state_bytes)
 
     def wait_commit(self) -> float:
         took_ms = super().wait_commit()
         if self.fails:
-            raise ServerUnavailable("the daemon is gone")
+            raise errors.ServerUnavailable("the daemon is gone")
         return took_ms
 
 
@@ -342,11 +336,11 @@ def test_a_failed_job_is_started_again_from_its_last_commit_also_by_the_next_ser
     options = {"arena": "64MiB", "state_dir": tmp_path / "state", "environment": environment}
     with checked_server(**options, settles=False) as checked:
         task = checked.client.train(path, name="it", args=[str(tmp_path / "out"), "served"])
-        with pytest.raises(TaskFailed, match="the disk is full"):
+        with pytest.raises(errors.TaskFailed, match="the disk is full"):
             task.wait(60)
         lost = 40 - task.status()["committed_step"]
         assert task.resume()["error"] == ""
-        with pytest.raises(TaskFailed):
+        with pytest.raises(errors.TaskFailed):
             task.wait(60)
         row = task.status()
         assert (row["step"], row["steps_recomputed"]) == (60, lost)
@@ -357,7 +351,7 @@ def test_a_failed_job_is_started_again_from_its_last_commit_also_by_the_next_ser
         task.resume()
         row = finish(task, 60)
         assert (row["state"], row["step"]) == ("done", 100)
-        with pytest.raises(InvalidInput):
+        with pytest.raises(errors.InvalidInput):
             task.resume()
     assert (tmp_path / "out").read_text() == (tmp_path / "plain").read_text()
 
@@ -475,9 +469,9 @@ def test_a_number_that_is_passed_by_its_value_warns() -> None:
     "odd", [iter([1.0]), 0.5, "text", object()], ids=lambda odd: type(odd).__name__
 )
 def test_what_extra_state_cannot_capture_is_refused(odd: Any) -> None:
-    with pytest.raises(InvalidInput):
+    with pytest.raises(errors.InvalidInput):
         begin_loop(odd)
-    with pytest.raises(InvalidInput):
+    with pytest.raises(errors.InvalidInput):
         begin_loop({"odd": odd, "draws": random.Random(1)})
 
 
@@ -487,7 +481,7 @@ class Half:
 
 
 def test_a_state_dict_that_nothing_loads_is_refused_at_once() -> None:
-    with pytest.raises(InvalidInput, match="load_state_dict"):
+    with pytest.raises(errors.InvalidInput, match="load_state_dict"):
         begin_loop({"half": Half()})
 
 

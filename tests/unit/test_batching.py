@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from pipeswitch.base.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    ModelNotFound,
-    TaskFailed,
-    WorkerLost,
-)
+from pipeswitch.base import errors
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
 from pipeswitch.ipc.messages.worker import Choosing, InferenceDone, RunInference
 from pipeswitch.programs.decoding.generation import PADS
@@ -281,7 +275,7 @@ def test_a_request_that_fails_fails_alone(fault: str) -> None:
     server.faults[fault] = ["joins", "joins"]  # the joined run, and the first one alone
     server.run()
     assert server.joined() == [tokens, *[[token] for token in tokens]]
-    assert isinstance(server.error(tokens[0]), TaskFailed)
+    assert isinstance(server.error(tokens[0]), errors.TaskFailed)
     assert [server.error(token) for token in tokens[1:]] == [None, None]
 
 
@@ -298,7 +292,7 @@ def test_one_that_kills_its_worker_alone_too_is_given_up_after_the_usual_number_
     server = Server()
     server.deadly, *others = server.ask_behind(3)
     server.run(server.now_ms + 60000.0)
-    assert isinstance(server.error(server.deadly), WorkerLost)
+    assert isinstance(server.error(server.deadly), errors.WorkerLost)
     assert not any(server.error(token) for token in others)
     assert server.joined().count([server.deadly]) == 3
 
@@ -309,7 +303,7 @@ def test_a_joined_run_whose_death_is_one_too_many_says_how_many_there_were() -> 
     server.faults["poison"] = ["joins"]
     server.run(server.now_ms + 5000.0)
     for token in tokens:
-        assert isinstance(server.error(token), WorkerLost)
+        assert isinstance(server.error(token), errors.WorkerLost)
         assert "died 1 times" in str(server.error(token))
         assert server.error(token).data["deaths"] == 1
 
@@ -353,7 +347,7 @@ def test_one_that_is_taken_back_while_it_waits_is_not_computed_and_one_that_comp
     server = Server()
     first, second, third = server.ask_behind(3)
     server.handle(ev.CancelAsked(token=second))
-    assert isinstance(server.error(second), Cancelled)
+    assert isinstance(server.error(second), errors.Cancelled)
     server.run(server.now_ms + 2 * COMPUTE_MS)
     server.handle(ev.CancelAsked(token=third))  # it is nearly there
     server.run()
@@ -367,7 +361,7 @@ def test_a_deadline_that_passes_while_it_waits_takes_it_out_of_the_batch() -> No
     server.ask_behind(0)
     late, other = server.ask("joins", deadline_ms=1.0), server.ask("joins")
     server.run()
-    assert isinstance(server.error(late), DeadlineExceeded)
+    assert isinstance(server.error(late), errors.DeadlineExceeded)
     assert server.joined() == [[other]]
 
 
@@ -378,7 +372,7 @@ def test_a_joined_run_is_hung_when_the_last_deadline_is_long_past() -> None:
     server.run(server.now_ms + 950.0)
     assert not any(token in server.answers for token in tokens)
     server.run(server.now_ms + 5000.0)
-    assert all(isinstance(server.error(token), DeadlineExceeded) for token in tokens)
+    assert all(isinstance(server.error(token), errors.DeadlineExceeded) for token in tokens)
 
 
 def test_an_endless_joined_run_is_killed_and_each_is_tried_alone() -> None:
@@ -421,7 +415,7 @@ def test_admission_counts_joined_runs_and_refuses_none_that_can_be_in_time() -> 
     ends_ms = 2 * COMPUTE_MS + 2 * COMPUTE_MS + COMPUTE_MS
     assert server.ask("waits", deadline_ms=ends_ms) not in server.answers
     refused = server.ask("waits", deadline_ms=ends_ms - 1.0)
-    assert isinstance(server.error(refused), DeadlineExceeded)
+    assert isinstance(server.error(refused), errors.DeadlineExceeded)
 
 
 def test_a_server_that_drains_waits_for_no_others() -> None:
@@ -588,7 +582,7 @@ def test_a_generation_that_is_cancelled_ends_with_its_run_at_the_latest(when: st
     server.handle(ev.CancelAsked(token=token))
     before = server.to_come[token]
     server.run(server.now_ms + 5 * COMPUTE_MS)
-    assert isinstance(server.answers[token][1].error, Cancelled)
+    assert isinstance(server.answers[token][1].error, errors.Cancelled)
     assert server.to_come[token] == before
     assert other not in server.answers
     server.handle(ev.CancelAsked(token=other))
@@ -614,7 +608,7 @@ def test_a_generation_whose_model_leaves_reads_why() -> None:
     server.run(server.now_ms + 0.5)
     server.handle(ev.UnregisterAsked(token=server.clients.token(), model=ModelName("lm")))
     server.run()
-    assert isinstance(server.answers[token][1].error, ModelNotFound)
+    assert isinstance(server.answers[token][1].error, errors.ModelNotFound)
 
 
 @pytest.mark.parametrize("tokens", [(), ((),), ((1, 1),), ((1,), (1,))])

@@ -23,14 +23,8 @@ from pipeswitch.base.roles import OWNER
 from pipeswitch.frontend.request_log import Complaints, RequestLog
 from pipeswitch.frontend.requests import Requests
 from pipeswitch.frontend.transport.clients import Client
+from pipeswitch.ipc.messages import worker as worker_msg
 from pipeswitch.ipc.messages.daemon import TransmitEnded
-from pipeswitch.ipc.messages.worker import (
-    InferenceDone,
-    JobReport,
-    ModelPrepared,
-    Parked,
-    WorkerReady,
-)
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.events import Answer
 from pipeswitch.wire.frames import RequestHeader
@@ -104,7 +98,7 @@ class Counted(Rig):
         while busy := [one for one in self.state.workers.values() if one.preparing]:
             for one in busy:
                 replica = self.state.replicas[one.preparing]
-                message = ModelPrepared(model=replica.name, digest=replica.built.digest,
+                message = worker_msg.ModelPrepared(model=replica.name, digest=replica.built.digest,
                                         plan=replica.grouping.plan)  # fmt: skip
                 self.worker(one.slot, message)
 
@@ -127,7 +121,7 @@ class Counted(Rig):
     def computed(self) -> None:
         """The task that computes ends, and its worker is free at once."""
         task = self.state.owner.running
-        self.worker(task.slot, InferenceDone(
+        self.worker(task.slot, worker_msg.InferenceDone(
             epoch=task.epoch, outputs=(), turn_at_ms=0.0, first_group_at_ms=0.0, ended_at_ms=1.0,
             stall_ms=0.0, is_clean=True, group_begins_at_ms=(0.0, 0.5),
             group_ends_at_ms=(0.5, 1.0)))  # fmt: skip
@@ -136,7 +130,7 @@ class Counted(Rig):
         """A model is sent while a job steps aside for it, and the job goes on."""
         self.infer(name)
         turn = self.state.owner.pending.turn
-        parked = Parked(epoch=job.epoch, turn=job.turn, next_turn=turn, where="forward",
+        parked = worker_msg.Parked(epoch=job.epoch, turn=job.turn, next_turn=turn, where="forward",
                         asked_at_ms=0.0, parked_at_ms=1.0)  # fmt: skip
         self.worker(job.slot, parked)
         epoch = self.state.replicas[name].residency_epoch
@@ -162,7 +156,7 @@ def test_a_cold_request_that_preempts_a_job_touches_what_it_needs() -> None:
     rig = Counted(models=20)
     job = rig.start_training()
     rig.switch("m6", job)  # a job that is suspended brings one more worker
-    rig.worker(3, WorkerReady(slot=3, pid=13))
+    rig.worker(3, worker_msg.WorkerReady(slot=3, pid=13))
     rig.prepare()
     with rig.counted() as spent:
         rig.switch("m7", job)
@@ -176,7 +170,9 @@ def test_a_training_report_concerns_nobody(models: int) -> None:
     rig = Counted(models)
     job = rig.start_training()
     with rig.counted() as spent:
-        rig.worker(job.slot, JobReport(epoch=job.epoch, kind="progress", values={"step": 3}))
+        rig.worker(
+            job.slot, worker_msg.JobReport(epoch=job.epoch, kind="progress", values={"step": 3})
+        )
     assert spent.calls <= 35  # were 159
 
 

@@ -16,15 +16,8 @@ from pipeswitch.ipc.messages.base import Epoch, Exit, Message, ModelName
 from pipeswitch.ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
 from pipeswitch.programs.decoding.generation import PADS
 from pipeswitch.programs.graphs.partition import Layer, Weight, place
+from pipeswitch.programs.interface import layout
 from pipeswitch.programs.interface.dims import Dim
-from pipeswitch.programs.interface.layout import (
-    Batching,
-    GroupSpec,
-    LayerSpec,
-    Manifest,
-    TensorSpec,
-    ValueSpec,
-)
 from pipeswitch.programs.spec import BuildSpec, save_manifest
 from pipeswitch.scheduler.events import Received, StartBuild
 
@@ -32,11 +25,11 @@ WEIGHTS = [Weight(f"w{n}", "float32", (n + 1, 10), 40 * (n + 1)) for n in range(
 TENSORS, LAYERS, GROUPS, TOTAL = place(
     [Layer(0, 2, (0,)), Layer(2, 3, (1,)), Layer(3, 5, (2,))], WEIGHTS, (0, 2), [100, 140, 220]
 )
-VALUE = ValueSpec(name="x", dtype="float32", shape=("batch", 10))
-HONEST = Manifest(
+VALUE = layout.ValueSpec(name="x", dtype="float32", shape=("batch", 10))
+HONEST = layout.Manifest(
     digest="a" * 64, mode="graph", mode_reason="", source="bundle", total_bytes=TOTAL,
     tensors=TENSORS, groups=GROUPS, layers=LAYERS, inputs=(VALUE,), outputs=(VALUE,),
-    dims=(Dim("batch", 1, 8),), batching=Batching(limit=4, delay_ms=1.0, is_exact=True),
+    dims=(Dim("batch", 1, 8),), batching=layout.Batching(limit=4, delay_ms=1.0, is_exact=True),
     extra={"notes": ["a note"], "intermediate_bytes": 80, "largest_value_bytes": 40,
            "is_whole": True, "checked_by": "contracts", "last_readers": [1, 2, 5]},
 )  # fmt: skip
@@ -55,7 +48,7 @@ def with_extra(**changed: Any) -> dict[str, Any]:
 
 
 def joined(limit: int = 4, delay_ms: float = 1.0) -> dict[str, Any]:
-    return {"batching": Batching(limit=limit, delay_ms=delay_ms, is_exact=True)}
+    return {"batching": layout.Batching(limit=limit, delay_ms=delay_ms, is_exact=True)}
 
 
 LIES: dict[str, dict[str, Any]] = {
@@ -72,7 +65,7 @@ LIES: dict[str, dict[str, Any]] = {
     "nodes without end": {
         "layers": (),
         "groups": (
-            GroupSpec(
+            layout.GroupSpec(
                 offset_bytes=0,
                 size_bytes=TOTAL,
                 tensors=(0, 1, 2),
@@ -82,8 +75,10 @@ LIES: dict[str, dict[str, Any]] = {
             ),
         ),
     },
-    "layers with tensors twice": {"layers": (*LAYERS, LayerSpec(5, 5, 1))},
-    "layers that give some back": {"layers": (*LAYERS, LayerSpec(5, 5, 2), LayerSpec(5, 5, -2))},
+    "layers with tensors twice": {"layers": (*LAYERS, layout.LayerSpec(5, 5, 1))},
+    "layers that give some back": {
+        "layers": (*LAYERS, layout.LayerSpec(5, 5, 2), layout.LayerSpec(5, 5, -2))
+    },
     "a tensor in front of the region": with_tensor(offset_bytes=-512),
     "a tensor over another": {"tensors": (TENSORS[0], TENSORS[0], TENSORS[2])},
     "a tensor larger than its shape": with_tensor(size_bytes=1 << 40),
@@ -96,7 +91,7 @@ LIES: dict[str, dict[str, Any]] = {
     "others are awaited for less than nothing": joined(delay_ms=-1.0),
     "joined, with a fixed batch": {"dims": (Dim("batch", 2, 2),)},
     "joined, with one answer for all": {
-        "outputs": (ValueSpec(name="x", dtype="float32", shape=(10,)),)
+        "outputs": (layout.ValueSpec(name="x", dtype="float32", shape=(10,)),)
     },
     "a source of many lines": {"source": "x" * 5000},
     "a reason that commands a terminal": {"mode_reason": "\x9b2J"},
@@ -176,7 +171,7 @@ class Rig:
     def said(self) -> list[Message]:
         return [event.message for event in self.taken if isinstance(event, Received)]
 
-    def built(self, manifest: Manifest) -> None:
+    def built(self, manifest: layout.Manifest) -> None:
         work = self.places.models / ".build-7-x"
         work.mkdir()
         save_manifest(work, manifest)
@@ -234,10 +229,10 @@ def test_what_belongs_together_is_published(tmp_path: Path) -> None:
 def test_these_are_the_fields_that_a_builder_fills() -> None:
     """A new one has to be looked at, or be shown to be no number that is reckoned with."""
     digests = {"digest", "weights_sha256", "head_sha256"}  # a wrong one refuses its own program
-    assert set(Manifest.__struct_fields__) - {*digests, "mode", "triggers"} == {
+    assert set(layout.Manifest.__struct_fields__) - {*digests, "mode", "triggers"} == {
         "mode_reason", "source", "total_bytes", "tensors", "groups", "inputs", "outputs", "dims",
         "takes", "returns", "layers", "batching", "extra", "precision",
     }  # fmt: skip
-    assert set(TensorSpec.__struct_fields__) == {
+    assert set(layout.TensorSpec.__struct_fields__) == {
         "name", "dtype", "shape", "offset_bytes", "size_bytes", "file_offset_bytes",
     }  # fmt: skip

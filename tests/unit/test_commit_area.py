@@ -13,15 +13,9 @@ import pytest
 
 from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.commits import area as commit_area
+from pipeswitch.commits import files
 from pipeswitch.commits import files as commit_files
 from pipeswitch.commits.area import HEADER_BYTES, Commit, CommitArea, area_bytes, create_area
-from pipeswitch.commits.files import (
-    RECORD_NAME,
-    load_commit,
-    read_record,
-    remove_unnamed,
-    write_commit,
-)
 from pipeswitch.ipc.board import sealed_memfd
 
 SLOT_BYTES = 10_000
@@ -236,7 +230,7 @@ def test_a_reader_refuses_an_area_nobody_formatted() -> None:
 
 def loaded(directory: Path) -> tuple[int, bytes] | None:
     """(step, image) as a restarted server would restore them."""
-    found = load_commit(directory)
+    found = files.load_commit(directory)
     if found is None:
         return None
     descriptor, slot_bytes, _ = found
@@ -251,7 +245,7 @@ def loaded(directory: Path) -> tuple[int, bytes] | None:
 def test_what_was_persisted_is_loaded_back(tmp_path: Path) -> None:
     assert loaded(tmp_path) is None
     for step in (3, 9, 9):
-        write_commit(tmp_path, step, memoryview(image_of(step)))
+        files.write_commit(tmp_path, step, memoryview(image_of(step)))
         assert loaded(tmp_path) == (step, image_of(step))
     assert len(list(tmp_path.iterdir())) == 3, "two images and a record, older ones are gone"
 
@@ -262,20 +256,20 @@ def test_a_persist_that_is_cut_off_anywhere_leaves_a_whole_commit(
     tmp_path: Path, point: str, had_one: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if had_one:
-        write_commit(tmp_path, 1, memoryview(image_of(1)))
+        files.write_commit(tmp_path, 1, memoryview(image_of(1)))
     with monkeypatch.context() as patch:
         patch.setattr(
             commit_files, "remove_unnamed", lambda *_, **__: None
         )  # the dead do not tidy up
         patch.setattr(commit_files, "reach", dies_at(point))
         with pytest.raises(Died):
-            write_commit(tmp_path, 2, memoryview(image_of(2)))
+            files.write_commit(tmp_path, 2, memoryview(image_of(2)))
     before = (1, image_of(1)) if had_one else None
     is_there = point == "persist.record.renamed"
     if not had_one:  # an image that is whole and alone needs no record
         is_there = point in ("persist.image.renamed", "persist.record.written") or is_there
     assert loaded(tmp_path) == ((2, image_of(2)) if is_there else before)
-    write_commit(tmp_path, 2, memoryview(image_of(2)))
+    files.write_commit(tmp_path, 2, memoryview(image_of(2)))
     assert loaded(tmp_path) == (2, image_of(2))
     assert len(list(tmp_path.iterdir())) <= 3
 
@@ -283,7 +277,7 @@ def test_a_persist_that_is_cut_off_anywhere_leaves_a_whole_commit(
 def test_a_full_disk_keeps_the_old_commit_and_no_rubbish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_commit(tmp_path, 1, memoryview(image_of(1)))
+    files.write_commit(tmp_path, 1, memoryview(image_of(1)))
     before = sorted(path.name for path in tmp_path.iterdir())
 
     def full(_: int) -> None:
@@ -292,22 +286,22 @@ def test_a_full_disk_keeps_the_old_commit_and_no_rubbish(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space left"):
-            write_commit(tmp_path, 2, memoryview(image_of(2)))
+            files.write_commit(tmp_path, 2, memoryview(image_of(2)))
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert loaded(tmp_path) == (1, image_of(1))
 
 
 def test_an_image_that_changed_meanwhile_is_not_kept(tmp_path: Path) -> None:
-    write_commit(tmp_path, 1, memoryview(image_of(1)))
+    files.write_commit(tmp_path, 1, memoryview(image_of(1)))
     with pytest.raises(commit_files.ImageChanged):
-        write_commit(tmp_path, 2, memoryview(image_of(2)), is_still_whole=lambda: False)
+        files.write_commit(tmp_path, 2, memoryview(image_of(2)), is_still_whole=lambda: False)
     assert loaded(tmp_path) == (1, image_of(1))
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 def test_a_damaged_image_is_refused_with_a_reason(tmp_path: Path, damage: str) -> None:
-    write_commit(tmp_path, 1, memoryview(image_of(1)))
-    record = read_record(tmp_path)
+    files.write_commit(tmp_path, 1, memoryview(image_of(1)))
+    record = files.read_record(tmp_path)
     image = tmp_path / record.image
     if damage == "flip":
         image.write_bytes(b"\xff" + image.read_bytes()[1:])
@@ -316,11 +310,11 @@ def test_a_damaged_image_is_refused_with_a_reason(tmp_path: Path, damage: str) -
     else:
         image.unlink()
     with pytest.raises(RemoteProtocolError, match=r"digest|bytes|missing"):
-        load_commit(tmp_path)
+        files.load_commit(tmp_path)
 
 
 def damage_record(directory: Path, kind: str) -> None:
-    path = directory / RECORD_NAME
+    path = directory / files.RECORD_NAME
     match kind:
         case "missing":
             path.unlink()
@@ -331,8 +325,8 @@ def damage_record(directory: Path, kind: str) -> None:
         case "another size":
             path.write_text(path.read_text().replace('"size_bytes":', '"size_bytes":1'))
         case "another job's":
-            write_commit(directory / "other", 77, memoryview(image_of(5)))
-            path.write_bytes((directory / "other" / RECORD_NAME).read_bytes())
+            files.write_commit(directory / "other", 77, memoryview(image_of(5)))
+            path.write_bytes((directory / "other" / files.RECORD_NAME).read_bytes())
 
 
 @pytest.mark.parametrize(
@@ -340,22 +334,22 @@ def damage_record(directory: Path, kind: str) -> None:
 )
 def test_a_damaged_record_costs_nothing(tmp_path: Path, kind: str) -> None:
     for step in (3, 9):
-        write_commit(tmp_path, step, memoryview(image_of(step)))
+        files.write_commit(tmp_path, step, memoryview(image_of(step)))
     damage_record(tmp_path, kind)
-    remove_unnamed(tmp_path)  # as a start does
+    files.remove_unnamed(tmp_path)  # as a start does
     told: list[str] = []
-    descriptor, _, record = load_commit(tmp_path, told.append)
+    descriptor, _, record = files.load_commit(tmp_path, told.append)
     os.close(descriptor)
     assert (record.step, kind == "another job's") == (9, bool(told))
-    write_commit(tmp_path, 10, memoryview(image_of(10)))
+    files.write_commit(tmp_path, 10, memoryview(image_of(10)))
     assert loaded(tmp_path) == (10, image_of(10))
 
 
 @pytest.mark.parametrize("kind", ["flip", "truncate", "missing", "another job's"])
 def test_a_job_goes_on_from_the_commit_before_a_damaged_one(tmp_path: Path, kind: str) -> None:
     for step in (3, 5, 9):
-        write_commit(tmp_path, step, memoryview(image_of(step)))
-    image = tmp_path / read_record(tmp_path).image
+        files.write_commit(tmp_path, step, memoryview(image_of(step)))
+    image = tmp_path / files.read_record(tmp_path).image
     data = image.read_bytes()
     other = b"".join([data[: -len(image_of(9))], image_of(4)])
     damaged = {"flip": data[:-1] + bytes([data[-1] ^ 1]), "truncate": data[:-1]}
@@ -363,9 +357,9 @@ def test_a_job_goes_on_from_the_commit_before_a_damaged_one(tmp_path: Path, kind
         image.unlink()
     else:
         image.write_bytes(damaged.get(kind, other))
-    remove_unnamed(tmp_path)
+    files.remove_unnamed(tmp_path)
     told: list[str] = []
-    descriptor, _, record = load_commit(tmp_path, told.append)
+    descriptor, _, record = files.load_commit(tmp_path, told.append)
     os.close(descriptor)
     assert record.step == 5
     assert len(told) == 1
@@ -375,6 +369,6 @@ def test_a_job_goes_on_from_the_commit_before_a_damaged_one(tmp_path: Path, kind
 def test_a_record_that_is_not_ours_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "commit.json").write_text(text)
     with pytest.raises(RemoteProtocolError):
-        read_record(tmp_path)
-    write_commit(tmp_path, 4, memoryview(image_of(4)))
+        files.read_record(tmp_path)
+    files.write_commit(tmp_path, 4, memoryview(image_of(4)))
     assert loaded(tmp_path) == (4, image_of(4))

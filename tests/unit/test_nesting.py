@@ -22,13 +22,7 @@ from pipeswitch.frontend.registration import check
 from pipeswitch.frontend.transport.replies import reply_frames
 from pipeswitch.ipc.messages.base import ModelName
 from pipeswitch.programs.build.naming import Flat, named_inputs
-from pipeswitch.programs.graphs.bundle import (
-    MAX_NAME_CHARS,
-    Graph,
-    ValueSpec,
-    decode_graph,
-    encode_graph,
-)
+from pipeswitch.programs.graphs import bundle
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.interface.nesting import (
     MAX_DEPTH,
@@ -135,7 +129,7 @@ def test_a_tree_that_is_none_is_refused_wherever_it_comes_from(tree: Any, tmp_pa
     }  # fmt: skip
     for place in ("takes", "returns"):
         with pytest.raises(RegistrationRefused, match="tree"):
-            decode_graph(msgspec.json.encode({**graph, place: tree}).decode())
+            bundle.decode_graph(msgspec.json.encode({**graph, place: tree}).decode())
     save_manifest(tmp_path, msgspec.structs.replace(MANIFEST, returns=tree))
     with pytest.raises(RegistrationRefused, match="tree"):
         load_manifest(tmp_path)
@@ -150,18 +144,18 @@ def test_a_tree_that_is_none_is_refused_wherever_it_comes_from(tree: Any, tmp_pa
 def test_a_tree_of_thousands_of_levels_is_refused_like_any_other() -> None:
     text = '{"list": [' * 5000 + "]}" * 5000
     with pytest.raises(RegistrationRefused):
-        decode_graph(encode_graph(GRAPH)[:-1] + f',"returns":{text}}}')
+        bundle.decode_graph(bundle.encode_graph(GRAPH)[:-1] + f',"returns":{text}}}')
 
 
 def spec(name: str) -> dict[str, Any]:
     return {"name": name, "dtype": "float32", "shape": [2]}
 
 
-def value(name: str) -> ValueSpec:
-    return ValueSpec(name=name, dtype="float32", shape=(2,))
+def value(name: str) -> bundle.ValueSpec:
+    return bundle.ValueSpec(name=name, dtype="float32", shape=(2,))
 
 
-GRAPH = Graph(
+GRAPH = bundle.Graph(
     version=2, inputs=(value("x"),), weights=(), nodes=(), results=(0,), outputs=(value("y"),)
 )
 MANIFEST = Manifest(
@@ -172,8 +166,8 @@ MANIFEST = Manifest(
 
 
 def test_a_bundle_without_trees_is_as_it_was() -> None:
-    assert "takes" not in encode_graph(GRAPH)
-    assert decode_graph(encode_graph(GRAPH)) == GRAPH
+    assert "takes" not in bundle.encode_graph(GRAPH)
+    assert bundle.decode_graph(bundle.encode_graph(GRAPH)) == GRAPH
     arrays = {"y": np.zeros(2)}
     assert Result("m", "1", arrays, Bill()).value is arrays["y"]
     both = Result("m", "1", {"a": 1, "b": 2}, Bill())
@@ -202,7 +196,7 @@ class State:
 def test_an_answer_with_the_largest_tree_is_a_header_that_its_client_reads() -> None:
     half, first = MAX_KEY_CHARS // 2, 0x1F600
     keys = [chr(first + n // 64) * half + chr(first + n % 64) * half for n in range(MAX_PARTS - 1)]
-    names = [chr(first + n) * MAX_NAME_CHARS for n in range(MAX_TENSORS)]
+    names = [chr(first + n) * bundle.MAX_NAME_CHARS for n in range(MAX_TENSORS)]
     leaves = [*names, *[None] * (len(keys) - len(names))]
     tree = {"dict": [[key, leaf] for key, leaf in zip(keys, leaves, strict=True)]}
     check_tree(tree, "output", names)

@@ -18,14 +18,7 @@ from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.policies import MAKERS
 from pipeswitch.scheduler.scheduler import Scheduler
-from pipeswitch.scheduler.state.fair_queue import (
-    HALF_MS,
-    LONG_MS,
-    MAX_IDLE,
-    MOST_DEATHS,
-    Account,
-    Accounts,
-)
+from pipeswitch.scheduler.state import fair_queue
 from pipeswitch.simulator.costs import Costs, Link, Training
 from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.world import World
@@ -35,7 +28,7 @@ RUN_MS = 2.0
 LOAD_MS = 40.0
 MAX_WAIT_MS = 100.0
 OPEN = 100  # of a greedy caller: they wait for longer than MAX_WAIT_MS
-MODELS = {"a": RUN_MS, "b": RUN_MS, "long": 5 * LONG_MS, "joined": RUN_MS}
+MODELS = {"a": RUN_MS, "b": RUN_MS, "long": 5 * fair_queue.LONG_MS, "joined": RUN_MS}
 
 
 class Server(World):
@@ -117,9 +110,9 @@ def test_while_two_wait_neither_has_more_than_a_run_before_the_other(
     weights: list[float], runs_ms: list[float], error: float
 ) -> None:
     """Each comes when the ones before it have had five runs; predictions may be wrong."""
-    accounts = Accounts({str(n): weight for n, weight in enumerate(weights)}, 1e9)
-    leads: dict[tuple[Account, Account], list[float]] = {}
-    had: defaultdict[Account, float] = defaultdict(float)
+    accounts = fair_queue.Accounts({str(n): weight for n, weight in enumerate(weights)}, 1e9)
+    leads: dict[tuple[fair_queue.Account, fair_queue.Account], list[float]] = {}
+    had: defaultdict[fair_queue.Account, float] = defaultdict(float)
     now_ms = 0.0
     for number, run_ms in enumerate(runs_ms):
         if number % 5 == 0 and number // 5 < len(weights):
@@ -298,33 +291,35 @@ def test_a_decision_looks_at_those_that_have_turns_not_at_all_callers() -> None:
 def test_callers_that_have_nothing_are_forgotten_and_the_time_they_used_is_not() -> None:
     server = Server()
     accounts = server.scheduler.machine.devices[0].state.accounts
-    for number in range(3 * MAX_IDLE):
+    for number in range(3 * fair_queue.MAX_IDLE):
         server.clients.infer(ModelName("a"), caller=f"guest {number}")
         server.pass_ms(2 * RUN_MS)
     server.pass_ms(2 * MAX_WAIT_MS)
     server.loop("", "a", 3)
     server.pass_ms(10 * RUN_MS)
-    assert len([*accounts]) <= MAX_IDLE + 2
+    assert len([*accounts]) <= fair_queue.MAX_IDLE + 2
     used_ms = accounts.used_ms()
-    assert [used_ms[f"guest {number}"] for number in range(3 * MAX_IDLE)] == [RUN_MS] * 3 * MAX_IDLE
+    assert [used_ms[f"guest {number}"] for number in range(3 * fair_queue.MAX_IDLE)] == [
+        RUN_MS
+    ] * 3 * fair_queue.MAX_IDLE
     assert accounts.of("guest 0").used_ms == RUN_MS
     assert accounts.used_ms()["guest 0"] == RUN_MS
 
 
 def test_a_caller_that_is_barred_or_rests_or_owes_is_not_forgotten() -> None:
-    accounts = Accounts({}, MAX_WAIT_MS)
+    accounts = fair_queue.Accounts({}, MAX_WAIT_MS)
     (charge,) = [accounts.charge_alone(accounts.of("barred"), 1, 1.0, 0.0, 0.0)]
     accounts.settle(charge, 1.0, 1.0)
-    for _ in range(MOST_DEATHS + 1):
+    for _ in range(fair_queue.MOST_DEATHS + 1):
         accounts.died(charge, 1.0)
     charge = accounts.charge_alone(accounts.of("long"), 1, 1.0, 0.0, 0.0)
     accounts.settle(charge, 30_000.0, 1.0)
-    for number in range(2 * MAX_IDLE):
+    for number in range(2 * fair_queue.MAX_IDLE):
         accounts.of(str(number))
     accounts.in_turns(lambda _: 0.0, 1.0 + 2 * MAX_WAIT_MS)
     assert {"barred", "long"} <= {account.caller for account in accounts}
-    accounts.in_turns(lambda _: 0.0, 10 * HALF_MS)
-    assert len([*accounts]) == MAX_IDLE
+    accounts.in_turns(lambda _: 0.0, 10 * fair_queue.HALF_MS)
+    assert len([*accounts]) == fair_queue.MAX_IDLE
 
 
 def test_models_that_do_not_fit_together_take_no_more_turns_than_their_copies_are_worth() -> None:

@@ -9,26 +9,22 @@ import numpy as np
 import pytest
 
 from pipeswitch.base.errors import InvalidInput
+from pipeswitch.commits import weights
 from pipeswitch.commits.image import HEADER_BYTES, dump_json, pack_header
-from pipeswitch.commits.weights import (
-    Weight,
-    for_anybody,
-    of_part,
-    read_image,
-    save_weights,
-    weights_of,
-)
 
 
 def test_a_part_has_its_models_own_names() -> None:
-    weight = Weight("float32", (1,), np.zeros(1, np.uint32))
+    weight = weights.Weight("float32", (1,), np.zeros(1, np.uint32))
     names = ("net.0.weight", "ema.module.0.weight", "ema.n_averaged", "module.module.a", "module.b")
     every = dict.fromkeys(names, weight)
-    assert [*of_part(every, "net")] == ["0.weight"]
-    assert [*of_part(every, "ema")] == ["0.weight"]
-    assert [*of_part(every, "module")] == ["module.a", "b"]  # no average: a model with such a child
+    assert [*weights.of_part(every, "net")] == ["0.weight"]
+    assert [*weights.of_part(every, "ema")] == ["0.weight"]
+    assert [*weights.of_part(every, "module")] == [
+        "module.a",
+        "b",
+    ]  # no average: a model with such a child
     with pytest.raises(InvalidInput) as refused:
-        of_part(every, "n")
+        weights.of_part(every, "n")
     assert "ema, module, net" in refused.value.hint
 
 
@@ -52,11 +48,11 @@ ROWS = entry([2, 3], [3, 1], 24)
 def test_parameters_have_the_names_of_a_state_dict_and_lie_row_by_row(tmp_path: Path) -> None:
     columns = entry([3, 2], [1, 3], 24)
     names = {"model.w": ROWS, "model.t": columns, "model.w.grad": ROWS}
-    found = weights_of(
+    found = weights.weights_of(
         image({**names, "optimizer.optimizer.state.model.w.m": ROWS}, VALUES.tobytes())
     )
     assert set(found) == {"model.w", "model.t"}
-    save_weights(for_anybody(found), tmp_path / "out.safetensors")
+    weights.save_weights(weights.for_anybody(found), tmp_path / "out.safetensors")
     from safetensors.numpy import load_file
 
     read = load_file(tmp_path / "out.safetensors")
@@ -66,8 +62,8 @@ def test_parameters_have_the_names_of_a_state_dict_and_lie_row_by_row(tmp_path: 
 
 
 def test_several_models_keep_their_keys() -> None:
-    found = weights_of(image({"g.w": ROWS, "d.w": ROWS}, VALUES.tobytes()))
-    assert set(for_anybody(found)) == set(found) == {"g.w", "d.w"}
+    found = weights.weights_of(image({"g.w": ROWS, "d.w": ROWS}, VALUES.tobytes()))
+    assert set(weights.for_anybody(found)) == set(found) == {"g.w", "d.w"}
 
 
 @pytest.mark.parametrize(
@@ -86,11 +82,11 @@ def test_several_models_keep_their_keys() -> None:
 )
 def test_a_tensor_that_is_not_what_it_says_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match=r"model\.w"):
-        weights_of(image({"model.w": bad}, VALUES.tobytes()))
+        weights.weights_of(image({"model.w": bad}, VALUES.tobytes()))
 
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 7, b"\xff" * 64])
 def test_a_file_that_is_no_commit_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "x").write_bytes(data)
     with pytest.raises(InvalidInput):
-        weights_of(read_image(tmp_path / "x"))
+        weights.weights_of(weights.read_image(tmp_path / "x"))
