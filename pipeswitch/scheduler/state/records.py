@@ -21,9 +21,26 @@ from ...programs.interface.stages import Stage
 from ...wire.bill import Bill
 from ..events import Token
 from ..policies.job_orders import JobView
-from . import states
 from .fair_queue import Charge
 from .regions import Owner
+from .states import (
+    MODEL_TRANSITIONS,
+    RESIDENCY_TRANSITIONS,
+    TASK_TRANSITIONS,
+    VERSION_TRANSITIONS,
+    WORKER_TRANSITIONS,
+    ModelEvent,
+    ModelState,
+    Residency,
+    ResidencyEvent,
+    StateMachine,
+    TaskEvent,
+    TaskState,
+    VersionEvent,
+    VersionState,
+    WorkerEvent,
+    WorkerState,
+)
 
 NO_EPOCH = Epoch(0)
 NO_TURN = Turn(0)
@@ -77,8 +94,8 @@ class Model:
     stage: Stage | None = None  # what makes its inputs; None: its clients
     split: Served | None = None  # it is the current one, and others get a share of its requests
     chosen_epoch: Epoch = NO_EPOCH  # when its name came to stand for it, the last time
-    state: states.StateMachine[states.ModelState, states.ModelEvent] = field(init=False)
-    serving: states.StateMachine[states.VersionState, states.VersionEvent] = field(init=False)
+    state: StateMachine[ModelState, ModelEvent] = field(init=False)
+    serving: StateMachine[VersionState, VersionEvent] = field(init=False)
     manifest: Manifest | None = None  # as it was built; until then an earlier server's, if at all
     store_offset_bytes: int = -1
     reason: str = ""  # why it failed or is quarantined
@@ -87,12 +104,10 @@ class Model:
     failed_joins: int = 0  # joined runs in a row that ended badly
 
     def __post_init__(self) -> None:
-        self.state = states.StateMachine(
-            f"model {self.name}", states.ModelState.BUILDING, states.MODEL_TRANSITIONS
-        )
+        self.state = StateMachine(f"model {self.name}", ModelState.BUILDING, MODEL_TRANSITIONS)
         self.base = self.base or self.name
-        self.serving = states.StateMachine(
-            f"version {self.name}", states.VersionState.COMING, states.VERSION_TRANSITIONS
+        self.serving = StateMachine(
+            f"version {self.name}", VersionState.COMING, VERSION_TRANSITIONS
         )
 
     @property
@@ -137,7 +152,7 @@ class Replica:
 
     model: Model
     name: ModelName = field(init=False)  # of that
-    residency: states.StateMachine[states.Residency, states.ResidencyEvent] = field(init=False)
+    residency: StateMachine[Residency, ResidencyEvent] = field(init=False)
     manifest: Manifest | None = None  # in the groups of ``plan``
     grouping: Grouping = field(default_factory=Grouping)
     transfer: Transfer = field(default_factory=Transfer)
@@ -157,9 +172,7 @@ class Replica:
 
     def __post_init__(self) -> None:
         self.name = self.model.name
-        self.residency = states.StateMachine(
-            f"model {self.name}", states.Residency.HOST, states.RESIDENCY_TRANSITIONS
-        )
+        self.residency = StateMachine(f"model {self.name}", Residency.HOST, RESIDENCY_TRANSITIONS)
 
     @property
     def owner(self) -> Owner:
@@ -203,15 +216,15 @@ class Replica:
     def is_on_device(self) -> bool:
         """True if the model is resident or on its way: nothing needs to be sent for it."""
         return self.residency.state in (
-            states.Residency.TRANSMITTING,
-            states.Residency.RESIDENT,
-            states.Residency.PINNED,
+            Residency.TRANSMITTING,
+            Residency.RESIDENT,
+            Residency.PINNED,
         )
 
     @property
     def is_being_sent(self) -> bool:
         """True if the daemon may still write to its region."""
-        return self.residency.state in (states.Residency.TRANSMITTING, states.Residency.ABANDONED)
+        return self.residency.state in (Residency.TRANSMITTING, Residency.ABANDONED)
 
 
 @dataclass
@@ -254,16 +267,14 @@ class Request:
     fixed: tuple[int, ...] = ()  # then: its other ones, but the batch
     is_after: bool = False  # they are a model's outputs: the answer is to be made of them
     preprocess_ms: float | None = None  # for which they were made
-    state: states.StateMachine[states.TaskState, states.TaskEvent] = field(init=False)
+    state: StateMachine[TaskState, TaskEvent] = field(init=False)
     deaths: int = 0  # workers that died while computing it alone
     is_alone: bool = False  # a run that it was joined to failed: it is joined to none any more
     connection: str = ""  # the caller's session, or its address over the gateway
 
     def __post_init__(self) -> None:
-        first = states.TaskState.PREPROCESSING if self.is_raw else states.TaskState.QUEUED
-        self.state = states.StateMachine(
-            f"request {self.request_id}", first, states.TASK_TRANSITIONS
-        )
+        first = TaskState.PREPROCESSING if self.is_raw else TaskState.QUEUED
+        self.state = StateMachine(f"request {self.request_id}", first, TASK_TRANSITIONS)
         if self.choosing is not None:
             deadline_at_ms, at_ms = self.deadline_at_ms, self.arrived_at_ms
             self.runs = Runs(at_ms, None if deadline_at_ms is None else deadline_at_ms - at_ms)
@@ -383,7 +394,7 @@ class Job:
     progress: JobProgress = field(default_factory=JobProgress)
     memory: JobMemory = field(default_factory=JobMemory)
     timing: JobTiming = field(default_factory=JobTiming)
-    state: states.StateMachine[states.TaskState, states.TaskEvent] = field(init=False)
+    state: StateMachine[TaskState, TaskEvent] = field(init=False)
     wanted: Wanted = "run"  # what to do when it has unwound
     born_epoch: Epoch = NO_EPOCH  # epochs up to it name an older job of this name
     epoch: Epoch = NO_EPOCH  # of its current dispatch
@@ -399,9 +410,7 @@ class Job:
     movers: list[Token] = field(default_factory=list)  # wait until it is placed where they asked
 
     def __post_init__(self) -> None:
-        self.state = states.StateMachine(
-            f"job {self.spec.name}", states.TaskState.QUEUED, states.TASK_TRANSITIONS
-        )
+        self.state = StateMachine(f"job {self.spec.name}", TaskState.QUEUED, TASK_TRANSITIONS)
 
     @property
     def allowed(self) -> tuple[str, ...]:
@@ -442,7 +451,7 @@ class Worker:
     slot: Slot
     generation: int = 0
     pid: int = 0
-    state: states.StateMachine[states.WorkerState, states.WorkerEvent] = field(init=False)
+    state: StateMachine[WorkerState, WorkerEvent] = field(init=False)
     warm: dict[ModelName, Version] = field(default_factory=dict)  # what it has loaded
     unpreparable: set[tuple[ModelName, Version]] = field(default_factory=set)
     complete_at: int = -1  # the edition of the models of which it lacks no program it could load
@@ -458,14 +467,12 @@ class Worker:
     is_blamed: bool = True  # killed for what it did itself
 
     def __post_init__(self) -> None:
-        self.state = states.StateMachine(
-            f"worker {self.slot}", states.WorkerState.DEAD, states.WORKER_TRANSITIONS
-        )
+        self.state = StateMachine(f"worker {self.slot}", WorkerState.DEAD, WORKER_TRANSITIONS)
 
     @property
     def is_alive(self) -> bool:
         """True if the process is not reaped: it may still write to all its memory."""
-        return self.state.state is not states.WorkerState.DEAD
+        return self.state.state is not WorkerState.DEAD
 
 
 @dataclass
