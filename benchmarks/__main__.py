@@ -36,14 +36,12 @@ NAMES: Final = (
     "training",
     "devices",
     "shared-input",
-    "switchflow",
     "generation",
     "peers",
     "precision",
 )
 BENCHMARKS: Final = {name: name.replace("-", "_") for name in NAMES}
 """Name on the command line to module of ``benchmarks``; each has ``run``."""
-OF_OTHERS: Final = ("switchflow",)  # they run others again: only when asked for
 
 
 def run(
@@ -77,7 +75,7 @@ def run(
         check_folder("--out", out / "report.md")
     tell = emit or click.echo
     facts = machine_facts()  # once: afterwards the load is also ours
-    for name in names or [name for name in BENCHMARKS if name not in OF_OTHERS]:
+    for name in names or NAMES:
         module: Any = importlib.import_module(f".{BENCHMARKS[name]}", __package__)
         command = _command(name, models, is_quick, trials)
         bench = Run(name, command, is_quick, seed, as_json, tell, facts, trials_asked=trials)
@@ -102,7 +100,7 @@ def _command(name: str, models: Sequence[str], is_quick: bool, trials: int) -> s
 def listing() -> list[str]:
     """List each benchmark with the minutes that its newest kept run took."""
     results = newest(ROOT / "benchmarks" / "results")
-    lines = ["Name one or several, or all (without switchflow, which runs others again):"]
+    lines = ["Name one or several, or all:"]
     for name in NAMES:
         kept = results[name][1] if name in results else {}
         quick = " (--quick)" if kept.get("is_quick") else ""
@@ -111,7 +109,7 @@ def listing() -> list[str]:
     return lines
 
 
-@click.command(epilog=f"{', '.join(NAMES)}, or all. switchflow has some of the others again.")
+@click.command(epilog=f"{', '.join(NAMES)}, or all.")
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--models", default="", help="Such as resnet152,inception_v3,bert-base,mlp.")
 @click.option("--quick", is_flag=True, help="Under two minutes each, few trials.")

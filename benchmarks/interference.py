@@ -1,5 +1,7 @@
-"""``bench interference``: requests beside a training job (SwitchFlow, figure 6), and two models at
-once (figure 2) for ``bench switchflow``. README.md has the arms."""
+"""``bench interference``: requests beside a training job (SwitchFlow, figure 6).
+
+README.md has the arms.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from typing import Any, Final
 from pipeswitch.client.client import Client
 from pipeswitch.planning.fit import quantile
 
-from .serving import TWINS, Training, inputs_of, serving, window
+from .serving import TWINS, Training, serving
 from .setting import Setting, end, read_line, settings, spawn, tell
 from .trials import Arm, Numbers, Run, interleave
 
@@ -28,10 +30,6 @@ QUICK_ROUNDS: Final = 2
 LOAD: Final = 0.5  # of what a device can do that finishes a training step before each request
 DEFAULT_MODELS: Final = ("resnet18",)
 SHARING: Final = {"threads": "threads", "session-slicing": "sessions", "alone": "alone"}
-TWICE: Final = {"threads": ("threads", 2), "session-slicing": ("sessions", 2),
-                "alone": ("alone", 1)}  # fmt: skip
-WINDOW_S: Final = 3.0
-QUICK_WINDOW_S: Final = 1.0
 
 
 def run(bench: Run, models: Sequence[str] = ()) -> None:
@@ -143,32 +141,3 @@ def _findings(bench: Run, case: str, arms: Sequence[str]) -> None:
     for arm in arms:
         speeds = bench.values(case, f"{arm}: training", "steps_per_s")
         bench.find(f"{case}: {arm}, training", quantile(speeds, 0.5), "steps/s")
-
-
-def twice(bench: Run, setting: Setting) -> None:
-    """Two clients ask back to back, each for a model of its own."""
-    model, seconds = setting.model, QUICK_WINDOW_S if bench.is_quick else WINDOW_S
-    case = f"{model.name} twice"
-    cores = sorted(os.sched_getaffinity(0))[: bench.threads]
-    child = spawn("pair", setting.order() | {"cores": cores}, module="sharing")
-
-    def beside(mode: str, count: int) -> Numbers:
-        tell(child, mode=mode, seconds=seconds, count=count)
-        return read_line(child)
-
-    try:
-        read_line(child)
-        with serving(model, bench.threads, bench.seed, rooms=2) as (running, client):
-            ours = partial(window, running, TWINS, inputs_of(client), seconds)
-            arms = [
-                Arm("pipeswitch", ours),
-                *(Arm(name, partial(beside, *how)) for name, how in TWICE.items()),
-            ]
-            bench.say(f"{case}: measuring")
-            bench.trial_loop(case, arms, bench.rounds(10, 3))
-    finally:
-        end(child)
-    for key, what in (("throughput_per_s", "requests a second"), ("p99_ms", "p99")):
-        found = {arm.name: bench.p50(case, arm.name, key) for arm in arms}
-        for name in TWICE:
-            bench.find(f"{case}: {what}, {name} / pipeswitch", found[name] / found["pipeswitch"])

@@ -7,17 +7,18 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
 
 from pipeswitch.client.client import Client, Task
 from pipeswitch.client.tensors import Result
+from pipeswitch.planning.fit import quantile
 from pipeswitch.testing import RunningServer, server
 
 from .models import MIB, BenchModel
-from .trials import Numbers, asked_for, nothing, now_ms
+from .trials import Numbers, nothing, now_ms
 
 TRAIN_ENTRY: Final = "benchmarks.train_script:main"
 SLICE_ROOM_BYTES: Final = 40 * MIB  # arrival words and the training job's slice
@@ -101,15 +102,25 @@ def window(
     ``meanwhile`` is called once they ask.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    began_ms = now_ms()
 
-    def ask(name: str, more: Callable[[], bool]) -> Iterator[float]:
+    def ask(name: str) -> list[float]:
+        found = []
         with running.client() as client:
-            while more():
-                asked_ms = now_ms()
+            while (asked_ms := now_ms()) < began_ms + seconds * 1000:
                 client.infer(name, inputs)
-                yield now_ms() - asked_ms
+                found.append(now_ms() - asked_ms)
+        return found
 
-    return asked_for(seconds, [partial(ask, name) for name in names], meanwhile)
+    with ThreadPoolExecutor(len(names)) as pool:
+        answers = pool.map(ask, names)
+        meanwhile()
+        told_ms = [took_ms for found in answers for took_ms in found]
+    return {
+        "throughput_per_s": len(told_ms) / (now_ms() - began_ms) * 1000,
+        "median_ms": quantile(told_ms, 0.5),
+        "p99_ms": quantile(told_ms, 0.99),
+    }
 
 
 class Training:

@@ -2,7 +2,6 @@
 
 ``python -m … sharing share ORDER`` reads one segment per line: a mode and the instants at which
 requests are due. It answers with their latencies and the training steps that were made meanwhile.
-``pair`` reads a mode, seconds and how many models compute back to back so long, each in a thread.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -23,7 +21,7 @@ from torch import nn
 
 from . import plain
 from .train_script import network
-from .trials import asked_for, now_ms, say
+from .trials import now_ms, say
 
 PROBES: Final = 5
 
@@ -99,20 +97,6 @@ def segment(
     return {"latencies_ms": latencies_ms, "steps": steps, "seconds": seconds}
 
 
-def window(mode: str, seconds: float, infers: Sequence[Callable[[], Any]]) -> dict[str, Any]:
-    """Each computes back to back until the window is over."""
-    turn = Sessions().session if mode == "sessions" else contextlib.nullcontext
-
-    def ask(infer: Callable[[], Any], more: Callable[[], bool]) -> Iterator[float]:
-        while more():
-            asked_ms = now_ms()
-            with turn():
-                infer()
-            yield now_ms() - asked_ms
-
-    return asked_for(seconds, [partial(ask, infer) for infer in infers])
-
-
 def _inference(order: plain.Order) -> Callable[[], Any]:
     module, inputs = plain.load(order).module, plain.inputs_of(order)
 
@@ -125,16 +109,9 @@ def _inference(order: plain.Order) -> Callable[[], Any]:
 
 def main() -> None:
     """Bound to the order's cores, as many threads as the server's."""
-    verb, order = sys.argv[1], json.loads(sys.argv[2])
+    order = json.loads(sys.argv[2])
     os.sched_setaffinity(0, order["cores"])
     torch.set_num_threads(order["threads"])
-    if verb == "pair":
-        infers = [_inference(order), _inference(order)]
-        say()
-        for line in sys.stdin:
-            message = json.loads(line)
-            say(**window(message["mode"], message["seconds"], infers[: message["count"]]))
-        return
     infer, trainer = _inference(order), Trainer(order["batch"])
     trainer.step()
     say(request_ms=_fastest_ms(infer), step_ms=_fastest_ms(trainer.step))

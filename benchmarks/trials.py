@@ -10,9 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,33 +53,6 @@ def table(head: str, rows: Iterable[Sequence[str]]) -> list[str]:
 
 def nothing() -> None:
     """Do nothing: the arm needs no preparation."""
-
-
-def asked_for(
-    seconds: float,
-    askers: Sequence[Callable[[Callable[[], bool]], Iterable[float]]],
-    meanwhile: Callable[[], object] = nothing,
-) -> Numbers:
-    """Ask by a thread for each asker until the time is over; the last requests are waited for.
-
-    An asker asks while the function it is given says so, and yields what each request took in ms.
-    """
-    with ThreadPoolExecutor(len(askers)) as pool:
-        began_s = time.monotonic()
-        goes_on = partial(_is_before, began_s + seconds)
-        futures = [pool.submit(lambda ask: [*ask(goes_on)], one) for one in askers]
-        meanwhile()
-        told_ms = [took_ms for future in futures for took_ms in future.result()]
-        elapsed_s = time.monotonic() - began_s
-    return {
-        "throughput_per_s": len(told_ms) / elapsed_s,
-        "median_ms": quantile(told_ms, 0.5),
-        "p99_ms": quantile(told_ms, 0.99),
-    }
-
-
-def _is_before(end_s: float) -> bool:
-    return time.monotonic() < end_s
 
 
 @dataclass(frozen=True)
