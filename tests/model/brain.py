@@ -47,7 +47,7 @@ MODEL = Codec(records.Model, drop=("reason", "last_batch"))
 REPLICA = Codec(
     records.Replica, drop=("model", *SHOWN_OF_REPLICA), parts=(records.Grouping, records.Transfer)
 )
-REQUEST = Codec(records.Request)
+REQUEST = Codec(records.Request, parts=(records.Batching, records.Forecast, records.Steps))
 JOB = Codec(
     records.Job, drop=SHOWN_OF_JOB, ordered=ORDERED_OF_JOB,
     parts=(records.JobSpec, records.JobProgress, records.JobMemory, records.JobTiming),

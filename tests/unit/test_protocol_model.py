@@ -144,5 +144,5 @@ def test_a_death_is_blamed_on_a_task_only_when_it_had_begun(has_begun: bool, dea
         world.apply(("moves", 0))
     world.apply(("kill", 0))
     state = world.scheduler.machine.devices[0].state
-    assert [request.deaths for request in state.requests.values()] == [deaths]
+    assert [request.batching.deaths for request in state.requests.values()] == [deaths]
     assert [replica.model.deaths for replica in state.replicas.values()] == [deaths]

@@ -20,7 +20,7 @@ from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import Core, SchedulerSettings
 from pipeswitch.scheduler.processes.stages import Stages
 from pipeswitch.scheduler.scheduler import Scheduler
-from pipeswitch.scheduler.state.records import Request
+from pipeswitch.scheduler.state.records import Request, Steps
 from pipeswitch.scheduler.state.states import TaskState
 from tests.unit.test_scheduler_rules import Rig
 
@@ -41,7 +41,7 @@ class Pool(Stages):
     def ask(self, token: int, *, priority: int = 1, deadline_at_ms: float | None = None) -> Request:
         request = Request(
             token, f"r{token}", "m", priority, deadline_at_ms, RAW, 0, 0, self.core.now_ms,
-            is_raw=True,
+            steps=Steps(is_raw=True),
         )  # fmt: skip
         self.take(request, STAGE.function, self.born, "")
         return request
@@ -95,7 +95,7 @@ def test_a_process_comes_with_the_first_request_and_makes_each_ones_inputs_once(
         assert (taken.token, taken.function) == (request.token, "pkg:fn")
         assert not pool.calls()  # its memory is read
         assert pool.prepared(ev.Prepared(token=request.token, slot=0, inputs=RAW)) is request
-        assert (request.state.state, request.preprocess_ms) == (TaskState.QUEUED, 5.0)
+        assert (request.state.state, request.steps.preprocess_ms) == (TaskState.QUEUED, 5.0)
     assert not len(pool)
     assert not pool.out(ev.Send)
 
@@ -107,7 +107,7 @@ def test_a_death_is_blamed_on_the_request_whose_function_ran(pool: Pool) -> None
         pool.starts()
         assert pool.calls() == [1]
         pool.core.out.clear()
-        if not deadly.deaths:
+        if not deadly.batching.deaths:
             pool.ask(2)
         pool.dies()
     answers = [c for c in pool.core.out if isinstance(c, ev.Answer)]
@@ -241,7 +241,7 @@ def test_a_deadline_that_passes_as_something_else_happens_is_not_forgotten() -> 
     """That event's look at the clock was the one that had been asked for."""
     scheduler = Scheduler(SchedulerSettings(arena_bytes=1 << 22, store_bytes=1 << 22, words=64))
     scheduler.start(0.0)
-    late = Request(1, "r1", "m", 1, 9.0, RAW, 0, 0, 0.0, is_raw=True)
+    late = Request(1, "r1", "m", 1, 9.0, RAW, 0, 0, 0.0, steps=Steps(is_raw=True))
     scheduler.admission.stages.take(late, STAGE.function, scheduler.core.next_epoch(), "")
     assert scheduler.next_wakeup_ms() == 9.0
     commands = scheduler.handle(ev.PrefetchHint(model="other"), 10.0)

@@ -113,9 +113,9 @@ class Stages:
             return None
         del self.waits[event.token]
         request = raw.request
-        made = TaskEvent.FINISHED if request.is_after else TaskEvent.PREPARED
+        made = TaskEvent.FINISHED if request.steps.is_after else TaskEvent.PREPARED
         request.state.apply(made, raw.function)
-        request.preprocess_ms = self._core.now_ms - process.began_at_ms
+        request.steps.preprocess_ms = self._core.now_ms - process.began_at_ms
         request.inputs = event.inputs
         request.reply_offset_bytes = event.reply_offset_bytes
         request.reply_bytes = event.reply_bytes
@@ -169,7 +169,7 @@ class Stages:
                     self._core.emit(
                         ev.TakeResult(token=request.token, slot=process.slot, model=request.model,
                                       function=raw.function, outputs=outputs,
-                                      is_after=request.is_after)
+                                      is_after=request.steps.is_after)
                     )  # fmt: skip
                     return
                 self._cleaned(process)
@@ -205,8 +205,8 @@ class Stages:
         if was_called and raw is not None:
             request = raw.request
             request.state.apply(TaskEvent.WORKER_DIED, f"status {event.status}")
-            request.deaths += is_blamed
-            if request.deaths >= core.settings.max_deaths:
+            request.batching.deaths += is_blamed
+            if request.batching.deaths >= core.settings.max_deaths:
                 self._refuse(raw, TaskEvent.ERROR, _lost(raw, event.status))
         elif is_blamed and not was_called:  # of itself, not of a function
             process.respawn_at_ms = core.now_ms + core.settings.restart_backoff_ms
@@ -276,7 +276,7 @@ class Stages:
 
 
 def kind(raw: Raw) -> str:
-    return "postprocess" if raw.request.is_after else "preprocess"
+    return "postprocess" if raw.request.steps.is_after else "preprocess"
 
 
 def failed(raw: Raw, reason: str) -> TaskFailed:
@@ -290,17 +290,17 @@ def failed(raw: Raw, reason: str) -> TaskFailed:
 def _lost(raw: Raw, status: int) -> WorkerLost:
     return WorkerLost(
         f'{kind(raw)} {raw.function} of "{raw.request.model}": its process died '
-        f"{raw.request.deaths} times (last status {status})",
+        f"{raw.request.batching.deaths} times (last status {status})",
         hint=f"pipeswitch show {raw.request.model}",
-        deaths=raw.request.deaths,
+        deaths=raw.request.batching.deaths,
     )
 
 
 def _late(raw: Raw, now_ms: float) -> DeadlineExceeded:
     waited_ms = now_ms - raw.request.arrived_at_ms
+    wanted = "answer" if raw.request.steps.is_after else "inputs"
     return DeadlineExceeded(
-        f"{raw.function} had not made the {'answer' if raw.request.is_after else 'inputs'} after "
-        f"{waited_ms:.0f} ms",
+        f"{raw.function} had not made the {wanted} after {waited_ms:.0f} ms",
         hint="raise the deadline, or [preprocess] processes",
         waited_ms=waited_ms,
     )

@@ -17,7 +17,7 @@ from ..events import Answer, CancelAsked, InferArrived, NextRun, NextRuns, Prepa
 from ..memory.placing import Placing
 from ..processes.stages import Stages
 from ..state.device_state import DeviceState
-from ..state.records import Model, Request
+from ..state.records import Model, Request, Steps
 from ..state.states import MODEL_AWAITED, ModelState, TaskEvent, TaskState
 from ..state.versions import Versions, split_name
 from . import forecast
@@ -65,8 +65,10 @@ class Admission:
             arrived_at_ms=core.now_ms if event.arrived_at_ms is None else event.arrived_at_ms,
             caller=event.caller,
             size_bytes=model.built.total_bytes,
-            is_raw=model.stage is not None and bool(model.stage.function),
-            follows=event.follows,
+            steps=Steps(
+                is_raw=model.stage is not None and bool(model.stage.function),
+                follows=event.follows,
+            ),
             sequence=(event.sequence, event.after),
             choosing=event.choosing,
             connection=event.connection,
@@ -90,8 +92,8 @@ class Admission:
             token=event.token, request_id=event.request_id, model=event.model,
             priority=event.priority, deadline_at_ms=event.deadline_at_ms, inputs=event.inputs,
             reply_offset_bytes=event.reply_offset_bytes, reply_bytes=event.reply_bytes,
-            arrived_at_ms=core.now_ms, caller=event.caller, is_raw=True, is_after=True,
-            follows=event.follows,
+            arrived_at_ms=core.now_ms, caller=event.caller,
+            steps=Steps(is_raw=True, is_after=True, follows=event.follows),
         )  # fmt: skip
         self.stages.take(request, model.stage.after, served.born, event.tenant)
 
@@ -100,8 +102,8 @@ class Admission:
         request = self.stages.prepared(event)
         if request is None:
             return
-        if request.is_after:
-            if request.follows:
+        if request.steps.is_after:
+            if request.steps.follows:
                 self._core.going_on.add(request.token)
             bill = Bill(postprocess_ms=self._core.now_ms - request.arrived_at_ms)
             self._core.emit(Answer(token=request.token, outputs=event.inputs, timing=bill))
@@ -127,20 +129,20 @@ class Admission:
         if "pads" in built.extra:
             _measure(request, built)
         is_early = model.state.state in MODEL_AWAITED
-        device, request.placed = self._placing.request(model, request)
+        device, request.forecast.placed = self._placing.request(model, request)
         if device.settings.admission == "off":
             if not is_early and self._dispatches[device.index].at_once(request):
                 return
         elif not is_early:
             if forecast.is_refused(device, request):
-                request.is_probe = forecast.is_worth_a_probe(device, request)
-                if not request.is_probe:
+                request.forecast.is_probe = forecast.is_worth_a_probe(device, request)
+                if not request.forecast.is_probe:
                     core.refuse(request.token, forecast.too_late(device, request))
                     return
             forecast.will_be_measured(device, request)
-        request.hopeless_at_ms = forecast.hopeless_at_ms(device, request)
+        request.forecast.hopeless_at_ms = forecast.hopeless_at_ms(device, request)
         device.take(request, is_early=is_early)
-        for at_ms in (request.hopeless_at_ms, request.deadline_at_ms):
+        for at_ms in (request.forecast.hopeless_at_ms, request.deadline_at_ms):
             if at_ms is not None:
                 core.look_again(at_ms, DUE)
                 break
@@ -261,7 +263,7 @@ class Admission:
             _measure(request, model.built)
             if state.settings.admission == "off" and self._dispatches[state.index].at_once(request):
                 return
-            request.hopeless_at_ms = forecast.hopeless_at_ms(state, request)
+            request.forecast.hopeless_at_ms = forecast.hopeless_at_ms(state, request)
             state.take(request)
             if request.deadline_at_ms is not None:
                 self._core.look_again(request.deadline_at_ms, DUE)
@@ -333,7 +335,7 @@ class Admission:
         is_early = model.state.state in MODEL_AWAITED
         if place is state and is_early == (request.token in state.early):
             return
-        request.placed = placed
+        request.forecast.placed = placed
         state.queue.discard(request)
         state.early.discard(request)
         del state.requests[request.token]
@@ -344,8 +346,8 @@ def _measure(request: Request, built: Manifest) -> None:
     """Note the extents of a request's inputs, by which padded requests are batched."""
     shapes = (tensor.shape for tensor in request.inputs)
     values = values_of((spec.shape for spec in built.inputs), shapes) or {}
-    request.padded = tuple([values.pop(name) for name in built.pads])
-    request.fixed = tuple([values[name] for name in values if name != BATCH])
+    request.batching.padded = tuple([values.pop(name) for name in built.pads])
+    request.batching.fixed = tuple([values[name] for name in values if name != BATCH])
 
 
 def _removed(model: ModelName) -> ModelNotFound:

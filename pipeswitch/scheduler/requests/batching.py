@@ -41,8 +41,8 @@ class Joined:
 
     def __init__(self, head: Request) -> None:
         self._key, self._rows = _key(head), head.batch
-        self._sums = [extent * head.batch for extent in head.padded]
-        self._most = head.padded
+        self._sums = [extent * head.batch for extent in head.batching.padded]
+        self._most = head.batching.padded
         self._sizes = [tensor.size_bytes for tensor in head.inputs]
 
     def take(self, request: Request) -> bool:
@@ -50,9 +50,9 @@ class Joined:
         if _key(request) != self._key:
             return False
         rows = self._rows + request.batch
-        if request.padded:
-            most = tuple(map(max, self._most, request.padded))
-            sums = [*map(add, self._sums, [n * request.batch for n in request.padded])]
+        if request.batching.padded:
+            most = tuple(map(max, self._most, request.batching.padded))
+            sums = [*map(add, self._sums, [n * request.batch for n in request.batching.padded])]
             sizes = [*map(max, self._sizes, [one.size_bytes for one in request.inputs])]
             is_thin = any(rows * n > MOST_PADDING * m for n, m in zip(most, sums, strict=True))
             if is_thin or rows * sum(sizes) > MOST_JOINED_BYTES:
@@ -64,7 +64,11 @@ class Joined:
 
 def _key(request: Request) -> object:
     """Return the properties that must be equal within a batch."""
-    return request.fixed if request.padded else [tensor.shape[1:] for tensor in request.inputs]
+    return (
+        request.batching.fixed
+        if request.batching.padded
+        else [tensor.shape[1:] for tensor in request.inputs]
+    )
 
 
 def batch_for(device: DeviceState, replica: Replica, head: Request) -> Batch:
@@ -83,7 +87,7 @@ def batch_for(device: DeviceState, replica: Replica, head: Request) -> Batch:
     free_ms = free_at_ms(device)
     line = itertools.islice(device.queue.of_line(head), MOST_LOOKED_AT)
     for other in line:
-        if other is head or other.is_alone or not joined.take(other):
+        if other is head or other.batching.is_alone or not joined.take(other):
             continue
         size, due_ms = size + other.batch, min(due_ms, other.due_ms)
         is_late = due_ms < math.inf and free_ms + _compute_ms(device, replica, size) > due_ms
@@ -124,7 +128,7 @@ def failed(device: DeviceState, replica: Replica, requests: Sequence[Request]) -
     """Note a failed run, caused by one request or by joining: each request is retried alone."""
     replica.model.failed_joins += 1
     for request in requests:
-        request.is_alone = True
+        request.batching.is_alone = True
     if replica.model.failed_joins == device.core.settings.max_deaths:
         device.publish(
             "model.not_joined", model=replica.name,
@@ -136,7 +140,7 @@ def _limit(device: DeviceState, replica: Replica, head: Request) -> int:
     """Return the maximum size of the joined batch; 1 if the request runs alone."""
     batching = replica.built.batching
     fails = replica.model.failed_joins >= device.core.settings.max_deaths
-    return 1 if batching is None or head.is_alone or fails else batching.limit
+    return 1 if batching is None or head.batching.is_alone or fails else batching.limit
 
 
 def _compute_ms(device: DeviceState, replica: Replica, batch: int) -> float:

@@ -66,8 +66,8 @@ class Endings:
         for number, (request, outputs) in enumerate(
             zip(requests, (message.outputs, *message.joined_outputs), strict=True)
         ):
-            if request.predicted_end_ms is not None:
-                late_ms = core.now_ms - request.predicted_end_ms
+            if request.forecast.predicted_end_ms is not None:
+                late_ms = core.now_ms - request.forecast.predicted_end_ms
                 device.predictions.ended(late_ms, core.now_ms)
             bill = _bill(device, activation, request, replica, message, core.now_ms)
             body: dict[str, Any] = {} if returns is None else {"returns": returns}
@@ -82,7 +82,7 @@ class Endings:
                     more += [answer] if self._has_more(request, runs) else []
                     continue
             request.state.apply(TaskEvent.FINISHED, "outputs written")
-            if request.follows:
+            if request.steps.follows:
                 core.going_on.add(request.token)
             device.requests.pop(request.token)
             core.emit(Answer(token=request.token, body=body, outputs=outputs, timing=bill))
@@ -107,7 +107,8 @@ class Endings:
         request.arrived_at_ms, runs.is_returning = core.now_ms, True
         if runs.allowed_ms is not None:
             request.deadline_at_ms = core.now_ms + runs.allowed_ms
-        request.predicted_end_ms, request.deaths, request.is_alone = None, 0, False
+        request.forecast.predicted_end_ms = None
+        request.batching.deaths, request.batching.is_alone = 0, False
         device.between[request.token] = request
         return True
 
@@ -211,7 +212,7 @@ class Endings:
             if barred_until_ms > self._core.now_ms:
                 self._core.look_again(barred_until_ms, DUE)
         if not activation.is_joined:
-            request.deaths += is_blamed
+            request.batching.deaths += is_blamed
         elif is_blamed:
             failed(device, replica, requests)
         self._queue_again(requests, f"status {status}")
@@ -245,11 +246,11 @@ class Endings:
             if request.token not in device.requests:
                 continue
             if (
-                limit <= max(request.deaths, replica.model.deaths)
+                limit <= max(request.batching.deaths, replica.model.deaths)
                 or replica.model.state.state is ModelState.QUARANTINED
             ):
                 # Of joined requests none is blamed: then the deaths are the model's.
-                deaths = max(request.deaths, replica.model.deaths)
+                deaths = max(request.batching.deaths, replica.model.deaths)
                 error = _worker_lost(replica, deaths, status)
                 self._device.refuse(request, TaskEvent.ERROR, error)
 
@@ -292,7 +293,7 @@ def _bill(
     waited_ms = max(0.0, message.first_group_at_ms - message.turn_at_ms)
     stall_ms = max(0.0, message.stall_ms - waited_ms)
     compute_ms = message.ended_at_ms - message.first_group_at_ms - stall_ms
-    made_ms, runs = request.preprocess_ms or 0.0, request.runs
+    made_ms, runs = request.steps.preprocess_ms or 0.0, request.runs
     form = None if replica.manifest is None else replica.manifest.precision
     return Bill(
         queue_ms=activation.dispatched_at_ms - request.arrived_at_ms - made_ms,
@@ -312,7 +313,7 @@ def _bill(
         kept_bytes=activation.kept_bytes,
         streamed=activation.streamed,
         device=device.label,
-        placed=request.placed if device.label else "",
+        placed=request.forecast.placed if device.label else "",
         precision="" if form is None else form.name,
     )
 

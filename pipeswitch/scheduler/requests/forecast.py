@@ -234,7 +234,7 @@ def note_end(device: DeviceState, request: Request) -> None:
         Residency.PINNED,
     )
     if _is_asked(device, request) and is_warm and is_there:
-        request.predicted_end_ms = predicted_end_ms(device, request)
+        request.forecast.predicted_end_ms = predicted_end_ms(device, request)
 
 
 def is_worth_a_probe(device: DeviceState, request: Request) -> bool:
@@ -270,7 +270,7 @@ def too_late(device: DeviceState, request: Request) -> DeadlineExceeded:
 def _is_asked(device: DeviceState, request: Request) -> bool:
     """Return True if the request's end is predicted for admission."""
     is_on = device.settings.admission != "off"
-    return is_on and request.deadline_at_ms is not None and not request.is_probe
+    return is_on and request.deadline_at_ms is not None and not request.forecast.is_probe
 
 
 def _is_absent(device: DeviceState, request: Request) -> bool:

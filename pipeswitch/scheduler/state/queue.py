@@ -64,7 +64,7 @@ class Queue:
             self._lines.add(request, self._added)
         if request.deadline_at_ms is not None:
             bisect.insort(self._due, (request.deadline_at_ms, self._added, request))
-        due_at_ms = request.hopeless_at_ms
+        due_at_ms = request.forecast.hopeless_at_ms
         if due_at_ms is None:
             due_at_ms = request.deadline_at_ms
         if due_at_ms is not None:

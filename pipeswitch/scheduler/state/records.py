@@ -239,6 +239,57 @@ class Runs:
 
 
 @dataclass
+class Batching:
+    """Facts that decide which requests one run may serve together.
+
+    Attributes:
+        padded: Extents by ``Manifest.pads``; empty: the request is not padded.
+        fixed: The other extents of a padded request, except the batch.
+        is_alone: A run with other requests failed, so the request runs alone from now on.
+        deaths: Number of workers that died while the request ran alone.
+    """
+
+    padded: tuple[int, ...] = ()
+    fixed: tuple[int, ...] = ()
+    is_alone: bool = False
+    deaths: int = 0
+
+
+@dataclass
+class Forecast:
+    """Predictions of a request's end, and the decisions that rest on them.
+
+    Attributes:
+        hopeless_at_ms: Instant after which no answer can arrive before the deadline.
+        predicted_end_ms: Prediction made at dispatch; None: nobody needs one.
+        is_probe: Accepted although it seems late, so that its model is measured again.
+        placed: Reason for the choice of its device, if there are several.
+    """
+
+    hopeless_at_ms: float | None = None
+    predicted_end_ms: float | None = None
+    is_probe: bool = False
+    placed: str = ""
+
+
+@dataclass
+class Steps:
+    """Steps of a request before and after its model's run.
+
+    Attributes:
+        is_raw: A preprocessing function has yet to make the inputs.
+        is_after: The inputs are the model's outputs, of which postprocessing makes the answer.
+        follows: Another step of the chain will come.
+        preprocess_ms: Time that preprocessing took.
+    """
+
+    is_raw: bool = False
+    is_after: bool = False
+    follows: bool = False
+    preprocess_ms: float | None = None
+
+
+@dataclass
 class Request:
     """One accepted inference request."""
 
@@ -254,26 +305,17 @@ class Request:
     caller: str = ""  # who asks; empty: the server's owner
     batch: int = 1
     size_bytes: int = 0  # of its model
-    hopeless_at_ms: float | None = None  # from then on no answer will come before its deadline
-    predicted_end_ms: float | None = None  # when it was dispatched; None: not asked for
-    is_probe: bool = False  # taken although it seems late: its model is measured again
-    placed: str = ""  # why on its device, where there are several
-    is_raw: bool = False  # its inputs are to be made of what came
-    follows: bool = False  # another step of its chain will come
+    batching: Batching = field(default_factory=Batching)
+    forecast: Forecast = field(default_factory=Forecast)
+    steps: Steps = field(default_factory=Steps)
     sequence: tuple[int, Epoch] = (0, NO_EPOCH)  # its number (0: none), and its last run
     choosing: Choosing | None = None  # of a generation's next or current run
     runs: Runs | None = None  # of a generation
-    padded: tuple[int, ...] = ()  # its extents of ``Manifest.pads``; none: it is not padded
-    fixed: tuple[int, ...] = ()  # then: its other ones, but the batch
-    is_after: bool = False  # they are a model's outputs: the answer is to be made of them
-    preprocess_ms: float | None = None  # for which they were made
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
-    deaths: int = 0  # workers that died while computing it alone
-    is_alone: bool = False  # a run that it was joined to failed: it is joined to none any more
     connection: str = ""  # the caller's session, or its address over the gateway
 
     def __post_init__(self) -> None:
-        first = TaskState.PREPROCESSING if self.is_raw else TaskState.QUEUED
+        first = TaskState.PREPROCESSING if self.steps.is_raw else TaskState.QUEUED
         self.state = StateMachine(f"request {self.request_id}", first, TASK_TRANSITIONS)
         if self.choosing is not None:
             deadline_at_ms, at_ms = self.deadline_at_ms, self.arrived_at_ms
