@@ -6,23 +6,8 @@ from __future__ import annotations
 from collections import deque
 from functools import partial
 
+from ..ipc.messages import daemon as daemon_msg
 from ..ipc.messages.base import Epoch, JobName, Message, Ping, Pong, StepCommitted
-from ..ipc.messages.daemon import (
-    CancelTransmit,
-    CloseCommits,
-    CommitCopy,
-    CommitPersisted,
-    DaemonReady,
-    ModelStored,
-    OpenCommits,
-    PersistCommit,
-    Scrub,
-    Scrubbed,
-    StoreFailed,
-    StoreModel,
-    TransmitEnded,
-    TransmitModel,
-)
 from .clock import Move
 from .device import Span, User, Violation, region_of, require
 from .process import Process
@@ -31,7 +16,7 @@ from .process import Process
 class Transmission:
     """Copy under way, and its progress."""
 
-    def __init__(self, order: TransmitModel, now_ms: float) -> None:
+    def __init__(self, order: daemon_msg.TransmitModel, now_ms: float) -> None:
         self.order = order
         self.is_cancelled = False
         self.asked_at_ms = now_ms
@@ -61,15 +46,18 @@ class SimulatedDaemon(Process):
     def readers(self) -> list[User]:
         """Return every slice that it has still to copy or to zero."""
         orders = [*self.inbox.get("control", ()), *self._lanes.get("to-host", ())]
-        return [(f"a {type(order).__name__} not done", slice_of(order))
-                for order in orders if isinstance(order, CommitCopy | Scrub)]  # fmt: skip
+        return [
+            (f"a {type(order).__name__} not done", slice_of(order))
+            for order in orders
+            if isinstance(order, daemon_msg.CommitCopy | daemon_msg.Scrub)
+        ]
 
     @property
     def stores(self) -> list[Span]:
         """Ranges of the host store that it has still to fill."""
         orders = [*self.inbox.get("control", ()), *self._lanes.get("store", ())]
         return [Span(order.store_offset_bytes, order.store_offset_bytes + order.size_bytes)
-                for order in orders if isinstance(order, StoreModel)]  # fmt: skip
+                for order in orders if isinstance(order, daemon_msg.StoreModel)]  # fmt: skip
 
     @property
     def areas(self) -> set[JobName]:
@@ -91,13 +79,13 @@ class SimulatedDaemon(Process):
 
     def _becomes_ready(self) -> None:
         self.is_ready = True
-        self.say("out", DaemonReady(pid=1))
+        self.say("out", daemon_msg.DaemonReady(pid=1))
 
     # -- control thread ------------------------------------------------------------------------
 
     def hear(self, channel: str, message: Message) -> None:
         """Queue a message; a transmission reaches the copy thread and claims its region at once."""
-        if not isinstance(message, TransmitModel):
+        if not isinstance(message, daemon_msg.TransmitModel):
             super().hear(channel, message)
             return
         words = {group.word for group in message.groups}
@@ -109,30 +97,30 @@ class SimulatedDaemon(Process):
 
     def _control(self, message: Message) -> None:
         match message:
-            case CancelTransmit(epoch=epoch):
+            case daemon_msg.CancelTransmit(epoch=epoch):
                 for copy in self.copies:
                     copy.is_cancelled |= copy.order.epoch == epoch
             case Ping(epoch=epoch):
                 self.say("out", Pong(epoch=epoch))
-            case OpenCommits(job=job):
+            case daemon_msg.OpenCommits(job=job):
                 self._areas.setdefault(job, (Epoch(0), 0))
-            case CloseCommits(job=job):
+            case daemon_msg.CloseCommits(job=job):
                 self._areas.pop(job, None)
-            case StoreModel():
+            case daemon_msg.StoreModel():
                 self._lanes.setdefault("store", deque()).append(message)
-            case Scrub():
+            case daemon_msg.Scrub():
                 self._lanes.setdefault("to-host", deque()).append(message)
-            case CommitCopy():
+            case daemon_msg.CommitCopy():
                 if self.accepts(message):
                     self._areas[message.job] = (message.epoch, message.number)
                     self._lanes.setdefault("to-host", deque()).append(message)
-            case PersistCommit(job=job):
+            case daemon_msg.PersistCommit(job=job):
                 require(job in self._areas, f"nothing of {job} to persist")
                 self._lanes.setdefault("disk", deque()).append(message)
             case _:
                 raise Violation(f"a memory daemon takes no {message}")
 
-    def accepts(self, order: CommitCopy) -> bool:
+    def accepts(self, order: daemon_msg.CommitCopy) -> bool:
         """Return True if a commit is new; otherwise the world is violated."""
         require(order.job in self._areas, f"a commit of {order.job} without an area")
         is_new = (order.epoch, order.number) > self._areas[order.job]
@@ -167,7 +155,7 @@ class SimulatedDaemon(Process):
         first = self.scene.costs.to_device.copy_ms(order.groups[0].size_bytes)
         started_at_ms = ends[0] - first if ends else copy.asked_at_ms
         sent = order.groups[: len(ends)]
-        self.say("out", TransmitEnded(
+        self.say("out", daemon_msg.TransmitEnded(
             model=order.model, epoch=order.epoch, is_complete=is_complete, group_count=len(ends),
             copied_bytes=sum(group.size_bytes for group in sent), started_at_ms=started_at_ms,
             ended_at_ms=ends[-1] if ends else started_at_ms, group_ends_at_ms=tuple(ends),
@@ -178,21 +166,21 @@ class SimulatedDaemon(Process):
     def _work_ms(self, message: Message) -> float:
         costs = self.scene.costs
         match message:
-            case StoreModel(size_bytes=size):
+            case daemon_msg.StoreModel(size_bytes=size):
                 return costs.to_store.copy_ms(size)
-            case Scrub(size_bytes=size):
+            case daemon_msg.Scrub(size_bytes=size):
                 return costs.to_host.copy_ms(size)
-            case CommitCopy(ranges=ranges):
+            case daemon_msg.CommitCopy(ranges=ranges):
                 size = sum(piece.size_bytes for piece in ranges)
                 return 0.0 if self.is_half else costs.to_host.copy_ms(size)
-            case PersistCommit(job=job):
+            case daemon_msg.PersistCommit(job=job):
                 return costs.to_disk.copy_ms(self.scene.scripts[job].state_bytes)
             case _:
                 raise Violation(f"no lane takes {message}")
 
     def _work(self, queue: deque[Message]) -> None:
         scene, message = self.scene, queue[0]
-        if isinstance(message, CommitCopy) and not self.is_half:
+        if isinstance(message, daemon_msg.CommitCopy) and not self.is_half:
             self.is_half = True
             if message.job in scene.commits:
                 image = scene.device.slice_at(slice_of(message))
@@ -200,31 +188,37 @@ class SimulatedDaemon(Process):
             return
         queue.popleft()
         match message:
-            case StoreModel(model=model, epoch=epoch):
+            case daemon_msg.StoreModel(model=model, epoch=epoch):
                 if scene.choices.happens("store_error", model):
-                    self.say("out", StoreFailed(model=model, epoch=epoch, reason="corrupt"))
+                    self.say(
+                        "out", daemon_msg.StoreFailed(model=model, epoch=epoch, reason="corrupt")
+                    )
                 else:
                     took_ms = self._work_ms(message)
-                    self.say("out", ModelStored(model=model, epoch=epoch, load_ms=took_ms))
-            case Scrub(epoch=epoch):
+                    self.say(
+                        "out", daemon_msg.ModelStored(model=model, epoch=epoch, load_ms=took_ms)
+                    )
+            case daemon_msg.Scrub(epoch=epoch):
                 scene.device.zero(slice_of(message))
-                self.say("out", Scrubbed(epoch=epoch))
-            case CommitCopy(job=job, epoch=epoch, number=number, step=step):
+                self.say("out", daemon_msg.Scrubbed(epoch=epoch))
+            case daemon_msg.CommitCopy(job=job, epoch=epoch, number=number, step=step):
                 self.is_half = False
                 if job in scene.commits:  # else the job ended meanwhile, and its memfd with it
                     scene.commits[job].flip(step, scene.device.slice_at(slice_of(message)))
                 self.say("out", StepCommitted(job=job, epoch=epoch, number=number, step=step,
                                              copy_ms=self._work_ms(message)))  # fmt: skip
-            case PersistCommit(job=job, epoch=epoch):
+            case daemon_msg.PersistCommit(job=job, epoch=epoch):
                 error = "disk full" if scene.choices.happens("persist_error", job) else ""
                 step = scene.commits[job].step if job in scene.commits else -1
-                self.say("out", CommitPersisted(job=job, epoch=epoch, step=step, error=error))
+                self.say(
+                    "out", daemon_msg.CommitPersisted(job=job, epoch=epoch, step=step, error=error)
+                )
             case _:
                 raise Violation(f"no lane takes {message}")
 
 
-def slice_of(order: CommitCopy | Scrub) -> Span:
+def slice_of(order: daemon_msg.CommitCopy | daemon_msg.Scrub) -> Span:
     """Return the slice of an order."""
-    if isinstance(order, Scrub):
+    if isinstance(order, daemon_msg.Scrub):
         return Span(order.offset_bytes, order.offset_bytes + order.size_bytes)
     return Span(order.slice_offset_bytes, order.slice_offset_bytes + order.slice_bytes)

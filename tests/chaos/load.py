@@ -16,15 +16,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from pipeswitch.base.errors import (
-    AlreadyExists,
-    ModelNotFound,
-    ModelQuarantined,
-    PipeSwitchError,
-    RegistrationRefused,
-    ServerUnavailable,
-    TaskFailed,
-)
+from pipeswitch.base import errors
 from pipeswitch.client.client import Client, Task
 from pipeswitch.wire import frames
 from tests.models.sequences import CELL, RECALLS, Cell, Recalls, seeded
@@ -146,12 +138,12 @@ class Load:
             self._stop_file(name).touch()
         client = self._stage.checked.client
         for seed, name in enumerate(self._jobs):
-            with contextlib.suppress(PipeSwitchError):
+            with contextlib.suppress(errors.PipeSwitchError):
                 client.job(name, "resume")
             task: Task = client.task(name)
             try:
                 rows[name] = task.wait(120.0)
-            except (TaskFailed, TimeoutError) as error:
+            except (errors.TaskFailed, TimeoutError) as error:
                 log = "".join(task.logs())[-2000:]
                 self._history.violations.append(f"{name}: {error!r} {task.status()} {log}")
                 continue
@@ -215,12 +207,12 @@ class Load:
             kind = "ok" if is_bit_equal(answer, eager(self.modules[name], x)) else "wrong"
         except TimeoutError:
             kind = "no answer"
-        except ModelQuarantined:
+        except errors.ModelQuarantined:
             kind = "ModelQuarantined"
-            with contextlib.suppress(PipeSwitchError):
+            with contextlib.suppress(errors.PipeSwitchError):
                 client.load(name)  # pardons
                 client.unload(name)
-        except (PipeSwitchError, CancelledError) as error:
+        except (errors.PipeSwitchError, CancelledError) as error:
             kind = type(error).__name__
         self._history.outcomes.append(
             Outcome(
@@ -253,7 +245,7 @@ class Load:
                 try:
                     found = torch.as_tensor(sequence.infer(x=x, **brought)["y"])
                     kind, past = "ok" if is_bit_equal(found, wanted) else "wrong", after
-                except PipeSwitchError as error:
+                except errors.PipeSwitchError as error:
                     kind = type(error).__name__
                 since_s = began_at_s if kind in GONE else sent_at_s
                 outcome = Outcome(lane, name, since_s, time.monotonic(), kind)
@@ -317,9 +309,12 @@ class Load:
             while not self._stop.wait(generator.uniform(0.2, 0.6)):
                 draw = generator.random()
                 with contextlib.suppress(
-                    RegistrationRefused, AlreadyExists, ModelNotFound, ServerUnavailable,
-                    PipeSwitchError,
-                ):  # fmt: skip
+                    errors.RegistrationRefused,
+                    errors.AlreadyExists,
+                    errors.ModelNotFound,
+                    errors.ServerUnavailable,
+                    errors.PipeSwitchError,
+                ):
                     if draw < 0.4:
                         name = f"extra-{generator.randrange(2)}"
                         client.register(name, mlp(16, 1, 3), example_inputs=(torch.zeros(1, 16),))

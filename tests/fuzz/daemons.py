@@ -17,19 +17,8 @@ from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.base.lane import Failed, Work
 from pipeswitch.commits.area import HEADER_BYTES, create_area
 from pipeswitch.ipc.channel import decode_message, encode_message
+from pipeswitch.ipc.messages import daemon as daemon_msg
 from pipeswitch.ipc.messages.base import ByteRange, Epoch, Exit, JobName, Message, ModelName, Ping
-from pipeswitch.ipc.messages.daemon import (
-    CancelTransmit,
-    CloseCommits,
-    CommitCopy,
-    GroupCopy,
-    OpenCommits,
-    PersistCommit,
-    Scrub,
-    StoreModel,
-    TransmitEnded,
-    TransmitModel,
-)
 from pipeswitch.memory_daemon import daemon as daemon_module
 from pipeswitch.memory_daemon.daemon import Daemon
 
@@ -51,7 +40,9 @@ class _Pages:
     def __init__(self) -> None:
         self._arena = bytearray(ARENA_BYTES)
         self._store = bytearray(STORE_BYTES)
-        self._live: dict[Epoch, tuple[TransmitModel, Callable[[TransmitEnded], None]]] = {}
+        self._live: dict[
+            Epoch, tuple[daemon_msg.TransmitModel, Callable[[daemon_msg.TransmitEnded], None]]
+        ] = {}
 
     def export_descriptors(self) -> list[int]:
         return []
@@ -67,7 +58,9 @@ class _Pages:
     def open_tenant(self, tenant: str, descriptor: int) -> None:
         raise RemoteProtocolError("tenants share this arena")
 
-    def transmit(self, order: TransmitModel, on_end: Callable[[TransmitEnded], None]) -> None:
+    def transmit(
+        self, order: daemon_msg.TransmitModel, on_end: Callable[[daemon_msg.TransmitEnded], None]
+    ) -> None:
         """The first half of the groups now; the rest when it is cancelled or finished."""
         for group in order.groups:
             _within("copy", group.arena_offset_bytes, group.size_bytes, ARENA_BYTES)
@@ -87,7 +80,7 @@ class _Pages:
 
     def _end(self, epoch: Epoch, *, is_complete: bool) -> None:
         order, on_end = self._live.pop(epoch)
-        ended = TransmitEnded(
+        ended = daemon_msg.TransmitEnded(
             model=order.model, epoch=epoch, is_complete=is_complete, group_count=len(order.groups),
             copied_bytes=0, started_at_ms=0.0, ended_at_ms=0.0,
         )  # fmt: skip
@@ -144,11 +137,11 @@ class _Control:
         if not self.packets:
             return None
         message = decode_message(self.packets.pop(0))
-        if isinstance(message, PersistCommit | StoreModel):
+        if isinstance(message, daemon_msg.PersistCommit | daemon_msg.StoreModel):
             # Nothing is read or written but what cannot be there; its odd characters stay.
             odd = message.directory[-64:].replace("/", "")
             message = msgspec.structs.replace(message, directory=f"{NOWHERE}/{odd}")
-        is_open = isinstance(message, OpenCommits)
+        is_open = isinstance(message, daemon_msg.OpenCommits)
         return message, [os.dup(_area())] if is_open else []
 
 
@@ -181,17 +174,18 @@ def seeds() -> list[bytes]:
     """A model's way in, and a job's commits."""
     model, job = ModelName("m"), JobName("j")
     groups = tuple(
-        GroupCopy(store_offset_bytes=i * 512, arena_offset_bytes=4096 + i * 512, size_bytes=512,
-                      word=i)
+        daemon_msg.GroupCopy(
+            store_offset_bytes=i * 512, arena_offset_bytes=4096 + i * 512, size_bytes=512, word=i
+        )
         for i in range(3)
-    )  # fmt: skip
-    transmit = TransmitModel(
+    )
+    transmit = daemon_msg.TransmitModel(
         model=model, epoch=Epoch(3), arena_offset_bytes=4096, region_bytes=2048, groups=groups
     )
-    store = StoreModel(
+    store = daemon_msg.StoreModel(
         model=model, epoch=Epoch(2), directory="d", store_offset_bytes=0, size_bytes=1536
     )
-    commit = CommitCopy(
+    commit = daemon_msg.CommitCopy(
         job=job,
         epoch=Epoch(5),
         number=1,
@@ -200,15 +194,15 @@ def seeds() -> list[bytes]:
         slice_bytes=4096,
         ranges=tuple(ByteRange(offset_bytes=at, size_bytes=8) for at in (0, 128)),
     )
-    persist = PersistCommit(job=job, epoch=Epoch(5), directory="d")
-    opened = OpenCommits(job=job, slot_bytes=SLOT_BYTES)
+    persist = daemon_msg.PersistCommit(job=job, epoch=Epoch(5), directory="d")
+    opened = daemon_msg.OpenCommits(job=job, slot_bytes=SLOT_BYTES)
     return [
-        _input(store, transmit, CancelTransmit(epoch=Epoch(3)),
+        _input(store, transmit, daemon_msg.CancelTransmit(epoch=Epoch(3)),
                Ping(epoch=Epoch(4))),
         _input(transmit, msgspec.structs.replace(transmit, epoch=Epoch(9)), store),
         _input(opened, commit, msgspec.structs.replace(commit, number=2, step=2), commit, persist,
-               CloseCommits(job=job), commit),
-        _input(Scrub(epoch=Epoch(7), offset_bytes=8192, size_bytes=4096), Exit()),
+               daemon_msg.CloseCommits(job=job), commit),
+        _input(daemon_msg.Scrub(epoch=Epoch(7), offset_bytes=8192, size_bytes=4096), Exit()),
     ]  # fmt: skip
 
 

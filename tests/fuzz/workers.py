@@ -25,6 +25,7 @@ import msgspec
 from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.frontend.transport.replies import output_outside, reply_frames
 from pipeswitch.ipc.channel import decode_message, encode_message
+from pipeswitch.ipc.messages import worker as worker_msg
 from pipeswitch.ipc.messages.base import (
     ByteRange,
     Epoch,
@@ -38,24 +39,6 @@ from pipeswitch.ipc.messages.base import (
     Turn,
 )
 from pipeswitch.ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
-from pipeswitch.ipc.messages.worker import (
-    Cleaned,
-    CommitStep,
-    EvictTask,
-    HostRequest,
-    InferenceDone,
-    InferenceFailed,
-    JobEnded,
-    JobReport,
-    LeaseRequest,
-    ModelPrepared,
-    Parked,
-    PrepareModel,
-    RunInference,
-    RunJob,
-    StopTask,
-    WorkerReady,
-)
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.scheduler import Scheduler
@@ -314,26 +297,26 @@ _VERBS: Final[tuple[Make, ...]] = (
 def _obedience(message: Message, has_job: bool) -> list[Message]:
     """What a worker answers."""
     match message:
-        case RunInference(epoch=epoch, plan=plan):
+        case worker_msg.RunInference(epoch=epoch, plan=plan):
             times = tuple(float(i) for i in range(len(plan) or 2))
             return [
-                InferenceDone(
+                worker_msg.InferenceDone(
                     epoch=epoch, outputs=(), turn_at_ms=0.0,
                     first_group_at_ms=0.0, ended_at_ms=1.0, stall_ms=0.0, is_clean=True,
                     group_begins_at_ms=times, group_ends_at_ms=tuple(t + 1.0 for t in times),
                 )
             ]  # fmt: skip
-        case PrepareModel(model=model, digest=digest, plan=plan):
-            return [ModelPrepared(model=model, digest=digest, plan=plan)]
-        case RunJob(epoch=epoch):
-            return [LeaseRequest(epoch=epoch, slice_bytes=MIB, state_bytes=MIB)]
-        case StopTask(epoch=epoch, turn=turn, next_turn=next_turn) if has_job:
+        case worker_msg.PrepareModel(model=model, digest=digest, plan=plan):
+            return [worker_msg.ModelPrepared(model=model, digest=digest, plan=plan)]
+        case worker_msg.RunJob(epoch=epoch):
+            return [worker_msg.LeaseRequest(epoch=epoch, slice_bytes=MIB, state_bytes=MIB)]
+        case worker_msg.StopTask(epoch=epoch, turn=turn, next_turn=next_turn) if has_job:
             return [
-                Parked(epoch=epoch, turn=turn, next_turn=next_turn, where="forward",
+                worker_msg.Parked(epoch=epoch, turn=turn, next_turn=next_turn, where="forward",
                            asked_at_ms=0.0, parked_at_ms=1.0)
             ]  # fmt: skip
-        case EvictTask(epoch=epoch) if has_job:
-            return [JobEnded(epoch=epoch, outcome="preempted", step=1)]
+        case worker_msg.EvictTask(epoch=epoch) if has_job:
+            return [worker_msg.JobEnded(epoch=epoch, outcome="preempted", step=1)]
         case Ping(epoch=epoch):
             return [Pong(epoch=epoch)]
         case _:
@@ -372,30 +355,32 @@ def worker_messages() -> list[Message]:
     epoch, model = Epoch(0), MODELS[0]
     slab = SlabTensor(name="y", dtype="float32", shape=(1, 4), offset_bytes=4096, size_bytes=16)
     return [
-        InferenceDone(
+        worker_msg.InferenceDone(
             epoch=epoch, outputs=(slab,), turn_at_ms=0.0,
             first_group_at_ms=0.0, ended_at_ms=1.0, stall_ms=0.0, is_clean=True,
             group_begins_at_ms=(0.0, 1.0), group_ends_at_ms=(1.0, 2.0),
         ),
-        InferenceFailed(epoch=epoch, error="TaskFailed", message="no", data={"type": "E"}),
-        InferenceFailed(epoch=epoch, error="Other", message="no", data={"text": "E"}),
-        Cleaned(epoch=epoch),
-        Parked(epoch=epoch, turn=Turn(0), next_turn=Turn(0), where="forward",
+        worker_msg.InferenceFailed(
+            epoch=epoch, error="TaskFailed", message="no", data={"type": "E"}
+        ),
+        worker_msg.InferenceFailed(epoch=epoch, error="Other", message="no", data={"text": "E"}),
+        worker_msg.Cleaned(epoch=epoch),
+        worker_msg.Parked(epoch=epoch, turn=Turn(0), next_turn=Turn(0), where="forward",
                    asked_at_ms=0.0, parked_at_ms=1.0),
-        WorkerReady(slot=Slot(0), pid=1),
-        ModelPrepared(model=model, digest=model * 64),
-        LeaseRequest(epoch=epoch, slice_bytes=MIB, state_bytes=MIB),
-        HostRequest(epoch=epoch, size_bytes=MIB),
-        CommitStep(epoch=epoch, number=1, step=1,
+        worker_msg.WorkerReady(slot=Slot(0), pid=1),
+        worker_msg.ModelPrepared(model=model, digest=model * 64),
+        worker_msg.LeaseRequest(epoch=epoch, slice_bytes=MIB, state_bytes=MIB),
+        worker_msg.HostRequest(epoch=epoch, size_bytes=MIB),
+        worker_msg.CommitStep(epoch=epoch, number=1, step=1,
                        ranges=(ByteRange(offset_bytes=0, size_bytes=8),)),
-        JobReport(epoch=epoch, kind="progress",
+        worker_msg.JobReport(epoch=epoch, kind="progress",
                       values={"step": 3, "epoch": 1, "log": {"a": 1}}),
-        JobReport(epoch=epoch, kind="warning", values={"text": "careful", "step": 1}),
-        JobReport(epoch=epoch, kind="nan_loss",
+        worker_msg.JobReport(epoch=epoch, kind="warning", values={"text": "careful", "step": 1}),
+        worker_msg.JobReport(epoch=epoch, kind="nan_loss",
                       values={"name": "l", "value": "nan", "step": 1}),
-        JobEnded(epoch=epoch, outcome="done", step=4),
-        JobEnded(epoch=epoch, outcome="failed", step=4, error_type="E", error_text="t"),
-        JobEnded(epoch=epoch, outcome="preempted", step=4),
+        worker_msg.JobEnded(epoch=epoch, outcome="done", step=4),
+        worker_msg.JobEnded(epoch=epoch, outcome="failed", step=4, error_type="E", error_text="t"),
+        worker_msg.JobEnded(epoch=epoch, outcome="preempted", step=4),
         Pong(epoch=epoch),
     ]  # fmt: skip
 

@@ -18,14 +18,7 @@ from msgspec.structs import replace
 
 from ..graphs.bundle import Graph, Node, node_references
 from ..graphs.graph import CompiledGraph, resolve
-from ..interface.packing import (
-    CONVOLUTION,
-    CONVOLUTION_ADD,
-    LINEAR,
-    LINEAR_ADD,
-    LINEAR_INT8,
-    PackedLayout,
-)
+from ..interface import packing
 from ..running.executor import PackedKernels
 
 TIMED: Final = 2  # shapes at which calls are timed
@@ -49,7 +42,7 @@ _ACTIVATIONS: Final[Mapping[str, str]] = {
     "silu": "swish",
 }
 Activation = tuple[str, list[float], str]
-NewWeights = dict[str, tuple[torch.Tensor, PackedLayout | None]]
+NewWeights = dict[str, tuple[torch.Tensor, packing.PackedLayout | None]]
 NO_ACTIVATION: Final[Activation] = ("none", [], "")
 
 
@@ -272,7 +265,7 @@ class _Fusing:
             weight, bias = self._folded(self._graph.nodes[chain.norm], weight, bias)
         layout, data = self._kernels.pack_convolution(weight.to(self._dtype), *how, x.shape)
         name = self._name_of(given[1])
-        new: dict[str, tuple[torch.Tensor, PackedLayout | None]] = {
+        new: dict[str, tuple[torch.Tensor, packing.PackedLayout | None]] = {
             f"{name}:packed": (data, layout)
         }
         if bias is not None:
@@ -280,9 +273,13 @@ class _Fusing:
         rest = (*how, *self._after(chain))
         b = None if bias is None else {"w": f"{name}:bias"}
         return self._form(
-            (CONVOLUTION, CONVOLUTION_ADD), chain, (node.args[0], {"w": f"{name}:packed"}, b),
-            (self._kernels.wrap(data, layout), bias), rest, new,
-        )  # fmt: skip
+            (packing.CONVOLUTION, packing.CONVOLUTION_ADD),
+            chain,
+            (node.args[0], {"w": f"{name}:packed"}, b),
+            (self._kernels.wrap(data, layout), bias),
+            rest,
+            new,
+        )
 
     def _linear(self, chain: _Chain, x: torch.Tensor) -> _Form | None:
         node = self._graph.nodes[chain.product]
@@ -304,7 +301,7 @@ class _Fusing:
         name = f"{self._name_of(weight_at)}:packed"
         rest = () if chain.addition is not None else self._after(chain)
         return self._form(
-            (LINEAR, LINEAR_ADD), chain, (given, {"w": name}, bias_at),
+            (packing.LINEAR, packing.LINEAR_ADD), chain, (given, {"w": name}, bias_at),
             (self._kernels.wrap(data, layout), bias), rest, {name: (data, layout)},
         )  # fmt: skip
 
@@ -316,7 +313,7 @@ class _Fusing:
         rows = (weight / scales.float()[:, None]).round().clamp(-127, 127)
         rows = rows.to(torch.int8).contiguous()
         new: NewWeights = {name: (rows, None), f"{name}:scales": (scales, None)}
-        call = Node(LINEAR_INT8, (given, {"w": name}, {"w": f"{name}:scales"}, bias_at))
+        call = Node(packing.LINEAR_INT8, (given, {"w": name}, {"w": f"{name}:scales"}, bias_at))
         return _Form(call, new, lambda x, other: None, given, ())
 
     def _form(
