@@ -19,7 +19,7 @@ from process_tools import Checked, checked_server, until
 import pipeswitch as ps
 from pipeswitch.programs.graphs.bundle import Graph, Node, write_bundle
 from pipeswitch.programs.interface.dims import Dim
-from pipeswitch.programs.interface.layout import ValueSpec
+from pipeswitch.programs.interface.layout import Manifest, ValueSpec
 from pipeswitch.programs.spec import load_manifest, save_manifest
 
 X = {"v": 0}
@@ -223,30 +223,9 @@ def test_a_range_with_more_batches_than_a_registration_tries_is_served(
         assert np.all(stranger.infer("wide", np.zeros((batch, 4), np.float32))["y"] == 1)
 
 
-def test_a_program_that_older_contracts_let_through_is_checked_again_at_a_restart(
-    tmp_path: Path,
-) -> None:
-    """What a journal names was checked by the server that wrote it, perhaps by an older one."""
-    nodes = [node("add.Tensor", X, value(1))]
-    extents: dict[str, Any] = {"x": (BATCH, 4), "y": (BATCH, 4), "weights": {"w": (4,)}}
-    state = tmp_path / "state"
-    with checked_server(arena="64MiB", host_store="128MiB", state_dir=state) as checked:
-        checked.client.register("kept", bundle(tmp_path, nodes, **extents))
-    [folder] = filter(Path.is_dir, (state / "models").iterdir())
-    manifest = load_manifest(folder)
-    save_manifest(
-        folder,
-        msgspec.structs.replace(manifest, extra={**manifest.extra, "checked_by": "an older one"}),
-    )
-    (tmp_path / "hostile.bundle").unlink()
-    with checked_server(arena="64MiB", host_store="128MiB", state_dir=state) as checked:
-        found = checked.client.infer("kept", np.zeros((2, 4), np.float32))
-        assert np.all(found["y"] == 1)
-        assert load_manifest(folder).extra["checked_by"] == manifest.extra["checked_by"]
-
-
-@pytest.mark.parametrize("where", ["weights", "graph"])
-def test_a_damaged_program_is_not_built_again_into_another_one(where: str, tmp_path: Path) -> None:
+def kept_by_an_older_server(tmp_path: Path) -> tuple[Path, Path, Manifest]:
+    """Register a model; return the state, the model's folder, and the manifest before it was
+    marked as checked by an older server."""
     nodes = [node("add.Tensor", X, value(1))]
     extents: dict[str, Any] = {"x": (BATCH, 4), "y": (BATCH, 4), "weights": {"w": (4,)}}
     state = tmp_path / "state"
@@ -256,6 +235,24 @@ def test_a_damaged_program_is_not_built_again_into_another_one(where: str, tmp_p
     manifest = load_manifest(folder)
     older = {**manifest.extra, "checked_by": "an older one"}
     save_manifest(folder, msgspec.structs.replace(manifest, extra=older))
+    return state, folder, manifest
+
+
+def test_a_program_that_older_contracts_let_through_is_checked_again_at_a_restart(
+    tmp_path: Path,
+) -> None:
+    """What a journal names was checked by the server that wrote it, perhaps by an older one."""
+    state, folder, manifest = kept_by_an_older_server(tmp_path)
+    (tmp_path / "hostile.bundle").unlink()
+    with checked_server(arena="64MiB", host_store="128MiB", state_dir=state) as checked:
+        found = checked.client.infer("kept", np.zeros((2, 4), np.float32))
+        assert np.all(found["y"] == 1)
+        assert load_manifest(folder).extra["checked_by"] == manifest.extra["checked_by"]
+
+
+@pytest.mark.parametrize("where", ["weights", "graph"])
+def test_a_damaged_program_is_not_built_again_into_another_one(where: str, tmp_path: Path) -> None:
+    state, folder, _ = kept_by_an_older_server(tmp_path)
     path = folder / "program.bundle"
     data = path.read_bytes()
     changed = data[:-1] + b"\x01" if where == "weights" else data.replace(b"aten.add", b"aten.sub")

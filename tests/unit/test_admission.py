@@ -19,7 +19,7 @@ from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state.predictions import OLD_MS, Predictions
 from pipeswitch.simulator.costs import Costs, Link
 from pipeswitch.simulator.programs import Program, program_of
-from pipeswitch.simulator.world import World
+from tests.unit.test_simulator import Answered
 
 MIB = 1 << 20
 LAYER_MS = (1.0, 2.0, 5.0, 3.0)  # of each model; two groups of two layers
@@ -27,7 +27,7 @@ COMPUTE_MS = tuple(4 * layer_ms for layer_ms in LAYER_MS)
 COPY_MS = 8.0
 
 
-class Server(World):
+class Server(Answered):
     """Four models, each measured; predictions are exact since each run takes the same time."""
 
     def __init__(
@@ -37,13 +37,12 @@ class Server(World):
         bytes_per_ms: float = MIB / 2,
         **settings: Any,
     ) -> None:
-        self.answers: dict[ev.Token, tuple[float, ev.Answer]] = {}
         given: dict[str, Any] = {"admission": "deadline", **settings}
         chosen = SchedulerSettings(
             arena_bytes=arena_mib * MIB, store_bytes=64 * MIB, words=64, **given
         )
         link = Link(bytes_per_ms=bytes_per_ms)
-        super().__init__(Scheduler(chosen, policy, 1e6), costs=Costs(to_device=link))
+        super().__init__(Scheduler(chosen, policy, 1e6), Costs(to_device=link))
         for index, layer_ms in enumerate(LAYER_MS):
             program = program_of(f"d{index}", 4 * MIB, layer_ms=layer_ms)
             self.clients.register(ModelName(f"m{index}"), program)
@@ -51,12 +50,6 @@ class Server(World):
         for index in range(len(LAYER_MS)):
             self.clients.infer(ModelName(f"m{index}"))
             self.run(self.now_ms + 100.0)  # not until idle workers leave: measurements are new
-
-    def perform(self, commands: list[ev.Command]) -> None:
-        super().perform(commands)
-        for command in commands:
-            if isinstance(command, ev.Answer) and not command.more:
-                self.answers[command.token] = (self.now_ms, command)
 
     def ask(self, model: int, deadline_ms: float | None, priority: int = 1) -> ev.Token:
         return self.clients.infer(

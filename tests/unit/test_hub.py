@@ -17,6 +17,7 @@ from pipeswitch.programs.build import program as build_module
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.sandbox.confine import missing
+from tests.unit.test_job_host import Sent
 
 KIB = 1 << 10
 TOKEN, OWNERS = "hf_secret", "what the owner fetched"
@@ -87,16 +88,6 @@ def test_a_folder_that_the_owner_names_is_read_wherever_it_is(tmp_path: Path) ->
     (folder / "config.json").write_text("{}")
     spec = BuildSpec(name="m", source=f"hf:{folder}#BertModel", weights="random:0")
     assert reads_when_confined(spec, work, folder / "config.json")[1] == "{}"
-
-
-class Sent:
-    """A channel without a reader."""
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-
-    def send(self, message: Message) -> None:
-        self.messages.append(message)
 
 
 class Ended(BaseException):

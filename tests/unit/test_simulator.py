@@ -24,16 +24,23 @@ LINK = Link(bytes_per_ms=float(MIB), fixed_ms=1.0)  # of groups of 1 MiB
 class Answered(World):
     """Knows when each token was answered."""
 
+    def __init__(self, scheduler: Scheduler, costs: Costs) -> None:
+        self.answers: dict[ev.Token, tuple[float, ev.Answer]] = {}
+        super().__init__(scheduler, costs=costs)
+
     def perform(self, commands: list[ev.Command]) -> None:
         super().perform(commands)
         for command in commands:
             if isinstance(command, ev.Answer) and not command.more:
                 self.answers[command.token] = (self.now_ms, command)
 
+
+class Server(Answered):
+    """A server with one model."""
+
     def __init__(self, store_mib: int = 64, **costs: Any) -> None:
-        self.answers: dict[ev.Token, tuple[float, ev.Answer]] = {}
         settings = SchedulerSettings(arena_bytes=64 * MIB, store_bytes=store_mib * MIB, words=64)
-        super().__init__(Scheduler(settings), costs=Costs(to_device=LINK, **costs))
+        super().__init__(Scheduler(settings), Costs(to_device=LINK, **costs))
         program = program_of("d", GROUPS * MIB, groups=GROUPS, layers_per_group=1,
                              layer_ms=LAYER_MS)  # fmt: skip
         self.clients.register(MODEL, program)
@@ -50,7 +57,7 @@ def trained(world: Answered, steps: int) -> ev.Token:
 
 
 def test_a_cold_request_takes_the_first_copy_then_the_slower_of_copying_and_computing() -> None:
-    world = Answered()
+    world = Server()
     began_ms = world.now_ms
     cold = world.clients.infer(MODEL)
     world.run()
@@ -65,7 +72,7 @@ def test_a_cold_request_takes_the_first_copy_then_the_slower_of_copying_and_comp
 
 
 def test_a_slow_link_is_what_a_cold_request_waits_for() -> None:
-    world = Answered(message_ms=0.5)
+    world = Server(message_ms=0.5)
     world.scene.costs = Costs(to_device=Link(bytes_per_ms=MIB / 9, fixed_ms=1.0), message_ms=0.5)
     began_ms = world.now_ms
     token = world.clients.infer(MODEL)
@@ -74,12 +81,12 @@ def test_a_slow_link_is_what_a_cold_request_waits_for() -> None:
 
 
 def test_a_request_suspends_training_in_place_and_costs_it_no_more_than_its_own_time() -> None:
-    alone = Answered()
+    alone = Server()
     began_ms = alone.now_ms
     done = trained(alone, steps=10)
     alone.run()
     assert alone.took_ms(done, began_ms) == 10 * STEP_MS
-    world = Answered()
+    world = Server()
     began_ms = world.now_ms
     done = trained(world, steps=10)
     tokens = []
@@ -92,7 +99,7 @@ def test_a_request_suspends_training_in_place_and_costs_it_no_more_than_its_own_
 
 
 def test_a_request_outlives_its_worker_and_a_job_its_process() -> None:
-    world = Answered()
+    world = Server()
     began_ms = world.now_ms
     token = world.clients.infer(MODEL)
     busy = [worker for worker in world.workers.values() if worker.orders]
@@ -113,7 +120,7 @@ def _kill_training(world: World) -> None:
 
 
 def test_until_an_instant_nothing_later_happens() -> None:
-    world = Answered()
+    world = Server()
     began_ms = world.now_ms
     world.clients.infer(MODEL)
     world.run(began_ms + COPY_MS + LAYER_MS)
@@ -123,7 +130,7 @@ def test_until_an_instant_nothing_later_happens() -> None:
 
 
 def test_a_token_is_answered_once() -> None:
-    world = Answered()
+    world = Server()
     with pytest.raises(Violation, match="answered twice"):
         world.perform([ev.Answer(token=ev.Token(1))])
 
@@ -133,7 +140,7 @@ def test_three_jobs_train_nearly_as_much_as_one_alone_and_equally(slice_mib: int
     """Under requests that come once in a second, with scripts that take two seconds to start."""
 
     def trained_steps(jobs: int) -> list[int]:
-        world = Answered(start_ms=300.0, to_host=LINK, message_ms=0.1, store_mib=1024)
+        world = Server(start_ms=300.0, to_host=LINK, message_ms=0.1, store_mib=1024)
         plan = Training(steps=10**6, step_ms=100.0, start_ms=2000.0, slice_bytes=slice_mib * MIB,
                         state_bytes=slice_mib * MIB)  # fmt: skip
         for number in range(jobs):

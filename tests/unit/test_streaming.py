@@ -30,9 +30,9 @@ from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state.states import Residency
 from pipeswitch.simulator.costs import Costs, Link, Training
 from pipeswitch.simulator.programs import program_of
-from pipeswitch.simulator.world import World
 from tests.unit.fleet_model import manifest_of, profile_of
 from tests.unit.test_scheduler_rules import Rig, received
+from tests.unit.test_simulator import Answered
 
 MIB = 1 << 20
 UNIT = 2
@@ -165,24 +165,17 @@ def test_a_weight_is_read_by_what_may_alias_it_and_an_output_may_be_one() -> Non
 # -- by the clock ----------------------------------------------------------------------------
 
 
-class Streaming(World):
+class Streaming(Answered):
     """An arena of 32 MiB, a model of 96 in groups of 4, and a small one."""
 
     def __init__(self, ratio: float, layer_ms: float = 4.0) -> None:
-        self.answers: dict[ev.Token, tuple[float, ev.Answer]] = {}
         settings = SchedulerSettings(arena_bytes=34 * MIB, store_bytes=256 * MIB, words=64)
         link = Link(bytes_per_ms=4 * MIB / (ratio * layer_ms), fixed_ms=0.0)
-        super().__init__(Scheduler(settings), costs=Costs(to_device=link))
+        super().__init__(Scheduler(settings), Costs(to_device=link))
         self.clients.register(LARGE, program_of(
             "d", 96 * MIB, groups=24, layers_per_group=1, layer_ms=layer_ms))  # fmt: skip
         self.clients.register(SMALL, program_of("s", 4 * MIB, groups=2, layer_ms=1.0))
         self.run()
-
-    def perform(self, commands: list[ev.Command]) -> None:
-        super().perform(commands)
-        for command in commands:
-            if isinstance(command, ev.Answer) and not command.more:
-                self.answers[command.token] = (self.now_ms, command)
 
     def ask(self, model: ModelName = LARGE) -> tuple[float, Any]:
         """How long it took, and its bill."""
