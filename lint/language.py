@@ -22,7 +22,7 @@ FIRST_WORDS: Final = re.compile(
     re.IGNORECASE,
 )
 MAX_BAD_DOCSTRINGS: Final = 0
-MAX_FMT_SKIPS: Final = 1075
+MAX_FMT_SKIPS: Final = 1070
 MAX_MEAN_SENTENCE_WORDS: Final = 18.0
 
 Place = tuple[Path, int, str]

@@ -20,12 +20,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from pipeswitch.base.errors import (
-    InvalidInput,
-    ModelNotFound,
-    RegistrationRefused,
-    ServerUnavailable,
-)
+from pipeswitch.base import errors
 from pipeswitch.cli.main import main
 from pipeswitch.client.client import Client, Task
 from tests.chaos.stage import free_port
@@ -78,14 +73,14 @@ def test_an_ended_jobs_state_and_history_are_there_until_it_is_removed(
     assert [line["even"] for line in history] == [step % 2 for step in range(12)]
     assert all(line["loss"] > 0 for line in history)
 
-    with pytest.raises(InvalidInput, match="no folder"):
+    with pytest.raises(errors.InvalidInput, match="no folder"):
         task.export(tmp_path / "missing" / "x.safetensors")
     task.remove()
-    with pytest.raises(ModelNotFound):
+    with pytest.raises(errors.ModelNotFound):
         task.status()
-    with pytest.raises(ModelNotFound):
+    with pytest.raises(errors.ModelNotFound):
         task.export(tmp_path / "x.safetensors")
-    with pytest.raises(ModelNotFound):
+    with pytest.raises(errors.ModelNotFound):
         list(task.logs())
     assert not list(tmp_path.glob("*x.safetensors*"))
 
@@ -93,7 +88,7 @@ def test_an_ended_jobs_state_and_history_are_there_until_it_is_removed(
 def test_a_job_that_committed_nothing_has_no_state(checked: tools.Checked, tmp_path: Path) -> None:
     task = checked.client.train(tools.write_script(tmp_path, "short.py", "x = 1\n"), name="short")
     tools.finish(task)
-    with pytest.raises(InvalidInput, match="committed nothing"):
+    with pytest.raises(errors.InvalidInput, match="committed nothing"):
         task.export(tmp_path / "x.safetensors")
     assert task.history() == []
 
@@ -122,7 +117,7 @@ def test_a_file_of_weights_becomes_the_next_version_and_the_old_one_can_come_bac
     name = f"from-file-{way}"
     other, path = other_weights(net, 5), tmp_path / "other.pt"
     torch.save({f"_orig_mod.{key}": value for key, value in other.state_dict().items()}, path)
-    with pytest.raises(ModelNotFound):
+    with pytest.raises(errors.ModelNotFound):
         client.register(name, weights=path, as_version=True)
     client.register(name, net, example_inputs=x)
     if way == "client":
@@ -149,12 +144,12 @@ def test_a_file_of_weights_becomes_the_next_version_and_the_old_one_can_come_bac
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"weights": "random:3"}, InvalidInput),
-        ({"weights": "pretrained"}, InvalidInput),
-        ({"weights": ""}, InvalidInput),
-        ({"max_batch": 3}, InvalidInput),
-        ({"source": "torchvision:resnet18"}, InvalidInput),
-        ({"lacks": "0.weight"}, RegistrationRefused),
+        ({"weights": "random:3"}, errors.InvalidInput),
+        ({"weights": "pretrained"}, errors.InvalidInput),
+        ({"weights": ""}, errors.InvalidInput),
+        ({"max_batch": 3}, errors.InvalidInput),
+        ({"source": "torchvision:resnet18"}, errors.InvalidInput),
+        ({"lacks": "0.weight"}, errors.RegistrationRefused),
     ],
 )
 def test_a_version_from_a_file_is_refused_in_words_and_changes_nothing(
@@ -229,13 +224,13 @@ def test_a_jobs_parameters_become_the_next_version_and_the_old_one_can_come_back
     assert rows[3]["source"] == "job:small-3@3"
     (row,) = client.models()
     assert (row["name"], row["version"], row["current"]) == ("small", 3, True)
-    with pytest.raises(ModelNotFound, match="it has 2, 3"):
+    with pytest.raises(errors.ModelNotFound, match="it has 2, 3"):
         client.infer("small", x, version=1)
     for version in (2, 3):
         answer = next(iter(client.infer("small", x, version=version).outputs.values()))
         assert tools.is_bit_equal(answer, plain[version])
 
-    with pytest.raises(ModelNotFound, match="it has 2, 3"):
+    with pytest.raises(errors.ModelNotFound, match="it has 2, 3"):
         client.rollback("small", 7)
     assert client.rollback("small")["version"] == 2
     assert client.infer("small", x).timing.version == 2
@@ -264,18 +259,18 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
     client.register("fits", net, example_inputs=(torch.randn(2, 8),))
     task = client.train(tools.write_script(tmp_path, "w.py", SMALL), name="wide", args=[17, 2])
     tools.finish(task)
-    with pytest.raises(RegistrationRefused) as refusal:
+    with pytest.raises(errors.RegistrationRefused) as refusal:
         client.publish("fits", "wide")
     reason = refusal.value.data["reason"]
     assert "0.weight: the model has float32[16,8], here it is float32[17,8]" in reason
     assert "3.bias" not in reason
-    with pytest.raises(InvalidInput, match="step 2; step 1 is not there"):
+    with pytest.raises(errors.InvalidInput, match="step 2; step 1 is not there"):
         client.publish("fits", "wide", step=1)
-    with pytest.raises(ModelNotFound, match="a model is registered first"):
+    with pytest.raises(errors.ModelNotFound, match="a model is registered first"):
         client.publish("fit", "wide")
-    with pytest.raises(ModelNotFound, match="no job"):
+    with pytest.raises(errors.ModelNotFound, match="no job"):
         client.publish("fits", "side")
-    with pytest.raises(ModelNotFound, match="before 1"):
+    with pytest.raises(errors.ModelNotFound, match="before 1"):
         client.rollback("fits")
     assert [row["version"] for row in client.models() if row["name"] == "fits"] == [1]
     assert client.infer("fits", torch.randn(2, 8)).timing.version == 1
@@ -344,7 +339,7 @@ class Asker:
         began_s = time.monotonic()
         try:
             result = self._client.infer(self._model, self._x)
-        except ServerUnavailable:
+        except errors.ServerUnavailable:
             self.without_server.append((began_s, time.monotonic()))
             return
         (answer,) = result.outputs.values()
@@ -552,10 +547,10 @@ def test_an_average_is_served_by_its_name_after_a_kill_and_never_the_other_one_u
         assert client.show("live")["source"].endswith(":ema")
         assert tools.is_bit_equal(answer(), plain["ema"])
 
-        with pytest.raises(InvalidInput, match='"ema", "net"') as refusal:
+        with pytest.raises(errors.InvalidInput, match='"ema", "net"') as refusal:
             client.publish("live", "p")
         assert refusal.value.hint == 'name one: --part ema, in Python part="ema"'
-        with pytest.raises(InvalidInput, match=r'no part .*"ema", "net"'):
+        with pytest.raises(errors.InvalidInput, match=r'no part .*"ema", "net"'):
             client.publish("live", "p", part="emma")
         assert client.publish("live", "p", part="ema")["version"] == 2, "the same weights"
         for part, status in (("", 1), ("net", 0)):
@@ -563,7 +558,7 @@ def test_an_average_is_served_by_its_name_after_a_kill_and_never_the_other_one_u
             assert (said.exit_code, "--part ema" in said.stderr) == (status, not part), said.output
         assert tools.is_bit_equal(answer(), plain["net"])
 
-        with pytest.raises(InvalidInput, match='"ema", "net"'):
+        with pytest.raises(errors.InvalidInput, match='"ema", "net"'):
             client.publish("branching", "p")
         for part in ("ema", "net"):
             client.publish("branching", "p", part=part)

@@ -8,13 +8,8 @@ import pytest
 import torch
 
 from pipeswitch.base.errors import InvalidInput, RegistrationRefused
+from pipeswitch.programs.graphs import contracts
 from pipeswitch.programs.graphs.bundle import Graph, Node, check_graph
-from pipeswitch.programs.graphs.contracts import (
-    CONTRACTS,
-    BrokenContract,
-    guarded,
-    recurrent_results,
-)
 from pipeswitch.programs.graphs.graph import check_on_meta, check_shapes, resolve
 from pipeswitch.programs.graphs.operators import BY_CONTRACT, CHECKED_BY_META, OVERLOADS
 from pipeswitch.programs.interface.dims import Dim
@@ -29,7 +24,7 @@ TARGETS = [
 def test_every_operator_is_checked_by_meta_or_has_a_contract_and_none_is_both() -> None:
     assert set(OVERLOADS) == CHECKED_BY_META | BY_CONTRACT
     assert not CHECKED_BY_META & BY_CONTRACT
-    assert set(CONTRACTS) == BY_CONTRACT
+    assert set(contracts.CONTRACTS) == BY_CONTRACT
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -87,7 +82,7 @@ SOUND: dict[str, tuple[str, tuple[Any, ...], list[int]]] = {
 @pytest.mark.parametrize("name", SOUND)
 def test_what_torchs_own_modules_ask_for_is_accepted(name: str) -> None:
     target, args, extents = SOUND[name]
-    result = guarded(resolve(f"aten.{target}"))(*args)
+    result = contracts.guarded(resolve(f"aten.{target}"))(*args)
     result = result[0] if isinstance(result, tuple) else result
     expected = resolve(f"aten.{target}")(*args)
     expected = expected[0] if isinstance(expected, tuple) else expected
@@ -135,13 +130,13 @@ BROKEN: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_contract_is_refused_whatever_torch_would_say(name: str) -> None:
     target, args, *named = BROKEN[name]
-    with pytest.raises(BrokenContract):
-        guarded(resolve(f"aten.{target}"))(*args, **(named[0] if named else {}))
+    with pytest.raises(contracts.BrokenContract):
+        contracts.guarded(resolve(f"aten.{target}"))(*args, **(named[0] if named else {}))
 
 
 def test_results_that_are_for_a_backward_pass_cannot_be_reached() -> None:
     """Meta gives them other extents than the kernel: an empty one would pass for a weight."""
-    norm = guarded(resolve("aten.native_layer_norm.default"))
+    norm = contracts.guarded(resolve("aten.native_layer_norm.default"))
     [result] = norm(meta(2, 3), [3], None, None, 1e-5)
     assert list(result.shape) == [2, 3]
     assert "_native_batch_norm_legit_no_training" not in OVERLOADS
@@ -219,8 +214,8 @@ def test_at_a_shape_that_was_not_tried_each_call_asks_its_contract(
     with pytest.raises(InvalidInput, match="not as wide as the weight"):
         run(3)
     asked: list[Any] = []
-    linear = CONTRACTS["linear"]
-    monkeypatch.setitem(CONTRACTS, "linear", lambda g: (asked.append(g), linear(g))[0])  # type: ignore[index]
+    linear = contracts.CONTRACTS["linear"]
+    monkeypatch.setitem(contracts.CONTRACTS, "linear", lambda g: (asked.append(g), linear(g))[0])  # type: ignore[index]
     run = a_program(WIDER, ("batch", 3), is_whole=False)
     for batch in (5, 6, 5, 6, 5):
         run(batch)
@@ -285,6 +280,6 @@ def test_what_a_recurrent_layer_returns_is_known_without_its_steps(
         output, state = layer(value)
     states = list(state) if isinstance(state, tuple) else [state]
     hx = states if len(states) > 1 else states[0]
-    found = recurrent_results(value, hx, True, is_batch_first)
+    found = contracts.recurrent_results(value, hx, True, is_batch_first)
     for ours, theirs in zip(found, [output, *states], strict=True):
         assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride())
