@@ -15,6 +15,7 @@ import pytest
 from pipeswitch.base import errors
 from pipeswitch.client import holders
 from pipeswitch.client.calls import Reply
+from pipeswitch.client.verbs import REACHES, Reach
 from pipeswitch.gateway.serving import nodes as module
 from pipeswitch.gateway.serving.nodes import Nodes
 
@@ -281,6 +282,25 @@ def test_a_model_is_loaded_on_all_its_holders(rig: Rig) -> None:
     rig.table("bc")
     rig.run(lambda nodes: nodes.ask("load", model="m", body=None))
     assert rig.counts() == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("reach", "counts"), [(Reach.HOLDER, [0, 1, 0]), (Reach.HOLDERS, [0, 1, 1]), (None, [1, 0, 0])]
+)
+def test_the_table_of_reaches_decides_which_nodes_answer_a_verb(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, reach: Reach | None, counts: list[int]
+) -> None:
+    rig.table("bc", "b")
+    monkeypatch.setattr(module, "REACHES", {"peek": reach})
+    rig.run(lambda nodes: nodes.ask("peek", model="m", body=None))
+    assert rig.counts() == counts
+
+
+def test_a_verb_of_the_cluster_is_refused_by_one_nodes_gateway(rig: Rig) -> None:
+    for verb in (verb for verb, reach in REACHES.items() if reach is Reach.CLUSTER):
+        with pytest.raises(errors.InvalidInput):
+            rig.run(lambda nodes, verb=verb: nodes.ask(verb, model="m", body=None))
+    assert rig.counts() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("dead", ["a", "ab"])
