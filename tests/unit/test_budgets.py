@@ -37,7 +37,7 @@ PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 # far; "A smaller house", which pays for both, has given back 0.9 (tests 0.8), without the import
 # lists of its new rooms (0.2 and 0.2), and is under way.
 MOST_PRODUCT_LINES = 76_500
-MOST_TEST_LINES = 73_300
+MOST_TEST_LINES = 73_400
 
 
 def lines_of(*tops: str) -> int:
