@@ -242,6 +242,7 @@ def write_program(path: str | os.PathLike[str], program: Program) -> None:
         ],
         (tensor_bytes(weight) for weight in program.weights),
         program.generation,
+        program.notes,
     )
 
 

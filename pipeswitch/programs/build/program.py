@@ -156,7 +156,10 @@ def _build_bundle(
         weights = _weights_in(Path(spec.weights))
     if weights is not None:
         _write_weights(path, bundle, weights, spec.part)
-    return _finish_graph(bundle, spec, path, None, _shapes_of(spec, bundle.graph), progress)
+    shapes = _shapes_of(spec, bundle.graph)
+    manifest = _finish_graph(bundle, spec, path, None, shapes, progress)
+    notes = [*bundle.notes, *manifest.extra.get("notes", ())]
+    return msgspec.structs.replace(manifest, extra={**manifest.extra, "notes": notes})
 
 
 def _weights_in(path: Path) -> dict[str, Weight]:
