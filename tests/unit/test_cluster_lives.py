@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import os
 import random
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from pipeswitch.base.errors import InvalidInput
+from pipeswitch.cluster import jobs as jobs_module
 from pipeswitch.cluster.jobs import NodeJobs
 from pipeswitch.cluster.lives import Copy, Order, homeless, homes_of, last_life, lost, orders
+from pipeswitch.commits.progress import HANDED_ON, SUFFIX, Life, read_life
 
 NODES = ("a", "b", "c")
 
@@ -141,3 +148,92 @@ def test_a_name_that_is_a_path_is_refused_before_anything_is_forgotten(tmp_path:
         with pytest.raises(InvalidInput, match="is no name"):
             jobs.train({"name": name, "entry": "train.py"}, b"", 1)
     assert {path.name for path in tmp_path.iterdir()} == {"journal.db", "jobs"}
+
+
+class Server:
+    """Client of a node's server. It accepts a job as a server does: it moves the file with its
+    past."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.asked = root, list[dict[str, Any]]()
+        (root / "logs").mkdir(parents=True)
+
+    def _ask(self, verb: str, *, body: dict[str, Any], is_safe: bool) -> dict[str, Any]:
+        self.asked.append(body)
+        os.replace(self.root / "jobs" / "j" / HANDED_ON, self.file)
+        return {"verb": verb, "is_safe": is_safe}
+
+    def jobs(self) -> list[dict[str, Any]]:
+        return [{"name": "j", "state": "running", "persisted_step": 4}] if self.asked else []
+
+    def job(self, name: str, action: str) -> None:
+        self.asked.clear()  # it is over, and removed
+
+    @property
+    def file(self) -> Path:
+        return self.root / "logs" / f"job-j{SUFFIX}"
+
+
+Nodes = dict[str, tuple[NodeJobs, Server]]
+
+
+@pytest.fixture
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nodes:
+    """Nodes a, where job j lives, and b."""
+    made: Nodes = {}
+    for name in "ab":
+        server, node = Server(tmp_path / name), NodeJobs(name, tmp_path / name)
+        for attribute, value in (("_client", server), ("_tenant", server), ("_until_s", math.inf)):
+            monkeypatch.setattr(node, attribute, value, raising=False)
+        made[name] = node, server
+
+    def node_of(ray: Any, name: str) -> Any:
+        return SimpleNamespace(receive=SimpleNamespace(remote=made[name][0].receive))
+
+    monkeypatch.setattr(jobs_module, "node_of", node_of)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda done: done))
+    made["a"][0].train({"name": "j", "entry": "package:main"}, b"", 1)
+    return made
+
+
+def test_a_new_job_begins_without_a_past(two: Nodes) -> None:
+    _, server = two["a"]
+    assert server.asked[0]["resumes"] is False
+    assert read_life(server.file) == Life()
+
+
+@pytest.mark.parametrize(
+    ("ran_as", "goes_on_as"),
+    [
+        (Life(True, 2, 30, 7), Life(False, 3, 30, 7)),  # its node was lost: that is a restart
+        (Life(False, 2, 30, 7), Life(False, 2, 30, 7)),  # it was handed over
+        (Life(), Life()),  # it had not begun
+    ],
+)
+def test_a_job_counts_on_where_it_goes_on(two: Nodes, ran_as: Life, goes_on_as: Life) -> None:
+    (first, before), (second, after) = two.values()
+    before.file.write_bytes(ran_as.packed())
+    assert first.send("j", "b")
+    second.take_over("j", 2)
+    assert after.asked[0]["resumes"] is True
+    assert read_life(after.file) == goes_on_as
+
+
+def test_a_job_that_goes_on_before_it_ran_keeps_its_counts(two: Nodes) -> None:
+    (first, before), (second, _) = two.values()
+    before.file.write_bytes(Life(True, 0, 5, 9).packed())
+    first.send("j", "b")
+    second.take_over("j", 2)
+    first.drop("j", 2)
+    assert second.send("j", "a")  # it waited there
+    first.take_over("j", 3)
+    assert read_life(before.file) == Life(False, 1, 5, 9)
+
+
+def test_the_node_that_handed_a_job_over_knows_its_counts_too(two: Nodes) -> None:
+    (first, before), _ = two.values()
+    before.file.write_bytes(Life(False, 4, 1, 9).packed())
+    first.send("j", "b")
+    first.drop("j", 2, keeps_replica=True)
+    first.take_over("j", 3)  # the other one was lost before it had the job
+    assert read_life(before.file) == Life(False, 4, 1, 9)
