@@ -112,6 +112,17 @@ def test_all_errors_come_at_once_with_the_nearest_name(tmp_path: Path) -> None:
     assert len(caught.value.data["errors"]) == 4
 
 
+def test_a_key_in_the_wrong_section_is_told_its_own() -> None:
+    for table, key, section in (
+        ("server", "arena", "[device]"),
+        ("device", "store", "[host]"),
+        ("gateway", "threads", "[workers]"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse({table: {key: "1"}})
+        assert f"{key}: unknown key; it belongs to {section}" in caught.value.message
+
+
 def test_a_value_out_of_range_cannot_be_made_in_code_either() -> None:
     with pytest.raises(ConfigError, match="max_queue"):
         SchedulerConfig(max_queue=0)

@@ -424,3 +424,26 @@ def test_an_error_of_the_server_is_told_as_everywhere(rig: Rig) -> None:
 
     rig.upstream.ask = fails
     assert rig.refused("GET", "/api/ps") == (500, "PipeSwitchError: broken mend it")
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "hinted"),
+    [
+        ("failed", "no such file", "[[model]]"),
+        ("failed", "", "[[model]]"),
+        ("building", "", "again"),
+    ],
+)
+def test_a_model_that_is_not_ready_says_what_would_help(
+    state: str, reason: str, hinted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {**ROW, "state": state, "reason": reason, "inputs": {}}
+    monkeypatch.setitem(globals(), "ROW", row)
+    rig = Rig()
+    for path in ("/v2/models/m/ready", "/v2/models/m"):
+        answer = rig.ask("GET", path)
+        told = json.loads(b"".join(map(bytes, answer.parts)))
+        assert (answer.status, told["code"]) == (503, "ServerUnavailable")
+        assert state in told["error"]
+        assert reason in told["error"]
+        assert hinted in told["hint"]
