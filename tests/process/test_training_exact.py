@@ -721,3 +721,5 @@ def test_an_iterable_without_state_warns_once() -> None:
         train()
     session.finish()
     assert len(caught) == 1
+    [told] = [values for kind, values in host.events if kind == "warning"]
+    assert "batches" in told["text"]  # which ``jobs`` shows as its ``why``

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import pytest
 import torch
@@ -44,6 +45,25 @@ def test_logging_a_nan_warns_and_training_goes_on() -> None:
     with pytest.warns(job.NonFiniteLossWarning, match="loss=nan"):
         job.log(loss=torch.tensor(float("nan")))
     job.log(loss=1.0)
+
+
+def test_numbers_are_logged_by_keywords_and_by_a_dict() -> None:
+    seen: list[Mapping[str, Any]] = []
+
+    class Elsewhere(job._PlainSession):
+        def log(self, values: Mapping[str, Any]) -> None:
+            seen.append(values)
+
+    job._install(Elsewhere())
+    try:
+        job.log(loss=1.0)
+        job.log({"train/loss": 2.0}, values=3.0)
+        for wrong in (1.0, ["loss"], {1: 2.0}):
+            with pytest.raises(InvalidInput):
+                job.log(cast(Any, wrong))
+    finally:
+        job._install(None)
+    assert seen == [{"loss": 1.0}, {"train/loss": 2.0, "values": 3.0}]
 
 
 def test_an_unknown_attribute_is_an_attribute_error() -> None:
