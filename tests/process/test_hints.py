@@ -6,6 +6,7 @@ with a module that was made apart.
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections.abc import Callable, Mapping
@@ -29,6 +30,7 @@ from pipeswitch.programs.build.files import convert, convert_weights
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.sources import load_source
 from pipeswitch.programs.build.verify import load_image, same_bits
+from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.running import factories
 from pipeswitch.programs.running.executor import BoundProgram
@@ -594,3 +596,56 @@ def test_a_weight_of_a_librarys_class_is_refused_by_its_name(tmp_path: Path) -> 
         by_factory(Wrapped, tmp_path)
     assert refused.value.part == "weight 'layer.weight'"
     assert "register the module as it was before" in refused.value.hint
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(nn.functional.gelu(self.first(x)))
+
+
+def _compiled_part(module: Halves) -> nn.Module:
+    module.first = torch.compile(module.first)
+    return module
+
+
+def _compiled_in_place(module: Halves) -> nn.Module:
+    module.compile()
+    return module
+
+
+def _compiled_forward(module: Halves) -> nn.Module:
+    module.forward = torch.compile(module.forward)
+    return module
+
+
+@pytest.mark.parametrize(
+    "compiled", [torch.compile, _compiled_part, _compiled_in_place, _compiled_forward]
+)
+def test_a_compiled_module_is_exported_as_it_was_before(
+    compiled: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    plain, path = Halves(), tmp_path / "m.bundle"
+    module = compiled(copy.deepcopy(plain))
+    made = export_module_to_bundle(module, torch.randn(3, 8), path)
+    assert (made["notes"], made["dims"]) == ([], {"batch": [1, 64]})
+    names = {tensor.name for tensor in read_bundle(path).tensors}
+    assert names == {*plain.state_dict()}
+
+
+@pytest.mark.parametrize("kind", ["function", "exported program"])
+def test_what_is_no_module_is_told_how_to_become_one(kind: str, tmp_path: Path) -> None:
+    x = torch.randn(3, 8)
+    source: Any = {
+        "function": lambda: torch.relu,
+        "exported program": lambda: torch.export.export(Halves(), (x,)),
+    }[kind]()
+    with pytest.raises(RegistrationRefused) as refused:
+        export_module_to_bundle(source, x, tmp_path / "m.bundle")
+    assert {"function": "nn.Module", "exported program": "torch.export.save"}[kind] in (
+        refused.value.hint
+    )

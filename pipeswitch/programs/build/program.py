@@ -166,7 +166,7 @@ def _weights_in(path: Path) -> dict[str, Weight]:
     """Return the weights of a safetensors file, as those of a job's only part."""
     check_file(path, "weights")
     return {
-        f"file.{one.name.replace('_orig_mod.', '')}": Weight(
+        f"file.{one.name}": Weight(
             one.dtype,
             one.shape,
             np.fromfile(path, np.uint8, one.size_bytes, offset=one.file_offset_bytes),
