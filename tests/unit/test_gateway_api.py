@@ -426,6 +426,13 @@ def test_an_error_of_the_server_is_told_as_everywhere(rig: Rig) -> None:
     assert rig.refused("GET", "/api/ps") == (500, "PipeSwitchError: broken mend it")
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/api/tags"])
+def test_a_client_of_ollama_is_told_the_way_that_works(path: str) -> None:
+    answer = Rig().ask("POST", path, b"{}")
+    told = json.loads(b"".join(map(bytes, answer.parts)))
+    assert (answer.status, "/v1" in told["hint"]) == (404, True)
+
+
 @pytest.mark.parametrize(
     ("state", "reason", "hinted"),
     [
