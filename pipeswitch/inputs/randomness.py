@@ -57,7 +57,8 @@ def _python_memory() -> tuple[Any, ...]:
 
 
 def _numpy_memory() -> tuple[Any, ...] | None:
-    owner: Any = np.random.get_state.__self__
+    get_state: Any = np.random.get_state
+    owner = get_state.__self__
     bits = owner._bit_generator
     return (_bytes_of(owner), _bytes_of(bits)) if type(bits) is np.random.MT19937 else None
 
