@@ -281,7 +281,9 @@ def copy_journal(path: Path, target: Path) -> dict[Key, Entry] | None:
                 raise _os_error(problem) from None
             wrong = {(path.name, str(problem))}
     if wrong:
-        raise PipeSwitchError(f"{path} is damaged", hint="a server that starts in that folder rebuilds it")
+        raise PipeSwitchError(
+            f"{path} is damaged", hint="a server that starts in that folder rebuilds it"
+        )
     return entries
 
 

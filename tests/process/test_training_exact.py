@@ -31,7 +31,7 @@ from pipeswitch.commits.image import parse_image
 from pipeswitch.devices.cpu.copies import CpuCopies
 from pipeswitch.ipc.gate import Gate
 from pipeswitch.workers.training.session import TrainingSession
-from pipeswitch.workers.training.snapshot import Captured, captured
+from pipeswitch.workers.training.snapshot import Captured, DataPosition, captured
 
 Body = Callable[[], None]
 SAMPLES, BATCH = 40, 8
@@ -723,3 +723,14 @@ def test_an_iterable_without_state_warns_once() -> None:
     assert len(caught) == 1
     [told] = [values for kind, values in host.events if kind == "warning"]
     assert "batches" in told["text"]  # which ``jobs`` shows as its ``why``
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_persistent_workers_are_named_where_a_shuffled_order_would_differ(persistent: bool) -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(8.0))
+    loader = torch.utils.data.DataLoader(
+        data, shuffle=True, num_workers=2, persistent_workers=persistent
+    )
+    with pytest.warns(job.InexactResumeWarning) as caught:
+        assert DataPosition(loader, {}).warn_if_inexact()
+    assert ("persistent_workers=False" in str(caught[0].message)) == persistent
