@@ -14,7 +14,6 @@ from process_tools import Checked, checked_server
 from torch import nn
 
 import pipeswitch as ps
-from pipeswitch.programs.build.export import export_module_to_bundle
 from pipeswitch.programs.graphs.bundle import Graph, Node, write_bundle
 from pipeswitch.programs.interface.dims import Dim, Expr, Shape
 from pipeswitch.programs.interface.layout import ValueSpec
@@ -210,19 +209,6 @@ def test_a_batch_that_is_fixed_is_told(running: Checked) -> None:
     row = running.client.register("rows", Rows(), example_inputs=torch.ones(3, 10))
     assert row["notes"] == ["batch is fixed: the model fixes batch at 3"]
     assert running.client.show("rows")["notes"] == row["notes"]
-
-
-def test_a_file_and_a_script_keep_their_notes(running: Checked, tmp_path: Path) -> None:
-    path = tmp_path / "rows.bundle"
-    made = export_module_to_bundle(Rows(), torch.ones(3, 10), path)
-    assert made["notes"]
-    torch.jit.save(torch.jit.script(Rows()), tmp_path / "rows.pt")
-    for name, source, given in (
-        ("bundle", path, {}),
-        ("script", tmp_path / "rows.pt", {"example_inputs": torch.ones(3, 10)}),
-    ):
-        row = running.client.register(name, source, **given)
-        assert running.client.show(name)["notes"] == row["notes"] == made["notes"], name
 
 
 @pytest.mark.parametrize(

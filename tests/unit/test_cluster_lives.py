@@ -151,55 +151,22 @@ def test_a_name_that_is_a_path_is_refused_before_anything_is_forgotten(tmp_path:
 
 
 class Server:
-    """Client of a node's server. It accepts a job as a server does: it moves the file with its
-    past."""
+    """Client of a node's server. It moves the file with a job's past, as a server does."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.asked = root, list[dict[str, Any]]()
+        self.jobs_folder, self.asked = root / "jobs", list[dict[str, Any]]()
         (root / "logs").mkdir(parents=True)
+        self.file = root / "logs" / f"job-j{SUFFIX}"
 
-    def _ask(self, verb: str, *, body: dict[str, Any], is_safe: bool) -> dict[str, Any]:
+    def _ask(self, verb: str, *, body: dict[str, Any], is_safe: bool) -> None:
         self.asked.append(body)
-        os.replace(self.root / "jobs" / "j" / HANDED_ON, self.file)
-        return {"verb": verb, "is_safe": is_safe}
+        os.replace(self.jobs_folder / "j" / HANDED_ON, self.file)
 
     def jobs(self) -> list[dict[str, Any]]:
         return [{"name": "j", "state": "running", "persisted_step": 4}] if self.asked else []
 
     def job(self, name: str, action: str) -> None:
         self.asked.clear()  # it is over, and removed
-
-    @property
-    def file(self) -> Path:
-        return self.root / "logs" / f"job-j{SUFFIX}"
-
-
-Nodes = dict[str, tuple[NodeJobs, Server]]
-
-
-@pytest.fixture
-def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nodes:
-    """Nodes a, where job j lives, and b."""
-    made: Nodes = {}
-    for name in "ab":
-        server, node = Server(tmp_path / name), NodeJobs(name, tmp_path / name)
-        for attribute, value in (("_client", server), ("_tenant", server), ("_until_s", math.inf)):
-            monkeypatch.setattr(node, attribute, value, raising=False)
-        made[name] = node, server
-
-    def node_of(ray: Any, name: str) -> Any:
-        return SimpleNamespace(receive=SimpleNamespace(remote=made[name][0].receive))
-
-    monkeypatch.setattr(jobs_module, "node_of", node_of)
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda done: done))
-    made["a"][0].train({"name": "j", "entry": "package:main"}, b"", 1)
-    return made
-
-
-def test_a_new_job_begins_without_a_past(two: Nodes) -> None:
-    _, server = two["a"]
-    assert server.asked[0]["resumes"] is False
-    assert read_life(server.file) == Life()
 
 
 @pytest.mark.parametrize(
@@ -210,30 +177,30 @@ def test_a_new_job_begins_without_a_past(two: Nodes) -> None:
         (Life(), Life()),  # it had not begun
     ],
 )
-def test_a_job_counts_on_where_it_goes_on(two: Nodes, ran_as: Life, goes_on_as: Life) -> None:
-    (first, before), (second, after) = two.values()
+@pytest.mark.parametrize("keeps_replica", [True, False])
+def test_a_job_counts_on_where_it_goes_on(
+    ran_as: Life, goes_on_as: Life, keeps_replica: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    nodes = {name: (NodeJobs(name, tmp_path / name), Server(tmp_path / name)) for name in "ab"}
+    for node, server in nodes.values():
+        for attribute, value in (("_client", server), ("_tenant", server), ("_until_s", math.inf)):
+            monkeypatch.setattr(node, attribute, value, raising=False)
+
+    def node_of(ray: Any, name: str) -> Any:
+        return SimpleNamespace(receive=SimpleNamespace(remote=nodes[name][0].receive))
+
+    monkeypatch.setattr(jobs_module, "node_of", node_of)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda done: done))
+    (first, before), (second, after) = nodes.values()
+    first.train({"name": "j", "entry": "package:main"}, b"", 1)
+    assert (before.asked[0]["resumes"], read_life(before.file)) == (False, Life())
     before.file.write_bytes(ran_as.packed())
     assert first.send("j", "b")
-    second.take_over("j", 2)
-    assert after.asked[0]["resumes"] is True
-    assert read_life(after.file) == goes_on_as
-
-
-def test_a_job_that_goes_on_before_it_ran_keeps_its_counts(two: Nodes) -> None:
-    (first, before), (second, _) = two.values()
-    before.file.write_bytes(Life(True, 0, 5, 9).packed())
-    first.send("j", "b")
-    second.take_over("j", 2)
-    first.drop("j", 2)
-    assert second.send("j", "a")  # it waited there
-    first.take_over("j", 3)
-    assert read_life(before.file) == Life(False, 1, 5, 9)
-
-
-def test_the_node_that_handed_a_job_over_knows_its_counts_too(two: Nodes) -> None:
-    (first, before), _ = two.values()
-    before.file.write_bytes(Life(False, 4, 1, 9).packed())
-    first.send("j", "b")
-    first.drop("j", 2, keeps_replica=True)
-    first.take_over("j", 3)  # the other one was lost before it had the job
-    assert read_life(before.file) == Life(False, 4, 1, 9)
+    first.drop("j", 2, keeps_replica=keeps_replica)
+    if not keeps_replica:  # it waits there, then goes back
+        second.take_over("j", 2)
+        assert (after.asked[0]["resumes"], read_life(after.file)) == (True, goes_on_as)
+        assert second.send("j", "a")
+    first.take_over("j", 3)  # else: the other one was lost before it had the job
+    assert read_life(before.file) == goes_on_as

@@ -113,14 +113,8 @@ def test_all_errors_come_at_once_with_the_nearest_name(tmp_path: Path) -> None:
 
 
 def test_a_key_in_the_wrong_section_is_told_its_own() -> None:
-    for table, key, section in (
-        ("server", "arena", "[device]"),
-        ("device", "store", "[host]"),
-        ("gateway", "threads", "[workers]"),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            parse({table: {key: "1"}})
-        assert f"{key}: unknown key; it belongs to {section}" in caught.value.message
+    with pytest.raises(ConfigError, match=r"arena: unknown key; it belongs to \[device\]"):
+        parse({"server": {"arena": "1"}})
 
 
 def test_a_value_out_of_range_cannot_be_made_in_code_either() -> None:
