@@ -8,7 +8,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 
@@ -42,28 +42,8 @@ devices_option = click.option(
 )  # fmt: skip
 
 
-HABITS: Final = {
-    "ls": "models", "list": "models", "pull": "register", "create": "register",
-    "rm": "unregister", "start": "serve",
-}  # fmt: skip
-"""What other model servers call our commands."""
-
-
 class Group(click.Group):
     """A group whose listing has each command's first sentence whole, on as many lines as needed."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that ``args`` name.
-
-        Raises:
-            click.UsageError: there is none; names the one of ours that others call so.
-        """
-        ours = HABITS.get(args[0], "")
-        if ours in self.commands and args[0] not in self.commands:
-            ctx.fail(f"No such command '{args[0]}'. Did you mean '{ours}'?")
-        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]

@@ -257,10 +257,9 @@ def copy_journal(path: Path, target: Path) -> dict[Key, Entry] | None:
         PipeSwitchError: the journal is damaged.
     """
 
-    def stamps() -> list[tuple[int, int] | None]:
-        found = [Path(f"{path}{suffix}") for suffix in ("", "-wal")]
-        facts = [one.stat() if one.exists() else None for one in found]
-        return [fact and (fact.st_mtime_ns, fact.st_size) for fact in facts]
+    def stamps() -> list[tuple[int, int]]:
+        facts = [one.stat() for one in path.parent.glob(f"{path.name}*")]
+        return sorted((fact.st_mtime_ns, fact.st_size) for fact in facts)
 
     before = stamps()
     with tempfile.TemporaryDirectory(prefix=".journal-", dir=target.parent) as folder:

@@ -22,10 +22,7 @@ GENERATORS: Final = (
 
 
 class Unchanged:
-    """State of a global generator, fetched again only after its memory has changed.
-
-    ``numpy.random.get_state()`` takes 27 us, and few scripts draw from numpy in each step. Equal
-    memory is the same state; what else may lie there costs one fetch more.
+    """State of a global generator, fetched again only after its memory changed: numpy takes 27 us.
 
     Args:
         fetch: returns the generator's state.

@@ -23,8 +23,8 @@ from rich.console import Console
 
 from pipeswitch.base.config import Config
 from pipeswitch.base.errors import ConfigError, InvalidInput, ServerUnavailable
-from pipeswitch.cli import common, views
 from pipeswitch.cli import infer as cli_infer
+from pipeswitch.cli import views
 from pipeswitch.cli.main import main
 from pipeswitch.cli.page import page_url
 from pipeswitch.client.client import job_name
@@ -768,17 +768,6 @@ def test_no_table_is_cut_without_a_sign(columns: tuple[str, ...], width: int) ->
     assert max(map(len, text)) <= width
     assert any("suspended" in line for line in text)
     assert bool(dropped) == ("not shown" in " ".join(text))
-
-
-@pytest.mark.parametrize(("typed", "ours"), sorted(common.HABITS.items()))
-def test_a_command_of_other_servers_names_ours(typed: str, ours: str) -> None:
-    status, _, told = run(typed)
-    assert (status, f"'{ours}'" in told) == (2, True)
-
-
-def test_a_group_without_such_a_command_says_what_it_has() -> None:
-    status, _, told = run("jobs", "create")
-    assert (status, "register" in told) == (2, False)
 
 
 def test_a_job_says_why_on_eighty_columns() -> None:

@@ -107,7 +107,7 @@ def test_the_past_of_a_job_of_another_node_is_kept_when_it_is_accepted(tmp_path:
     effects = Effects.__new__(Effects)
     effects._places, effects._journal = places, JournalFile(tmp_path / FILE_NAME)
     entry = {"kind": "job", **JobSpec(JobName("j"), "t.py", (), 1).row}
-    for expected in (Life(False, 3, 30, 7), Life()):  # then another job of that name
+    for expected in (Life(False, 3, 30, 7), Life()):
         effects._write_journal(ev.Journal(entry=entry, accepts=(ev.Token(1),)))
         assert read_life(tmp_path / "logs" / f"job-j{SUFFIX}") == expected
         assert not told.exists()

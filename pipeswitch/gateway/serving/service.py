@@ -353,10 +353,7 @@ def _built(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unready(row: dict[str, Any]) -> ServerUnavailable:
-    is_over = row["state"] == FAILED
-    return ServerUnavailable(
-        f'"{row["name"]}" is {row["state"]}' + (f": {row['reason']}" if row.get("reason") else ""),
-        hint="register it again, or correct its [[model]] and restart the server"
-        if is_over
-        else "ask again in a moment",
-    )
+    reason = f": {row['reason']}" if row.get("reason") else ""
+    hint = "register it again, or correct its [[model]] and restart the server"
+    hint = hint if row["state"] == FAILED else "ask again in a moment"
+    return ServerUnavailable(f'"{row["name"]}" is {row["state"]}{reason}', hint=hint)
