@@ -179,9 +179,8 @@ class Server:
 )
 @pytest.mark.parametrize("keeps_replica", [True, False])
 def test_a_job_counts_on_where_it_goes_on(
-    ran_as: Life, goes_on_as: Life, keeps_replica: bool,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    ran_as: Life, goes_on_as: Life, keeps_replica: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
     nodes = {name: (NodeJobs(name, tmp_path / name), Server(tmp_path / name)) for name in "ab"}
     for node, server in nodes.values():
         for attribute, value in (("_client", server), ("_tenant", server), ("_until_s", math.inf)):

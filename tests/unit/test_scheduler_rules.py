@@ -2935,9 +2935,8 @@ def replaced(rig: Rig, job: Any) -> Any:
 
 
 def test_a_job_of_another_server_counts_on(rig: Rig) -> None:
-    rig.handle(ev.TrainAsked(
-        token=rig.token(), job="j", entry="e:f", args=(), priority=2, resumes=True,
-        restarts=2, steps_recomputed=30, last_step=7))  # fmt: skip
+    past = {"resumes": True, "restarts": 2, "steps_recomputed": 30, "last_step": 7}
+    rig.handle(ev.TrainAsked(token=rig.token(), job="j", entry="e:f", args=(), priority=2, **past))
     progress, [run] = rig.state.jobs["j"].progress, rig.sent(RunJob)
     # It has no commit, so it does the seven steps again.
     assert (progress.restarts, progress.steps_recomputed) == (2, 37)
