@@ -203,9 +203,17 @@ def shared(loader: Any, name: str = "input", *, seed: int = 0) -> Iterable[Any]:
     return _session.shared(loader, name, seed=seed)
 
 
-def log(**values: Any) -> None:
-    """Report numbers (``job.log(loss=loss)``): plain ones or one-element tensors. Cheap."""
-    _session.log(values)
+def log(values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
+    """Report numbers, plain ones or one-element tensors: ``job.log(loss=loss)``, or
+    ``job.log({"train/loss": loss})``. Cheap.
+
+    Raises:
+        InvalidInput: ``values`` is not a dict of names.
+    """
+    named = {} if values is None else values
+    if not (isinstance(named, Mapping) and all(isinstance(name, str) for name in named)):
+        raise InvalidInput(f"job.log: {values!r:.40} has no name", hint="job.log(loss=loss)")
+    _session.log({**named, **more})
 
 
 def publish(name: str, part: str = "") -> None:

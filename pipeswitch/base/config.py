@@ -519,6 +519,12 @@ SECTIONS: Final[Mapping[str, type[Section]]] = {
 }
 
 
+def _elsewhere(key: str) -> str:
+    """Return ``; it belongs to [section]`` for a key of another section, else nothing."""
+    owners = [f"[{name}]" for name, cls in SECTIONS.items() if key in settings(cls)]
+    return f"; it belongs to {' or '.join(owners)}" if owners else ""
+
+
 class _Reader:
     """Reader of tables of settings; ``errors`` has every problem with its origin."""
 
@@ -539,7 +545,7 @@ class _Reader:
         for key, value in given.items():
             try:
                 if key not in known:
-                    raise ValueError(f"unknown key{nearest(key, known)}")
+                    raise ValueError(f"unknown key{_elsewhere(key) or nearest(key, known)}")
                 values[known[key].name] = _read(known[key].kind, value)
             except ValueError as problem:
                 self.complain(f"{title} {key}: {problem}", f"{section}.{key}")

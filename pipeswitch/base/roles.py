@@ -83,7 +83,8 @@ class Standing:
         has = ", ".join(in_order(self.roles)) or "none"
         return PermissionDenied(
             f'{what} needs the role "{role}", and {who} has {has}',
-            hint=f"as the server's user leave PIPESWITCH_HOST and --host out, or {hint}",
+            hint="as the server's user connect after it is ready (pipeswitch ping --wait 1m), "
+            f"without PIPESWITCH_HOST and --host, or {hint}",
             role=role.value,
             client=self.tenant,
         )

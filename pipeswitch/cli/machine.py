@@ -114,7 +114,8 @@ def restore(folder: Path, state_dir: str | None, as_json: bool) -> None:
 
 def _copied(verb: str, source: Path, target: Path, as_json: bool) -> None:
     row = part("pipeswitch.controller.backup", verb)(source, target)
-    print_done(row, f"{target}: {row['models']} models, {row['jobs']} jobs", as_json)
+    counts = (f"{number} {kind.removesuffix('s' * (number == 1))}" for kind, number in row.items())
+    print_done(row, f"{target}: {', '.join(counts)}", as_json)
 
 
 def _state_dir(given: str | None) -> Path:

@@ -22,7 +22,7 @@ from . import common, views
 CONVERT: Final = """\
 import json, sys
 from pipeswitch.programs.build.files import convert
-print(json.dumps(convert(*sys.argv[1:3], json.loads(sys.argv[3]))["notes"]))
+convert(*sys.argv[1:3], json.loads(sys.argv[3]))
 """
 
 
@@ -148,14 +148,12 @@ def register(
     is_shown = not as_json and sys.stderr.isatty()
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(views.progress_bar(is_shown, name))
-        notes: list[str] = []
         if source.endswith(FILES):
-            source, notes = _converted(source, given.pop("inputs", {}), stack)
+            source = _converted(source, given.pop("inputs", {}), stack)
             request = RegisterRequest(source=source, **given)
         client = stack.enter_context(common.connected())
         local = LocalSource(source, _arrays(example) if example else None)
         row = client._register(name, request, local, report)
-    row["notes"] = [*notes, *row["notes"]]
     common.print_done(row, _registered(name, row), as_json)
 
 
@@ -241,10 +239,8 @@ def _publish(name: str, from_job: str, part: str, as_json: bool) -> None:
     common.print_done(row, f"{name} is version {row['version']} now, of job {job}", as_json)
 
 
-def _converted(
-    source: str, signature: dict[str, Any], stack: contextlib.ExitStack
-) -> tuple[str, list[str]]:
-    """Convert a torch file to a bundle, with notes; torch's loaders run in a child."""
+def _converted(source: str, signature: dict[str, Any], stack: contextlib.ExitStack) -> str:
+    """Convert a torch file to a bundle; torch's loaders run in a child."""
     if not Path(source).is_file():
         raise InvalidInput(f"no file {source!r}")
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeswitch-convert-"))
@@ -255,7 +251,7 @@ def _converted(
         lines = child.stderr.strip().splitlines() or [f"exit status {child.returncode}"]
         reason = lines[-1].removeprefix(f"{RegistrationRefused.__module__}.RegistrationRefused: ")
         raise RegistrationRefused(source, reason.removeprefix(f"{source}: "))
-    return bundle, json.loads(child.stdout.splitlines()[-1])
+    return bundle
 
 
 def _model_verb(verb: str, done: str, help_text: str) -> click.Command:

@@ -449,8 +449,7 @@ class Client(Verbs):
             is_safe=True,  # the same registration again is a no-op
             on_progress=progress_caller(progress),
         )
-        row: dict[str, Any] = future.result().body
-        return {**row, "notes": [*local.notes, *row.get("notes", ())]}
+        return {"notes": [], **future.result().body}  # a new version has none
 
     def upload(
         self, path: str | os.PathLike[str], kind: str, progress: Progress | None = None

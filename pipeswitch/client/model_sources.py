@@ -47,7 +47,6 @@ class LocalSource:
     example_inputs: Any = None
     dynamic: Dynamic | None = None
     tokenizer: Any = None
-    notes: list[str] = field(default_factory=list)  # on what was decided
     upload: Upload = field(init=False)
     progress: Progress | None = field(init=False)
     stack: contextlib.ExitStack = field(init=False)
@@ -108,9 +107,7 @@ class LocalSource:
             from ..programs.build.files import convert
 
             bundle = self._bundle()
-            self.notes += convert(text, bundle, request.inputs, self.example_inputs, **options)[
-                "notes"
-            ]
+            convert(text, bundle, request.inputs, self.example_inputs, **options)
             return self.upload(bundle, "bundle", self.progress)
         return self.upload(text, "bundle", self.progress) if suffix == ".bundle" else text
 
@@ -133,11 +130,10 @@ class LocalSource:
             )
         bundle = self._bundle()
         if request.generate:
-            made = export_decoder_to_bundle(self.source, bundle, self.tokenizer, **options)
+            export_decoder_to_bundle(self.source, bundle, self.tokenizer, **options)
         else:
             options |= {} if self.dynamic is None else {"dynamic": self.dynamic}
-            made = export_module_to_bundle(self.source, self.example_inputs, bundle, **options)
-        self.notes += made["notes"]
+            export_module_to_bundle(self.source, self.example_inputs, bundle, **options)
         return self.upload(bundle, "bundle", self.progress)
 
     def _with_example(self, request: RegisterRequest) -> RegisterRequest:

@@ -23,6 +23,7 @@ from ..base.errors import AlreadyExists, InvalidInput, RemoteProtocolError, Serv
 from ..client.client import FINAL_JOB_STATES, Client
 from ..client.cluster import node_of, placement_of, told
 from ..commits.files import RECORD_NAME, CommitRecord, read_record, remove_unnamed
+from ..commits.progress import HANDED_ON, SUFFIX, Life, read_life
 from ..controller.journal import FILE_NAME, JournalFile
 from .leases import hold
 from .lives import Copy
@@ -145,9 +146,10 @@ class NodeJobs:
         if own.exists():  # where the same file is, there is what it imports, too
             is_same = entry.exists() and entry.read_bytes() == own.read_bytes()
             entry = entry if is_same else own
-        commit = self._jobs / job / "commit"
+        commit, life_before = self._jobs / job / "commit", Life(*kept.get("progress", ()))
+        write_whole(self._jobs / job / HANDED_ON, life_before.continued().packed())
         body = {**kept["body"], "entry": str(entry), "paused": kept["is_paused"],
-                "resumes": commit.exists()}  # fmt: skip
+                "resumes": commit.exists() or "progress" in kept}  # fmt: skip
         answer = self._tenant._ask("train", body=body, is_safe=False)
         self._keep(job, life=life, state="home")
         shutil.rmtree(commit, ignore_errors=True)  # the server has linked it
@@ -211,10 +213,12 @@ class NodeJobs:
                 return False
             kept["is_paused"] = copy.is_paused
             kept["sent"] = sorted(copy.sent | {self._name, to})
+            kept["progress"] = read_life(self._state / "logs" / f"job-{job}{SUFFIX}")
             with self._changing:
                 if not self._kept(job):
                     return False  # it was let go of meanwhile
-                self._keep(job, sent=kept["sent"])  # before it is there
+                # Before it is there.
+                self._keep(job, sent=kept["sent"], progress=kept["progress"])
             own = self._jobs / job / Path(kept["body"]["entry"]).name
             script = own.read_bytes() if own.exists() else b""
             commit = _newest(self._state / "commits" / job)

@@ -1,4 +1,4 @@
-"""Progress of a job, in a file that outlives the server.
+"""Progress of a job, in a file that outlives the server and travels with the job between nodes.
 
 A commit says from where a job can resume; this says how far it came, so that the next server can
 count the steps that are repeated. The job's process writes it through a mapping: a store for each
@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 from ..ipc.sparse import open_plain
 
 SUFFIX: Final = ".progress"
+HANDED_ON: Final = f"job{SUFFIX}"  # in ``jobs/NAME``, of a job that comes from another node
 _LIFE: Final = struct.Struct("<qqqq")
 _STEP_AT: Final = 3  # its word in the file
 
@@ -28,6 +29,14 @@ class Life(NamedTuple):
     restarts: int = 0
     steps_recomputed: int = 0
     step: int = 0  # the last that was done
+
+    def continued(self) -> Life:
+        """Return it as its next process begins: the end of one that was under way is a restart."""
+        return Life(False, self.restarts + self.is_running, self.steps_recomputed, self.step)
+
+    def packed(self) -> bytes:
+        """Return the content of its file."""
+        return _LIFE.pack(*self)
 
 
 class Progress:

@@ -1,7 +1,8 @@
 """Copies of a state directory, made while its server runs, and state directories made of them.
 
 Programs never change, each image of a commit has a name of its own, and entries and records are
-replaced as a whole. So a file is read whole or is gone; then everything is looked at again.
+replaced as a whole. So a file is read whole or is gone; then the copies are compared again, with
+each other and with a copy of the journal.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..commits.files import read_record
 from ..programs.spec import MANIFEST_FILE
 from .entries import EntryCopies
 from .folders import Places
-from .journal import FILE_NAME, JournalFile
+from .journal import FILE_NAME, copy_journal
 
 FOLDERS: Final = ("models", "commits", "keys", "profiles")
 PASSES: Final = 10
@@ -32,6 +33,7 @@ def backup(root: Path, target: Path) -> dict[str, int]:
 
     Raises:
         InvalidInput: there is no state, or ``target`` is not empty.
+        PipeSwitchError: the journal is damaged.
         ServerUnavailable: models and jobs came and went too fast.
     """
     if not (root / FILE_NAME).exists():
@@ -52,13 +54,12 @@ def restore(source: Path, root: Path) -> dict[str, int]:
         InvalidInput: ``source`` is no copy, or ``root`` is not empty.
         PipeSwitchError: the copy is damaged.
     """
-    if not (source / "models").is_dir():
+    if not (source / FILE_NAME).exists():
         raise InvalidInput(f"{source} is no backup", hint="pipeswitch backup DIR makes one")
     with _made(root):
         _copy(source, root)
         if not _agrees(source, root):
             raise PipeSwitchError(f"{source} lacks files that its entries name")
-        JournalFile(root / FILE_NAME).close()  # which writes it from the entries' copies
         return _counted(root)
 
 
@@ -92,9 +93,15 @@ def _copy(root: Path, target: Path) -> None:
 
 
 def _agrees(root: Path, target: Path) -> bool:
-    """Return whether a copy has today's entries and the files they name; drop all other files."""
-    entries, damaged = EntryCopies(target).read()
-    if damaged or entries != EntryCopies(root).read()[0]:
+    """Copy the journal; return whether the copy has its entries and the files they name.
+
+    Drop all other files. An entry without a copy is one whose copy the disk refused.
+    """
+    entries = copy_journal(root / FILE_NAME, target / FILE_NAME)
+    copies, damaged = EntryCopies(target).read()
+    if entries is None or damaged or copies != EntryCopies(root).read()[0]:
+        return False
+    if any(entries.get(key) != copy for key, copy in copies.items()):
         return False
     for (kind, name), entry in entries.items():
         if kind == "model" and not (target / "models" / entry["digest"] / MANIFEST_FILE).is_file():

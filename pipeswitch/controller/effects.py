@@ -22,7 +22,7 @@ from ..base.errors import PipeSwitchError, RemoteProtocolError, ServerUnavailabl
 from ..base.failpoints import reach
 from ..base.lane import Lane
 from ..commits.files import load_commit, read_record, remove_unnamed
-from ..commits.progress import SUFFIX
+from ..commits.progress import HANDED_ON, SUFFIX
 from ..ipc.messages.base import JobName, ModelName
 from ..planning import files as profile_files
 from ..planning.profile import Profile
@@ -144,7 +144,10 @@ class Effects:
             if entry["kind"] == "job" and command.accepts:  # its log exists, and is its own
                 log_path = self._places.logs / f"job-{entry['name']}.log"
                 log_path.write_bytes(b"")
-                log_path.with_suffix(SUFFIX).unlink(missing_ok=True)
+                progress = log_path.with_suffix(SUFFIX)
+                progress.unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(self._places.root / "jobs" / entry["name"] / HANDED_ON, progress)
             reach("journal.write")
             self._journal.append(entry)
             reach("journal.written")

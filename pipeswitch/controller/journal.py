@@ -17,13 +17,15 @@ import functools
 import json
 import logging
 import os
+import shutil
 import sqlite3
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, PipeSwitchError
 from ..base.machine import sync_directory
 from .entries import (
     ENDS,
@@ -242,6 +244,46 @@ class JournalFile:
         if not self._is_backed_up:
             self._back_up()
         self._database.close()
+
+
+def copy_journal(path: Path, target: Path) -> dict[Key, Entry] | None:
+    """Copy a journal that a server may have open; return its entries, or None if it just changed.
+
+    A server's lock keeps other connections out (docs/adr/0010). So the database and its log are
+    copied as files, and SQLite copies from those what is committed to one file. Blocks.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        PipeSwitchError: the journal is damaged.
+    """
+
+    def stamps() -> list[tuple[int, int]]:
+        facts = [one.stat() for one in path.parent.glob(f"{path.name}*")]
+        return sorted((fact.st_mtime_ns, fact.st_size) for fact in facts)
+
+    before = stamps()
+    with tempfile.TemporaryDirectory(prefix=".journal-", dir=target.parent) as folder:
+        raw = Path(folder) / path.name
+        for suffix in ("-wal", ""):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(f"{path}{suffix}", f"{raw}{suffix}")
+        if stamps() != before:
+            return None
+        try:
+            with contextlib.closing(_opened(raw)) as source:
+                entries, wrong = _entries(source)
+                os.close(os.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+                with contextlib.closing(_connect(target)) as copy:
+                    source.backup(copy)
+        except sqlite3.DatabaseError as problem:
+            if _errno(problem) != errno.EIO:
+                raise _os_error(problem) from None
+            wrong = {(path.name, str(problem))}
+    if wrong:
+        raise PipeSwitchError(
+            f"{path} is damaged", hint="a server that starts in that folder rebuilds it"
+        )
+    return entries
 
 
 def _opened(path: Path) -> sqlite3.Connection:

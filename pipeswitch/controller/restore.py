@@ -113,13 +113,13 @@ def _restore_job(server: Server, job: str, entry: Entry, _: Token) -> None:
     if why:
         log.error("job=%s %s", name, why)
         server.journal.losses.append(f"job {name} {why}")
-    life = read_life(server.places.logs / f"job-{name}{SUFFIX}")
+    life = read_life(server.places.logs / f"job-{name}{SUFFIX}").continued()
     found = RestoredJob(
         slot_bytes,
         step,
         is_paused=name in server.journal.holds,
         placed=server.journal.placed.get(name),
-        restarts=life.restarts + life.is_running,
+        restarts=life.restarts,
         steps_recomputed=life.steps_recomputed,
         last_step=life.step,
         why=why,

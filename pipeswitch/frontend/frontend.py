@@ -38,6 +38,7 @@ from ..base.failpoints import reach
 from ..base.roles import Role, Standing, in_order
 from ..base.units import nearest
 from ..commits.files import load_commit
+from ..commits.progress import HANDED_ON, read_life
 from ..scheduler import events as ev
 from ..wire.frames import VERSION, RequestHeader, decode_request
 from ..wire.stream import Message
@@ -365,6 +366,14 @@ class Frontend:
             pending.commit, slot_bytes, record = found
             loaded = ev.LoadedCommit(slot_bytes, record.step, pending.commit)
             asked = msgspec.structs.replace(asked, loaded=loaded)
+        if isinstance(asked, ev.TrainAsked):
+            before = read_life(folder.with_name(HANDED_ON))
+            asked = msgspec.structs.replace(
+                asked,
+                restarts=before.restarts,
+                steps_recomputed=before.steps_recomputed,
+                last_step=before.step,
+            )
         self._call_soon(lambda: self._take(asked))
 
     # ---- out -----------------------------------------------------------------------------------

@@ -191,10 +191,10 @@ class Rest:
         return Answer(parts=[text], content_type=kind)
 
     async def _live(self, caller: Standing, head: Head, body: Any) -> Answer:
-        return _state({"live": await self._service.is_live()}, "the server does not answer")
+        return _state({"live": await self._service.is_live()}, _soon("the server does not answer"))
 
     async def _ready(self, caller: Standing, head: Head, body: Any) -> Answer:
-        return _state({"ready": await self._service.is_ready()}, "the server is not ready")
+        return _state({"ready": await self._service.is_ready()}, _soon("the server is not ready"))
 
     async def _models(self, caller: Standing, head: Head, body: Any) -> Answer:
         return json_answer({"models": [row["name"] for row in await self._service.index(caller)]})
@@ -222,8 +222,8 @@ class Rest:
     async def _model_ready(
         self, caller: Standing, model: str, version: str, head: Head, body: Any
     ) -> Answer:
-        why = await self._service.why_not_ready(caller, model, version)
-        return _state({"name": model, "ready": not why}, why)
+        refusal = await self._service.why_not_ready(caller, model, version)
+        return _state({"name": model, "ready": refusal is None}, refusal)
 
     async def _infer(
         self, caller: Standing, model: str, version: str, head: Head, body: Any
@@ -290,11 +290,14 @@ def _check_method(head: Head, method: str) -> None:
         raise MethodNotAllowed(head.method, head.path, allow)
 
 
-def _state(facts: dict[str, Any], why: str) -> Answer:
+def _soon(why: str) -> ServerUnavailable:
+    return ServerUnavailable(why, hint="ask again in a moment")
+
+
+def _state(facts: dict[str, Any], error: PipeSwitchError | None) -> Answer:
     """Return a health endpoint's answer: the facts, and a refusal's fields if one is False."""
-    if all(facts.values()):
+    if error is None or all(facts.values()):
         return json_answer(facts)
-    error = ServerUnavailable(why, hint="ask again in a moment")
     return json_answer({**facts, **body_of(error)}, status_of(error).http)
 
 

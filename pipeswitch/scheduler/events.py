@@ -203,6 +203,9 @@ class TrainAsked(Asked, frozen=True):
     resumes: bool = False  # at the commit that lies in ``jobs/NAME/commit``, of another server
     is_paused: bool = False  # as it was there
     loaded: LoadedCommit | None = None  # of what it resumes at; None: the job had not committed
+    restarts: int = 0  # on other servers, like the next two
+    steps_recomputed: int = 0
+    last_step: int = 0  # that its last process did
 
 
 class JobAsked(Asked, frozen=True):

@@ -220,10 +220,14 @@ def test_a_jobs_server_is_killed_and_then_it_moves(
     os.kill(nodes.pids[home], signal.SIGKILL)
     wait_for(lambda: job_row(client, "moved"), lambda row: row["restarts"] == 1)
     assert job.has_come(nodes, 4) == home
+    killed = job_row(client, "moved")
 
     to = next(name for name in NAMES if name != home)
     moved = nodes.cli("--host", "cluster", "jobs", "move", "moved", "--to", to)
     assert moved.returncode == 0, moved.stderr
+    row = wait_for(lambda: job_row(client, "moved"), lambda row: row["node"] == to)
+    for count in ("restarts", "steps_recomputed"):
+        assert row[count] == killed[count]
     job.ends_as_the_whole_one()
     assert [row["node"] for row in client.jobs() if row["name"] == "moved"] == [to]
 

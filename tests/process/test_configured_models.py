@@ -88,7 +88,9 @@ def test_ready_comes_after_the_first_attempt_at_each_and_what_failed_is_shown(
         assert torch.allclose(second, 2 * first)
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"http://{running.http_address}/v2/models/typo/ready")
-        assert b"is failed" in refused.value.read()
+        told = json.loads(refused.value.read())
+        assert "is failed" in told["error"]
+        assert "[[model]]" in told["hint"]
         client.register("typo", torch.nn.Linear(4, 4), example_inputs=x)  # the name is free
         assert client.infer("typo", x).value.shape == (1, 4)
 

@@ -208,6 +208,7 @@ class Rows(nn.Module):
 def test_a_batch_that_is_fixed_is_told(running: Checked) -> None:
     row = running.client.register("rows", Rows(), example_inputs=torch.ones(3, 10))
     assert row["notes"] == ["batch is fixed: the model fixes batch at 3"]
+    assert running.client.show("rows")["notes"] == row["notes"]
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from pipeswitch.programs.build.files import convert, convert_weights
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.sources import load_source
 from pipeswitch.programs.build.verify import load_image, same_bits
+from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.running import factories
 from pipeswitch.programs.running.executor import BoundProgram
@@ -594,3 +595,34 @@ def test_a_weight_of_a_librarys_class_is_refused_by_its_name(tmp_path: Path) -> 
         by_factory(Wrapped, tmp_path)
     assert refused.value.part == "weight 'layer.weight'"
     assert "register the module as it was before" in refused.value.hint
+
+
+class Halves(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
+
+
+def _compiled_within(module: Halves) -> nn.Module:
+    module[0] = torch.compile(module[0])
+    module.compile()
+    module.forward = torch.compile(module.forward)
+    return module
+
+
+@pytest.mark.parametrize("compiled", [torch.compile, _compiled_within])
+def test_a_compiled_module_is_exported_as_it_was_before(
+    compiled: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    made = export_module_to_bundle(compiled(Halves()), torch.randn(3, 8), tmp_path / "m.bundle")
+    assert (made["notes"], made["dims"]) == ([], {"batch": [1, 64]})
+    names = {tensor.name for tensor in read_bundle(tmp_path / "m.bundle").tensors}
+    assert names == {*Halves().state_dict()}
+
+
+def test_what_is_no_module_is_told_how_to_become_one(tmp_path: Path) -> None:
+    x = torch.randn(3, 8)
+    exported = torch.export.export(Halves(), (x,))
+    for source, hint in ((torch.relu, "nn.Module"), (exported, "torch.export.save")):
+        with pytest.raises(RegistrationRefused) as refused:
+            export_module_to_bundle(source, x, tmp_path / "m.bundle")
+        assert hint in refused.value.hint

@@ -31,7 +31,7 @@ from pipeswitch.commits.image import parse_image
 from pipeswitch.devices.cpu.copies import CpuCopies
 from pipeswitch.ipc.gate import Gate
 from pipeswitch.workers.training.session import TrainingSession
-from pipeswitch.workers.training.snapshot import Captured, captured
+from pipeswitch.workers.training.snapshot import Captured, DataPosition, captured
 
 Body = Callable[[], None]
 SAMPLES, BATCH = 40, 8
@@ -721,3 +721,11 @@ def test_an_iterable_without_state_warns_once() -> None:
         train()
     session.finish()
     assert len(caught) == 1
+    [told] = [values for kind, values in host.events if kind == "warning"]
+    assert "batches" in told["text"]  # which ``jobs`` shows as its ``why``
+
+
+def test_persistent_workers_are_named_where_a_shuffled_order_would_differ() -> None:
+    loader = torch.utils.data.DataLoader(range(8), num_workers=2, persistent_workers=True)  # type: ignore[arg-type]
+    with pytest.warns(job.InexactResumeWarning, match="persistent_workers=False"):
+        assert DataPosition(loader, {}).warn_if_inexact()

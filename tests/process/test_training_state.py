@@ -748,8 +748,9 @@ def test_what_a_loop_changes_and_job_steps_does_not_have_is_named_once(
         return digest(net.state_dict(), constant, table, began_s > 0)
 
     with pytest.warns(job.InexactResumeWarning, match="kept: the loop changes|kept, ") as warned:
-        live(FakeHost(), script, every_ms=1.0)
+        live(host := FakeHost(), script, every_ms=1.0)
     assert len(warned) == 1
+    assert ["kept" in values["text"] for kind, values in host.events if kind == "warning"] == [True]
     if name != "a number":
         with warnings.catch_warnings():
             warnings.simplefilter("error")

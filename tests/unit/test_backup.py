@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_what_a_running_server_has_is_restored(state: State, tmp_path: Path) -> 
         (state.root / name / "file").write_text(name)
     copy, root = tmp_path / "copy", tmp_path / "new" / "state"
     assert backup(state.root, copy) == {"models": 2, "jobs": 1}
-    assert {path.name for path in copy.iterdir()} == {"models", "commits", "keys"}
+    assert {path.name for path in copy.iterdir()} == {"models", "commits", "keys", FILE_NAME}
     assert not (copy / "models" / ".build-1").exists()
     assert restored(copy, root) == ({"a", "b"}, 4)
     assert (root / "keys" / "file").read_text() == "keys"
@@ -102,6 +103,42 @@ def test_what_changes_while_it_is_copied_is_whole_in_the_copy(
     models, step = restored(tmp_path / "copy", tmp_path / "again")
     assert models == {"register": {"a", "b", "c"}, "unregister": {"a"}}.get(what, {"a", "b"})
     assert step >= 4
+
+
+def test_a_copy_has_the_whole_journal_and_a_start_finds_no_damage(
+    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state.journal.append({"kind": "hold", "name": "j", "why": "asked"})
+    for number in range(300):  # some of it lies in the file, some in its log
+        state.journal.append({**model("a"), "digest": digest("a"), "priority": number})
+    (state.root / "models" / "b~model").unlink()  # the disk had no room for it
+    copyfile, numbers = shutil.copyfile, iter(range(3))
+
+    def meanwhile(path: Any, to: Any, **options: Any) -> None:
+        copyfile(path, to, **options)
+        if Path(path).name.startswith(FILE_NAME) and (number := next(numbers, -1)) >= 0:
+            state.register(f"m{number}")
+
+    monkeypatch.setattr(shutil, "copyfile", meanwhile)
+    copy, root = tmp_path / "copy", tmp_path / "restored"
+    backup(state.root, copy)
+    restore(copy, root)
+    for folder in (copy, root):  # a start in the backup itself does no harm either
+        found = JournalFile(folder / FILE_NAME)
+        found.close()
+        assert (found.losses, found.lost, {*found.holds}) == ([], [], {"j"})
+        assert {*found.models} == {"a", "b", "m0", "m1", "m2"}
+        assert found.models["a"]["priority"] == 299
+
+
+def test_a_damaged_journal_is_named_and_leaves_no_copy(state: State, tmp_path: Path) -> None:
+    state.journal.close()
+    data = (state.root / FILE_NAME).read_bytes()
+    for wrong in (data[:2000], bytes(8) + data[8:], data.replace(b"j", b"q")):
+        (state.root / FILE_NAME).write_bytes(wrong)
+        with pytest.raises(PipeSwitchError, match="damaged"):
+            backup(state.root, tmp_path / "copy")
+        assert not (tmp_path / "copy").exists()
 
 
 def test_a_state_that_never_stands_still_is_refused_and_leaves_nothing(

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import os
 import random
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from pipeswitch.base.errors import InvalidInput
+from pipeswitch.cluster import jobs as jobs_module
 from pipeswitch.cluster.jobs import NodeJobs
 from pipeswitch.cluster.lives import Copy, Order, homeless, homes_of, last_life, lost, orders
+from pipeswitch.commits.progress import HANDED_ON, SUFFIX, Life, read_life
 
 NODES = ("a", "b", "c")
 
@@ -141,3 +148,58 @@ def test_a_name_that_is_a_path_is_refused_before_anything_is_forgotten(tmp_path:
         with pytest.raises(InvalidInput, match="is no name"):
             jobs.train({"name": name, "entry": "train.py"}, b"", 1)
     assert {path.name for path in tmp_path.iterdir()} == {"journal.db", "jobs"}
+
+
+class Server:
+    """Client of a node's server. It moves the file with a job's past, as a server does."""
+
+    def __init__(self, root: Path) -> None:
+        self.jobs_folder, self.asked = root / "jobs", list[dict[str, Any]]()
+        (root / "logs").mkdir(parents=True)
+        self.file = root / "logs" / f"job-j{SUFFIX}"
+
+    def _ask(self, verb: str, *, body: dict[str, Any], is_safe: bool) -> None:
+        self.asked.append(body)
+        os.replace(self.jobs_folder / "j" / HANDED_ON, self.file)
+
+    def jobs(self) -> list[dict[str, Any]]:
+        return [{"name": "j", "state": "running", "persisted_step": 4}] if self.asked else []
+
+    def job(self, name: str, action: str) -> None:
+        self.asked.clear()  # it is over, and removed
+
+
+@pytest.mark.parametrize(
+    ("ran_as", "goes_on_as"),
+    [
+        (Life(True, 2, 30, 7), Life(False, 3, 30, 7)),  # its node was lost: that is a restart
+        (Life(False, 2, 30, 7), Life(False, 2, 30, 7)),  # it was handed over
+        (Life(), Life()),  # it had not begun
+    ],
+)
+@pytest.mark.parametrize("keeps_replica", [True, False])
+def test_a_job_counts_on_where_it_goes_on(
+    ran_as: Life, goes_on_as: Life, keeps_replica: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    nodes = {name: (NodeJobs(name, tmp_path / name), Server(tmp_path / name)) for name in "ab"}
+    for node, server in nodes.values():
+        for attribute, value in (("_client", server), ("_tenant", server), ("_until_s", math.inf)):
+            monkeypatch.setattr(node, attribute, value, raising=False)
+
+    def node_of(ray: Any, name: str) -> Any:
+        return SimpleNamespace(receive=SimpleNamespace(remote=nodes[name][0].receive))
+
+    monkeypatch.setattr(jobs_module, "node_of", node_of)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda done: done))
+    (first, before), (second, after) = nodes.values()
+    first.train({"name": "j", "entry": "package:main"}, b"", 1)
+    assert (before.asked[0]["resumes"], read_life(before.file)) == (False, Life())
+    before.file.write_bytes(ran_as.packed())
+    assert first.send("j", "b")
+    first.drop("j", 2, keeps_replica=keeps_replica)
+    if not keeps_replica:  # it waits there, then goes back
+        second.take_over("j", 2)
+        assert (after.asked[0]["resumes"], read_life(after.file)) == (True, goes_on_as)
+        assert second.send("j", "a")
+    first.take_over("j", 3)  # else: the other one was lost before it had the job
+    assert read_life(before.file) == goes_on_as

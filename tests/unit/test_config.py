@@ -101,15 +101,16 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
 
 def test_all_errors_come_at_once_with_the_nearest_name(tmp_path: Path) -> None:
     file = tmp_path / "p.toml"
-    file.write_text('[server]\nlisen = "x"\n[workers]\nstandby = 0\n[schduler]\n')
+    file.write_text('[server]\nlisen = "x"\narena = "1"\n[workers]\nstandby = 0\n[schduler]\n')
     with pytest.raises(ConfigError) as caught:
         load(file, environ={"PIPESWITCH_HOST": "h", "PIPESWITCH_DEVICE__ARENAS": "auto"})
     text = caught.value.message
     assert '[server] lisen: unknown key; did you mean "listen"?' in text
+    assert "[server] arena: unknown key; it belongs to [device]" in text
     assert "[workers] standby: 0 is not a whole number of at least 1 and at most 32" in text
     assert '[schduler]: unknown section; did you mean "scheduler"?' in text
     assert '$PIPESWITCH_DEVICE__ARENAS: [device] arenas: unknown key; did you mean "arena"?' in text
-    assert len(caught.value.data["errors"]) == 4
+    assert len(caught.value.data["errors"]) == 5
 
 
 def test_a_value_out_of_range_cannot_be_made_in_code_either() -> None:

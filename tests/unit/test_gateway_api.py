@@ -447,3 +447,24 @@ def test_an_error_of_the_server_is_told_as_everywhere(rig: Rig) -> None:
 
     rig.upstream.ask = fails
     assert rig.refused("GET", "/api/ps") == (500, "PipeSwitchError: broken mend it")
+
+
+def refusal(rig: Rig, path: str) -> tuple[int, str, str]:
+    answer = rig.ask("GET", path)
+    told = json.loads(b"".join(map(bytes, answer.parts)))
+    return answer.status, told["error"], told["hint"]
+
+
+def test_a_client_of_ollama_is_told_the_way_that_works() -> None:
+    status, _, hint = refusal(Rig(), "/api/chat")
+    assert (status, "/v1" in hint) == (404, True)
+
+
+@pytest.mark.parametrize(("state", "hinted"), [("failed", "[[model]]"), ("building", "again")])
+def test_a_model_that_is_not_ready_says_what_would_help(
+    state: str, hinted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "ROW", {**ROW, "state": state, "reason": "no file"})
+    for path in ("/v2/models/m/ready", "/v2/models/m"):
+        status, error, hint = refusal(Rig(), path)
+        assert (status, state in error, "no file" in error, hinted in hint) == (503, *[True] * 3)

@@ -12,10 +12,15 @@ from hypothesis import strategies as st
 
 from pipeswitch.base.errors import ModelNotFound, RemoteProtocolError
 from pipeswitch.commits.files import CommitRecord, load_commit, remove_unnamed
-from pipeswitch.commits.progress import Life, read_life
+from pipeswitch.commits.progress import HANDED_ON, SUFFIX, Life, read_life
+from pipeswitch.controller.effects import Effects
+from pipeswitch.controller.folders import Places
+from pipeswitch.controller.journal import FILE_NAME, JournalFile
 from pipeswitch.frontend.job_files import CHUNK_BYTES, CUT, read_piece, whole_characters
 from pipeswitch.ipc.messages.base import JobName
 from pipeswitch.ipc.sparse import held_bytes, keep_newest
+from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.state.records import JobSpec
 
 
 @given(st.text(max_size=30), st.integers(0, 120))
@@ -92,3 +97,17 @@ def test_what_a_script_puts_in_place_of_its_files_is_not_read(
         with pytest.raises((RemoteProtocolError, OSError)):
             load_commit(commits)
         remove_unnamed(commits)
+
+
+def test_the_past_of_a_job_of_another_node_is_kept_when_it_is_accepted(tmp_path: Path) -> None:
+    places, told = Places(root=tmp_path), tmp_path / "jobs" / "j" / HANDED_ON
+    places.create()
+    told.parent.mkdir(parents=True)
+    told.write_bytes(Life(False, 3, 30, 7).packed())
+    effects = Effects.__new__(Effects)
+    effects._places, effects._journal = places, JournalFile(tmp_path / FILE_NAME)
+    entry = {"kind": "job", **JobSpec(JobName("j"), "t.py", (), 1).row}
+    for expected in (Life(False, 3, 30, 7), Life()):
+        effects._write_journal(ev.Journal(entry=entry, accepts=(ev.Token(1),)))
+        assert read_life(tmp_path / "logs" / f"job-j{SUFFIX}") == expected
+        assert not told.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 import torch
@@ -44,6 +45,14 @@ def test_logging_a_nan_warns_and_training_goes_on() -> None:
     with pytest.warns(job.NonFiniteLossWarning, match="loss=nan"):
         job.log(loss=torch.tensor(float("nan")))
     job.log(loss=1.0)
+
+
+def test_numbers_are_logged_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        job.log({"train/loss": 2.0}, values=3.0)
+    assert "train/loss=2 values=3" in caplog.text
+    with pytest.raises(InvalidInput):
+        job.log(cast(Any, {1: 2.0}))
 
 
 def test_an_unknown_attribute_is_an_attribute_error() -> None:

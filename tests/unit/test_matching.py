@@ -26,6 +26,7 @@ EMA = of("ema.module.", fc_weight=(2, 3), fc_bias=(2,)) | of("ema.", averaged=()
         ({**NET, **of("d.", fc_weight=(1, 3), fc_bias=(1,))}, "net."),
         (of("0.", fc_weight=(2, 3), fc_bias=(2,)), "0."),
         (EMA, "ema.module."),
+        (of("model._orig_mod.", fc_weight=(2, 3), fc_bias=(2,)), "model._orig_mod."),
         (FC, ""),  # two parts of it, "fc.weight" of "fc"
     ],
 )

@@ -16,8 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeswitch.base.errors import RegistrationRefused
+from pipeswitch.programs.decoding.generation import MAX_NOTE_CHARS, MAX_NOTES
 from pipeswitch.programs.graphs import bundle as bundle_module
-from pipeswitch.programs.graphs.bundle import METADATA_KEY, read_bundle, read_safetensors_header
+from pipeswitch.programs.graphs.bundle import (
+    METADATA_KEY,
+    NOTES_KEY,
+    read_bundle,
+    read_safetensors_header,
+    write_bundle,
+)
 from pipeswitch.programs.graphs.operators import ALLOWED, split_target
 
 Header = dict[str, Any]
@@ -69,6 +76,20 @@ def test_a_good_bundle_is_read_with_absolute_offsets(tmp_path: Path) -> None:
     assert [tensor.name for tensor in bundle.tensors] == ["w", "b"]
     assert bundle.tensors[0].file_offset_bytes == len(raw) - 60
     assert bundle.graph.nodes[1].target == "aten.relu.default"
+
+
+def test_a_bundle_keeps_the_notes_of_its_export_as_far_as_a_reader_takes_them(
+    tmp_path: Path,
+) -> None:
+    first, path = tmp_path / "first.bundle", tmp_path / "notes.bundle"
+    first.write_bytes(encode(a_header()))
+    graph, weights = read_bundle(first).graph, [("w", "float32", (3, 4)), ("b", "float32", (3,))]
+    notes = ["batch is fixed", "red \x1b[31m", "long " * MAX_NOTE_CHARS, *["n"] * MAX_NOTES]
+    write_bundle(path, graph, weights, [bytes(60)], notes=notes)
+    found = read_bundle(path).notes
+    assert found[:2] == ("batch is fixed", "red \\x1b[31m")
+    assert (len(found), len(found[2])) == (MAX_NOTES, MAX_NOTE_CHARS)
+    assert read_bundle(first).notes == ()
 
 
 def program(header: Header) -> dict[str, Any]:
@@ -152,6 +173,8 @@ HOSTILE: dict[str, Callable[[Header], None]] = {
     "an input named by control characters": put("program", "inputs", 0, "name", "x\n\x1b[2J"),
     "a batch range upside down": put("program", "dims", 0, 1, 9),
     "a batch of a million": put("program", "dims", 0, 2, 1 << 25),
+    "notes that are numbers": put("__metadata__", NOTES_KEY, "[7]"),
+    "notes without end": put("__metadata__", NOTES_KEY, json.dumps(["a"] * (MAX_NOTES + 1))),
     "weights in another order": put("program", "weights", ["b", "w"]),
     "a weight the file does not have": put("program", "weights", ["w", "b", "c"]),
     "a weight twice": put("program", "weights", ["w", "w"]),

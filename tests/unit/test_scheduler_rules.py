@@ -2934,6 +2934,15 @@ def replaced(rig: Rig, job: Any) -> Any:
     return rig.state.jobs[job.spec.name]
 
 
+def test_a_job_of_another_server_counts_on(rig: Rig) -> None:
+    past = {"resumes": True, "restarts": 2, "steps_recomputed": 30, "last_step": 7}
+    rig.handle(ev.TrainAsked(token=rig.token(), job="j", entry="e:f", args=(), priority=2, **past))
+    progress, [run] = rig.state.jobs["j"].progress, rig.sent(RunJob)
+    # It has no commit, so it does the seven steps again.
+    assert (progress.restarts, progress.steps_recomputed) == (2, 37)
+    assert (run.restarts, run.steps_recomputed, run.last_step) == (2, 37, 7)
+
+
 def test_a_build_that_reads_a_jobs_state_ends_with_the_job(rig: Rig) -> None:
     register_net(rig)
     job = over(rig)

@@ -34,6 +34,12 @@ class Reports:
             self.warned.add(key)
             warnings.warn(text, kind, stacklevel=6)  # of the script that calls job.steps
 
+    def inexact(self, key: str, text: str, step: int) -> None:
+        """Tell the job's owner, once for each key, how a resume may differ; the log has more."""
+        self.warned.add(key)
+        text = f"{text} (see its log)"
+        self._host.report("warning", what="inexact_resume", text=text, step=step)
+
     @property
     def are_due(self) -> bool:
         return self._host.now_ms() >= self._at_ms

@@ -216,8 +216,7 @@ class TrainingSession:
         )
         phase.keep_parameters()
         if "loader" not in self._reports.warned and data.warn_if_inexact():
-            self._reports.warned.add("loader")
-            self._host.report("warning", what="inexact_resume", step=self.step)
+            self._reports.inexact("loader", "a resumed script may see other batches", self.step)
         if self._script is not None and id(sys._getframe(1)) == self._frame_of_epochs:
             self._watch_script()
         elif not isinstance(loader, Source):  # a function that is called anew has new variables
@@ -431,13 +430,12 @@ class TrainingSession:
             frame = frame.f_back
         names = self._script.changed(frame, self._phase.objects, self._loader)
         if names:
-            self._reports.warned.add("script")
-            self._host.report("warning", what="inexact_resume", step=self.step)
+            lost = f"{', '.join(names[:6])}: the loop changes this, but job.steps does not keep it"
+            self._reports.inexact("script", lost, self.step)
             warnings.warn(
-                f"job.steps: {', '.join(names[:6])}: the loop changes this, but job.steps does not "
-                "capture it, so it starts over in a resumed script. Keep numbers in a dict "
-                "(note = {'best': 9.0}; extra_state=note); pass lists, generators and objects with "
-                "state_dict() in extra_state, networks as model",
+                f"job.steps: {lost}, so it starts over in a resumed script. Keep numbers in a "
+                "dict (note = {'best': 9.0}; extra_state=note); pass lists, generators and objects "
+                "with state_dict() in extra_state, networks as model",
                 InexactResumeWarning,
                 stacklevel=4,
             )

@@ -451,7 +451,8 @@ class DataPosition:
             if loader.num_workers > 0:
                 why = "it has worker processes: a resume fetches and drops all batches used so far"
                 if loader.persistent_workers:
-                    why += ", and what persistent workers drew in earlier epochs is lost"
+                    why += ", what persistent workers drew in earlier epochs is lost, and a "
+                    why += "shuffled order differs (persistent_workers=False keeps it)"
             elif isinstance(loader.dataset, IterableDataset) and self._keeper is None:
                 why = "its dataset is iterable: a resume fetches and drops all batches used so far"
             else:

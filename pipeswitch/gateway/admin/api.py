@@ -37,6 +37,8 @@ from .openapi import Route, document
 MAX_TRACE_S: Final = 3600.0
 PREFIX: Final = "/api"
 HINT: Final = "GET /api/openapi.json tells what is there"
+OLLAMAS: Final = {f"/api/{verb}" for verb in ("chat", "embed", "embeddings", "generate", "tags")}
+INSTEAD: Final = "OpenAI's is served: http://HOST:PORT/v1 as the base URL, any text as the key"
 MAX_QUERY_FIELDS: Final = 16
 LOG_LOOK_S: Final = 0.5  # between two looks at a log that is followed when no event came
 MAX_OFFSET: Final = 1 << 50
@@ -198,6 +200,8 @@ class Api:
         here = [(route, names) for route in self.routes
                 if (names := route.names_in(parts)) is not None]  # fmt: skip
         if not here:
+            if head.path in OLLAMAS:
+                raise NotFound(f"no path {head.path!r}: that is Ollama's", hint=INSTEAD)
             known = [f"{PREFIX}/{route.path}" for route in self.routes]
             raise NotFound(f"no path {head.path[:200]!r}{nearest(path, known)}", hint=HINT)
         method = "GET" if head.method == "HEAD" else head.method

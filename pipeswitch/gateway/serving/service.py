@@ -38,6 +38,7 @@ from .upstream import Upstream
 
 R = TypeVar("R")
 READY: Final = "ready"  # a model's state
+FAILED: Final = "failed"
 EXTENSIONS: Final = (
     oip.BINARY_EXTENSION, "model_configuration", "model_repository", "schedule_policy",
     "statistics",
@@ -104,11 +105,12 @@ class Service:
     async def is_model_ready(self, caller: Standing, model: str, version: str) -> bool:
         return not await self.why_not_ready(caller, model, version)
 
-    async def why_not_ready(self, caller: Standing, model: str, version: str) -> str:
-        """Return a model's state and, for those who may know it, the reason; empty: it is ready."""
+    async def why_not_ready(
+        self, caller: Standing, model: str, version: str
+    ) -> ServerUnavailable | None:
+        """Return a model's state as a refusal, with the reason for those who may know it."""
         row = await self._row(caller, model, version)
-        reason = f": {row['reason']}" if row.get("reason") else ""
-        return "" if row["state"] == READY else f'"{model}" is {row["state"]}{reason}'
+        return None if row["state"] == READY else _unready(row)
 
     async def metadata(self, caller: Standing, model: str, version: str) -> dict[str, Any]:
         return oip.metadata(_built(await self._row(caller, model, version)))
@@ -346,5 +348,12 @@ def number_of(model: str, version: str) -> int:
 def _built(row: dict[str, Any]) -> dict[str, Any]:
     """Raises ServerUnavailable: its signature is not known yet."""
     if not row["inputs"] and row["state"] != READY:
-        raise ServerUnavailable(f'"{row["name"]}" is {row["state"]}', hint="ask again in a moment")
+        raise _unready(row)
     return row
+
+
+def _unready(row: dict[str, Any]) -> ServerUnavailable:
+    reason = f": {row['reason']}" if row.get("reason") else ""
+    hint = "register it again, or correct its [[model]] and restart the server"
+    hint = hint if row["state"] == FAILED else "ask again in a moment"
+    return ServerUnavailable(f'"{row["name"]}" is {row["state"]}{reason}', hint=hint)

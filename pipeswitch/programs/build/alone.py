@@ -34,6 +34,7 @@ def _backends() -> dict[str, bool]:
 def one_export_at_a_time() -> Iterator[None]:
     """Run one export at a time, and restore torch's backends at its end.
 
+    What ``torch.compile`` made runs as it was before: a compiled module has other last bits.
     Two traces at once fail, or leave mkldnn, nnpack and cudnn off in this process for ever. A
     thread that computes during an export does so without these: more slowly, and other in the last
     bits. Where that matters, hold this while you compute. A ``torch.export`` that the process calls
@@ -42,7 +43,8 @@ def one_export_at_a_time() -> Iterator[None]:
     with _alone:
         before = _backends()
         try:
-            yield
+            with torch.compiler.set_stance("force_eager"):
+                yield
         finally:
             after = _backends()
             if after != before:

@@ -17,6 +17,7 @@ from ..graphs.graph import mutations
 from ..graphs.operators import DROPPED_AT_EXPORT, split_target
 from ..interface.dims import Extent
 from ..interface.layout import ValueSpec
+from ..interface.matching import uncompiled
 from ..running.values import dtype_name
 from .advice import DATA, OTHERS, SPARSE, WRITES, advice, refuse_wrapped
 from .dynamic import Axes, NotDynamic
@@ -172,7 +173,7 @@ class Encoder:
             order = sorted(range(tensor.dim()), key=lambda d: -strides[d])
             is_permuted = not tensor.is_contiguous() and tensor.permute(order).is_contiguous()
             weight = self._tensors[key] = len(self._weights)
-            self._weight_names.append(name)
+            self._weight_names.append(uncompiled(name))
             stored = tensor.permute(order) if is_permuted else tensor
             self._weights.append(stored.cpu().contiguous())
             if is_permuted:

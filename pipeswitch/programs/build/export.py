@@ -134,7 +134,11 @@ def _refused(asked: Axes, why: str) -> RegistrationRefused:
 
 def _check_kind(module: Any) -> None:
     if not isinstance(module, nn.Module):
-        raise RegistrationRefused("source", f"a {type(module).__name__} is not an nn.Module")
+        hint = "a class M(nn.Module) whose forward calls it, then M()"
+        if isinstance(module, torch.export.ExportedProgram):
+            hint = 'torch.export.save(program, "m.pt2"), then "m.pt2" in its place'
+        what = type(module).__name__
+        raise RegistrationRefused("source", f"{what} is not an nn.Module", hint=hint)
     refuse_engines(module)
 
 
@@ -242,6 +246,7 @@ def write_program(path: str | os.PathLike[str], program: Program) -> None:
         ],
         (tensor_bytes(weight) for weight in program.weights),
         program.generation,
+        program.notes,
     )
 
 

@@ -156,14 +156,17 @@ def _build_bundle(
         weights = _weights_in(Path(spec.weights))
     if weights is not None:
         _write_weights(path, bundle, weights, spec.part)
-    return _finish_graph(bundle, spec, path, None, _shapes_of(spec, bundle.graph), progress)
+    shapes = _shapes_of(spec, bundle.graph)
+    manifest = _finish_graph(bundle, spec, path, None, shapes, progress)
+    notes = [*bundle.notes, *manifest.extra.get("notes", ())]
+    return msgspec.structs.replace(manifest, extra={**manifest.extra, "notes": notes})
 
 
 def _weights_in(path: Path) -> dict[str, Weight]:
     """Return the weights of a safetensors file, as those of a job's only part."""
     check_file(path, "weights")
     return {
-        f"file.{one.name.replace('_orig_mod.', '')}": Weight(
+        f"file.{one.name}": Weight(
             one.dtype,
             one.shape,
             np.fromfile(path, np.uint8, one.size_bytes, offset=one.file_offset_bytes),

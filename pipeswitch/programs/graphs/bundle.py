@@ -1,9 +1,10 @@
 """The bundle: how a program travels and rests. Pure, no torch.
 
-One safetensors file. Its ``__metadata__`` carries the graph as JSON under ``pipeswitch.program``,
-and what a language model's tokens mean under ``pipeswitch.generation``; its tensors are the
-weights, one after another in order of first use. Nothing in it is code and nothing is unpickled
-(ADR 7 says why PyTorch's own formats are not accepted).
+One safetensors file. Its ``__metadata__`` carries JSON: the graph under ``pipeswitch.program``, the
+meaning of a language model's tokens under ``pipeswitch.generation``, and notes of the export for
+people under ``pipeswitch.notes``. Its tensors are the weights, one after another in order of first
+use. Nothing in it is code and nothing is unpickled (ADR 7 says why PyTorch's own formats are not
+accepted).
 
 Values are numbered: the inputs, then the weights, then one value per node. An argument is a JSON
 scalar, a list of arguments, or an object with one key: ``{"v": 12}`` a value, ``{"dtype": …}``,
@@ -29,8 +30,14 @@ import msgspec
 
 from ...base.errors import RegistrationRefused
 from ...base.units import printable
+from ..decoding.generation import (
+    MAX_NOTE_CHARS,
+    MAX_NOTES,
+    Generation,
+    check_generation,
+    decode_generation,
+)
 from ..decoding.generation import METADATA_KEY as GENERATION_KEY
-from ..decoding.generation import Generation, check_generation, decode_generation
 from ..interface.dims import (
     MAX_ELEMENTS,
     MAX_PARTS,
@@ -49,6 +56,7 @@ from .operators import split_target
 
 VERSION: Final = 2
 METADATA_KEY: Final = "pipeswitch.program"
+NOTES_KEY: Final = "pipeswitch.notes"
 
 MAX_HEADER_BYTES: Final = 16 << 20  # the largest known program needs under 1 MiB
 MAX_WEIGHTS: Final = 65_536
@@ -124,6 +132,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
     graph: Graph
     tensors: tuple[FileTensor, ...]  # in the order of graph.weights
     generation: Generation | None = None  # of a language model
+    notes: tuple[str, ...] = ()  # of the export, for people
 
 
 def _refuse(part: str, reason: str) -> NoReturn:
@@ -155,7 +164,18 @@ def read_bundle(
     generation = None if said is None else decode_generation(said)
     if generation is not None:
         check_generation(generation, (*graph.inputs, *graph.outputs), graph.dims)
-    return Bundle(graph=graph, tensors=tensors, generation=generation)
+    notes = _decode_notes(metadata.get(NOTES_KEY, "[]"))
+    return Bundle(graph=graph, tensors=tensors, generation=generation, notes=notes)
+
+
+def _decode_notes(text: str) -> tuple[str, ...]:
+    try:
+        notes = msgspec.json.decode(text, type=tuple[str, ...])
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+        _refuse("bundle notes", str(error)[:200])
+    if len(notes) > MAX_NOTES or any(len(one) > MAX_NOTE_CHARS for one in notes):
+        _refuse("bundle notes", f"more than {MAX_NOTES} notes of {MAX_NOTE_CHARS} characters")
+    return tuple(map(printable, notes))
 
 
 def write_bundle(
@@ -164,12 +184,19 @@ def write_bundle(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]],
     data: Iterable[memoryview | bytes],
     generation: Generation | None = None,
+    notes: Sequence[str] = (),
 ) -> None:
-    """Write a bundle: ``tensors`` are (name, dtype, shape) in order, ``data`` their bytes."""
+    """Write a bundle: ``tensors`` are (name, dtype, shape) in order, ``data`` their bytes.
+
+    Notes beyond what a reader accepts are cut.
+    """
     metadata = {METADATA_KEY: encode_graph(graph)}
     if generation is not None:
         check_generation(generation, (*graph.inputs, *graph.outputs), graph.dims)
         metadata[GENERATION_KEY] = msgspec.json.encode(generation).decode()
+    if notes:
+        short = [printable(note)[:MAX_NOTE_CHARS] for note in notes[:MAX_NOTES]]
+        metadata[NOTES_KEY] = msgspec.json.encode(short).decode()
     write_safetensors(path, tensors, data, metadata)
 
 

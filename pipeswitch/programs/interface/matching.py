@@ -63,12 +63,18 @@ def match(weights: Given, given: Given, part: str = "") -> dict[str, str]:
 def _readings(given: Given, parts: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
     """Ways to call a part's tensors: name as the program may have it -> given name."""
     for part in parts:
-        own = {name.partition(".")[2]: name for name in given if name.startswith(f"{part}.")}
+        named = {name.partition(".")[2]: name for name in given if name.startswith(f"{part}.")}
+        own = {uncompiled(name): full for name, full in named.items()}
         for inner in ("", AVERAGED):
             bare = {name.removeprefix(inner): full for name, full in own.items()}
             yield part, bare
             yield part, {WRAPPER + name: full for name, full in bare.items()}
-    yield ALL_PARTS, {name: name for name in given}
+    yield ALL_PARTS, {uncompiled(name): name for name in given}
+
+
+def uncompiled(name: str) -> str:
+    """Return a tensor's name as it is without ``torch.compile``, which wraps modules."""
+    return name.replace("_orig_mod.", "")
 
 
 def _listed(parts: Iterable[str]) -> str:

@@ -82,6 +82,9 @@ class JobRequests:
             except errors.HostStoreFull:
                 self._jobs.remove(job)
                 raise
+        job.progress.restarts = event.restarts
+        job.progress.steps_recomputed = event.steps_recomputed
+        job.progress.step = event.last_step
         core.emit(Journal(entry={"kind": "job", **spec.row}, accepts=(event.token,)))
         self._jobs.publish(job, "job.submitted", entry=job.spec.entry)
         if event.is_paused:
