@@ -7,7 +7,7 @@ a build, and a run by our executor, or by a server.
 from __future__ import annotations
 
 import json
-import warnings
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.running.executor import GraphProgram
 from pipeswitch.programs.running.views import tensor_over
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec
+from tests.process.test_decoder import own
 
 transformers = pytest.importorskip("transformers")
 
@@ -42,7 +43,6 @@ MANY = {**GROUPED, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediat
 HEADS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 LATENT = {**PLAIN, **HEADS, **ROUTED, "v_head_dim": 16, "moe_intermediate_size": 32}
-OLD = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": LONG, **WORDS}
 BOTH = {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3}
 GIVES = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300}
 SHARED = {**WINDOW, **BOTH, **GIVES, "num_kv_shared_layers": 2}
@@ -50,25 +50,16 @@ ALTUP = {"laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern":
 LOCAL = {"window_size": 16, "attention_types": [[["global", "local"], 2]], "num_layers": 4}
 FAMILIES: dict[str, dict[str, Any]] = {
     # Full attention: learned positions, rotary ones of all or a part of each head.
-    "gptj": {**OLD, "rotary_dim": 8},
-    "gpt_neox": PLAIN,
-    "phi": PLAIN,
+    **dict.fromkeys(("gpt_neox", "phi"), PLAIN),
+    **dict.fromkeys(("qwen3", "gemma", "cohere", "olmo2", "granite", "smollm3", "glm4"), GROUPED),
+    "gptj": {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, **WORDS},
     "opt": {**BODY, "ffn_dim": 96, "word_embed_proj_dim": 64, "max_position_embeddings": LONG},
-    "qwen3": GROUPED,
-    "gemma": GROUPED,
     "stablelm": {**GROUPED, "partial_rotary_factor": 0.25},
-    "cohere": GROUPED,
-    "olmo2": GROUPED,
-    "granite": GROUPED,
-    "smollm3": GROUPED,
-    "glm4": GROUPED,
     # Windows, in all layers or in some; soft caps; sinks; layers that share keys.
-    "mistral": WINDOW,
+    **dict.fromkeys(("mistral", "starcoder2"), WINDOW),
+    **dict.fromkeys(("cohere2", "olmo3"), SOME),
     "phi3": {**WINDOW, "original_max_position_embeddings": LONG},
     "qwen2": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1},
-    "starcoder2": WINDOW,
-    "cohere2": SOME,
-    "olmo3": SOME,
     "exaone4": {**SOME, "sliding_window_pattern": 4},
     "gemma2": {**GEMMA, "attn_logit_softcapping": 2.0},
     "gemma3_text": {**GEMMA, "sliding_window_pattern": 3},
@@ -79,8 +70,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**WINDOW, **FOUR},
     "granitemoe": {**GROUPED, **FOUR},
     "qwen2_moe": {**MANY, "shared_expert_intermediate_size": 48},
-    "qwen3_moe": MANY,
-    "olmoe": MANY,
+    **dict.fromkeys(("qwen3_moe", "olmoe"), MANY),
     "deepseek_v3": {**LATENT, "first_k_dense_replace": 1},
     # Their own attention: ALiBi, and a local one.
     "bloom": {"hidden_size": 64, "n_layer": 3, "n_head": 4, **WORDS},
@@ -91,9 +81,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 Run = Callable[..., Sequence[torch.Tensor]]
 
 
-def plain_model(family: str, **more: Any) -> Any:
+def plain_model(family: str) -> Any:
     torch.manual_seed(7)
-    config = transformers.AutoConfig.for_model(family, **{**FAMILIES[family], **more})
+    config = transformers.AutoConfig.for_model(family, **FAMILIES[family])
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():  # so that answers are no one word again and again
         for name, parameter in model.named_parameters():
@@ -102,16 +92,6 @@ def plain_model(family: str, **more: Any) -> Any:
             elif "sinks" in name:  # of no weight otherwise
                 parameter.fill_(2.0)
     return model
-
-
-def own(model: Any, ids: Sequence[int], new: int) -> list[int]:
-    settings = transformers.GenerationConfig(
-        max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = model.generate(torch.tensor([ids]), settings)
-    return [int(token) for token in found[0][len(ids) :]]
 
 
 def prompt(length: int, first: int = 5) -> list[int]:
@@ -137,17 +117,13 @@ def built(model: Path, path: Path) -> tuple[Run, int]:
 
 def together(run: Run, width: int, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
     """Answer all in the same steps, each padded to the longest; the prompts in one step."""
-    count = len(prompts)
-    rows, tokens = torch.full((count, LONG, width), 3.0), [list(one) for one in prompts]
-    done = [0] * count
+    rows = torch.full((len(prompts), LONG, width), 3.0)
+    tokens, done = [list(one) for one in prompts], [0] * len(prompts)
     for _ in range(new):
-        given = [one[at:] for one, at in zip(tokens, done, strict=True)]
-        ids = torch.zeros(count, max(map(len, given)), dtype=torch.long)
-        for at, one in enumerate(given):
-            ids[at, : len(one)] = torch.tensor(one)
+        given = [torch.tensor(one[at:]) for one, at in zip(tokens, done, strict=True)]
+        ids = torch.nn.utils.rnn.pad_sequence(given, batch_first=True)
         counts = torch.tensor([len(one) for one in given])
-        past = rows[:, : max(*done, 1)]
-        logits, fresh = run(ids, counts, torch.tensor(done), past)
+        logits, fresh = run(ids, counts, torch.tensor(done), rows[:, : max(*done, 1)])
         for at, one in enumerate(given):
             rows[at, done[at] : done[at] + len(one)] = fresh[at, : len(one)]
             done[at] += len(one)
@@ -180,26 +156,6 @@ def test_a_wrong_window_is_found_before_it_answers(
         module.check()
 
 
-def test_a_mask_hides_what_is_unused_later_or_behind_the_window() -> None:
-    used = torch.tensor([5, 2])
-    step = Step(torch.arange(3), used, 6)
-    full = step.full(torch.float32)
-    mask = step.mask(full, 4, 2)
-    assert mask.shape == (2, 1, 6, 9)
-    for row, count in enumerate(used.tolist()):
-        for new in range(3):
-            places = [*range(6), *(count + at for at in range(3))]  # of each column's token
-            own_place = count + new
-            wanted = [
-                (column < count or column >= 6) and own_place - 4 < place <= own_place
-                for column, place in enumerate(places)
-            ]
-            assert (mask[row, 0, new] == 0).tolist() == wanted
-            assert torch.equal(mask[row, 0, new], mask[row, 0, new + 3])
-    assert step.mask(full, 4, 2) is mask
-    assert step.mask(full, 0, 1) is full
-
-
 def test_a_layer_whose_window_is_not_that_of_its_configuration_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -210,23 +166,21 @@ def test_a_layer_whose_window_is_not_that_of_its_configuration_is_refused(
     assert caught.value.hint
 
 
-def test_a_client_registers_experts_as_they_come_and_keeps_its_model(tmp_path: Path) -> None:
-    """One server, four kinds of attention; prompts that share a prefix, and two at once."""
-    families = ("mistral", "gpt_oss", "qwen3_moe", "bloom")
+def test_a_server_answers_all_kinds_with_shared_prefixes_and_together(tmp_path: Path) -> None:
+    """A client's own models, which stay as they were; three prompts begin alike."""
+    start = prompt(60)
+    asked = [start, start + prompt(9, 99), start + prompt(20, 7), prompt(12, 50)]
     with checked_server(arena="32MiB", host_store="64MiB") as checked:
-        client = checked.client
-        for family in families:
+        for family in ("mistral", "gpt_oss", "qwen3_moe", "bloom"):
             model = plain_model(family)
-            before = model.config._experts_implementation, model.config._attn_implementation
-            client.register(family, model, generate=True, precision="exact")
-            after = model.config._experts_implementation, model.config._attn_implementation
-            assert after == before
-            start = prompt(60)
-            asked = [start, start + prompt(9, 99), start + prompt(20, 7), prompt(12, 50)]
-            first = [token.id for token in client.generate(family, asked[0], max_new_tokens=40)]
-            streams = [client.generate(family, one, max_new_tokens=40) for one in asked[1:]]
-            rest = [[token.id for token in stream] for stream in streams]
-            assert [first, *rest] == [own(model, one, 40) for one in asked]
+            wanted = [own(model, one, 40) for one in asked]
+            checked.client.register(family, model, generate=True, precision="exact")
+            first = checked.client.generate(family, asked[0], max_new_tokens=40)
+            found = [[token.id for token in first]]
+            streams = [checked.client.generate(family, one, max_new_tokens=40) for one in asked[1:]]
+            found += [[token.id for token in stream] for stream in streams]
+            assert found == wanted
+            assert own(model, asked[3], 5) == wanted[3][:5]
 
 
 def quantized(folder: Path, settings: dict[str, Any]) -> None:
@@ -234,41 +188,55 @@ def quantized(folder: Path, settings: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
 
 
-def test_a_quantized_checkpoint_is_loaded_as_plain_tensors(tmp_path: Path) -> None:
-    """Here eight-bit floats with a scale for each block, as DeepSeek and Qwen publish them."""
+def eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """As DeepSeek and Qwen publish them: a weight, and what a checkpoint has in its place."""
+    scale = weight.abs().max() / 448
+    eight = (weight / scale).to(torch.float8_e4m3fn)
+    return eight.float() * scale, {"": eight, "_scale_inv": scale.reshape(1, 1)}
+
+
+def four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """As GPT-OSS publishes its experts: two numbers in a byte, an exponent for each 32."""
+    count, size, outputs = weight.shape
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = torch.randint(0, 16, (count, outputs, size))
+    powers = torch.randint(123, 126, (count, outputs, size // 32))
+    plain = values[codes % 8] * (1 - 2.0 * (codes // 8))
+    plain = plain * torch.exp2(powers - 127.0).repeat_interleave(32, -1)
+    pairs = codes.view(count, outputs, -1, 16, 2)
+    blocks = (pairs[..., 0] | (pairs[..., 1] << 4)).byte()
+    return plain.transpose(1, 2), {"_blocks": blocks, "_scales": powers.byte()}
+
+
+@pytest.mark.parametrize(("family", "method"), [("qwen3", "fp8"), ("gpt_oss", "mxfp4")])
+def test_a_quantized_checkpoint_is_loaded_as_plain_tensors(
+    family: str, method: str, tmp_path: Path
+) -> None:
     from safetensors.torch import load_file, save_file
 
-    model = plain_model("qwen3")
+    model = plain_model(family)
     model.save_pretrained(tmp_path / "m")
-    weights = load_file(tmp_path / "m" / "model.safetensors")
-    for name in [one for one in weights if "_proj" in one]:
-        scale = weights[name].abs().max() / 448
-        eight = (weights[name] / scale).to(torch.float8_e4m3fn)
-        model.get_parameter(name).data = eight.float() * scale
-        weights |= {name: eight, f"{name}_scale_inv": scale.reshape(1, 1)}
-    save_file(weights, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
-    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    quantized(tmp_path / "m", {**settings, "activation_scheme": "dynamic"})
+    file = tmp_path / "m" / "model.safetensors"
+    weights = load_file(file)
+    which = r"_proj\.weight$" if method == "fp8" else r"_proj$"
+    for name in [one for one in weights if re.search(which, one)]:
+        plain, parts = (eight_bits if method == "fp8" else four_bits)(weights.pop(name))
+        model.get_parameter(name).data = plain
+        weights |= {name + end: part.contiguous() for end, part in parts.items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    how = {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    quantized(tmp_path / "m", {"quant_method": method, **(how if method == "fp8" else {})})
     asked = [prompt(20), prompt(9)]
     found = together(*built(tmp_path / "m", tmp_path), asked, 30)
     assert found == [own(model, one, 30) for one in asked]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"quant_method": "bitsandbytes", "load_in_4bit": True},
-        {"quant_method": "gptq", "bits": 4},
-        {"quant_method": "awq", "bits": 4},
-        {"quant_method": "squeezed"},
-    ],
-)
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq", "squeezed"])
 def test_a_quantized_checkpoint_of_another_kind_is_refused_by_name(
-    settings: dict[str, Any], tmp_path: Path
+    method: str, tmp_path: Path
 ) -> None:
     plain_model("qwen3").save_pretrained(tmp_path / "m")
-    quantized(tmp_path / "m", settings)
-    spec = BuildSpec(name="m", source=f"hf:{tmp_path / 'm'}", weights="pretrained", generate=True)
-    with pytest.raises(RegistrationRefused, match=settings["quant_method"]) as caught:
-        build(spec, tmp_path / "out", lambda stage, done: None)
+    quantized(tmp_path / "m", {"quant_method": method, "bits": 4, "load_in_4bit": True})
+    with pytest.raises(RegistrationRefused, match=method) as caught:
+        built(tmp_path / "m", tmp_path)
     assert "precision='int8'" in caught.value.hint

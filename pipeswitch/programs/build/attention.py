@@ -185,9 +185,5 @@ def _product(module: Any, given: torch.Tensor, name: str, some: slice) -> torch.
 
 
 def refuse(reason: str, hint: str = "") -> NoReturn:
-    """Refuse a language model.
-
-    Raises:
-        RegistrationRefused: always.
-    """
+    """Raise ``RegistrationRefused`` for a language model."""
     raise RegistrationRefused("generate", reason, hint=hint)

@@ -10,6 +10,7 @@ import torch
 
 from .attention import NAME, Step, refuse
 
+Kind = Literal["full", "window", "shared"]  # shared: it reads another layer's keys and values
 UNUSUAL: Final = "register it without generate, then a request computes a whole text"
 _STATES: Final[Mapping[str, str]] = {
     "linear_attention": "a recurrent state (Mamba, linear attention)",
@@ -25,7 +26,7 @@ _STATES: Final[Mapping[str, str]] = {
 class LayerSpec:
     """Layer of a model: what it adds to a token's row of the cache."""
 
-    kind: Literal["full", "window", "shared"]  # shared: it reads another layer's keys and values
+    kind: Kind
     window: int = 0  # how many tokens it attends to, itself included; 0: all
     heads: int = 0
     key_size: int = 0
@@ -71,24 +72,24 @@ def decoder_spec(model: Any, cache_keyword: str) -> DecoderSpec:
 
     config = text_config(model)
     kinds = _kinds(model)
-    cache, step = DynamicCache(config=config), _two_tokens()
-    if len(cache.layers) != len(kinds):
-        refuse(f"it has {len(cache.layers)} caches for {len(kinds)} layers", UNUSUAL)
+    cache = DynamicCache(config=config)
+    step = Step(torch.arange(2), torch.zeros(1, dtype=torch.long), 0)
     ids, before = torch.zeros(1, 2, dtype=torch.long), config._attn_implementation
     config._attn_implementation = NAME
     try:
         with torch.no_grad(), step():
             mask = step.full(model.dtype)
             model(input_ids=ids, attention_mask=mask, use_cache=True, **{cache_keyword: cache})
-        has_our_attention = {*step.asked} >= {*range(len(kinds))}
+        keeps = {number for number, (kind, _) in enumerate(kinds) if kind != "shared"}
+        has_our_attention = {*step.asked} >= keeps
     except (TypeError, ValueError, RuntimeError, IndexError):  # it cannot read such a mask
         has_our_attention = False
     finally:
         config._attn_implementation = before
     if has_our_attention:
-        for number, (_, window) in enumerate(kinds):
-            if step.asked[number] != window:
-                reason = f"layer {number} attends to {step.asked[number] or 'all'} tokens"
+        for number, asked in step.asked.items():
+            if asked != (window := kinds[number][1]):
+                reason = f"layer {number} attends to {asked or 'all'} tokens"
                 refuse(f"{reason}, and its configuration says {window or 'all'}", UNUSUAL)
     else:
         cache = DynamicCache(config=config)
@@ -109,7 +110,7 @@ def decoder_spec(model: Any, cache_keyword: str) -> DecoderSpec:
     return DecoderSpec(tuple(layers), dtypes.pop(), has_our_attention)
 
 
-def _kinds(model: Any) -> list[tuple[Literal["full", "window", "shared"], int]]:
+def _kinds(model: Any) -> list[tuple[Kind, int]]:
     """Return each layer's kind and window; refuse a layer that keeps no row for each token."""
     from transformers.cache_utils import get_layer_types_and_kwargs
 
@@ -119,20 +120,14 @@ def _kinds(model: Any) -> list[tuple[Literal["full", "window", "shared"], int]]:
     if unknown := sorted({*types} - {"full_attention", "sliding_attention", "dummy"}):
         numbers = [at for at, kind in enumerate(types) if kind == unknown[0]]
         kept = _STATES.get(unknown[0], unknown[0])
-        more = ", ..." if len(numbers) > 4 else ""
-        which = f"{', '.join(map(str, numbers[:4]))}{more}"
+        which = ", ".join(map(str, numbers[:4])) + (", ..." if len(numbers) > 4 else "")
         reason = f"{type(model).__name__} keeps in layers {which} {kept}"
         refuse(f"{reason}; a sequence here has keys and values of each token", UNUSUAL)
-    kinds: list[tuple[Literal["full", "window", "shared"], int]] = []
-    for kind, name, more_options in zip(types, named, options, strict=True):
-        window = more_options.get("sliding_window", 0)
+    kinds: list[tuple[Kind, int]] = []
+    for kind, name, more in zip(types, named, options, strict=True):
+        window = more.get("sliding_window", 0)
         if kind == "dummy":
-            window = config.sliding_window if name == "sliding_attention" else 0
-            kinds.append(("shared", window))
+            kinds.append(("shared", config.sliding_window if name == "sliding_attention" else 0))
         else:
             kinds.append(("window" if window else "full", window))
     return kinds
-
-
-def _two_tokens() -> Step:
-    return Step(torch.arange(2), torch.zeros(1, dtype=torch.long), 0)
