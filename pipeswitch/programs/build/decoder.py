@@ -90,11 +90,11 @@ class Decoder(nn.Module):
 
     def _has_a_table(self) -> bool:
         """Return whether the model's own attention fails where padding runs past the context."""
-        ids, count = torch.zeros(1, 2, dtype=torch.long), torch.tensor([2])
+        used = torch.tensor([self.context - 2])
         cache = torch.zeros(1, self.context, self.width, dtype=self.dtype)
         try:
             with torch.no_grad():
-                self(ids, count, torch.tensor([self.context - 2]), cache)
+                self(torch.zeros(1, 2, dtype=torch.long), torch.tensor([2]), used, cache)
         except (RuntimeError, IndexError, ValueError):
             return True
         return False
@@ -124,8 +124,8 @@ class Decoder(nn.Module):
                 **keywords,
                 **{self._cache_keyword: Cache(layers)},
             ).logits
-        kept = [new for one in layers for new in getattr(one, "new", ())]
-        rows = [new.transpose(1, 2).reshape(batch, length, -1) for new in kept]
+        new = [part for one in layers for part in getattr(one, "new", ())]
+        rows = [part.transpose(1, 2).reshape(batch, length, -1) for part in new]
         return {LOGITS: logits[:, 0], CACHE_NEW: torch.cat(rows, -1)}
 
     def _past(self, cache: torch.Tensor) -> Iterator[Any]:
@@ -133,12 +133,13 @@ class Decoder(nn.Module):
         from transformers.cache_utils import DummyLayer
 
         parts = iter(torch.split(cache, self.spec.sizes, -1))
+        batch, past = cache.shape[:2]
         for layer in self.spec.layers:
             if layer.kind == "shared":
                 yield DummyLayer()
                 continue
             keys, values = (
-                next(parts).unflatten(-1, (layer.heads, size)).transpose(1, 2)
+                next(parts).view(batch, past, layer.heads, size).transpose(1, 2)
                 for size in (layer.key_size, layer.value_size)
             )
             yield _past_layer()(keys, values)
