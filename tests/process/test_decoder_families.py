@@ -40,9 +40,6 @@ SOME = {**WINDOW, "num_hidden_layers": 4}  # layers with the window
 GEMMA = {**SOME, "query_pre_attn_scalar": 16}
 FOUR = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MANY = {**GROUPED, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
-HEADS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
-ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-LATENT = {**PLAIN, **HEADS, **ROUTED, "v_head_dim": 16, "moe_intermediate_size": 32}
 BOTH = {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3}
 GIVES = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300}
 SHARED = {**WINDOW, **BOTH, **GIVES, "num_kv_shared_layers": 2}
@@ -71,7 +68,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoe": {**GROUPED, **FOUR},
     "qwen2_moe": {**MANY, "shared_expert_intermediate_size": 48},
     **dict.fromkeys(("qwen3_moe", "olmoe"), MANY),
-    "deepseek_v3": {**LATENT, "first_k_dense_replace": 1},
     # Their own attention: ALiBi, and a local one.
     "bloom": {"hidden_size": 64, "n_layer": 3, "n_head": 4, **WORDS},
     "falcon": {**BODY, "max_position_embeddings": LONG, "alibi": True},
