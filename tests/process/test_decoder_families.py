@@ -44,7 +44,7 @@ BOTH = {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_atten
 GIVES = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300}
 SHARED = {**WINDOW, **BOTH, **GIVES, "num_kv_shared_layers": 2}
 ALTUP = {"laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 6}
-LOCAL = {"window_size": 16, "attention_types": [[["global", "local"], 2]], "num_layers": 4}
+LOCAL = {"window_size": 16, "attention_types": [[["global", "local"], 2]], "num_hidden_layers": 4}
 FAMILIES: dict[str, dict[str, Any]] = {
     # Full attention: learned positions, rotary ones of all or a part of each head.
     **dict.fromkeys(("gpt_neox", "phi"), PLAIN),
