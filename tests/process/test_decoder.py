@@ -192,11 +192,12 @@ def test_of_a_run_of_unequal_requests_each_gets_its_own_extents_and_what_pads_is
 def test_one_whose_answers_depend_on_what_pads_is_not_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes all rows of its cache as used, once one is: alone nobody sees that."""
+    """All but the first of a batch take all rows as used: alone nobody sees that."""
     right = Decoder._mask
 
     def wrong(self: Decoder, step: Any, used: Any, cache: torch.Tensor) -> torch.Tensor:
-        return right(self, step, torch.where(used > 0, cache.shape[1], 0), cache)
+        is_first = torch.arange(used.shape[0]) == 0
+        return right(self, step, torch.where(is_first, used, cache.shape[1]), cache)
 
     monkeypatch.setattr(Decoder, "_mask", wrong)
     export_decoder_to_bundle(plain_model("gpt2"), tmp_path / "chat.bundle", max_batch=4)
@@ -292,12 +293,20 @@ def test_a_tokenizer_that_unfolds_without_end_is_refused(
     ("model_type", "options", "chosen", "words"),
     [
         ("t5", {"d_model": 32, "num_layers": 1}, "", "encoder answers before its decoder"),
-        ("mistral", {**SMALL, "num_key_value_heads": 2, "sliding_window": 16}, "",
-         "layers of DynamicSlidingWindowLayer"),
-        ("mamba", {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 50}, "", "recurrent"),
+        ("llama4_text", {**SMALL, "num_key_value_heads": 2, "attention_chunk_size": 16,
+          "num_local_experts": 2, "intermediate_size_mlp": 64}, "", "chunked attention"),
+        ("mamba", {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 50}, "",
+         "MambaForCausalLM keeps in layers 0 a recurrent"),
+        ("jamba", {**SMALL, "num_key_value_heads": 2, "attn_layer_period": 2, "num_experts": 2,
+          "attn_layer_offset": 1, "use_mamba_kernels": False}, "", "in layers 0, 2 a recurrent"),
+        ("lfm2", {**SMALL, "num_key_value_heads": 2,
+          "layer_types": ["conv", "full_attention", "conv"]}, "", "of a convolution"),
+        ("falcon_h1", {**SMALL, "num_key_value_heads": 2, "mamba_d_ssm": 32, "mamba_n_heads": 4,
+          "mamba_d_head": 8, "mamba_d_state": 8}, "", "beside keys and values"),
+        ("rwkv", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}, "",
+         "RwkvForCausalLM keeps no keys"),
+        ("bert", {**SMALL}, "", "answers other logits"),
         ("gpt2", FAMILIES["gpt2"], "#GPT2Model", "GPT2Model has no logits"),
-        ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 2, "vocab_size": 50}, "",
-         "does not say how long"),
     ],
 )  # fmt: skip
 def test_what_keeps_another_state_is_refused_with_the_reason(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -28,13 +28,18 @@ from ..decoding.generation import (
     packed_tokenizer,
 )
 from ..running.factories import parameters_of
+from . import attention
+from .attention import Step, refuse
+from .decoder_spec import UNUSUAL, decoder_spec, text_config
 from .dynamic import Dynamic
 
 LARGEST_CACHE_BYTES: Final = 1 << 30  # of one sequence: the longest is computed in the build
 LONGEST_PIECE: Final = 512  # tokens of one step: a longer prompt is several
-_ATTENTION: Final = "pipeswitch"  # our name among those of transformers
+UNLIMITED: Final = 2048  # context of a model that has no longest: BLOOM was trained with it
 _CLOSE: Final = 0.02  # of the largest logit: bfloat16 differs by 0.01, a wrong mask by 0.3
 _BATCH_LENGTH_PAST: Final = (2, 5, 7)  # of the example: all unlike, none 1
+_CHECKED: Final = 8  # tokens of ``check``, more to pass a window of up to ``_SHORT``
+_SHORT: Final = 64
 
 
 class Decoder(nn.Module):
@@ -44,27 +49,55 @@ class Decoder(nn.Module):
         """Wrap ``model``, which stays as it is.
 
         Raises:
-            RegistrationRefused: its state is not a cache of keys and values of all tokens.
+            RegistrationRefused: its state is not a cache of keys and values.
         """
         super().__init__()
+        refuse_encoder(model.config)
+        if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
+            refuse(f"{type(model).__name__} has no logits of a next token", "hf:NAME#…ForCausalLM")
+        attention.register()
         self.model = model
-        self._cache_keyword = "cache" if "cache" in parameters_of(model) else "past_key_values"
-        layers = _cache_layers(model, self._cache_keyword)
-        self.shapes = [(k.shape[1], k.shape[3], v.shape[3]) for k, v in layers]
-        self.dtype = layers[0][0].dtype
-        self._sizes = [heads * size for heads, *both in self.shapes for size in both]
-        self.width = sum(self._sizes)  # of a token's row
-        said = getattr(_text_config(model), "max_position_embeddings", None)
-        if not isinstance(said, int) or said <= max(_BATCH_LENGTH_PAST):
-            _refuse("its configuration does not say how long a sequence may be")
-        self.context = min(said, LARGEST_CACHE_BYTES // (self.width * self.dtype.itemsize))
-        self.notes = [] if self.context == said else [
-            f"context is {self.context} tokens, not {said}: a sequence's cache has at most "
-            f"{format_bytes(LARGEST_CACHE_BYTES)}"
-        ]  # fmt: skip
-        from transformers import AttentionInterface
+        takes = parameters_of(model)
+        self._cache_keyword = "cache" if "cache" in takes else "past_key_values"
+        self._takes_positions = "position_ids" in takes
+        self.spec = decoder_spec(model, self._cache_keyword)
+        self.dtype = self.spec.dtype
+        self.width = sum(self.spec.sizes)  # of a token's row
+        self.context, self.notes = self._context(text_config(model))
+        self.piece = min(LONGEST_PIECE, self.context)
+        if not self.spec.has_our_attention and self._has_a_table():
+            longest = self.context
+            self.piece = min(LONGEST_PIECE, longest // 4)
+            self.context -= self.piece
+            self.notes.append(
+                f"context is {self.context} tokens, not {longest}: its own attention has a table "
+                f"of {longest} places, and {self.piece} of them are for new tokens"
+            )
 
-        AttentionInterface.register(_ATTENTION, _attention)
+    def _context(self, config: Any) -> tuple[int, list[str]]:
+        """Return how many tokens a sequence may have, and notes that explain it."""
+        names = ("max_position_embeddings", "max_seq_len", "seq_length")
+        longest = next(filter(None, (getattr(config, name, None) for name in names)), UNLIMITED)
+        if not isinstance(longest, int) or longest <= max(_BATCH_LENGTH_PAST):
+            refuse("its configuration does not say how long a sequence may be")
+        context = min(longest, LARGEST_CACHE_BYTES // (self.width * self.dtype.itemsize))
+        if context == longest:
+            return context, []
+        return context, [
+            f"context is {context} tokens, not {longest}: a sequence's cache has at most "
+            f"{format_bytes(LARGEST_CACHE_BYTES)}"
+        ]
+
+    def _has_a_table(self) -> bool:
+        """Return whether the model's own attention fails where padding runs past the context."""
+        used = torch.tensor([self.context - 2])
+        cache = torch.zeros(1, self.context, self.width, dtype=self.dtype)
+        try:
+            with torch.no_grad():
+                self(torch.zeros(1, 2, dtype=torch.long), torch.tensor([2]), used, cache)
+        except (RuntimeError, IndexError, ValueError):
+            return True
+        return False
 
     def forward(
         self, ids: torch.Tensor, count: torch.Tensor, used: torch.Tensor, cache: torch.Tensor
@@ -75,58 +108,64 @@ class Decoder(nn.Module):
         step = torch.arange(length, device=ids.device)
         # Padding may run past the end of a table of positions; what it gives is not looked at.
         position = (used[:, None] + step).clamp(0, self.context - 1)
-        layers = [_past_layer()(keys, values) for keys, values in self._past(cache)]
-        with self._as_decoder(count):
+        if self.spec.has_our_attention:
+            mask = self._mask(step, used, cache)
+        else:
+            cache, mask = _without_gaps(cache, used, length)
+        layers = [*self._past(cache)]
+        keywords = {"position_ids": position} if self._takes_positions else {}
+        current = Step(step, used, cache.shape[1], self.spec.windows)
+        with self._as_decoder(count), current():
             logits = self.model(
                 input_ids=ids,
-                position_ids=position,
-                attention_mask=self._mask(step, used, cache),
+                attention_mask=mask,
                 use_cache=True,
                 return_dict=True,
+                **keywords,
                 **{self._cache_keyword: Cache(layers)},
             ).logits
-        rows = [new.transpose(1, 2).reshape(batch, length, -1) for one in layers for new in one.new]
+        new = [part for one in layers for part in getattr(one, "new", ())]
+        rows = [part.transpose(1, 2).reshape(batch, length, -1) for part in new]
         return {LOGITS: logits[:, 0], CACHE_NEW: torch.cat(rows, -1)}
 
-    def _past(self, cache: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each layer's keys and values, [batch, heads, past, size], as views."""
-        parts = iter(torch.split(cache, self._sizes, -1))
+    def _past(self, cache: torch.Tensor) -> Iterator[Any]:
+        """Yield each layer's past for transformers; keys and values are views of the rows."""
+        from transformers.cache_utils import DummyLayer
+
+        parts = iter(torch.split(cache, self.spec.sizes, -1))
         batch, past = cache.shape[:2]
-        for heads, key_size, value_size in self.shapes:
-            keys = next(parts).view(batch, past, heads, key_size).transpose(1, 2)
-            yield keys, next(parts).view(batch, past, heads, value_size).transpose(1, 2)
+        for layer in self.spec.layers:
+            if layer.kind == "shared":
+                yield DummyLayer()
+                continue
+            keys, values = (
+                next(parts).view(batch, past, layer.heads, size).transpose(1, 2)
+                for size in (layer.key_size, layer.value_size)
+            )
+            yield _past_layer()(keys, values)
 
     def _mask(self, step: torch.Tensor, used: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-        """Return the attention mask: new tokens see the rows in use, themselves and earlier
-        ones.
-
-        It is added to the scores: [batch, 1, length, past + length].
-        """
-        batch, past = cache.shape[:2]
-        length = step.shape[0]
-        rows = torch.arange(past, device=cache.device)
-        is_used = (rows < used[:, None])[:, None].expand(batch, length, past)
-        is_before = (step <= step[:, None])[None].expand(batch, length, length)
-        sees = torch.cat([is_used, is_before], -1)
-        bias = torch.zeros((), dtype=cache.dtype, device=cache.device)
-        return bias.masked_fill(~sees, float("-inf"))[:, None]
+        """Return the mask of a layer without a window: [batch, 1, length, past + length]."""
+        return Step(step, used, cache.shape[1]).full(cache.dtype)
 
     @contextlib.contextmanager
     def _as_decoder(self, count: torch.Tensor) -> Iterator[None]:
-        """Run the model with our attention, and with logits of each last real token only."""
+        """Run the model with our attention and experts, and with logits of each last real token
+        only."""
 
         def last(head: nn.Module, hidden: tuple[torch.Tensor]) -> torch.Tensor:
             batch = torch.arange(count.shape[0], device=count.device)
             return hidden[0][batch, count - 1][:, None]
 
-        config = _text_config(self.model)
-        before = config._attn_implementation
+        config = text_config(self.model)
+        before = config._attn_implementation, config._experts_implementation
         hook = self.model.get_output_embeddings().register_forward_pre_hook(last)
-        config._attn_implementation = _ATTENTION
+        name = attention.NAME if self.spec.has_our_attention else before[0]
+        config._attn_implementation, config._experts_implementation = name, attention.NAME
         try:
             yield
         finally:
-            config._attn_implementation = before
+            config._attn_implementation, config._experts_implementation = before
             hook.remove()
 
     def example(self) -> dict[str, torch.Tensor]:
@@ -142,8 +181,7 @@ class Decoder(nn.Module):
         }
 
     def dynamic(self) -> Dynamic:
-        longest = min(LONGEST_PIECE, self.context)
-        return {"ids": {1: ("length", 1, longest)}, CACHE: {1: ("past", 1, self.context)}}
+        return {"ids": {1: ("length", 1, self.piece)}, CACHE: {1: ("past", 1, self.context)}}
 
     @property
     def vocabulary(self) -> int:
@@ -181,23 +219,27 @@ class Decoder(nn.Module):
         Raises:
             RegistrationRefused: what it remembers of a sequence is not in the cache alone.
         """
-        ids = torch.arange(1, 9)[None] % self.vocabulary
+        short = [window for window in self.spec.windows if 0 < window <= _SHORT]
+        total = max([_CHECKED, *(2 * window for window in short)])
+        ids = torch.arange(1, total + 1)[None] % self.vocabulary
         with torch.no_grad():
             own = self.model(input_ids=ids, use_cache=False, return_dict=True).logits[0]
-            cache = torch.zeros(1, 1, self.width, dtype=self.dtype)
+            rows = torch.zeros(1, 0, self.width, dtype=self.dtype)
             seen = 0
-            for length in (3, 1, 1, 3):
+            for length in (3, 1, 1, total - 6, 1):
                 piece = ids[:, seen : seen + length]
                 given = torch.tensor([length]), torch.tensor([seen])
-                found = self(piece, *given, cache)
-                cache = torch.cat([cache[:, :seen], found[CACHE_NEW]], 1)
+                padding = torch.ones(1, 3, self.width, dtype=self.dtype)  # as of a longer neighbour
+                found = self(piece, *given, torch.cat([rows, padding], 1))
+                rows = torch.cat([rows, found[CACHE_NEW]], 1)
                 seen += length
                 difference = float((found[LOGITS][0] - own[seen - 1]).abs().max())
                 if not difference <= _CLOSE * float(own[seen - 1].abs().max()):
-                    _refuse(
+                    refuse(
                         "with its keys and values as a state it answers other logits (they differ "
                         f"by {difference:.2g} at token {seen}): it keeps something else, or its "
-                        "attention is not the usual one"
+                        "attention is not the usual one",
+                        UNUSUAL,
                     )
 
 
@@ -212,32 +254,6 @@ def _chat_template(given: Any) -> tuple[str, list[str]]:
     names = ", ".join(sorted(map(str, named)))
     note = f"its chat templates are named {names}, and none of them default: no chat is served"
     return "", [note] if named else []
-
-
-def _text_config(model: Any) -> Any:
-    return model.config.get_text_config(decoder=True)
-
-
-def _cache_layers(model: Any, keyword: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each layer's keys and values of two tokens; refuse layers that keep anything else."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
-    refuse_encoder(model.config)
-    if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
-        _refuse(f"{type(model).__name__} has no logits of a next token", "hf:NAME#…ForCausalLM")
-    cache = DynamicCache(config=_text_config(model))
-    others = {type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer}
-    if others:
-        _refuse(
-            f"it has layers of {', '.join(sorted(others))}: a state is the keys and values of all "
-            "tokens, not of a window, and nothing recurrent"
-        )
-    with torch.no_grad():
-        model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=True, **{keyword: cache})
-    layers = [(layer.keys, layer.values) for layer in cache.layers]
-    if not layers or any(keys is None or keys.shape[2] != 2 for keys, _ in layers):
-        _refuse("it does not keep keys and values of each layer and token")
-    return layers
 
 
 @functools.cache
@@ -258,42 +274,28 @@ def _past_layer() -> Any:
     return Past
 
 
-def _attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float | None = None,
-    **more: Any,
-) -> tuple[torch.Tensor, None]:
-    """Heads that share keys are asked as one with more rows: nothing is repeated, and torch's
-    fused kernel takes it at every length."""
-    for name in ("softcap", "sliding_window", "s_aux", "position_bias"):
-        if more.get(name) is not None:
-            _refuse(f"its attention has {name}")
-    batch, heads, length, _ = query.shape
-    groups = heads // key.shape[1]
-    packed = query.reshape(batch, key.shape[1], -1, query.shape[-1])
-    found = functional.scaled_dot_product_attention(
-        packed, key, value, attn_mask=_packed(mask, groups), scale=scaling
-    )
-    return found.reshape(batch, heads, length, value.shape[-1]).transpose(1, 2), None
+def _without_gaps(
+    cache: torch.Tensor, used: torch.Tensor, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move the rows in use to the end, next to the new ones, for a model's own attention.
 
+    Such a model reads distances from the rows' places (ALiBi, local attention), as in a batch that
+    is padded on the left.
 
-def _packed(mask: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return the mask of packed heads, made once for all layers and kept on the call's own mask."""
-    if groups == 1:
-        return mask
-    made: dict[int, torch.Tensor] = vars(mask).setdefault("of_groups", {})
-    if groups not in made:
-        made[groups] = mask.repeat(1, 1, groups, 1)
-    return made[groups]
+    Returns:
+        The cache, and a mask [batch, past + length]: 1 for a row in use or new, else 0.
+    """
+    batch, past, width = cache.shape
+    rows = torch.arange(past, device=cache.device)
+    source = (rows + used[:, None]) % past
+    moved = cache.gather(1, source[:, :, None].expand(batch, past, width))
+    is_used = (rows >= past - used[:, None]).long()
+    return moved, functional.pad(is_used, (0, length), value=1)
 
 
 def refuse_encoder(config: Any) -> None:
     if config.is_encoder_decoder:
-        _refuse("an encoder answers before its decoder, and its output is state of another kind")
+        refuse("an encoder answers before its decoder, and its output is state of another kind")
 
 
 def decoder(model: Any) -> Decoder:
@@ -303,16 +305,13 @@ def decoder(model: Any) -> Decoder:
         RegistrationRefused: it cannot be one; says why.
     """
     if not hasattr(model, "config"):
-        _refuse(f"a {type(model).__name__} is no language model of transformers")
+        refuse(f"a {type(model).__name__} is no language model of transformers")
     try:
         found = Decoder(model)
         found.check()
     except RegistrationRefused:
         raise
     except Exception as error:  # a model's own code
-        _refuse(f"with a state it raised {type(error).__name__}: {str(error)[:200]}")
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        refuse(f"with a state a {type(model).__name__} raised {reason}", UNUSUAL)
     return found
-
-
-def _refuse(reason: str, hint: str = "") -> NoReturn:
-    raise RegistrationRefused("generate", reason, hint=hint)

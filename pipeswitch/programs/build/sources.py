@@ -351,7 +351,11 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
     def construct() -> nn.Module:
         if is_pretrained:
             model, told = cls.from_pretrained(
-                name, trust_remote_code=False, use_safetensors=True, output_loading_info=True
+                name,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                **_as_plain_tensors(name, config),
             )
             _refuse_missing(f"weights of hf:{name}", sorted(told["missing_keys"]), cls.__name__)
         elif cls is bare:
@@ -363,6 +367,32 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
         return _ByPosition(model, names)
 
     return construct, inputs
+
+
+def _as_plain_tensors(name: str, config: Any) -> dict[str, Any]:
+    """Return the arguments with which transformers loads a quantized checkpoint as plain tensors.
+
+    Raises:
+        RegistrationRefused: transformers cannot do that for this method.
+    """
+    given = getattr(config, "quantization_config", None)
+    if given is None:
+        return {}
+    method, why = str(dict(given).get("quant_method", "an unknown method")), ""
+    try:
+        from transformers.quantizers.auto import AutoQuantizationConfig
+
+        loads: Any = AutoQuantizationConfig  # untyped upstream
+        found = loads.from_dict(dict(given))
+        if hasattr(found, "dequantize"):
+            return {"quantization_config": type(found)(dequantize=True)}
+    except Exception as error:  # a library that the method needs, or a setting that it has not
+        why = f" ({type(error).__name__}: {str(error)[:200]})"
+    raise RegistrationRefused(
+        f"weights of hf:{name}",
+        f"they are quantized with {method[:40]}, and do not load as plain tensors here{why}",
+        hint="give the checkpoint that is not quantized, with precision='int8' to make it small",
+    )
 
 
 def _refuse_missing(part: str, missing: Sequence[str], what: str) -> None:

@@ -1,0 +1,188 @@
+"""The attention and the experts that a served language model computes with, for all families.
+
+transformers' models call both through an interface. Ours are graphs of any length: the attention
+knows windows, soft caps and sinks, and the experts read no data to choose a shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ...base.errors import RegistrationRefused
+
+NAME: Final = "pipeswitch"  # among transformers' implementations
+EXPERTS_TOGETHER: Final = 8  # in one product: bounds the memory of its result
+
+
+class Step:
+    """One forward pass of several sequences: which rows each new token may attend to."""
+
+    def __init__(
+        self, step: torch.Tensor, used: torch.Tensor, past: int, windows: Sequence[int] = ()
+    ) -> None:
+        """Describe a pass.
+
+        Args:
+            step: [length], the new tokens' numbers: 0, 1, ...
+            used: [batch], rows of the cache in use.
+            past: rows of the cache.
+            windows: by layer, how many tokens it attends to, itself included; 0: all.
+        """
+        self._step, self._used, self._past, self._windows = step, used, past, windows
+        self.asked: dict[int, int] = {}  # by layer: the window that the model's own code names
+        self._masks: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Make this the pass that ``attention`` computes in the block."""
+        token = _STEP.set(self)
+        try:
+            yield
+        finally:
+            _STEP.reset(token)
+
+    def full(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the mask without a window: the rows in use, the token itself, earlier new ones.
+
+        It is added to the scores: [batch, 1, length, past + length].
+        """
+        batch, length = self._used.shape[0], self._step.shape[0]
+        rows = torch.arange(self._past, device=self._step.device)
+        is_used = (rows < self._used[:, None])[:, None].expand(batch, length, self._past)
+        is_before = (self._step <= self._step[:, None])[None].expand(batch, length, length)
+        return self._added(torch.cat([is_used, is_before], -1), dtype)
+
+    def mask(self, full: torch.Tensor, window: int, groups: int) -> torch.Tensor:
+        """Return the mask of a layer whose heads share keys in groups; made once for all layers."""
+        key = (id(full), window, groups)
+        if key not in self._masks:
+            made = full + self._within(window, full.dtype) if window else full
+            made = made if groups == 1 else made.repeat(1, 1, groups, 1)
+            self._masks[key] = (made, full)  # ``full`` too: its id is not given to another
+        return self._masks[key][0]
+
+    def window(self, layer: int, asked: int) -> int:
+        """Return a layer's window; ``asked``: what the model's own code calls it with."""
+        self.asked[layer] = asked
+        return self._windows[layer] if layer < len(self._windows) else asked
+
+    def _within(self, window: int, dtype: torch.dtype) -> torch.Tensor:
+        batch, length = self._used.shape[0], self._step.shape[0]
+        rows = torch.arange(self._past, device=self._step.device)
+        oldest = self._used[:, None] + self._step - window  # the last one that is too old
+        is_past = rows > oldest[:, :, None]
+        is_new = (self._step > self._step[:, None] - window)[None].expand(batch, length, length)
+        return self._added(torch.cat([is_past, is_new], -1), dtype)
+
+    @staticmethod
+    def _added(sees: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        bias = torch.zeros((), dtype=dtype, device=sees.device)
+        return bias.masked_fill(~sees, float("-inf"))[:, None]
+
+
+_STEP: ContextVar[Step] = ContextVar("step")
+
+
+def register() -> None:
+    """Make both known to transformers, as ``NAME``."""
+    from transformers import AttentionInterface
+    from transformers.integrations.moe import ExpertsInterface
+
+    AttentionInterface.register(NAME, attention)
+    ExpertsInterface.register(NAME, experts)
+
+
+def attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as the current ``Step`` says.
+
+    Heads that share keys are asked as one with more rows: nothing is repeated, and torch's fused
+    kernel takes it at every length.
+
+    Args:
+        query: [batch, heads, length, size]; ``key`` and ``value`` have fewer heads or as many.
+        mask: as ``Step.full`` returned it.
+        scaling: of the scores; None: one over the root of the size.
+        more: ``sliding_window`` of this layer, as the model's own code has it; ``softcap``, the
+            scores' bound; ``s_aux`` [heads], scores of a token without a value (attention sinks);
+            and what only other implementations need.
+    """
+    if more.get("position_bias") is not None:
+        refuse("its attention has a position_bias")
+    softcap, sinks = more.get("softcap"), more.get("s_aux")
+    batch, heads, length, size = query.shape
+    shared = key.shape[1]
+    step = _STEP.get()
+    layer = int(getattr(module, "layer_idx", 0))
+    window = step.window(layer, more.get("sliding_window") or 0)
+    bias = step.mask(mask, window, heads // shared)
+    packed = query.reshape(batch, shared, -1, size)
+    if softcap is None and sinks is None:
+        found = functional.scaled_dot_product_attention(
+            packed, key, value, attn_mask=bias, scale=scaling
+        )
+    else:
+        scores = packed @ key.transpose(-1, -2) * (size**-0.5 if scaling is None else scaling)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores + bias
+        if sinks is not None:
+            column = sinks.reshape(1, shared, -1, 1, 1).to(scores.dtype)
+            column = column.expand(batch, shared, heads // shared, length, 1)
+            scores = torch.cat([scores, column.reshape(batch, shared, -1, 1)], -1)
+        weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
+        found = weights[..., : key.shape[2]] @ value
+    return found.reshape(batch, heads, length, value.shape[-1]).transpose(1, 2), None
+
+
+def experts(
+    module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute all experts for all tokens, and add up the chosen ones' results.
+
+    Gathering the chosen experts' weights copies them for each token: slower even for one (22 ms;
+    all of 32 experts take 13, 8 of them chosen), and gigabytes for a prompt.
+
+    Args:
+        module: transformers' experts: weights of all in one tensor, and how they lie there.
+        hidden: [tokens, size].
+        chosen: [tokens, top_k], numbers of experts.
+        weights: [tokens, top_k].
+    """
+    share = torch.zeros(hidden.shape[0], module.num_experts, dtype=weights.dtype)
+    share = share.to(hidden.device).scatter(1, chosen, weights).t()[:, :, None]
+    result = torch.zeros_like(hidden)
+    for first in range(0, module.num_experts, EXPERTS_TOGETHER):
+        some = slice(first, min(first + EXPERTS_TOGETHER, module.num_experts))
+        inner = _product(module, hidden, "gate_up_proj" if module.has_gate else "up_proj", some)
+        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+        outer = _product(module, inner, "down_proj", some)
+        if module.has_post_expert_norm:
+            outer = module.post_expert_norm(outer)
+        result = result + (outer * share[some]).sum(0).to(hidden.dtype)
+    return result
+
+
+def _product(module: Any, given: torch.Tensor, name: str, some: slice) -> torch.Tensor:
+    weight = getattr(module, name)[some]
+    found: torch.Tensor = given @ (weight if module.is_transposed else weight.transpose(1, 2))
+    return found + getattr(module, f"{name}_bias")[some][:, None] if module.has_bias else found
+
+
+def refuse(reason: str, hint: str = "") -> NoReturn:
+    """Raise ``RegistrationRefused`` for a language model."""
+    raise RegistrationRefused("generate", reason, hint=hint)

@@ -1,0 +1,133 @@
+"""Description of what each layer of a language model remembers of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+
+from .attention import NAME, Step, refuse
+
+Kind = Literal["full", "window", "shared"]  # shared: it reads another layer's keys and values
+UNUSUAL: Final = "register it without generate, then a request computes a whole text"
+_STATES: Final[Mapping[str, str]] = {
+    "linear_attention": "a recurrent state (Mamba, linear attention)",
+    "conv": "the last inputs of a convolution",
+    "hybrid": "a recurrent state beside keys and values",
+    "hybrid_sliding": "a recurrent state beside keys and values",
+    "chunked_attention": "keys and values of a chunk that begins anew (chunked attention)",
+    "indexed_attention": "an index of its keys (sparse attention)",
+}  # what it keeps that is not a row for each token
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Layer of a model: what it adds to a token's row of the cache."""
+
+    kind: Kind
+    window: int = 0  # how many tokens it attends to, itself included; 0: all
+    heads: int = 0
+    key_size: int = 0
+    value_size: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Elements of a token's keys and of its values."""
+        return self.heads * self.key_size, self.heads * self.value_size
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """All layers of a model, in order, and how they attend."""
+
+    layers: tuple[LayerSpec, ...]
+    dtype: torch.dtype
+    has_our_attention: bool  # else the model's own, which wants rows without gaps
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each part of a token's row; the parts are keys and values by turns."""
+        return [size for layer in self.layers if layer.kind != "shared" for size in layer.sizes]
+
+    @property
+    def windows(self) -> list[int]:
+        """Window of each layer; 0: none."""
+        return [layer.window for layer in self.layers]
+
+
+def text_config(model: Any) -> Any:
+    """Return the configuration of the part that makes text."""
+    return model.config.get_text_config(decoder=True)
+
+
+def decoder_spec(model: Any, cache_keyword: str) -> DecoderSpec:
+    """Read a model's layers from its configuration, and run it on two tokens.
+
+    Raises:
+        RegistrationRefused: a layer keeps something else than a row for each token.
+    """
+    from transformers.cache_utils import DynamicCache
+
+    config = text_config(model)
+    kinds = _kinds(model)
+    cache = DynamicCache(config=config)
+    step = Step(torch.arange(2), torch.zeros(1, dtype=torch.long), 0)
+    ids, before = torch.zeros(1, 2, dtype=torch.long), config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        with torch.no_grad(), step():
+            mask = step.full(model.dtype)
+            model(input_ids=ids, attention_mask=mask, use_cache=True, **{cache_keyword: cache})
+        keeps = {number for number, (kind, _) in enumerate(kinds) if kind != "shared"}
+        has_our_attention = {*step.asked} >= keeps
+    except (TypeError, ValueError, RuntimeError, IndexError):  # it cannot read such a mask
+        has_our_attention = False
+    finally:
+        config._attn_implementation = before
+    if has_our_attention:
+        for number, asked in step.asked.items():
+            if asked != (window := kinds[number][1]):
+                reason = f"layer {number} attends to {asked or 'all'} tokens"
+                refuse(f"{reason}, and its configuration says {window or 'all'}", UNUSUAL)
+    else:
+        cache = DynamicCache(config=config)
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=True, **{cache_keyword: cache})
+    layers = []
+    for (kind, window), kept in zip(kinds, cache.layers, strict=True):
+        keys, values = kept.keys, kept.values
+        if kind == "shared":
+            layers.append(LayerSpec(kind, window))
+        elif keys is None or keys.dim() != 4 or keys.shape[2] != 2:
+            refuse(f"a {type(model).__name__} keeps no keys and values of each token", UNUSUAL)
+        else:
+            layers.append(LayerSpec(kind, window, keys.shape[1], keys.shape[3], values.shape[3]))
+    dtypes = {kept.keys.dtype for kept in cache.layers if kept.keys is not None}
+    if len(dtypes) != 1:
+        refuse("its layers keep keys and values of several types", UNUSUAL)
+    return DecoderSpec(tuple(layers), dtypes.pop(), has_our_attention)
+
+
+def _kinds(model: Any) -> list[tuple[Kind, int]]:
+    """Return each layer's kind and window; refuse a layer that keeps no row for each token."""
+    from transformers.cache_utils import get_layer_types_and_kwargs
+
+    config = text_config(model)
+    types, options = get_layer_types_and_kwargs(config)
+    named = getattr(config, "layer_types", None) or types  # of a layer that shares too
+    if unknown := sorted({*types} - {"full_attention", "sliding_attention", "dummy"}):
+        numbers = [at for at, kind in enumerate(types) if kind == unknown[0]]
+        kept = _STATES.get(unknown[0], unknown[0])
+        which = ", ".join(map(str, numbers[:4])) + (", ..." if len(numbers) > 4 else "")
+        reason = f"{type(model).__name__} keeps in layers {which} {kept}"
+        refuse(f"{reason}; a sequence here has keys and values of each token", UNUSUAL)
+    kinds: list[tuple[Kind, int]] = []
+    for kind, name, more in zip(types, named, options, strict=True):
+        window = more.get("sliding_window", 0)
+        if kind == "dummy":
+            kinds.append(("shared", config.sliding_window if name == "sliding_attention" else 0))
+        else:
+            kinds.append(("window" if window else "full", window))
+    return kinds

@@ -1,0 +1,238 @@
+"""Families of language models: greedy tokens are those of ``generate()``, past every window.
+
+Each is a small model of transformers with seeded random weights that goes the whole way: a folder,
+a build, and a run by our executor, or by a server.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from process_tools import checked_server
+
+from pipeswitch.base.errors import RegistrationRefused
+from pipeswitch.programs.build.attention import Step
+from pipeswitch.programs.build.decoder import Decoder, decoder
+from pipeswitch.programs.build.program import build
+from pipeswitch.programs.build.verify import load_image
+from pipeswitch.programs.graphs.bundle import read_bundle
+from pipeswitch.programs.running.executor import GraphProgram
+from pipeswitch.programs.running.views import tensor_over
+from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec
+from tests.process.test_decoder import own
+
+transformers = pytest.importorskip("transformers")
+
+PROMPT, NEW, LONG = 33, 200, 384
+IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+WORDS = {"vocab_size": 300, "tie_word_embeddings": False, **IDS}
+BODY = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, **WORDS}
+PLAIN = {**BODY, "intermediate_size": 96, "max_position_embeddings": LONG}
+GROUPED = {**PLAIN, "num_key_value_heads": 2, "head_dim": 16}
+WINDOW = {**GROUPED, "sliding_window": 16}
+SOME = {**WINDOW, "num_hidden_layers": 4}  # layers with the window
+GEMMA = {**SOME, "query_pre_attn_scalar": 16}
+FOUR = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MANY = {**GROUPED, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+BOTH = {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3}
+GIVES = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300}
+SHARED = {**WINDOW, **BOTH, **GIVES, "num_kv_shared_layers": 2}
+ALTUP = {"laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 6}
+LOCAL = {"window_size": 16, "attention_types": [[["global", "local"], 2]], "num_hidden_layers": 4}
+FAMILIES: dict[str, dict[str, Any]] = {
+    # Full attention: learned positions, rotary ones of all or a part of each head.
+    **dict.fromkeys(("gpt_neox", "phi"), PLAIN),
+    **dict.fromkeys(("qwen3", "gemma", "cohere", "olmo2", "granite", "smollm3", "glm4"), GROUPED),
+    "gptj": {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, **WORDS},
+    "opt": {**BODY, "ffn_dim": 96, "word_embed_proj_dim": 64, "max_position_embeddings": LONG},
+    "stablelm": {**GROUPED, "partial_rotary_factor": 0.25},
+    # Windows, in all layers or in some; soft caps; sinks; layers that share keys.
+    **dict.fromkeys(("mistral", "starcoder2"), WINDOW),
+    **dict.fromkeys(("cohere2", "olmo3"), SOME),
+    "phi3": {**WINDOW, "original_max_position_embeddings": LONG},
+    "qwen2": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+    "exaone4": {**SOME, "sliding_window_pattern": 4},
+    "gemma2": {**GEMMA, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {**GEMMA, "sliding_window_pattern": 3},
+    "gemma3n_text": {**SHARED, **ALTUP, "intermediate_size": [96] * 6},
+    "gemma4_text": {**SHARED, "global_head_dim": 16},
+    "gpt_oss": {**SOME, **FOUR},
+    # Experts.
+    "mixtral": {**WINDOW, **FOUR},
+    "granitemoe": {**GROUPED, **FOUR},
+    "qwen2_moe": {**MANY, "shared_expert_intermediate_size": 48},
+    **dict.fromkeys(("qwen3_moe", "olmoe"), MANY),
+    # Their own attention: ALiBi, and a local one.
+    "bloom": {"hidden_size": 64, "n_layer": 3, "n_head": 4, **WORDS},
+    "falcon": {**BODY, "max_position_embeddings": LONG, "alibi": True},
+    "mpt": {"d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": LONG, **WORDS},
+    "gpt_neo": {**BODY, **LOCAL, "max_position_embeddings": LONG},
+}
+Run = Callable[..., Sequence[torch.Tensor]]
+
+
+def plain_model(family: str) -> Any:
+    torch.manual_seed(7)
+    config = transformers.AutoConfig.for_model(family, **FAMILIES[family])
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():  # so that answers are no one word again and again
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+            elif "sinks" in name:  # of no weight otherwise
+                parameter.fill_(2.0)
+    return model
+
+
+def prompt(length: int, first: int = 5) -> list[int]:
+    return [(first + 37 * at) % 290 + 5 for at in range(length)]
+
+
+def built(model: Path, path: Path) -> tuple[Run, int]:
+    """Register a folder as a builder does; return a step of it, and the width of a token's row."""
+    spec = BuildSpec(
+        name="m", source=f"hf:{model}", weights="pretrained", generate=True, max_batch=4
+    )
+    manifest = build(spec, path / "out", lambda stage, done: None)
+    assert manifest.batching is not None
+    assert manifest.batching.limit == 4
+    file = path / "out" / BUNDLE_FILE
+    image = load_image(file, manifest).untyped_storage()
+    program = GraphProgram(manifest, read_bundle(file).graph, "cpu")
+    bound = program.bind(lambda tensor: tensor_over(image, tensor, 0))
+    width = manifest.inputs[3].shape[2]
+    assert isinstance(width, int)
+    return lambda *given: bound.run(given, lambda group: None), width
+
+
+def together(run: Run, width: int, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+    """Answer all in the same steps, each padded to the longest; the prompts in one step."""
+    rows = torch.full((len(prompts), LONG, width), 3.0)
+    tokens, done = [list(one) for one in prompts], [0] * len(prompts)
+    for _ in range(new):
+        given = [torch.tensor(one[at:]) for one, at in zip(tokens, done, strict=True)]
+        ids = torch.nn.utils.rnn.pad_sequence(given, batch_first=True)
+        counts = torch.tensor([len(one) for one in given])
+        logits, fresh = run(ids, counts, torch.tensor(done), rows[:, : max(*done, 1)])
+        for at, one in enumerate(given):
+            rows[at, done[at] : done[at] + len(one)] = fresh[at, : len(one)]
+            done[at] += len(one)
+            tokens[at].append(int(logits[at].argmax()))
+    return [one[len(asked) :] for one, asked in zip(tokens, prompts, strict=True)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_of_a_batch_are_those_of_generate(family: str, tmp_path: Path) -> None:
+    """Two prompts of other lengths in the same steps; the longer one begins with the shorter."""
+    model = plain_model(family)
+    model.save_pretrained(tmp_path / "model")
+    asked = [prompt(PROMPT), prompt(PROMPT - 14)]
+    found = together(*built(tmp_path / "model", tmp_path), asked, NEW)
+    wanted = [own(model, one, NEW) for one in asked]
+    assert len({*wanted[0]}) > 5
+    assert found == wanted
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss", "gemma3n_text"])
+def test_a_wrong_window_is_found_before_it_answers(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if layers attended to all tokens: equal up to the window, and other logits behind it."""
+    module = Decoder(plain_model(family))
+    assert {*module.spec.windows} <= {0, 16}
+    module.check()
+    monkeypatch.setattr(Step, "window", lambda step, layer, asked: 0)
+    with pytest.raises(RegistrationRefused, match="answers other logits"):
+        module.check()
+
+
+def test_a_layer_whose_window_is_not_that_of_its_configuration_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = plain_model("gemma2")
+    monkeypatch.setattr(model.model.layers[0].self_attn, "sliding_window", 9)
+    with pytest.raises(RegistrationRefused, match="layer 0 attends to 9 tokens") as caught:
+        decoder(model)
+    assert caught.value.hint
+
+
+def test_a_server_answers_all_kinds_with_shared_prefixes_and_together(tmp_path: Path) -> None:
+    """A client's own models, which stay as they were; three prompts begin alike."""
+    start = prompt(60)
+    asked = [start, start + prompt(9, 99), start + prompt(20, 7), prompt(12, 50)]
+    with checked_server(arena="32MiB", host_store="64MiB") as checked:
+        for family in ("mistral", "gpt_oss", "qwen3_moe", "bloom"):
+            model = plain_model(family)
+            wanted = [own(model, one, 40) for one in asked]
+            checked.client.register(family, model, generate=True, precision="exact")
+            first = checked.client.generate(family, asked[0], max_new_tokens=40)
+            found = [[token.id for token in first]]
+            streams = [checked.client.generate(family, one, max_new_tokens=40) for one in asked[1:]]
+            found += [[token.id for token in stream] for stream in streams]
+            assert found == wanted
+            assert own(model, asked[3], 5) == wanted[3][:5]
+
+
+def quantized(folder: Path, settings: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+
+
+def eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """As DeepSeek and Qwen publish them: a weight, and what a checkpoint has in its place."""
+    scale = weight.abs().max() / 448
+    eight = (weight / scale).to(torch.float8_e4m3fn)
+    return eight.float() * scale, {"": eight, "_scale_inv": scale.reshape(1, 1)}
+
+
+def four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """As GPT-OSS publishes its experts: two numbers in a byte, an exponent for each 32."""
+    count, size, outputs = weight.shape
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = torch.randint(0, 16, (count, outputs, size))
+    powers = torch.randint(123, 126, (count, outputs, size // 32))
+    plain = values[codes % 8] * (1 - 2.0 * (codes // 8))
+    plain = plain * torch.exp2(powers - 127.0).repeat_interleave(32, -1)
+    pairs = codes.view(count, outputs, -1, 16, 2)
+    blocks = (pairs[..., 0] | (pairs[..., 1] << 4)).byte()
+    return plain.transpose(1, 2), {"_blocks": blocks, "_scales": powers.byte()}
+
+
+@pytest.mark.parametrize(("family", "method"), [("qwen3", "fp8"), ("gpt_oss", "mxfp4")])
+def test_a_quantized_checkpoint_is_loaded_as_plain_tensors(
+    family: str, method: str, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = plain_model(family)
+    model.save_pretrained(tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    weights = load_file(file)
+    which = r"_proj\.weight$" if method == "fp8" else r"_proj$"
+    for name in [one for one in weights if re.search(which, one)]:
+        plain, parts = (eight_bits if method == "fp8" else four_bits)(weights.pop(name))
+        model.get_parameter(name).data = plain
+        weights |= {name + end: part.contiguous() for end, part in parts.items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    how = {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    quantized(tmp_path / "m", {"quant_method": method, **(how if method == "fp8" else {})})
+    asked = [prompt(20), prompt(9)]
+    found = together(*built(tmp_path / "m", tmp_path), asked, 30)
+    assert found == [own(model, one, 30) for one in asked]
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq", "squeezed"])
+def test_a_quantized_checkpoint_of_another_kind_is_refused_by_name(
+    method: str, tmp_path: Path
+) -> None:
+    plain_model("qwen3").save_pretrained(tmp_path / "m")
+    quantized(tmp_path / "m", {"quant_method": method, "bits": 4, "load_in_4bit": True})
+    with pytest.raises(RegistrationRefused, match=method) as caught:
+        built(tmp_path / "m", tmp_path)
+    assert "precision='int8'" in caught.value.hint
