@@ -25,16 +25,14 @@ def test_random_lives_have_their_own_rows_and_give_every_byte_back(
             stem = chance.choice(stems)
             if chance.random() < 0.3:
                 stem = [*stem[: chance.randrange(40)], *chance.choices(range(9), k=9)]
-            world.move(("begin", key, stem, chance.choice(["ok", "ok", "late", "refused"])))
-        elif request is not None and move < 0.8 and not request.is_copying:
+            world.move(("begin", key, stem, chance.choice(["ok", "ok", "ok", "refused"])))
+        elif request is not None and move < 0.8:
             chosen = chance.choices(range(9), k=chance.choice([1, 2, 32]))
-            how = chance.choice(["ok"] * 6 + ["late", "late", "wrong", "full"])
+            how = chance.choice(["ok"] * 8 + ["wrong", "full"])
             is_full = len(request.ids) + len(chosen) + 33 > MOST
             world.move(("end", key) if is_full else ("run", key, chosen, how))
-        elif request is not None and move > 0.96 and not request.is_over:
+        elif request is not None and move > 0.96:
             world.move(("end", key))
-        elif world.lane:
-            world.move(("carry",))
         elif move > 0.95:
             world.now_ms += IDLE_MS / 3
             world.sequences.expire()

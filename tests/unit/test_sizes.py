@@ -29,7 +29,7 @@ USERS = {
 # Kernels of torch's operators and a function in place of torch's own: the signatures are torch's.
 TORCH = {"parameters": "packed._convolution_add 11, recurrent._stft 10"}
 # Records of requests and sequences, whose generations are being reworked.
-LARGE = {"fields": "records.Request 29, held.Held 21"}
+LARGE = {"fields": "records.Request 29"}
 
 
 def listed(measure: str) -> dict[str, int]:
