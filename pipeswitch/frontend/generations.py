@@ -124,6 +124,8 @@ class Generations:
             return self._prepared(generation, pending.token)
         except QueueFull:
             self._give_room_back(generation)
+            if generation.held is not None:
+                self._sequences.fit(generation.held, 0)  # nothing ahead of its rows
             self._waiting[pending.token] = pending
             self._pool.on_release = self.look_again
             self.look_again()

@@ -193,14 +193,10 @@ class Sequences:
         room, held.room = held.room, None
         if room is not None:
             self._pool.release_reply(room)
-        self._close(held)
-
-    def _close(self, held: Held) -> None:
-        """Release its blocks: others may wait for room."""
         tables, held.grown, held.values = held.grown, {}, {}
         for table in tables.values():
             self.blocks.close(table)
-        if tables and self._pool.on_release is not None:
+        if tables and self._pool.on_release is not None:  # others may wait for room
             self._pool.on_release()
 
     def as_dict(self) -> dict[str, Any]:
