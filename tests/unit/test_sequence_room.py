@@ -9,7 +9,7 @@ import os
 import random
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -184,21 +184,23 @@ class Rig:
     def compute(self, tokens: Collection[int], error: PipeSwitchError | None = None) -> None:
         """As a worker and the scheduler do: a run of these, of some of the steps that it may have.
         Then each is answered, or has more to do."""
-        runs = {token: self.computing.pop(token) for token in tokens}
-        steps = self.chance.randint(1, min(one.choosing.steps for one in runs.values()))  # type: ignore[union-attr]
-        more = []
-        for token, run in runs.items():
-            answer = self.computed(run, steps)
+        runs, more = [self.computing.pop(token) for token in tokens], []
+        for run, answer in zip(runs, self.answers_of(runs), strict=True):
+            token = answer.token
             assert run.choosing is not None
             if error is not None:
-                self.answer(ev.Answer(token=ev.Token(token), error=error))
+                self.answer(ev.Answer(token=token, error=error))
             elif run.choosing.ends_with(answer.body["tokens"]):
-                self.answer(answer)
+                self.answer(msgspec.structs.replace(answer, timing=None))
             else:
                 self.between.add(token)
                 more.append(msgspec.structs.replace(answer, more=True))
         if more:
             self.generations.run_ended(ev.RunEnded(answers=tuple(more)))
+
+    def answers_of(self, runs: Sequence[ev.InferArrived | ev.NextRun]) -> list[ev.Answer]:
+        steps = self.chance.randint(1, min(one.choosing.steps for one in runs))  # type: ignore[union-attr]
+        return [self.computed(one, steps) for one in runs]
 
     def computed(self, run: ev.InferArrived | ev.NextRun, steps: int) -> ev.Answer:
         memory, named = self.pool.memory, {one.name: one for one in run.inputs}

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 
-from pipeswitch.base.errors import PipeSwitchError
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.scheduler import events as ev
 from pipeswitch.workers.inference import steps
@@ -56,20 +54,7 @@ class Rig(room.Rig):
         super().__init__(POOL_BYTES, seed)
         self.stepping, self.epoch, self.deaths, self.fed = Stepping(), 0, 0, 0
 
-    def compute(self, tokens: Collection[int], error: PipeSwitchError | None = None) -> None:
-        answers = self.run_of([self.computing.pop(token) for token in tokens])
-        more = []
-        for run, answer in answers:
-            assert run.choosing is not None
-            if run.choosing.ends_with(answer.body["tokens"]):
-                self.answer(msgspec.structs.replace(answer, timing=None))
-            else:
-                self.between.add(answer.token)
-                more.append(msgspec.structs.replace(answer, more=True))
-        if more:
-            self.generations.run_ended(ev.RunEnded(answers=tuple(more)))
-
-    def run_of(self, runs: Sequence[Any]) -> list[tuple[Any, ev.Answer]]:
+    def answers_of(self, runs: Sequence[Any]) -> list[ev.Answer]:
         self.epoch += 1
         fields = ("inputs", "reply_offset_bytes", "reply_bytes", "choosing", "sequence", "after")
         head, *others = [SimpleNamespace(**{name: getattr(one, name) for name in fields})
@@ -90,7 +75,7 @@ class Rig(room.Rig):
         self.stepping.ended(head, found, 1.0)
         timing: Any = SimpleNamespace(epoch=self.epoch)
         return [
-            (run, ev.Answer(token=run.token, timing=timing, body={"tokens": list(tokens)}))
+            ev.Answer(token=run.token, timing=timing, body={"tokens": list(tokens)})
             for run, tokens in zip(runs, found.tokens(), strict=True)
         ]
 
