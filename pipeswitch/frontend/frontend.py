@@ -188,7 +188,7 @@ class Frontend:
             return 0.0
         until_s = min(connections.next_at_s, peers.rests_until_s)
         waits_s = None if until_s == math.inf else max(0.0, until_s - self._now_ms() / 1000)
-        if self.sequences.held or self.sequences.spare:
+        if self.sequences.held or self.sequences.blocks.unlocked:
             idle_s = self.sequences.expire() / 1000
             waits_s = idle_s if waits_s is None else min(waits_s, idle_s)
         if not self._outbox.backlogged:

@@ -1,9 +1,9 @@
 """Generations: requests that take as many runs as they need (docs/adr/0062).
 
 When a run ends, the scheduler puts its generations back in the queue and requests their next runs
-here. The frontend has their ids and their caches in the request pool: it appends new rows, and
-writes the next run's inputs. The tokens leave for the client after that, so that the device does
-not wait for them.
+here. The frontend has their ids, and their caches in blocks of the request pool that workers write
+to: it writes the next run's inputs. The tokens leave for the client after that, so that the device
+does not wait for them.
 
 A generation whose cache has no room waits. If none can continue, the youngest gives up its cache
 and computes it again later, from its ids.
@@ -17,14 +17,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
-from ..base.errors import Cancelled, PipeSwitchError, QueueFull, TaskFailed
+from ..base.errors import PipeSwitchError, QueueFull, TaskFailed
 from ..ipc.messages.base import Epoch, SlabTensor
-from ..programs.decoding.generation import CACHE, CACHE_NEW, COUNT, IDS, USED
+from ..programs.decoding.generation import CACHE, COUNT, IDS, USED
 from ..programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
 from ..scheduler.events import (
     Answer,
     CancelAsked,
-    Event,
     InferArrived,
     NextRun,
     NextRuns,
@@ -33,14 +32,13 @@ from ..scheduler.events import (
 )
 from ..wire.frames import RequestHeader
 from .admission import Body
-from .inference import INLINE_COPY_BYTES, Inference
+from .inference import Inference
 from .request_pool import Room
 from .requests import Pending
+from .sequences.blocks import tokens_of
 from .sequences.generation import GenerateRequest, Generation, generation_of
-from .sequences.held import Held
-from .sequences.prefixes import tokens_of
 from .transport.clients import Client, Outgoing
-from .transport.replies import output_outside, reply_frames
+from .transport.replies import reply_frames
 
 AGAIN: Final = "wait for answers, or raise [server] pool"
 WORD_BYTES: Final = ITEM_BYTES["int64"]
@@ -98,15 +96,12 @@ class Generations:
         )
         accepted = {"prompt_tokens": found.prompt_count, "max_tokens": found.most}
         self._call_soon(functools.partial(self._tell, [(pending, accepted)]))
-        if self._copies(found, pending, event):
-            pending.is_copying = True
-        else:
-            self._take(event)
+        self._take(event)
 
     # ---- one run after the other ---------------------------------------------------------------
 
     def run_ended(self, command: RunEnded) -> None:
-        """Store the results of a run, and send the next runs of its generations."""
+        """Note the results of a run, and send the next runs of its generations."""
         runs, tell = [], []
         for answer in command.answers:
             pending = self._live.get(answer.token)
@@ -124,20 +119,21 @@ class Generations:
         self._call_soon(functools.partial(self._tell, tell))
 
     def _next(self, generation: Generation, pending: Pending) -> NextRun:
-        """Return the next run; without inputs, the generation waits for room or for a copy."""
+        """Return the next run; without inputs, the generation waits for room."""
         try:
-            run = self._prepared(generation, pending.token)
+            return self._prepared(generation, pending.token)
         except QueueFull:
             self._give_room_back(generation)
+            if generation.held is not None:
+                self._sequences.fit(generation.held, 0)  # nothing ahead of its rows
             self._waiting[pending.token] = pending
             self._pool.on_release = self.look_again
             self.look_again()
             return NextRun(token=pending.token)
-        is_copied = self._copies(generation, pending, NextRuns(runs=(run,)))
-        return NextRun(token=pending.token) if is_copied else run
 
     def _prepared(self, generation: Generation, token: Token) -> NextRun:
-        """Make room for the next run's rows and write its inputs.
+        """Make room for the next run's rows, which its worker writes into the cache's blocks, and
+        write its inputs.
 
         Raises:
             QueueFull: the cache or the run has no room.
@@ -152,7 +148,7 @@ class Generations:
             used = held.used
             choosing = generation.next(used)
             self._sequences.fit(held, used + generation.new_rows(choosing.steps), choosing.steps)
-            room = self._fit_room(generation, held)
+            room = self._fit_room(generation)
         except PipeSwitchError:
             if is_new:
                 self._sequences.drop(held)
@@ -183,88 +179,42 @@ class Generations:
             after=held.epoch,
         )
 
-    def _fit_room(self, generation: Generation, held: Held) -> Room:
-        """Return room for the next run's inputs and rows: the last one's, if it is large enough."""
+    def _fit_room(self, generation: Generation) -> Room:
+        """Return room for the next run's inputs: the last one's, if it is large enough."""
         input_bytes = 2 * TENSOR_ALIGN_BYTES
         input_bytes += aligned(WORD_BYTES * generation.count, TENSOR_ALIGN_BYTES)
-        rows = generation.new_rows(generation.choosing.steps)
-        reply_bytes = aligned(held.grown[CACHE].row_bytes * rows, TENSOR_ALIGN_BYTES)
         room = generation.room
         if room is not None:
-            does_fit = input_bytes <= room.held_bytes - room.reply_bytes
-            if does_fit and reply_bytes <= room.reply_bytes <= MOST_SPARE * reply_bytes:
+            if input_bytes <= room.held_bytes <= MOST_SPARE * input_bytes:
                 return room
             self._give_room_back(generation)
         tenant = generation.announced.tenant
-        room = self._pool.reserve(generation.caller, input_bytes, reply_bytes, tenant)
-        generation.room = room
+        room = generation.room = self._pool.reserve(generation.caller, input_bytes, 0, tenant)
         return room
 
     def _give_room_back(self, generation: Generation) -> None:
+        """Release the run's inputs."""
         room, generation.room = generation.room, None
         if room is not None:
             self._pool.release_inputs(room)
             self._pool.release_reply(room)
 
-    def _copies(self, generation: Generation, pending: Pending, event: Event) -> bool:
-        """Copy what the cache needs; True: on the copier's thread, and the event follows then."""
-        held = generation.held
-        if held is None or not held.copies:
-            return False
-        if held.copy_bytes <= INLINE_COPY_BYTES:
-            held.copy(self._pool)
-            self._sequences.copied(held)
-            return False
-        generation.is_copying = True
-        done = functools.partial(self._copied, held, pending, event)
-
-        def copy() -> None:
-            held.copy(self._pool)
-            self._call_soon(functools.partial(done, None))
-
-        self._inference.copier.put(
-            copy, lambda error: self._call_soon(functools.partial(done, error))
-        )
-        return True
-
-    def _copied(
-        self, held: Held, pending: Pending, event: Event, error: PipeSwitchError | None
-    ) -> None:
-        generation = _of(pending)
-        generation.is_copying = pending.is_copying = False
-        self._sequences.copied(held)
-        if generation.is_over:
-            self._sequences.drop(held)
-        elif pending.is_cancelled or error is not None:
-            error = error or Cancelled(f"request {pending.request_id} was taken back")
-            if isinstance(event, NextRuns):
-                self._take(CancelAsked(token=pending.token))
-            self._answer(Answer(token=pending.token, error=error))
-        else:
-            self._take(event)
-
     def _keep(
         self, generation: Generation, pending: Pending, answer: Answer
     ) -> PipeSwitchError | None:
-        """Append a run's rows and tokens; return an error if the worker's claims are impossible."""
-        held, room, tokens = generation.held, generation.room, answer.body["tokens"]
-        rows = answer.outputs[0] if len(answer.outputs) == 1 else None
-        count = generation.new_rows(len(tokens))
+        """Note a run's rows and tokens; return an error if the worker's claims are impossible."""
+        held, tokens = generation.held, answer.body["tokens"]
         vocabulary = generation.announced.manifest.extra["generation"]["vocabulary"]
         if (
-            rows is None
-            or held is None
-            or room is None
-            or rows.name != CACHE_NEW
-            or rows.size_bytes != held.grown[CACHE].row_bytes * count
-            or not held.grown[CACHE].has_room_for(rows)
+            held is None
+            or answer.outputs
+            or not generation.choosing.allows(tokens)
             or not all(0 <= one < vocabulary for one in tokens)
-            or output_outside(answer.outputs, room.reply_offset_bytes, room.reply_bytes)
         ):
             return TaskFailed(f'"{pending.model}": the worker left no such rows or tokens')
         fed = generation.ids[held.used : held.used + generation.count] + tokens_of(tokens[:-1])
         epoch = Epoch(answer.timing.epoch if answer.timing is not None else 0)
-        self._sequences.append(held, rows, fed, epoch, len(tokens))
+        self._sequences.append(held, fed, epoch, len(tokens))
         if tokens and not generation.made:
             generation.first_token_ms = self._inference.now_ms() - generation.began_at_ms
         generation.ids.extend(tokens)
@@ -287,11 +237,7 @@ class Generations:
         self._give_room_back(generation)
         held = generation.held
         if held is not None:
-            held.is_busy = False
-            if generation.is_copying:
-                generation.is_over = True
-            else:
-                self._sequences.retire(held)
+            self._sequences.drop(held)
         self.look_again()
         if error is not None:
             return Answer(token=pending.token, error=error)
@@ -323,16 +269,19 @@ class Generations:
         room takes the cache of the youngest that waits, which computes its tokens again later. The
         oldest always continues, so all end."""
         self._sequences.expire()  # now: what it releases later in this look would be overlooked
-        behind, count, free_bytes = set[str](), len(self._waiting), self._pool.free_bytes
+        behind, count, free_bytes = set[str](), len(self._waiting), self._free_bytes
         for one in sorted(self._waiting.values(), key=_began):
             while one.token in self._waiting and one.caller not in behind:
                 if not self._goes_on(one) and not self._give_up_for(one):
                     behind.add(one.caller)
         self._is_looking = False
-        # A look does not see what it releases itself: a cache that was given up, or a spare that
-        # had to stay until the attempt to copy from it had failed.
-        if len(self._waiting) < count or self._pool.free_bytes > free_bytes or not self._waiting:
+        # A look does not see what it releases itself, such as a cache that was given up.
+        if len(self._waiting) < count or self._free_bytes > free_bytes or not self._waiting:
             self.look_again()
+
+    @property
+    def _free_bytes(self) -> int:
+        return self._pool.free_bytes + self._sequences.blocks.cached_bytes
 
     def _goes_on(self, one: Pending) -> bool:
         """Return True if the generation no longer waits."""
@@ -342,15 +291,12 @@ class Generations:
         except QueueFull:
             return False
         del self._waiting[one.token]
-        event = NextRuns(runs=(run,))
-        if not self._copies(generation, one, event):
-            self._take(event)
+        self._take(NextRuns(runs=(run,)))
         return True
 
     def _give_up_for(self, one: Pending) -> bool:
         """Take the cache of the youngest waiting generation, if it is younger than this one.
-        Otherwise take this one's own if no other can make room: it may lie where it cannot
-        grow."""
+        Otherwise take this one's own if no other can make room."""
         began = _began(one)[0]
         waiting = self._waiting.values()
         younger = [two for two in waiting if began < _began(two)[0] < math.inf]
@@ -364,8 +310,7 @@ class Generations:
         generation = _of(one)
         held, generation.held, generation.number = generation.held, None, 0
         if held is not None:
-            held.is_busy = False
-            self._sequences.retire(held)
+            self._sequences.drop(held)
         return True
 
 

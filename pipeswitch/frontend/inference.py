@@ -223,7 +223,6 @@ class Inference:
             return
         if held is not None and state_bytes:
             held.copy(self._pool)
-            self._sequences.copied(held)
         self._pool.fill(placed, payload, event.tenant)
         if pending.run is None:
             self.take(event)
@@ -273,8 +272,6 @@ class Inference:
         on."""
         pending.is_copying = False
         reach("frontend.copied")
-        if pending.sequence is not None:
-            self._sequences.copied(pending.sequence)
         if pending.is_cancelled:
             error = Cancelled(f"request {pending.request_id} was taken back")
         if error is not None:

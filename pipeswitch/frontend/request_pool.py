@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -100,7 +100,7 @@ class RequestPool:
         self._shares = Shares(self._slabs.capacity_bytes)
         self.share_bytes = max(self._shares.left(""), 1)  # one's that is alone
         self.on_release: Callable[[], None] | None = None  # somebody waits for room
-        self.give_up: Callable[[], bool] = lambda: False  # something that is only kept in case
+        self.give_up: Callable[[], bool] = lambda: False  # evicts a cached block
 
     @property
     def memory(self) -> memoryview:
@@ -123,37 +123,15 @@ class RequestPool:
 
     # ---- room ----------------------------------------------------------------------------------
 
-    def reserve(
-        self,
-        holder: str,
-        input_bytes: int,
-        reply_bytes: int,
-        tenant: str = "",
-        beside_bytes: int = 0,
-    ) -> Room:
+    def reserve(self, holder: str, input_bytes: int, reply_bytes: int, tenant: str = "") -> Room:
         """Allocate room for a request's inputs and its reply, or for neither, in a tenant's file.
-
-        Args:
-            beside_bytes: memory that this process needs beside the room; it counts toward the
-            holder's share too.
 
         Raises:
             QueueFull: over the holder's share, or no hole is large enough; with the numbers.
         """
         wanted_bytes = input_bytes + reply_bytes
-        counted_bytes = _paged(input_bytes) + _paged(reply_bytes) + beside_bytes
-        left_bytes = self._shares.left(holder)
-        while counted_bytes > left_bytes and self.give_up():
-            left_bytes = self._shares.left(holder)
-        if counted_bytes > left_bytes:
-            raise QueueFull(
-                f"this client's waiting requests hold {self._shares.of(holder)} bytes of the pool, "
-                f"{wanted_bytes} more are over its share of what is free",
-                hint="wait for answers, or raise [server] pool",
-                requested_bytes=wanted_bytes,
-            )
-        if tenant not in self._files:
-            self._open(tenant)
+        counted_bytes = _paged(input_bytes) + _paged(reply_bytes)
+        self._check_share(holder, wanted_bytes, counted_bytes, tenant)
         reply_offset = self._slabs.take(reply_bytes)  # first: inputs may grow into what is behind
         input_offset = self._slabs.take(input_bytes)
         if input_offset is None or reply_offset is None:
@@ -161,14 +139,8 @@ class RequestPool:
                 if offset is not None:
                     self._slabs.free(offset)
             if self.give_up():
-                return self.reserve(holder, input_bytes, reply_bytes, tenant, beside_bytes)
-            raise QueueFull(
-                f"the request pool is full: {wanted_bytes} bytes wanted, "
-                f"{self._slabs.free_bytes} of {self._slabs.capacity_bytes} free",
-                hint="try again, or raise [server] pool",
-                requested_bytes=wanted_bytes,
-                largest_free_bytes=self._slabs.largest_free_bytes,
-            )
+                return self.reserve(holder, input_bytes, reply_bytes, tenant)
+            raise self._full(wanted_bytes)
         self._shares.add(holder, counted_bytes)
         if self._file_of is not None:
             for offset in (input_offset, reply_offset):
@@ -183,18 +155,59 @@ class RequestPool:
             tenant=tenant,
         )
 
-    def grow(self, room: Room, input_bytes: int, beside_bytes: int = 0) -> bool:
-        """Extend the inputs' slab in place to that size. False: there is no room, or it would
-        exceed the holder's share."""
-        counted_bytes = _paged(input_bytes) + _paged(room.reply_bytes) + beside_bytes
-        more, at = counted_bytes - room.counted_bytes, room.input_offset_bytes
-        if more > self._shares.left(room.holder) or not self._slabs.grow(at, input_bytes):
-            return False
-        self._shares.add(room.holder, more)
-        room.held_bytes, room.counted_bytes = input_bytes + room.reply_bytes, counted_bytes
+    def take_block(self, holder: str, size_bytes: int, beside_bytes: int, tenant: str) -> int:
+        """Allocate a block of a cache in a tenant's file; return its offset.
+
+        Args:
+            beside_bytes: memory that this process needs beside the block; it counts toward the
+            holder's share too.
+
+        Raises:
+            QueueFull: over the holder's share, or no hole is large enough.
+        """
+        counted_bytes = _paged(size_bytes) + beside_bytes
+        self._check_share(holder, size_bytes, counted_bytes, tenant)
+        while (offset := self._slabs.take(size_bytes, at_end=True)) is None:
+            if not self.give_up():
+                raise self._full(size_bytes)
+        self._shares.add(holder, counted_bytes)
         if self._file_of is not None:
-            self._files[room.tenant].slabs[at] = self._slabs.size_of(at)
-        return True
+            self._files[tenant].slabs[offset] = self._slabs.size_of(offset)
+        return offset
+
+    def free_block(self, holder: str, offset_bytes: int, beside_bytes: int, tenant: str) -> None:
+        """Free a block, and its part of the holder's share. KeyError: it was freed before."""
+        size_bytes = self._slabs.size_of(offset_bytes)
+        self._slabs.free(offset_bytes)
+        if self._file_of is not None:
+            self._give_back(tenant, offset_bytes)
+        self._shares.give(holder, size_bytes + beside_bytes)
+
+    def _check_share(self, holder: str, wanted_bytes: int, counted_bytes: int, tenant: str) -> None:
+        """Open the tenant's file, and evict cached blocks until the holder's share has room.
+
+        Raises:
+            QueueFull: it has none.
+        """
+        while counted_bytes > self._shares.left(holder):
+            if not self.give_up():
+                raise QueueFull(
+                    f"this client's waiting requests hold {self._shares.of(holder)} bytes of the "
+                    f"pool, {wanted_bytes} more are over its share of what is free",
+                    hint="wait for answers, or raise [server] pool",
+                    requested_bytes=wanted_bytes,
+                )
+        if tenant not in self._files:
+            self._open(tenant)
+
+    def _full(self, wanted_bytes: int) -> QueueFull:
+        return QueueFull(
+            f"the request pool is full: {wanted_bytes} bytes wanted, "
+            f"{self._slabs.free_bytes} of {self._slabs.capacity_bytes} free",
+            hint="try again, or raise [server] pool",
+            requested_bytes=wanted_bytes,
+            largest_free_bytes=self._slabs.largest_free_bytes,
+        )
 
     def _open(self, tenant: str) -> None:
         """Map a tenant's file with its first request.
@@ -249,6 +262,13 @@ class RequestPool:
             self.on_release()
 
     # ---- bytes ---------------------------------------------------------------------------------
+
+    def copy_rows(self, tenant: str, places: Iterable[tuple[int, int]], rows: Any) -> None:
+        """Copy rows to their places, offsets and sizes, in a tenant's file."""
+        memory, at = self.memory_of_tenant(tenant), 0
+        for offset, size in places:
+            memory[offset : offset + size] = rows[at : at + size]
+            at += size
 
     def fill(self, tensors: Sequence[SlabTensor], payload: Sequence[Any], tenant: str = "") -> None:
         """Copy each tensor's buffer to its place, and clear the bytes between and after them.

@@ -43,9 +43,12 @@ class SlabPool:
         """Return the size of the slab at an offset; KeyError if there is none."""
         return self._taken[offset_bytes]
 
-    def take(self, size_bytes: int) -> int | None:
-        """Offset of a slab of at least ``size_bytes``, or None when no hole is large enough."""
+    def take(self, size_bytes: int, *, at_end: bool = False) -> int | None:
+        """Return the offset of a slab of at least ``size_bytes``, or None if no hole is large
+        enough. ``at_end``: at the end of the last such hole, apart from the others."""
         size = -(-max(size_bytes, 1) // SLAB_ALIGN_BYTES) * SLAB_ALIGN_BYTES
+        if at_end:
+            return self._take_at_end(size)
         index, offset, hole_bytes = -1, 0, 0
         for i, (start, hole) in enumerate(self._holes):
             if hole >= size and (index < 0 or hole < hole_bytes):
@@ -59,21 +62,15 @@ class SlabPool:
         self._taken[offset] = size
         return offset
 
-    def grow(self, offset_bytes: int, size_bytes: int) -> bool:
-        """Make a slab larger where it lies; False: what is behind it is taken, or too small."""
-        size = -(-size_bytes // SLAB_ALIGN_BYTES) * SLAB_ALIGN_BYTES
-        end, more = offset_bytes + self._taken[offset_bytes], size - self._taken[offset_bytes]
-        index = bisect_left(self._holes, (end, 0))
-        if more <= 0:
-            return True
-        if index == len(self._holes) or self._holes[index][0] != end:
-            return False
-        hole_bytes = self._holes[index][1]
-        if hole_bytes < more:
-            return False
-        self._holes[index : index + 1] = [(end + more, hole_bytes - more)] * (hole_bytes > more)
-        self._taken[offset_bytes] = size
-        return True
+    def _take_at_end(self, size: int) -> int | None:
+        for index in reversed(range(len(self._holes))):
+            start, hole_bytes = self._holes[index]
+            if hole_bytes >= size:
+                self._holes[index : index + 1] = [(start, hole_bytes - size)] * (hole_bytes > size)
+                offset = start + hole_bytes - size
+                self._taken[offset] = size
+                return offset
+        return None
 
     def free(self, offset_bytes: int) -> None:
         """Give a slab back; KeyError when there is none at that offset."""

@@ -1,8 +1,7 @@
 """The caches of generations, as the frontend drives them: each move, and what must hold then.
 
 A row depends on its caller and on all tokens until there, so a wrong one is seen, and what no slab
-holds is overwritten after each move. A copy is made at once, or as late as it may be, when the loop
-hears of it: then in the order asked.
+holds is overwritten after each move.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from pipeswitch.base.errors import QueueFull
 from pipeswitch.frontend import request_pool
 from pipeswitch.frontend.request_pool import RequestPool, Room
 from pipeswitch.frontend.sequences import manager as sequences
+from pipeswitch.frontend.sequences.blocks import Block, Blocks, Table, tokens_of
 from pipeswitch.frontend.sequences.caches import Caches
 from pipeswitch.frontend.sequences.held import Held
 from pipeswitch.frontend.sequences.manager import IDLE_MS
-from pipeswitch.frontend.sequences.prefixes import tokens_of
 from pipeswitch.ipc.messages.base import Epoch, SlabTensor
 from pipeswitch.programs.decoding.generation import PADS
 from pipeswitch.programs.interface.dims import Dim
@@ -33,7 +32,7 @@ from pipeswitch.scheduler.events import Token
 Key = tuple[str, str]
 Move = tuple[Any, ...]
 MOST: Final = 400  # rows
-ROW: Final = 4  # bytes
+ROW: Final = 256  # bytes: 16 rows are a page
 
 
 class Model:
@@ -80,8 +79,6 @@ class Request(msgspec.Struct):
     ids: list[int]
     cache: SlabTensor
     used: int  # rows that the next run reads
-    is_copying: bool = True
-    is_over: bool = False
 
 
 def rows_of(caller: str, tokens: list[int]) -> bytes:
@@ -100,7 +97,6 @@ class World:
             self.pool = RequestPool(pool_bytes)
         self.sequences = Caches(self.pool, self.now)
         self.live: dict[Key, Request] = {}
-        self.lane: list[Key] = []  # whose copies are asked for
         self.numbers = 0
 
     def now(self) -> float:
@@ -114,17 +110,15 @@ class World:
                 self.run(key, list(chosen), how)
             case "end", key:
                 self.end(key)
-            case ("carry",):
-                self.carry(self.lane.pop(0))
-            case ("give up",):
-                assert self.pool.give_up()
+            case ("evict",):
+                assert self.sequences.blocks.evict()
             case ("idle",):
                 self.now_ms += IDLE_MS
                 self.sequences.expire()
         self.check()
 
     def begin(self, key: Key, ids: list[int], how: str) -> None:
-        """``how``: "late" copies later, "refused" has no room for its run."""
+        """``how``: "refused" has no room for its run."""
         self.numbers += 1
         held = self.sequences.open(self, key[0], MODEL, Token(self.numbers))  # type: ignore[arg-type]
         try:
@@ -138,25 +132,20 @@ class World:
             return
         self.spared += reused
         self.live[key] = Request(held, ids, held.values["cache"], held.used)
-        self._copies(key, how)
 
     def run(self, key: Key, chosen: list[int], how: str) -> None:
-        """A run ends: its rows are appended, and room is made for so many tokens more. ``how``:
-        "wrong" is a run that failed, "full" one after which there is no room."""
+        """A run ends: its worker has written its rows behind the others. ``how``: "wrong" is a run
+        that died in the middle, "full" one after which there is no room."""
         request = self.live[key]
         held, ids = request.held, request.ids
+        fed = [*ids[request.used :], *chosen[:-1]]
+        rows = rows_of(key[0], [*ids, *chosen[:-1]])[ROW * request.used :]
+        if how == "wrong":
+            rows = b"\x66" * len(rows)
+        lent = held.values["cache"]
+        self.pool.copy_rows("", lent.places(lent.size_bytes, len(rows)), memoryview(rows))
         if how != "wrong":
-            fed = [*ids[request.used :], *chosen[:-1]]
-            rows = rows_of(key[0], [*ids, *chosen[:-1]])[ROW * request.used :]
-            try:
-                room = self.pool.reserve(key[0], 1, len(rows))
-            except QueueFull:
-                self.end(key)
-                return
-            self.sequences.append(held, made(self.pool, room, rows), tokens_of(fed), Epoch(1),
-                                  len(chosen))  # fmt: skip
-            self.pool.release_inputs(room)
-            self.pool.release_reply(room)
+            self.sequences.append(held, tokens_of(fed), Epoch(1), len(chosen))
             ids.extend(chosen)
             self.tokens += len(chosen)
         try:
@@ -167,81 +156,72 @@ class World:
             self.end(key)
             return
         request.cache, request.used = held.values["cache"], held.used
-        request.is_copying = True
-        self._copies(key, how)
-
-    def _copies(self, key: Key, how: str) -> None:
-        request = self.live[key]
-        if request.held.copies and (how == "late" or request.held.copy_bytes >= 1 << 62):
-            self.lane.append(key)
-        else:
-            self.carry(key)
-
-    def carry(self, key: Key) -> None:
-        request = self.live[key]
-        request.held.copy(self.pool)
-        self.sequences.copied(request.held)
-        request.is_copying = False
-        if request.is_over:
-            del self.live[key]
-            self.sequences.drop(request.held)
 
     def end(self, key: Key) -> None:
-        """It is over, or its client is gone; what is being copied ends first."""
-        request = self.live[key]
-        request.held.is_busy = False
-        if key in self.lane:
-            request.is_over = True
-        else:
-            del self.live[key]
-            self.sequences.retire(request.held)
-
-    def alive(self) -> list[Held]:
-        """All that are there, those that are over and copied from included."""
-        found = [*self.sequences.held.values(), *self.sequences.spare.values()]
-        found += [one.held for one in self.live.values()]
-        found += [donor for one in found for donor in one.donors]
-        return list({id(one): one for one in found}.values())
+        """It is over, or its client is gone."""
+        self.sequences.drop(self.live.pop(key).held)
 
     def check(self) -> None:
         self.pool.check()
-        memory = self.pool.memory
+        blocks, memory = self.sequences.blocks, self.pool.memory
+        tables = [one.held.grown["cache"] for one in self.live.values()]
+        check(blocks, tables)
         for key, one in self.live.items():
-            if not one.is_copying:
-                at, size = one.cache.offset_bytes, one.cache.size_bytes
-                own = rows_of(key[0], one.ids[: one.used])
-                lent = bytes(memory[at : at + size])
-                assert lent == own + bytes(size - len(own)), f"{key} is lent rows of other tokens"
-                rows, step = one.cache.shape[1], sequences.ROWS_STEP
-                assert rows == max(one.used, 1) or rows % step in (0, MOST % step)
-            history = one.held.history
-            assert history is None or history.tokens.tolist() == one.ids[: one.used]
-        alive = self.alive()
-        for held in alive:
-            pins = sum(one is held for other in alive for one in other.donors)
-            assert held.pins == pins, f"{held.key} is copied from {pins} times, not {held.pins}"
-        rooms = {grown.room.input_offset_bytes for held in alive for grown in held.grown.values()}
-        rooms |= {room.input_offset_bytes for held in alive for room in held.leaving}
-        slabs = self.pool._slabs
-        assert 2 * len(rooms) == slabs.slab_count, "memory nobody holds"
-        for start, size in slabs._holes:
+            table = one.held.grown["cache"]
+            assert gathered(self.pool, one.cache) == rows_of(key[0], one.ids[: one.used]), key
+            rows, step = one.cache.shape[1], sequences.ROWS_STEP
+            assert rows == max(one.used, 1) or rows % step in (0, MOST % step)
+            size, most = table.space.rows, len(one.ids) + self.steps - 1
+            assert len(table.blocks) == max(-(-most // size), -(-one.used // size), 1)
+        taken = {offset for one in tables for offset in one.pieces}
+        taken |= {one.offset_bytes for one in blocks.unlocked}
+        assert len(taken) == self.pool._slabs.slab_count, "memory nobody holds"
+        for start, size in self.pool._slabs._holes:
             memory[start : start + size] = b"\xee" * size
 
     def wind_down(self) -> None:
         """All ends: the copies, the generations, and after a while what is kept."""
-        while self.lane:
-            self.move(("carry",))
         for key in list(self.live):
             self.run(key, [1], "ok")
-            while self.lane:
-                self.move(("carry",))
             if key in self.live:
                 self.end(key)
         self.move(("idle",))
         assert self.pool.is_empty, "memory is lost"
-        assert not self.sequences._prefixes._with, "tokens of nobody are known"
+        assert not [*self.sequences.blocks.spaces], "tokens of nobody are known"
         told = self.sequences.by_model().get("m", {"tokens": 0})
         assert {key: value for key, value in told.items() if value} in ({}, {"tokens": self.tokens})
+
+
+def check(blocks: Blocks, tables: Sequence[Table]) -> None:
+    """Assert the invariants of blocks; ``tables``: all that are open."""
+    locks: dict[Block, int] = {}
+    for table in tables:
+        assert table.used <= table.capacity
+        for block in table.blocks:
+            locks[block] = locks.get(block, 0) + 1
+    order = {block: place for place, block in enumerate(blocks.unlocked)}
+    trees, todo = set[Block](), [one.children for one in blocks.spaces.values()]
+    while todo:
+        for block in (children := todo.pop()).values():
+            assert children[block.tokens] is block
+            trees.add(block)
+            todo.append(block.children)
+    assert all(block.locks == count for block, count in locks.items())
+    assert trees - locks.keys() <= order.keys()
+    for block, place in order.items():
+        assert block in trees
+        assert not block.locks
+        assert all(order[child] < place for child in block.children.values())
+    spaces = list({id(one): one for one in blocks.spaces.values()}.values())
+    for space in spaces:
+        assert space.unlocked == sum(one.space is space for one in order)
+        assert space.blocks == sum(one.space is space for one in {*order, *locks})
+
+
+def gathered(pool: RequestPool, lent: SlabTensor) -> bytes:
+    """Return the rows of a cache as its worker reads them."""
+    parts = [bytes(pool.memory[at : at + lent.piece_bytes]) for at in lent.pieces]
+    return b"".join(parts)[: lent.size_bytes]
 
 
 def made(pool: RequestPool, room: Room, rows: bytes) -> SlabTensor:

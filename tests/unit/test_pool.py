@@ -139,16 +139,14 @@ def test_many_small_rooms_count_the_pages_that_they_take(pool: RequestPool) -> N
         pool.reserve("many", 1, 1)
     refusal(pool, "many", 1, 1)
     release(pool, pool.reserve("other", PAGE, 1))
-    beside = pool.reserve("another", 1, 1)
-    assert pool.grow(beside, 2, beside_bytes=2 * PAGE) is False  # over its share
-    assert pool.grow(beside, 2) is True
-    release(pool, beside)
-    beside = pool.reserve("another", 1, 1, beside_bytes=7)
-    assert pool._shares.of("another") == 2 * PAGE + 7
-    pool.release_inputs(beside)
+    with pytest.raises(QueueFull):
+        pool.take_block("another", 1, PAGES * PAGE, "")
+    block = pool.take_block("another", 1, 7, "")
     assert pool._shares.of("another") == PAGE + 7
-    pool.release_reply(beside)
+    pool.free_block("another", block, 7, "")
     assert not pool._shares.of("another")
+    with pytest.raises(KeyError):
+        pool.free_block("another", block, 7, "")
 
 
 # ---- exhaustion --------------------------------------------------------------------------------

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import sys
+import tracemalloc
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pipeswitch.base.errors import InvalidInput, SequenceNotFound
+from pipeswitch.frontend.sequences.blocks import TOKEN_BYTES, beside_bytes, tokens_of
 from pipeswitch.frontend.sequences.held import Asked
-from pipeswitch.frontend.sequences.prefixes import TOKEN_BYTES, History, Prefixes, tokens_of
 from pipeswitch.scheduler.events import Answer, Token
 from pipeswitch.wire.frames import RequestHeader, WireTensor
-from tests.unit.sequence_world import MODEL, MOST, ROW, World, done, made
+from tests.unit.sequence_world import MODEL, MOST, ROW, World, done, gathered, made
 
 KEY = ("a", "1")
 WORDS = [1 + n % 9 for n in range(20)]
@@ -65,7 +65,6 @@ def offer(
     assert keep
     world.sequences.begin(held, asked)
     held.copy(world.pool)
-    world.sequences.copied(held)
     return held, header
 
 
@@ -141,60 +140,39 @@ def test_no_byte_is_read_before_all_shapes_are_right(
         offer(world, not used, frames, **shapes)
 
 
-@pytest.mark.parametrize("count", [1000, 200_000])
-def test_a_history_takes_the_memory_that_is_counted_for_it(count: int) -> None:
-    prefixes, history = Prefixes(), History(("a", "m", "d"))
-    chance = np.random.default_rng(0)
-    tokens = tokens_of(chance.integers(0, 1 << 21, count))
-    for at in range(0, count, 999):
-        prefixes.extend(history, tokens[at : at + 999])
-    assert history.tokens == tokens
-    beside = sum(map(sys.getsizeof, (history.chain, *history.chain)))
-    beside += sum(sys.getsizeof(one) + 100 for one in prefixes._with.values())
-    assert sys.getsizeof(history.tokens) <= 1.2 * TOKEN_BYTES * count
-    assert beside <= max(2 * TOKEN_BYTES * count, 200_000) if count < 5000 else beside <= 200_000
-    for length in (16, 17, 900, count - 1, count):
-        found = prefixes.find(History(("a", "m", "d")), tokens[:length])
-        assert found == (history, length)
-    assert prefixes.find(History(("b", "m", "d")), tokens) is None
-    prefixes.remove(history)
-    assert not prefixes._with
-    assert not history.tokens
+def test_a_cache_takes_the_memory_beside_the_pool_that_is_counted_for_it() -> None:
+    world, rows = World(64 << 20), 16 * 1000
+    table = world.sequences.blocks.open("a", "m", "", ROW, "d")
+    tokens = tokens_of(np.random.default_rng(0).integers(0, 1 << 21, rows))
+    tracemalloc.start()
+    world.sequences.blocks.resize(table, rows)
+    for at in range(0, rows, 999):
+        world.sequences.blocks.extend(table, len(tokens[at : at + 999]), tokens[at : at + 999])
+    real, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    counted = world.pool._shares.held - table.size_bytes
+    assert counted == 1000 * beside_bytes(16)
+    assert real + TOKEN_BYTES * rows < counted
+    world.sequences.blocks.close(table)
 
 
-def test_ids_and_history_count_to_the_share_of_who_asks() -> None:
-    world = World(1 << 20)
-    for move in done(KEY, WORDS, [1]):
-        world.move(move)
-    held = world.live[KEY].held
-    for _ in range(6):
-        grown = held.grown["cache"]
-        assert grown.room.counted_bytes == 2 * 4096 + 2 * TOKEN_BYTES * grown.capacity
-        for _ in range(30):
-            world.move(("run", KEY, [1], "ok"))
-    assert grown.capacity > 150
-    world.wind_down()
-
-
-@pytest.mark.parametrize("when", ["between runs", "spare", "copying"])
-def test_a_model_that_is_gone_leaves_no_sequence_no_spare_and_no_tokens(when: str) -> None:
+@pytest.mark.parametrize("when", ["between runs", "cached", "shared"])
+def test_a_model_that_is_gone_leaves_no_sequence_no_block_and_no_tokens(when: str) -> None:
     world = World(1 << 20)
     for move in (*done(("a", "2"), [2, 3] * 10, [1]), ("end", ("a", "2")), *done(KEY, WORDS, [1])):
         world.move(move)
-    if when == "spare":
+    if when == "cached":
         world.move(("end", KEY))
-    elif when == "copying":
-        world.move(("begin", ("a", "3"), (*WORDS, 1), "late"))
+    elif when == "shared":
+        world.move(("begin", ("a", "3"), (*WORDS, 1), "ok"))
     world.sequences.retract("other")
-    assert len(world.sequences.held) + len(world.sequences.spare) > 1
+    assert world.sequences.blocks.unlocked
     world.sequences.retract("m")
-    while world.lane:
-        world.move(("carry",))
     for key in list(world.live):  # the scheduler refuses their next runs
         world.move(("end", key))
     assert world.sequences.as_dict()["sequences_by_model"].get("m", {}).get("sequences", 0) == 0
     assert not world.sequences.held
-    assert not world.sequences.spare
+    assert not world.sequences.blocks.unlocked
     assert world.pool.is_empty
     with pytest.raises(SequenceNotFound):
         offer(world, False, GOOD)
@@ -208,11 +186,8 @@ def test_the_request_that_starts_a_sequence_may_bring_its_rows() -> None:
             offer(world, True, numbers([[1, 2]], 2, no_rows.shape[1]) | {"cache": no_rows})
     assert world.pool.is_empty
     held, header = offer(world, True, numbers([[1, 2]], 2, 33) | {"cache": rows}, keep=True)
-    lent = held.values["cache"]
-    memory = bytes(world.pool.memory[lent.offset_bytes :][: lent.size_bytes])
-    assert memory == rows.tobytes() + bytes(lent.size_bytes - rows.nbytes)
+    assert gathered(world.pool, held.values["cache"]) == rows.tobytes()
     assert [one.name for one in header.inputs] == ["ids", "count", "used", "cache"]
-    assert held.history is None
     assert held.grown["cache"].used == 33
     world.sequences.ended(held, None, is_ok=False, is_sent=True)
     assert world.pool.is_empty

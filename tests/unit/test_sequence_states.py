@@ -17,19 +17,20 @@ import pytest
 
 from pipeswitch.frontend import request_pool
 from pipeswitch.frontend.request_pool import Room
-from pipeswitch.frontend.sequences import caches, prefixes
+from pipeswitch.frontend.sequences import blocks
 from pipeswitch.frontend.sequences import manager as sequences
-from pipeswitch.frontend.sequences.held import Grown, Held
-from pipeswitch.frontend.sequences.prefixes import History
+from pipeswitch.frontend.sequences.blocks import Block, Space, Table
+from pipeswitch.frontend.sequences.held import Held
 from pipeswitch.wire import slabs
 from tests.unit.sequence_world import Key, Move, Request, World, done
 
-PAGE = 16  # of four rows
-STRUCTS = (Held, Grown, Room, History, Request)
-UNTOLD = ("key", "number", "client", "announced", "steps", "made", "token")
+PAGE = 512  # of two rows: a block
+STRUCTS = (Held, Block, Table, Space, Room, Request)
+UNTOLD = ("key", "number", "client", "announced", "steps", "made", "token", "used_at_ms")
 SIZES = (
-    (prefixes, "BLOCK", 2), (sequences, "BLOCK", 2), (caches, "BLOCK", 2),
-    (sequences, "ROWS_STEP", 2),
+    (blocks, "BLOCK_ROWS", 2), (blocks, "BLOCK_BYTES", 0),
+    (blocks, "SLAB_ALIGN_BYTES", PAGE),
+    (sequences, "ROWS_STEP", 2), (sequences, "SLAB_ALIGN_BYTES", PAGE),
     (slabs, "SLAB_ALIGN_BYTES", PAGE),
     (request_pool, "SLAB_ALIGN_BYTES", PAGE),
 )  # fmt: skip
@@ -44,22 +45,18 @@ class Scope:
     pages: int = 40
     depth: int
     story: tuple[Move, ...] = ()  # that it begins with
-    hows: tuple[str, ...] = ("ok", "late", "refused")
+    hows: tuple[str, ...] = ("ok", "refused")
 
     def moves(self, world: World) -> Iterator[Move]:
         for key in self.keys if world.numbers else self.keys[:1]:  # they are alike
             request = world.live.get(key)
             if request is None:
                 yield from (("begin", key, *one) for one in product(PROMPTS, self.hows))
-            elif not request.is_copying:
-                hows = ("ok", "late", "wrong", "full")
-                yield from (("run", key, *one) for one in product(RUNS, hows))
-            if request is not None and not request.is_over:
+            else:
+                yield from (("run", key, *one) for one in product(RUNS, ("ok", "wrong", "full")))
                 yield "end", key
-        if world.lane:
-            yield ("carry",)
-        if world.sequences.spare:
-            yield ("give up",)
+        if world.sequences.blocks.unlocked:
+            yield ("evict",)
         if not world.now_ms and world.numbers:
             yield ("idle",)
 
@@ -76,7 +73,6 @@ def _fields(one: Any) -> Any:
 
 def thawed(data: bytes) -> World:
     world: World = pickle.loads(data)
-    world.sequences.spare = {id(one): one for one in world.sequences.spare.values()}
     return world
 
 
@@ -96,8 +92,8 @@ def shape_of(world: World) -> int:
         return [plain(item) for item in one] if isinstance(one, list | tuple) else one
 
     own, slabs = world.sequences, world.pool._slabs
-    told = ([*own.held.values()], [*own.spare.values()], world.live, world.lane,
-            [[*one] for one in own._prefixes._with.values()],
+    told = ([*own.held.values()], [*own.blocks.unlocked], world.live,
+            [*own.blocks.spaces.values()],
             sorted(slabs._taken.items()), world.now_ms, own._look_at_ms)  # fmt: skip
     return hash((repr(plain(told)), bytes(world.pool.memory)))
 

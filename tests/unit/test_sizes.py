@@ -28,12 +28,10 @@ USERS = {
 }
 # Kernels of torch's operators and a function in place of torch's own: the signatures are torch's.
 TORCH = {"parameters": "packed._convolution_add 11, recurrent._stft 10"}
-# The record of a sequence, which is being reworked.
-LARGE = {"fields": "held.Held 21"}
 
 
 def listed(measure: str) -> dict[str, int]:
-    tables = [table.get(measure, "") for table in (USERS, TORCH, LARGE)]
+    tables = [table.get(measure, "") for table in (USERS, TORCH)]
     rows = [one.split() for one in ", ".join(tables).split(", ") if one]
     return {name: int(size) for name, size in rows}
 

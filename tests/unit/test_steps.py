@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +12,13 @@ import pytest
 import torch
 
 from pipeswitch.base.errors import InvalidInput
+from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.ipc.messages.worker import Choosing
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import Batching
 from pipeswitch.workers.inference import steps
+from pipeswitch.workers.inference.pool import RequestPool
 from pipeswitch.workers.inference.steps import Stepping
 
 VOCABULARY, WIDTH, CONTEXT = 11, 3, 200
@@ -48,7 +53,13 @@ class Toy:
 
 
 class Pool:
-    """A slab is the tensor itself."""
+    """A slab is the tensor itself; of a cache, its rows."""
+
+    def gather(self, slab: Any, into: torch.Tensor) -> None:
+        into.zero_()[: len(slab.rows)] = slab.rows
+
+    def extend(self, slab: Any, rows: torch.Tensor) -> None:
+        slab.made = rows.clone()
 
     def own(self, slab: torch.Tensor) -> torch.Tensor:
         return slab
@@ -70,15 +81,16 @@ class Worker:
     def asked(self, tokens: list[int], most: int, *, sequence: int = 0, after: int = 0,
               length: int = 1, **how: Any) -> Any:  # fmt: skip
         used = len(tokens) - length
-        cache = torch.cat([self.rows(tokens[:used]), torch.full((1, 1, WIDTH), 99.0)], 1)
+        rows = self.rows(tokens[:used])[0]
+        cache = SimpleNamespace(
+            rows=rows, shape=(1, used + 1, WIDTH), dtype="float32", size_bytes=rows.nbytes
+        )
         inputs = [
             torch.tensor([tokens[used:]]),
             torch.tensor([length]),
             torch.tensor([used]),
             cache,
         ]
-        for one in inputs:
-            one.size_bytes = one.nbytes  # type: ignore[attr-defined]
         return SimpleNamespace(
             choosing=Choosing(steps=most, **how), inputs=inputs, model="m", landings=(), joined=(),
             sequence=sequence, after=after,
@@ -91,13 +103,15 @@ class Worker:
         head.epoch = self.epoch
         run = self.stepping.begin(head, self.toy, Pool(), "cpu", self.waits)  # type: ignore[arg-type]
         assert run is not None
-        inputs = run.inputs() if run.most else requests[0].inputs
+        padded = torch.full((1, len(requests[0].inputs[3].rows) + 1, WIDTH), 99.0)
+        padded[0, :-1] = requests[0].inputs[3].rows
+        inputs = run.inputs() if run.most else [*requests[0].inputs[:3], padded]
         outputs = run.run(inputs, lambda _: None)
         found = []
         for number in range(len(requests)):
-            values, own = run.told(number, [one[number : number + 1] for one in outputs])
-            assert [one.name for one in values] == ["cache_new"]
-            found.append(own[0].clone())
+            told = run.told(number, [one[number : number + 1] for one in outputs])
+            assert told == ([], [])
+            found.append(requests[number].inputs[3].made.reshape(1, -1, WIDTH))
         self.stepping.ended(head, run, self.took_ms * run.count)
         return [([*one], rows) for one, rows in zip(run.tokens(), found, strict=True)]
 
@@ -195,3 +209,24 @@ def test_logits_that_are_no_numbers_are_said() -> None:
     worker.toy.is_nonsense = True
     with pytest.raises(InvalidInput, match="largest logit at position 2"):
         worker.told([worker.asked([1, 2], 1)])
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float16", "bfloat16", "float32"])
+def test_rows_in_pieces_are_gathered_and_new_ones_lie_behind_them(dtype: str) -> None:
+    descriptor, kind = sealed_memfd("pool", 1 << 16), getattr(torch, dtype)
+    pool, memory = RequestPool(descriptor, 1 << 16), mmap.mmap(descriptor, 0)
+    os.close(descriptor)
+    slab = SlabTensor(
+        name="cache", dtype=dtype, shape=(1, 6, 8 // kind.itemsize), offset_bytes=4096,
+        size_bytes=24, pieces=(4096, 0, 8192), piece_bytes=16,
+    )  # fmt: skip
+    memory[4096:4112], memory[:8], memory[8:16] = bytes(range(16)), bytes(range(50, 58)), b"x" * 8
+    before = pool.own(slab)
+    assert bytes(before.view(torch.uint8).flatten().tolist()) == bytes(
+        [*range(16), *range(50, 58), *[0] * 24]
+    )
+    pool.extend(slab, torch.arange(24, dtype=torch.uint8).view(kind).reshape(1, 3, -1))
+    assert memory[8:16] + memory[8192:8208] == bytes(range(24))
+    with pytest.raises(IndexError):
+        pool.extend(slab, torch.zeros(1, 4, 8 // kind.itemsize, dtype=kind))
+    assert torch.equal(pool.own(slab).view(torch.uint8), before.view(torch.uint8))

@@ -35,6 +35,7 @@ class RequestPool:
         if is_hidden:  # no slab is opened and closed for what this code copies
             address = map_by_chance(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
             self._own = bytes_over((ctypes.c_char * size_bytes).from_address(address))
+        self._bytes = torch.empty(0, dtype=torch.uint8).set_(self._own)
         self.joined_for, self._joined = "", torch.empty(0, dtype=torch.uint8)
         # To make a tensor is two of torch's operations, of the five of a small request.
         self._kept = functools.lru_cache(KEPT_VIEWS)(functools.partial(self._view, self._storage))
@@ -50,11 +51,33 @@ class RequestPool:
 
         ``is_code``: the operator's own module may change the tensor itself, so it is a new one.
         """
+        if slab.pieces:
+            return self.own(slab)
         return self._view(self._storage, slab) if is_code else self._kept(slab)
 
     def own(self, slab: SlabTensor) -> torch.Tensor:
         """Return the tensor of a slab, like ``tensor``, for copies by our own code."""
-        return self._view(self._own, slab)
+        if not slab.pieces:
+            return self._view(self._own, slab)
+        gathered = torch.empty(slab.shape, dtype=getattr(torch, slab.dtype))
+        self.gather(slab, gathered)
+        return gathered
+
+    def gather(self, slab: SlabTensor, into: torch.Tensor) -> None:
+        """Copy a tensor in pieces to a contiguous one, with zeros behind it."""
+        flat, at = into.view(torch.uint8).view(-1), 0
+        for start, size in slab.places(0, slab.size_bytes):
+            flat[at : at + size] = self._bytes[start : start + size]
+            at += size
+        flat[at:].zero_()
+
+    def extend(self, slab: SlabTensor, rows: torch.Tensor) -> None:
+        """Write rows behind those that a tensor in pieces has. Nobody reads them before the run has
+        ended, so a run that dies is repeated."""
+        flat, at = rows.cpu().contiguous().view(torch.uint8).view(-1), 0
+        for start, size in slab.places(slab.size_bytes, len(flat)):
+            self._bytes[start : start + size] = flat[at : at + size]
+            at += size
 
     def number(self, slab: SlabTensor) -> int:
         """Return the single number of an input."""

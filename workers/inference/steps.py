@@ -1,8 +1,8 @@
 """Steps of a language model: each token is chosen here, and is the next step's input (ADR 54).
 
-The caches are copied into memory of ours, with room for the new rows. Nothing that lies in the pool
-is changed before the run has ended, so one that is killed is computed again from there; and what
-is copied once is not copied for the next run.
+The caches are gathered from blocks of the pool into memory of ours, with room for the new rows.
+What is there is not copied for the next run. New rows are written to the pool behind those in use,
+so a run that is killed is computed again.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Caches:
         self._known: list[Known | None] = []  # of each row
 
     def place(
-        self, model: str, given: Sequence[torch.Tensor], known: Sequence[Known], extent: int,
-        most: int,
+        self, model: str, given: Sequence[SlabTensor], known: Sequence[Known], extent: int,
+        most: int, pool: RequestPool,
     ) -> tuple[list[int], torch.Tensor]:  # fmt: skip
         """Return all caches as one tensor, and the row of each.
 
@@ -62,11 +62,12 @@ class Caches:
         run are not copied.
         """
         rows, width, count = self._rows, given[0].shape[2], len(given)
-        is_other = (model, given[0].dtype, width) != (self.model, rows.dtype, rows.shape[2])
+        dtype = getattr(torch, given[0].dtype)
+        is_other = (model, dtype, width) != (self.model, rows.dtype, rows.shape[2])
         does_fit = extent <= rows.shape[1] <= 3 * extent and count <= len(rows)
         extent = min(aligned(extent, ROWS_STEP), most)
         if is_other or not does_fit:
-            self._make_room(given[0], count, min(aligned(extent * 3 // 2, ROWS_STEP), most))
+            self._make_room(dtype, width, count, min(aligned(extent * 3 // 2, ROWS_STEP), most))
             self.model = model
         lie = {one: row for row, one in enumerate(self._known[:count]) if one is not None}
         free = sorted({*range(count)} - {lie[one] for one in known if one in lie})
@@ -74,21 +75,20 @@ class Caches:
         for value, one in zip(given, known, strict=True):
             row = lie.get(one)
             if row is None:
-                row, used = free.pop(0), one[2]
-                self._rows[row, :used].copy_(value[0, :used])
-                self._rows[row, used:].zero_()
+                row = free.pop(0)
+                pool.gather(value, self._rows[row])
             order.append(row)
         self._known[:count] = [None] * count  # until the run has ended well
         return order, self._rows[:count, :extent]
 
-    def _make_room(self, like: torch.Tensor, count: int, extent: int) -> None:
+    def _make_room(self, dtype: torch.dtype, width: int, count: int, extent: int) -> None:
         """Make room for the rows, in old pages: a copy to fresh ones takes five times as long."""
-        shape = (count, extent, like.shape[2])
-        size_bytes = math.prod(shape) * like.itemsize
+        shape = (count, extent, width)
+        size_bytes = math.prod(shape) * dtype.itemsize
         if size_bytes > len(self._memory):
             self.let_go()  # first, or both would be there for a moment
             self._memory = torch.empty(size_bytes, dtype=torch.uint8)
-        self._rows = self._memory[:size_bytes].view(like.dtype).view(shape)
+        self._rows = self._memory[:size_bytes].view(dtype).view(shape)
         self._known = [None] * count
 
     def keep(self, row: int, known: Known) -> None:
@@ -116,7 +116,7 @@ class Stepping:
         return Steps(bound, requests, most, self.caches, pool, device, is_over)
 
     def _most(self, message: RunInference, requests: Requests, manifest: Manifest) -> int:
-        """Return how many steps may follow one another; 0: one step, in the pool's memory.
+        """Return how many steps may follow one another; 0: one step, whose cache is not kept.
 
         A prompt is a single step, as is the first step that this process computes, whose time it
         learns.
@@ -125,13 +125,13 @@ class Stepping:
         slabs = [_slabs_of(one, manifest) for one in requests]
         is_long = any(named[IDS].shape != (1, 1) for named in slabs)
         caches_bytes = sum(named[CACHE].size_bytes for named in slabs)
-        is_large = caches_bytes > MOST_JOINED_BYTES or manifest.batching is None
+        is_large = len(requests) > 1 and caches_bytes > MOST_JOINED_BYTES
         if len(choosing) < len(requests) or is_long or is_large:
             return 0
         most = min(one.steps for one in choosing)
         if 2 * self._step_ms.get((message.model, len(requests)), RUN_MS) > RUN_MS:
             most = 1
-        return 0 if most == len(requests) == 1 else most
+        return most
 
     def ended(self, message: RunInference, steps: Steps, ms: float) -> None:
         """Keep what a run that ended well has left."""
@@ -166,9 +166,9 @@ class Steps:
         asked = zip(self._requests, used, strict=True)
         high = next(dim.high for dim in manifest.dims if dim.name == "past")
         self._order, cache = self._caches.place(
-            manifest.digest, [pool.own(one[CACHE]) for one in slabs],
+            manifest.digest, [one[CACHE] for one in slabs],
             [(one.sequence, one.after, count) for one, count in asked],
-            max(used) + self.most, high,
+            max(used) + self.most, high, pool,
         )  # fmt: skip
         by_row = [slabs[self._order.index(row)] for row in range(len(slabs))]
         small = {
@@ -204,16 +204,17 @@ class Steps:
     def told(
         self, number: int, own: Sequence[torch.Tensor]
     ) -> tuple[Sequence[ValueSpec], Sequence[torch.Tensor]]:
-        """Return what a request gets, where ``own`` is its part of the last step's outputs: with
-        ``choosing`` its new rows, and the tokens from ``tokens``."""
-        outputs, row = self._bound.manifest.outputs, self._order[number]
+        """Return what a request gets, where ``own`` is its part of the last step's outputs; with
+        ``choosing`` only the tokens from ``tokens``: its new rows are written to its cache."""
+        manifest, row = self._bound.manifest, self._order[number]
         if self._requests[number].choosing is None:
-            return outputs, own
+            return manifest.outputs, own
         if self.most:
-            rows = self._cache[row : row + 1].narrow(1, self._first[row], self.count)
+            rows = self._cache[row].narrow(0, self._first[row], self.count)
         else:
             _, rows = self._named(own)
-        return [spec for spec in outputs if spec.name == CACHE_NEW], [rows]
+        self._pool.extend(_slabs_of(self._requests[number], manifest)[CACHE], rows)
+        return [], []
 
     def tokens(self) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each request."""

@@ -357,6 +357,8 @@ def _lend_inputs(view: PoolView, message: RunInference, manifest: Manifest) -> N
     and between two slabs are other requests'."""
     slabs: list[tuple[int, int]] = []
     for one in message.inputs if not message.joined else ():
+        if one.pieces:  # it is gathered
+            continue
         start, end = one.offset_bytes, one.offset_bytes + one.size_bytes
         if slabs and 0 <= start - slabs[-1][1] < TENSOR_ALIGN_BYTES:
             slabs[-1] = slabs[-1][0], end

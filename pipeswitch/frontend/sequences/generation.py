@@ -16,9 +16,9 @@ from ...scheduler.events import Announce
 from ...wire.frames import RequestHeader
 from ..request_pool import Room
 from ..transport.clients import Client
+from .blocks import Tokens, tokens_of
 from .held import Held
 from .manager import longest
-from .prefixes import Tokens, tokens_of
 
 MAX_TOKENS: Final = 1 << 40  # no context is so long
 MAX_STOP_IDS: Final = 2 * MAX_EOS
@@ -56,9 +56,7 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
     count: int = 0  # ids of the current run
     choosing: Choosing = Choosing()  # of the current run
     reused: int = 0  # ids of the prompt that were not computed
-    room: Room | None = None  # for the inputs and the rows of a run
-    is_copying: bool = False
-    is_over: bool = False  # but its cache is still being copied
+    room: Room | None = None  # for the inputs of a run
 
     @property
     def made(self) -> int:

@@ -17,39 +17,13 @@ from ...scheduler.events import Announce, Answer, Token
 from ..admission import Admitted, Body
 from ..request_pool import RequestPool, Room
 from ..transport.clients import Client
-from .prefixes import History, tokens_of
+from .blocks import Table
 
 MAX_ID: Final = 64
 
 MAX_STEP_TOKENS: Final = 1 << 16  # limit of one request; reading it takes the loop 1 ms
-NO_TOKENS: Final = tokens_of(())
 
 Key = tuple[str, str]  # who asks, and what it calls the sequence
-
-
-class Grown(msgspec.Struct, kw_only=True, eq=False):
-    """State that grows along one dimension by appended rows, such as a cache."""
-
-    room: Room  # its inputs' slab
-    row_bytes: int
-    capacity: int  # rows
-    least: int  # that its input has: of zeros, until there are as many
-    used: int = 0
-    stale: int = 0  # of the rows that are not used, those before this one may be of other tokens
-
-    def append(self, memory: memoryview, made: SlabTensor) -> None:
-        """Append the rows of a step to the rows of the sequence."""
-        at = self.room.input_offset_bytes + self.row_bytes * self.used
-        rows = memory[made.offset_bytes : made.offset_bytes + made.size_bytes]
-        memory[at : at + made.size_bytes] = rows
-        self.used += made.size_bytes // self.row_bytes
-
-    def has_room_for(self, made: SlabTensor | None) -> bool:
-        """Return True if these are whole rows that fit the remaining capacity."""
-        if made is None:
-            return False
-        left_bytes = (self.capacity - self.used) * self.row_bytes
-        return made.size_bytes <= left_bytes and made.size_bytes % self.row_bytes == 0
 
 
 class Held(msgspec.Struct, kw_only=True, eq=False):
@@ -62,7 +36,7 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
     used_at_ms: float
     values: dict[str, SlabTensor] = {}  # by the input that each will be
     room: Room | None = None  # where those that are replaced lie
-    grown: dict[str, Grown] = {}  # where those lie that grow
+    grown: dict[str, Table] = {}  # where those lie that grow
     made: dict[str, SlabTensor] = {}  # by the request that is being answered
     run: Epoch = Epoch(0)  # that answers it
     epoch: Epoch = Epoch(0)  # of the run that answered the one before
@@ -70,18 +44,13 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
     is_busy: bool = False
     is_ending: bool = False  # with the request that it has
     is_left: bool = False  # the same, however that ends
-    copies: list[tuple[int, Any, int]] = []  # to, from (None: zeros), bytes; in this order
-    leaving: list[Room] = []  # that are copied from, and not needed then
-    donors: list[Held] = []  # that are copied from
-    pins: int = 0  # sequences that copy from this one
-    history: History | None = None  # of a language model's tokens, as long as they are known
+    brought: list[tuple[str, Any]] = []  # rows that its first request brings, by input
     token: Token | None = None  # the request of a generation, which has it
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes to copy before its request is computed; huge if a donor must be copied first."""
-        waits = any(donor.copies for donor in self.donors)
-        return 1 << 62 if waits else sum(size for _, _, size in self.copies)
+        """Bytes to copy before its request is computed."""
+        return sum(len(rows) for _, rows in self.brought)
 
     @property
     def used(self) -> int:
@@ -97,10 +66,14 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the pool that the sequence holds."""
-        grown = sum(one.room.held_bytes for one in self.grown.values())
+        """Bytes of the pool that the sequence holds; shared blocks count."""
+        return self.replaced_bytes + sum(one.size_bytes for one in self.grown.values())
+
+    @property
+    def replaced_bytes(self) -> int:
+        """Bytes of the state that each answer replaces."""
         replaced = [one for name, one in self.values.items() if name not in self.grown]
-        return grown + sum(one.size_bytes for one in replaced)
+        return sum(one.size_bytes for one in replaced)
 
     def row(self, now_ms: float) -> dict[str, Any]:
         """Return the sequence's row of ``pipeswitch sequences``."""
@@ -119,22 +92,18 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
         return pool.memory_of_tenant(self.announced.tenant)
 
     def copy(self, pool: RequestPool) -> None:
-        """Copy the state that the request needs to its place. Any thread may call this, and
-        ``Sequences.copied`` after it."""
-        memory = self.memory(pool)
-        for at, source, size in self.copies:
-            if isinstance(source, int):
-                source = memory[source : source + size]
-            memory[at : at + size] = bytes(size) if source is None else source
+        """Copy the rows that the request brings to their places. Any thread may call this."""
+        for name, rows in self.brought:
+            pool.copy_rows(self.announced.tenant, self.values[name].places(0, len(rows)), rows)
+        self.brought = []
 
     def apart(self, admitted: Admitted) -> Admitted:
         """Return the request without what is not copied into its own room. An operator's module may
-        write to its inputs, so it has copies."""
-        if self.announced.manifest.mode == "module":
-            return admitted
-        inputs, offset = [], 0
+        write to its inputs, so it has copies; a worker makes those of ``grown``."""
+        is_module = self.announced.manifest.mode == "module"
+        stays, inputs, offset = self.grown if is_module else self.values, [], 0
         for one in admitted.inputs:
-            if one.name not in self.values:
+            if one.name not in stays:
                 inputs.append(replace(one, offset_bytes=offset))
                 offset += aligned(one.size_bytes, TENSOR_ALIGN_BYTES)
         return replace(admitted, inputs=tuple(inputs), input_bytes=offset)
@@ -151,7 +120,7 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
             return answer
         by_output = {output: name for name, (output, _) in self.state.items()}
         made = {by_output[one.name]: one for one in answer.outputs if one.name in by_output}
-        fits = all(grown.has_room_for(made.get(name)) for name, grown in self.grown.items())
+        fits = all(has_room_for(one, made.get(name)) for name, one in self.grown.items())
         if made.keys() != self.state.keys() or not fits:
             error = TaskFailed(f'sequence "{self.key[1]}": the worker left no such state')
             return Answer(token=answer.token, error=error)
@@ -160,6 +129,12 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
         told = tuple(one for one in answer.outputs if one.name not in by_output)
         body = {key: value for key, value in answer.body.items() if key != "returns"}
         return msgspec.structs.replace(answer, outputs=told, body=body)
+
+
+def has_room_for(table: Table, made: SlabTensor | None) -> bool:
+    """Return True if these are whole rows that fit the remaining capacity."""
+    size, row_bytes = -1 if made is None else made.size_bytes, table.space.row_bytes
+    return 0 <= size <= (table.capacity - table.used) * row_bytes and size % row_bytes == 0
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,10 +8,9 @@ The state counts toward its caller's share of the pool. A sequence has one reque
 failed request leaves the state as it was. An answer that did not reach its client ends the
 sequence: its client could not know its step.
 
-A generation's cache is a sequence too (``open``, ``fit``, ``append``). When it has ended it stays
-as a *spare* until its memory is needed: a generation of the same caller that begins with the same
-tokens takes it over, or copies the rows of one that still runs (``reuse``). Large copies are made
-by another thread (``copy``), before the request is computed.
+State that grows lies in blocks (``blocks``). A generation's cache is such a sequence too (``open``,
+``fit``, ``append``): a generation of the same caller that begins with the same tokens shares its
+blocks (``reuse``), which stay cached after its end until their memory is needed.
 """
 
 from __future__ import annotations
@@ -24,22 +23,21 @@ import msgspec
 
 from ...base.errors import InvalidInput, SequenceNotFound
 from ...ipc.messages.base import SlabTensor
-from ...programs.decoding.generation import CACHE, MOST_STEPS
+from ...programs.decoding.generation import CACHE
 from ...programs.interface.dims import NoExtent, Values, shape_at
 from ...programs.interface.layout import ITEM_BYTES, Manifest, ValueSpec, aligned
 from ...scheduler.events import Announce, Token
 from ...wire.frames import RequestHeader, WireTensor
+from ...wire.slabs import SLAB_ALIGN_BYTES
 from ..admission import check_brought
 from ..request_pool import RequestPool, Room
 from ..transport.clients import Client
-from .held import MAX_STEP_TOKENS, NO_TOKENS, Asked, Grown, Held, Key
-from .prefixes import BLOCK, TOKEN_BYTES, Prefixes
+from .blocks import Blocks, Table, beside_bytes, rows_of_block
+from .held import MAX_STEP_TOKENS, Asked, Held, Key
 
 ROWS_STEP: Final = 16  # what grows does by so many: most steps have the last one's shape
-SPARE_SHARE: Final = 16  # or by such a part: each row is moved 16 times at most, half of it unused
-MOST_SPARES: Final = 128
 PIECES: Final = 8  # a step's rows are such a part of the longest cache at most
-SMALL_BYTES: Final = 64 << 10  # limit of a step's request without its ids and rows
+SMALL_BYTES: Final = 64 << 10  # limit of a step's request without its ids
 IDLE_MS: Final = 300_000.0  # one that nobody asks so long is abandoned
 HINT: Final = "start another one: it ended, was idle for 5 minutes, or the server began again"
 
@@ -50,11 +48,10 @@ class Sequences:
     def __init__(self, pool: RequestPool, now_ms: Callable[[], float]) -> None:
         self._pool, self._now_ms = pool, now_ms
         self.held: dict[Key, Held] = {}
-        self.spare: dict[int, Held] = {}  # by identity; the one that ended first is first
-        self._prefixes = Prefixes()
+        self.blocks = Blocks(pool, now_ms)
         self._steps = self._tokens_reused = 0
         self._tokens: dict[str, int] = {}  # that were answered, by language model
-        pool.give_up = self._give_up
+        pool.give_up = self.blocks.evict
         self._look_at_ms = 0.0  # none is abandoned before
         self._number = 0
 
@@ -138,7 +135,9 @@ class Sequences:
             kept = held.values.get(spec.name)
             if kept is not None:
                 shape = kept.shape
-                data: Any = held.memory(self._pool)[kept.offset_bytes :][: kept.size_bytes]
+                size = ITEM_BYTES[spec.dtype] * math.prod(shape)
+                memory = held.memory(self._pool)[kept.offset_bytes :][:size]
+                data: Any = range(size) if kept.pieces else memory  # pieces: only its length counts
             else:
                 shape = _beginning(spec, values, held)
                 data = bytes(ITEM_BYTES[spec.dtype] * math.prod(shape))
@@ -147,32 +146,6 @@ class Sequences:
             )
             all_frames.append(data)
         return msgspec.structs.replace(header, inputs=tuple(inputs)), all_frames
-
-    def _forget_tokens(self, held: Held) -> None:
-        """Drop a sequence's token history: the content of its rows is unknown from now on."""
-        if held.history is not None:
-            self._prefixes.remove(held.history)
-        held.history = None
-
-    def copied(self, held: Held) -> None:
-        """Release the donors of a finished copy."""
-        donors, held.donors, held.copies = held.donors, [], []
-        for donor in donors:
-            donor.pins -= 1
-        for one in (held, *donors):
-            self._let_go(one)
-
-    def _let_go(self, held: Held) -> None:
-        """Release rooms that are no longer copied from: all rooms if the sequence is over."""
-        if held.pins or held.copies:
-            return
-        rooms, held.leaving = held.leaving, []
-        if self.held.get(held.key) is not held and id(held) not in self.spare:
-            rooms += [grown.room for grown in held.grown.values()]
-            held.grown = {}
-        for room in rooms:
-            self._pool.release_inputs(room)
-            self._pool.release_reply(room)
 
     def refused(self, held: Held) -> None:
         """Drop a sequence that a refused request would have started."""
@@ -195,7 +168,13 @@ class Sequences:
         is_last = held.is_left or (is_ok and held.is_ending)
         if is_ok and is_sent and is_here and not is_last:
             for name, grown in held.grown.items():
-                grown.append(held.memory(self._pool), made.pop(name))
+                rows = made.pop(name)
+                self._pool.copy_rows(
+                    held.announced.tenant,
+                    held.values[name].places(held.values[name].size_bytes, rows.size_bytes),
+                    held.memory(self._pool)[rows.offset_bytes :][: rows.size_bytes],
+                )
+                self.blocks.extend(grown, rows.size_bytes // grown.space.row_bytes)
             if made:
                 room, held.room = held.room, room
                 held.values |= made
@@ -208,68 +187,52 @@ class Sequences:
             self._pool.release_reply(room)
 
     def drop(self, held: Held) -> None:
-        """End a sequence; its memory is free as soon as it is not copied from any more."""
+        """End a sequence. Blocks whose tokens are known stay cached."""
         if self.held.get(held.key) is held:
             del self.held[held.key]
-        self.spare.pop(id(held), None)
-        self._forget_tokens(held)
         room, held.room = held.room, None
         if room is not None:
             self._pool.release_reply(room)
-        self.copied(held)
-
-    def retire(self, held: Held) -> None:
-        """End a sequence. A generation's becomes a spare, if its tokens are known."""
-        tokens = held.history.tokens if held.history is not None else NO_TOKENS
-        is_whole = not held.copies and all(one.used == len(tokens) for one in held.grown.values())
-        if len(tokens) < BLOCK or not is_whole:
-            self.drop(held)
-            return
-        self.held.pop(held.key, None)
-        held.used_at_ms = self._now_ms()
-        self.spare[id(held)] = held
-        if self._pool.on_release is not None:
+        tables, held.grown, held.values = held.grown, {}, {}
+        for table in tables.values():
+            self.blocks.close(table)
+        if tables and self._pool.on_release is not None:  # others may wait for room
             self._pool.on_release()
-        if len(self.spare) > MOST_SPARES:
-            self._give_up()
-
-    def _give_up(self) -> bool:
-        """Drop the oldest spare to free its memory. False: there is none."""
-        held = next(iter(self.spare.values()), None)
-        if held is not None:
-            self.drop(held)
-        return held is not None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the sequences' part of ``stats``. Spares' slabs of the pool count as free."""
+        """Return the sequences' part of ``stats``. Cached slabs of the pool count as free."""
         return {
             "sequences": len(self.held),
             "sequences_by_model": self.by_model(),
             "sequence_steps": self._steps,
             "tokens_reused": self._tokens_reused,
-            "pool_spare_slabs": sum(2 * len(one.grown) for one in self.spare.values()),
+            "pool_spare_slabs": len(self.blocks.unlocked),
         }
 
     def by_model(self) -> dict[str, dict[str, int]]:
-        """Return live sequences, bytes of them and of spares, and tokens so far, by model."""
+        """Return live sequences, bytes of them and of cached blocks, and tokens so far, by model.
+        A block that several sequences share counts once."""
         nothing = {"sequences": 0, "sequence_bytes": 0, "spare_bytes": 0, "tokens": 0}
         found = {name: nothing | {"tokens": count} for name, count in self._tokens.items()}
-        for held in (*self.held.values(), *self.spare.values()):
+        for held in self.held.values():
             row = found.setdefault(held.announced.model, dict(nothing))
-            is_spare = id(held) in self.spare
-            row["spare_bytes" if is_spare else "sequence_bytes"] += held.size_bytes
-            row["sequences"] += not is_spare
+            row["sequence_bytes"] += held.replaced_bytes
+            row["sequences"] += 1
+        for space in self.blocks.spaces.values():
+            row = found.setdefault(space.model, dict(nothing))
+            row["sequence_bytes"] += (space.blocks - space.unlocked) * space.block_bytes
+            row["spare_bytes"] += space.unlocked * space.block_bytes
         return found
 
     def retract(self, model: str) -> None:
-        """End all sequences and spares of a removed model: a later model may have its name."""
+        """End all sequences of a removed model and forget its blocks: a later model may have its
+        name."""
         self._tokens.pop(model, None)
-        for held in (*self.held.values(), *self.spare.values()):
-            if held.announced.model == model:
-                self._forget_tokens(held)  # it leaves no spare
-                held.is_left = True
-                if not held.is_busy:
-                    self.drop(held)
+        self.blocks.remove(model)
+        for held in [one for one in self.held.values() if one.announced.model == model]:
+            held.is_left = True
+            if not held.is_busy:
+                self.drop(held)
 
     def _make_room(
         self, held: Held, spec: ValueSpec, axis: int, values: Values, first: Any = None
@@ -308,58 +271,39 @@ class Sequences:
                 f'"{spec.name}" would have {wanted} rows, the model takes {most}',
                 hint="start another sequence",
             )
-        if grown is None or wanted > grown.capacity:
-            grown = self._larger(held, grown, row_bytes, wanted, most, first)
-            held.grown[spec.name] = grown
-            grown.least, grown.used = numbers[axis], used
-        rows, is_padded = max(grown.used, grown.least), dim and dim.name in manifest.pads
-        if is_padded and grown.used:  # zeros
-            rows = min(aligned(rows, ROWS_STEP), grown.capacity)
-        held.values[spec.name] = SlabTensor(
-            name=spec.name, dtype=spec.dtype,
-            shape=(*numbers[:axis], rows, *numbers[axis + 1 :]),
-            offset_bytes=grown.room.input_offset_bytes, size_bytes=row_bytes * rows,
-        )  # fmt: skip
-
-    def _larger(
-        self, held: Held, grown: Grown | None, row_bytes: int, wanted: int, most: int, first: Any
-    ) -> Grown:
-        """Return room for ``wanted`` rows and some more, at most ``most``, and record the copies
-        that it needs. Raises like ``_make_room``."""
-        manifest, tenant, token_bytes = held.announced.manifest, held.announced.tenant, 0
-        if manifest.extra.get("generation"):
-            token_bytes = 2 * TOKEN_BYTES  # of its history, and of the ids so far
-            most = max(wanted, longest(manifest, self._pool.share_bytes)[0])
-        rows_more = max(ROWS_STEP, aligned(wanted // SPARE_SHARE, ROWS_STEP))
-        capacity = min(aligned(wanted, rows_more), most)
-        size = 0 if grown is None else row_bytes * grown.capacity
-        beside = token_bytes * capacity
-        if grown is not None and self._pool.grow(grown.room, row_bytes * capacity, beside):
-            room = grown.room
-        else:
-            room = self._pool.reserve(held.key[0], row_bytes * capacity, 0, tenant, beside)
-        at = room.input_offset_bytes
-        if grown is not None and room is not grown.room:  # with what lies ahead
-            held.copies.append((at, grown.room.input_offset_bytes, size))
-            held.leaving.append(grown.room)
-        held.copies.append((at + size, None, row_bytes * capacity - size))
+        if grown is None:
+            grown = held.grown[spec.name] = self._table(held, row_bytes, spec.name)
+        self.blocks.resize(grown, wanted)
         if first is not None:
-            held.copies.append((at, first, len(first)))
-        stale = grown.stale if grown is not None else 0
-        return Grown(room=room, row_bytes=row_bytes, capacity=capacity, least=0, stale=stale)
+            self.blocks.extend(grown, used)
+        rows, is_padded = max(used, numbers[axis]), dim and dim.name in manifest.pads
+        if is_padded and used:
+            rows = min(aligned(rows, ROWS_STEP), most)
+        lent_shape = (*numbers[:axis], rows, *numbers[axis + 1 :])
+        held.values[spec.name] = lent(spec, lent_shape, grown)
+        if first is not None:
+            held.brought.append((spec.name, first))
+
+    def _table(self, held: Held, row_bytes: int, name: str) -> Table:
+        """Open an empty table; generations of one program share its blocks."""
+        announced = held.announced
+        program = f"{announced.manifest.digest} {name}"
+        return self.blocks.open(held.key[0], announced.model, announced.tenant, row_bytes, program)
 
     def forget(self, client: Client) -> None:
-        """Retire the idle sequences of a client that is gone; busy ones end with their request."""
+        """Drop the idle sequences of a client that is gone; busy ones end with their request."""
         for held in [one for one in self.held.values() if one.client is client]:
             if not held.is_busy:
-                self.retire(held)
+                self.drop(held)
 
     def expire(self) -> float:
-        """Drop abandoned sequences; return the milliseconds until the next one may be dropped."""
+        """Drop abandoned sequences and blocks; return the milliseconds until the next may be."""
         now_ms, next_ms = self._now_ms(), IDLE_MS
         if now_ms < self._look_at_ms:
             return self._look_at_ms - now_ms
-        for held in (*self.held.values(), *self.spare.values()):
+        if (due_ms := self.blocks.expire(IDLE_MS)) is not None:
+            next_ms = min(next_ms, due_ms)
+        for held in [*self.held.values()]:
             left_ms = held.used_at_ms + IDLE_MS - now_ms
             if held.is_busy:
                 continue
@@ -383,7 +327,7 @@ class Sequences:
         if held.is_busy:
             held.is_left = True
         else:
-            self.retire(held)
+            self.drop(held)
         return held.token
 
     def rows(self, caller: str | None) -> list[dict[str, Any]]:
@@ -403,10 +347,27 @@ def longest(manifest: Manifest, share_bytes: int) -> tuple[int, int]:
     high = {dim.name: dim.high for dim in manifest.dims}
     (cache,) = [one for one in manifest.inputs if one.name == CACHE]
     row_bytes = ITEM_BYTES[cache.dtype] * shape_at(cache.shape[2:], {})[0]
-    rows = (share_bytes - SMALL_BYTES) // (row_bytes + 2 * TOKEN_BYTES)
-    piece = min(high["length"], MAX_STEP_TOKENS, max(ROWS_STEP, rows // PIECES))
-    beside = max(piece, MOST_STEPS) + piece * ITEM_BYTES["int64"] // row_bytes
-    return min(high["past"], max(0, rows - beside)), piece
+    block = rows_of_block(row_bytes)
+    block_bytes = aligned(row_bytes * block, SLAB_ALIGN_BYTES) + beside_bytes(block)
+    left_bytes = share_bytes - SMALL_BYTES
+    piece = max(ROWS_STEP, left_bytes // block_bytes * block // PIECES)
+    piece = min(high["length"], MAX_STEP_TOKENS, piece)
+    left_bytes -= ITEM_BYTES["int64"] * piece
+    return min(high["past"], max(0, left_bytes // block_bytes * block)), piece
+
+
+def lent(spec: ValueSpec, shape: tuple[int, ...], table: Table) -> SlabTensor:
+    """Return an input whose rows lie in a table's blocks."""
+    pieces = table.pieces
+    return SlabTensor(
+        name=spec.name,
+        dtype=spec.dtype,
+        shape=shape,
+        offset_bytes=pieces[0],
+        size_bytes=table.space.row_bytes * table.used,
+        pieces=pieces,
+        piece_bytes=table.space.row_bytes * table.space.rows,
+    )
 
 
 def _beginning(spec: ValueSpec, values: Values, held: Held) -> tuple[int, ...]:

@@ -156,6 +156,8 @@ def output_outside(outputs: Sequence[SlabTensor], start_bytes: int, size_bytes: 
             size *= extent
         if tensor.dtype == BYTES:  # what a function returned: measured where it was packed
             size = tensor.size_bytes
+        if tensor.pieces:
+            return f"{tensor.name} claims pieces of the pool"
         if size != tensor.size_bytes or min(tensor.shape, default=0) < 0:
             return f"{tensor.name} claims {tensor.size_bytes} bytes for {size}"
         if not start_bytes <= tensor.offset_bytes <= tensor.offset_bytes + size <= end_bytes:

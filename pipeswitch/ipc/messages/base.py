@@ -9,6 +9,7 @@ number. On the wire, the name of its class identifies a message.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NewType
 
 import msgspec
@@ -34,13 +35,29 @@ class ByteRange(Message, frozen=True):
 
 
 class SlabTensor(Message, frozen=True):
-    """A tensor in the request/reply pool: contiguous, at ``offset_bytes`` of the pool."""
+    """A tensor in the request/reply pool: contiguous at ``offset_bytes`` of the pool, or in
+    ``pieces``. Pieces have ``size_bytes`` of it, the rest is zeros; they may have room for more."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset_bytes: int
     size_bytes: int
+    pieces: tuple[int, ...] = ()  # their offsets
+    piece_bytes: int = 0  # of each
+
+    def places(self, at: int, size_bytes: int) -> Iterator[tuple[int, int]]:
+        """Yield the offset and the size of each place of the bytes from ``at``, by pieces.
+
+        Raises:
+            IndexError: the pieces end before.
+        """
+        end = at + size_bytes
+        while at < end:
+            index, skip = divmod(at, self.piece_bytes)
+            size = min(self.piece_bytes - skip, end - at)
+            yield self.pieces[index] + skip, size
+            at += size
 
 
 class StepCommitted(Message, frozen=True):

@@ -1,0 +1,318 @@
+"""KV cache: rows in blocks of the request pool, shared where the first tokens are equal. Pure.
+
+The blocks of one caller, program and row size are a *space*. A full block whose tokens are known
+lies in a tree under the block before it, so equal tokens are stored once. A block in the tree is
+never written again: a sequence that differs within a block copies its first rows (copy on write).
+
+Four operations: ``match`` finds the blocks of the first tokens, ``insert`` puts a block into the
+tree, ``lock`` and ``unlock`` count the sequences that use a block, and ``evict`` frees the oldest
+block that nobody uses.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from ...base.errors import QueueFull
+from ...programs.interface.layout import aligned
+from ...wire.slabs import SLAB_ALIGN_BYTES
+from ..request_pool import RequestPool
+
+BLOCK_ROWS: Final = 16  # or a multiple
+MOST_WASTE: Final = 32  # a block's pages exceed its rows by at most this part
+BLOCK_BYTES: Final = 1024  # memory beside the pool of a block: its record and its place in the tree
+TOKEN_BYTES: Final = 4  # and of each token, here and in its generation
+MOST_SIBLINGS: Final = 32  # the newest of them are compared token by token
+
+Tokens = array  # array of C ints: no vocabulary has more than 2**21
+
+
+def tokens_of(ids: Any) -> Tokens[int]:
+    """Return ids, an array or a sequence, as packed tokens."""
+    return array("i", np.asarray(ids).astype(np.int32).tobytes())
+
+
+class Space(msgspec.Struct, kw_only=True, eq=False):
+    """Blocks that may be shared: those of one caller, program and row size."""
+
+    key: Hashable
+    holder: str  # whose share of the pool they count toward
+    model: str
+    tenant: str
+    row_bytes: int
+    rows: int  # of a block
+    tables: int = 0  # open ones
+    blocks: int = 0
+    unlocked: int = 0
+    is_gone: bool = False  # its model was removed: nothing stays cached
+    children: dict[bytes, Block] = {}
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of a block in the pool: whole pages."""
+        return aligned(self.row_bytes * self.rows, SLAB_ALIGN_BYTES)
+
+
+class Block(msgspec.Struct, kw_only=True, eq=False):
+    """Rows of ``Space.rows`` tokens."""
+
+    space: Space
+    offset_bytes: int
+    locks: int = 1  # sequences that use it
+    tokens: bytes = b""  # empty: it is not in the tree
+    siblings: dict[bytes, Block] = {}  # where it lies in the tree
+    children: dict[bytes, Block] = {}
+    used_at_ms: float = 0.0
+
+
+class Table(msgspec.Struct, kw_only=True, eq=False):
+    """Blocks of one sequence, in order."""
+
+    space: Space
+    blocks: list[Block] = []
+    used: int = 0  # rows
+    inserted: int = 0  # leading blocks that are in the tree
+    tail: Tokens[int] = msgspec.field(default_factory=lambda: array("i"))  # of the rows after them
+
+    @property
+    def capacity(self) -> int:
+        """Number of rows that there is room for."""
+        return len(self.blocks) * self.space.rows
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the pool; shared blocks count."""
+        return len(self.blocks) * self.space.block_bytes
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Offsets of the blocks in the pool."""
+        return tuple([block.offset_bytes for block in self.blocks])
+
+
+class Blocks:
+    """All blocks.
+
+    Invariants (``tests/unit/sequence_world.py``): a block has as many locks as tables have it; one
+    without locks is in the tree, and its children come before it in the order of eviction.
+    """
+
+    def __init__(self, pool: RequestPool, now_ms: Callable[[], float]) -> None:
+        self._pool, self._now_ms = pool, now_ms
+        self.spaces: dict[Hashable, Space] = {}
+        self.unlocked: dict[Block, None] = {}  # in the order of their release
+
+    # ---- the four operations -------------------------------------------------------------------
+
+    def match(self, space: Space, tokens: Tokens[int]) -> tuple[list[Block], int]:
+        """Return the blocks that have the first of these tokens, and the number of rows. The last
+        block may have more rows than that."""
+        data, size = tokens.tobytes(), TOKEN_BYTES * space.rows
+        children, found, at = space.children, list[Block](), 0
+        while at + size <= len(data) and (block := children.get(data[at : at + size])) is not None:
+            found.append(block)
+            children, at = block.children, at + size
+        best, most = None, 0
+        for block in itertools.islice(reversed(children.values()), MOST_SIBLINGS):
+            count = _common(data[at : at + size], block.tokens)
+            if count > most:
+                best, most = block, count
+        if best is not None:
+            found.append(best)
+        count = at // TOKEN_BYTES + most
+        return (found, count) if count >= BLOCK_ROWS else ([], 0)
+
+    def insert(self, before: Block | None, block: Block, tokens: bytes) -> Block:
+        """Put a locked block with these tokens into the tree, under the block before it; return
+        it, or the locked one that is there already."""
+        siblings = block.space.children if before is None else before.children
+        known = siblings.get(tokens)
+        if known is not None:
+            self.lock([known])
+            self.unlock([block])
+            return known
+        block.tokens, block.siblings = tokens, siblings
+        siblings[tokens] = block
+        return block
+
+    def lock(self, blocks: Sequence[Block]) -> None:
+        """Keep blocks of one chain."""
+        for block in blocks:
+            if not block.locks:
+                del self.unlocked[block]
+                block.space.unlocked -= 1
+            block.locks += 1
+
+    def unlock(self, blocks: Sequence[Block]) -> None:
+        """Release blocks of one chain. Those in the tree stay until they are evicted."""
+        for block in reversed(blocks):
+            block.locks -= 1
+            if block.locks:
+                continue
+            if block.tokens and not block.space.is_gone:
+                block.used_at_ms = self._now_ms()
+                self.unlocked[block] = None
+                block.space.unlocked += 1
+            else:
+                self._free(block)
+
+    def evict(self) -> bool:
+        """Free the oldest block that nobody uses. False: there is none."""
+        block = next(iter(self.unlocked), None)
+        if block is not None:
+            self._free(block)
+        return block is not None
+
+    # ---- tables --------------------------------------------------------------------------------
+
+    def open(self, holder: str, model: str, tenant: str, row_bytes: int, program: str) -> Table:
+        """Return an empty table. Tables of one holder, program and row size share blocks."""
+        key = (holder, model, program, row_bytes)
+        space = self.spaces.get(key)
+        if space is None:
+            rows = rows_of_block(row_bytes)
+            space = self.spaces[key] = Space(
+                key=key, holder=holder, model=model, tenant=tenant, row_bytes=row_bytes, rows=rows
+            )
+        space.tables += 1
+        return Table(space=space)
+
+    def resize(self, table: Table, rows: int) -> None:
+        """Give a table the blocks for so many rows, or for those that it uses, and no more.
+
+        Raises:
+            QueueFull: there is no room; nothing has changed.
+        """
+        count, had = -(-max(rows, table.used) // table.space.rows), len(table.blocks)
+        try:
+            while len(table.blocks) < count:
+                table.blocks.append(self._take(table.space))
+        except QueueFull:
+            count = had
+            raise
+        finally:
+            more = table.blocks[count:]
+            del table.blocks[count:]
+            self.unlock(more)
+
+    def reuse(self, table: Table, tokens: Tokens[int]) -> tuple[int, int, int] | None:
+        """Begin an empty table with the rows of the first of these tokens that are known; return a
+        copy that its owner makes at once: to, from and bytes."""
+        space = table.space
+        blocks, count = self.match(space, tokens)
+        whole, rest = divmod(count, space.rows)
+        self.lock(blocks)
+        copy = None
+        if rest:
+            try:
+                own = self._take(space)
+                blocks[whole:], shared = [own], blocks[whole:]
+                copy = own.offset_bytes, shared[0].offset_bytes, space.row_bytes * rest
+            except QueueFull:
+                count, shared = count - rest, blocks[whole:]
+                del blocks[whole:]
+            self.unlock(shared)
+        table.blocks, table.used, table.inserted = blocks, count, whole
+        table.tail = tokens[whole * space.rows : count]
+        return copy
+
+    def extend(self, table: Table, rows: int, tokens: Tokens[int] | None = None) -> None:
+        """Note rows that were written; with their tokens, full blocks are shared from now on."""
+        table.used += rows
+        if tokens is None:
+            return
+        table.tail.extend(tokens)
+        size = table.space.rows
+        for at in range(0, len(table.tail) - size + 1, size):
+            self._insert(table, table.tail[at : at + size])
+        del table.tail[: len(table.tail) - len(table.tail) % size]
+
+    def close(self, table: Table) -> None:
+        """Release a table's blocks; those whose tokens are known stay cached."""
+        if table.tail and table.used >= BLOCK_ROWS:
+            self._insert(table, table.tail)
+        self.unlock(table.blocks)
+        table.blocks, table.used, table.tail = [], 0, array("i")
+        table.space.tables -= 1
+        self._forget_empty(table.space)
+
+    # ---- the rest ------------------------------------------------------------------------------
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of the pool that eviction would free."""
+        return sum(one.unlocked * one.block_bytes for one in self.spaces.values())
+
+    def expire(self, idle_ms: float) -> float | None:
+        """Evict blocks that nobody has used for so long; return the time until the next is due."""
+        for block in [*self.unlocked]:
+            left_ms = block.used_at_ms + idle_ms - self._now_ms()
+            if left_ms > 0:
+                return left_ms
+            self._free(block)
+        return None
+
+    def remove(self, model: str) -> None:
+        """Forget a removed model's blocks; those in use go with their last table."""
+        for space in [one for one in self.spaces.values() if one.model == model]:
+            space.is_gone = True
+            for block in [one for one in self.unlocked if one.space is space]:
+                self._free(block)
+            self.spaces.pop(space.key, None)
+
+    def _take(self, space: Space) -> Block:
+        offset = self._pool.take_block(
+            space.holder, space.block_bytes, beside_bytes(space.rows), space.tenant
+        )
+        space.blocks += 1
+        return Block(space=space, offset_bytes=offset)
+
+    def _insert(self, table: Table, tokens: Tokens[int]) -> None:
+        index = table.inserted
+        before = table.blocks[index - 1] if index else None
+        table.blocks[index] = self.insert(before, table.blocks[index], tokens.tobytes())
+        table.inserted += 1
+
+    def _free(self, block: Block) -> None:
+        space, beside = block.space, beside_bytes(block.space.rows)
+        if block.tokens:
+            del block.siblings[block.tokens]
+        if block in self.unlocked:
+            del self.unlocked[block]
+            space.unlocked -= 1
+        self._pool.free_block(space.holder, block.offset_bytes, beside, space.tenant)
+        space.blocks -= 1
+        self._forget_empty(space)
+
+    def _forget_empty(self, space: Space) -> None:
+        if not space.tables and not space.blocks and not space.is_gone:
+            self.spaces.pop(space.key, None)
+
+
+def rows_of_block(row_bytes: int) -> int:
+    """Return the number of rows of a block: so many that whole pages waste little."""
+    rows = BLOCK_ROWS
+    while -rows * row_bytes % SLAB_ALIGN_BYTES * MOST_WASTE > rows * row_bytes:
+        rows += BLOCK_ROWS
+    return rows
+
+
+def beside_bytes(rows: int) -> int:
+    """Return the memory beside the pool of a block of so many rows."""
+    return BLOCK_BYTES + 2 * TOKEN_BYTES * rows
+
+
+def _common(these: bytes, those: bytes) -> int:
+    """Return the number of leading tokens that both have."""
+    count = min(len(these), len(those)) // TOKEN_BYTES
+    if not count:
+        return 0
+    is_unlike = np.frombuffer(these, np.int32, count) != np.frombuffer(those, np.int32, count)
+    first = int(is_unlike.argmax())
+    return first if is_unlike[first] else count

@@ -1,0 +1,100 @@
+"""Answers that the worker's own code computes from blocks of the pool, for the frontend's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.scheduler import events as ev
+from pipeswitch.workers.inference import steps
+from pipeswitch.workers.inference.pool import RequestPool
+from pipeswitch.workers.inference.steps import Stepping
+from pipeswitch.workers.inference.task import _inputs, _write
+from tests.unit import test_sequence_room as room
+from tests.unit.test_sequence_room import MANIFEST, ROW, WORDS, fed, prompt, recomputed
+
+POOL_BYTES = 640 << 10
+
+
+class Program:
+    """The model of ``test_sequence_room``, as a program over padded tensors."""
+
+    manifest = MANIFEST
+
+    def run(self, inputs: Any, before_group: Callable[[int], None]) -> list[torch.Tensor]:
+        ids, count, used, caches = inputs
+        logits = torch.zeros(len(ids), WORDS)
+        rows = torch.zeros(len(ids), ids.shape[1], ROW, dtype=torch.uint8)
+        for at, own in enumerate(ids):
+            before = caches[at, : used[at]].contiguous().numpy().tobytes()
+            cache, token = fed(before, own[: count[at]].tolist())
+            logits[at, token] = 1.0
+            new = np.frombuffer(cache[len(before) :], np.uint8).reshape(-1, ROW)
+            rows[at, : count[at]] = torch.from_numpy(new.copy())
+        return [logits, rows]
+
+
+class Rig(room.Rig):
+    """Runs are computed by a worker, which dies now and then before its answer is heard."""
+
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        def shared(name: str, size: int) -> int:
+            descriptor = sealed_memfd(name, size)
+            self.worker_pool = RequestPool(descriptor, size)
+            return descriptor
+
+        monkeypatch.setattr(room, "sealed_memfd", shared)
+        super().__init__(POOL_BYTES, seed)
+        self.stepping, self.epoch, self.deaths, self.fed = Stepping(), 0, 0, 0
+
+    def answers_of(self, runs: Sequence[Any]) -> list[ev.Answer]:
+        self.epoch += 1
+        fields = ("inputs", "reply_offset_bytes", "reply_bytes", "choosing", "sequence", "after")
+        head, *others = [SimpleNamespace(**{name: getattr(one, name) for name in fields})
+                         for one in runs]  # fmt: skip
+        vars(head).update(
+            joined=tuple(others), landings=(), model="m", epoch=self.epoch, is_code=False
+        )
+        bound: Any = Program()
+        while True:
+            found = self.stepping.begin(head, bound, self.worker_pool, "cpu", lambda: False)
+            assert found is not None
+            inputs, rows = _inputs(head, self.worker_pool, found, self.stepping.caches)
+            outputs = found.run(inputs, lambda _: None)
+            assert _write(bound, outputs, head, rows, self.worker_pool, found) == [()] * len(runs)
+            if self.chance.random() > 0.1:
+                break
+            self.stepping, self.deaths = Stepping(), self.deaths + 1
+        self.stepping.ended(head, found, 1.0)
+        timing: Any = SimpleNamespace(epoch=self.epoch)
+        return [
+            ev.Answer(token=run.token, timing=timing, body={"tokens": list(tokens)})
+            for run, tokens in zip(runs, found.tokens(), strict=True)
+        ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_streams_of_common_prompts_have_their_own_tokens_whatever_dies_or_is_evicted(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "RUN_MS", 1e9)
+    rig, chance = Rig(seed, monkeypatch), random.Random(seed)
+    for number in range(14):
+        stem = prompt(chance.randrange(2), chance.choice([20, 47, 100]))
+        ids = [*stem, *prompt(number, chance.randrange(1, 5))]
+        rig.talk(rig.client(chance.choice("aab")), ids, chance.choice([5, 60, 150]))
+    rig.run()
+    for one in rig.talks:
+        assert one.error is None or not one.tokens
+        assert one.tokens == recomputed(one.prompt, one.most)[: len(one.tokens)]
+    assert sum(one.reason == "length" for one in rig.talks) > 7
+    assert rig.deaths
+    assert rig.sequences.as_dict()["tokens_reused"]
+    rig.close()
