@@ -17,7 +17,9 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
+from ..base import failpoints
 from ..base.errors import Cancelled, PipeSwitchError, QueueFull, TaskFailed
+from ..base.failpoints import reach
 from ..ipc.messages.base import Epoch, SlabTensor
 from ..programs.decoding.generation import CACHE, CACHE_NEW, COUNT, IDS, USED
 from ..programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
@@ -78,6 +80,8 @@ class Generations:
         pending.generation, pending.caller, pending.trace_id = found, caller, arrival.trace_id
         pending.bytes_in = sum(map(len, tensors))
         self._live[pending.token] = pending
+        if failpoints.is_on:
+            reach("frontend.accepted")
         event = InferArrived(
             token=pending.token,
             request_id=header.id,
@@ -117,8 +121,8 @@ class Generations:
                 self._take(CancelAsked(token=pending.token))
                 self._answer(Answer(token=pending.token, error=error))
                 continue
-            if tokens := answer.body["tokens"]:
-                tell.append((pending, {"tokens": tokens}))
+            if answer.body["tokens"]:
+                tell.append((pending, answer.body))
             runs.append(self._next(generation, pending))
         self._take(NextRuns(runs=tuple(runs)))
         self._call_soon(functools.partial(self._tell, tell))
@@ -259,6 +263,7 @@ class Generations:
             or rows.size_bytes != held.grown[CACHE].row_bytes * count
             or not held.grown[CACHE].has_room_for(rows)
             or not all(0 <= one < vocabulary for one in tokens)
+            or not generation.has_chances(answer.body)
             or output_outside(answer.outputs, room.reply_offset_bytes, room.reply_bytes)
         ):
             return TaskFailed(f'"{pending.model}": the worker left no such rows or tokens')
@@ -299,7 +304,7 @@ class Generations:
             token=pending.token,
             timing=answer.timing,
             body={
-                "tokens": tokens,
+                **answer.body,
                 "reason": generation.choosing.ends_with(tokens),
                 "prompt_tokens": generation.prompt_count,
                 "completion_tokens": generation.made,

@@ -273,6 +273,101 @@ def test_options_of_sampling_do_what_they_say(running: Checked, ai: Any) -> None
     assert "".join(one.choices[0].text for one in chunks) == text
 
 
+def chances_of(ids: list[int]) -> torch.Tensor:
+    """The log probabilities of the token after each of the ids, as transformers computes them."""
+    with torch.no_grad():
+        return torch.log_softmax(made()[0](torch.tensor([ids])).logits[0].double(), -1)
+
+
+def test_logprobs_are_transformers_own_in_each_form(running: Checked, ai: Any) -> None:
+    prompt: list[int] = made()[1](PROMPT)["input_ids"]
+    asked: Any = {"model": "chat", "prompt": PROMPT, "max_tokens": 9, "temperature": 0}
+    whole = ai.completions.create(**asked, logprobs=3).choices[0]
+    assert whole.text == ai.completions.create(**asked).choices[0].text
+    told = whole.logprobs
+    assert "".join(told.tokens) == whole.text
+    ours = [*running.client.generate("chat", PROMPT, max_new_tokens=9, logprobs=3)]
+    wanted = chances_of([*prompt, *[one.id for one in ours]])[len(prompt) - 1 :]
+    for number, one in enumerate(ours):
+        assert one.logprob == pytest.approx(float(wanted[number][one.id]), abs=1e-3)
+        assert [id for id, _ in one.top] == torch.topk(wanted[number], 3).indices.tolist()
+        assert told.token_logprobs[number] == one.logprob == max(told.top_logprobs[number].values())
+    chunks = [*ai.completions.create(**asked, logprobs=3, stream=True)]
+    pieces = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [row for one in pieces for row in getattr(one, name)] == getattr(told, name)
+    chat: Any = {"model": "chat", "messages": SAID, "max_tokens": 5, "temperature": 0}
+    said = ai.chat.completions.create(**chat, logprobs=True, top_logprobs=2).choices[0]
+    assert "".join(one.token for one in said.logprobs.content) == said.message.content
+    assert [len(one.top_logprobs) for one in said.logprobs.content] == [2] * 5
+    assert all(bytes(one.bytes).decode() == one.token for one in said.logprobs.content)
+    assert ai.chat.completions.create(**chat).choices[0].logprobs is None
+    for path, more in (
+        ("completions", {"prompt": "a", "logprobs": True}),
+        ("completions", {"prompt": "a", "logprobs": 21}),
+        ("completions", {"prompt": "a", "logprobs": 1, "top_logprobs": 1}),
+        ("chat/completions", {"messages": SAID, "logprobs": 2}),
+        ("chat/completions", {"messages": SAID, "top_logprobs": 2}),
+        ("chat/completions", {"messages": SAID, "logprobs": True, "top_logprobs": -1}),
+    ):
+        status, body, _ = post(running, f"/v1/{path}", {"model": "chat", **more})
+        assert (status, "logprobs" in body["error"]["param"]) == (400, True), more
+    with pytest.raises(InvalidInput):
+        running.client.generate("chat", [1, 2], logprobs=21)
+    with pytest.raises(TypeError, match="logprobs"):
+        running.client.generate("chat", [1, 2], logprob=2)
+
+
+@pytest.mark.parametrize("new", [0, 1, 4])
+def test_echo_with_logprobs_scores_the_prompt(running: Checked, ai: Any, new: int) -> None:
+    """The calls of lm-eval's ``local-completions``: lists of ids, and sums from a prefix on."""
+    text = PROMPT + " been told of the large and the small words of all that there is, and of it"
+    ids: list[int] = made()[1](text * 3)["input_ids"]
+    assert len(ids) > 64  # several runs
+    asked: Any = {"model": "chat", "max_tokens": new, "logprobs": 1, "echo": True, "temperature": 0}
+    prompts: Any = [ids, ids[:1], ids[3:9]]
+    found = ai.completions.create(**asked, prompt=prompts, seed=1)
+    for given, choice in zip(prompts, found.choices, strict=True):
+        told = choice.logprobs
+        assert len(told.tokens) == len(told.top_logprobs) == len(given) + new
+        assert told.token_logprobs[0] is told.top_logprobs[0] is None
+        wanted = chances_of(given)
+        for number, one in enumerate(given[1:]):
+            own, top = told.token_logprobs[number + 1], told.top_logprobs[number + 1]
+            assert own == pytest.approx(float(wanted[number][one]), abs=1e-3)
+            assert (own == max(top.values())) == (int(wanted[number].argmax()) == one)
+        assert choice.finish_reason == "length"
+        assert choice.text == "".join(told.tokens)
+    assert found.usage.prompt_tokens == sum(map(len, prompts))
+    assert found.usage.completion_tokens == 3 * new
+    chunks = [*ai.completions.create(**asked, prompt=PROMPT, stream=True)]
+    whole = ai.completions.create(**asked, prompt=PROMPT).choices[0]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.text
+    pieces = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    assert [row for one in pieces for row in one.token_logprobs] == whole.logprobs.token_logprobs
+
+
+def test_scores_survive_the_death_of_processes(running: Checked, ai: Any) -> None:
+    """A worker that dies computes its run again; a text process that dies starts again."""
+    ids: list[int] = made()[1](PROMPT * 20)["input_ids"]
+    asked: Any = {"model": "chat", "prompt": ids, "max_tokens": 300, "logprobs": 2, "echo": True,
+                  "temperature": 0}  # fmt: skip
+    whole = ai.completions.create(**asked).choices[0]
+    stream = ai.completions.create(**asked, stream=True)
+    chunks = [next(stream)]
+    for process in text_processes(running):
+        process.kill()
+    for pid in running.worker_pids().values():
+        psutil.Process(pid).kill()
+    chunks += [*stream]
+    pieces = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    for name in ("tokens", "token_logprobs", "top_logprobs"):
+        assert [row for one in pieces for row in getattr(one, name)] == getattr(
+            whole.logprobs, name
+        )
+    until(lambda: len(running.worker_pids()) >= 1, "workers are there again")
+
+
 def test_a_prompt_that_is_too_long_has_openais_code(running: Checked) -> None:
     long = "x1y2" * 600
     chat: Any = {"messages": [{"role": "user", "content": long}]}

@@ -6,11 +6,13 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.ipc.messages.worker import Choosing
+from pipeswitch.programs.decoding.sampling import chance_of
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import Batching
 from pipeswitch.workers.inference import steps
@@ -91,6 +93,7 @@ class Worker:
         head.epoch = self.epoch
         run = self.stepping.begin(head, self.toy, Pool(), "cpu", self.waits)  # type: ignore[arg-type]
         assert run is not None
+        self.run = run
         inputs = run.inputs() if run.most else requests[0].inputs
         outputs = run.run(inputs, lambda _: None)
         found = []
@@ -195,3 +198,59 @@ def test_logits_that_are_no_numbers_are_said() -> None:
     worker.toy.is_nonsense = True
     with pytest.raises(InvalidInput, match="largest logit at position 2"):
         worker.told([worker.asked([1, 2], 1)])
+
+
+def test_chances_are_those_of_the_logits_in_any_batch_and_run() -> None:
+    """A request that wants none stands beside; biases change the token, not its chance."""
+    tokens, biased = [1, 2, 3], {"logprobs": 3, "logit_bias": {4: 50.0}}
+    alone, worker = Worker(), Worker()
+    alone.told([alone.asked(tokens, 1)])  # a process's first step comes alone
+    worker.told([worker.asked(tokens, 1) for _ in range(3)])
+    [(chosen, _)] = alone.told([alone.asked(tokens, 5, options={"logprobs": 11})])
+    assert [len(one) for one in alone.run.chances()] == [5]
+    for number, (own, top) in enumerate(alone.run.chances()[0]):
+        wanted = torch.log_softmax(logits_after([*tokens, *chosen[:number]]).double(), -1)
+        assert own == pytest.approx(float(wanted[chosen[number]]), abs=1e-6)
+        assert [token for token, _ in top] == torch.argsort(-wanted, stable=True).tolist()
+        assert own == max(found for _, found in top)  # greedy: as evaluations compare them
+    requests = [worker.asked(tokens, 5, options={"logprobs": 0}), worker.asked([5, 6], 5),
+                worker.asked(tokens, 5, options=biased)]  # fmt: skip
+    told = worker.told(requests)
+    plain, none, forced = worker.run.chances()
+    assert (told[0][0], told[2][0]) == (chosen, [4] * 5)
+    assert none == ()
+    assert [own for own, _ in plain] == [own for own, _ in alone.run.chances()[0]]
+    assert all(top == () for _, top in plain)
+    assert [len(top) for _, top in forced] == [3] * 5
+    assert forced[0][0] < forced[0][1][0][1]
+    worker.told([worker.asked([5, 6], 5)])
+    assert worker.run.chances() == ()
+
+
+def test_forced_tokens_come_first_with_their_own_chances() -> None:
+    worker, forced = Worker(), (7, 0, 9)
+    worker.told([worker.asked([2], 1)])
+    [(tokens, rows)] = worker.told(
+        [worker.asked([2], 3, options={"logprobs": 1}, forced=forced, temperature=3.0)]
+    )
+    assert tokens == [*forced]
+    assert torch.equal(rows, worker.rows([2, 7, 0]))
+    for number, (own, _) in enumerate(worker.run.chances()[0]):
+        wanted = torch.log_softmax(logits_after([2, *forced[:number]]).double(), -1)
+        assert own == pytest.approx(float(wanted[forced[number]]), abs=1e-6)
+
+
+def test_impossible_tokens_have_a_finite_chance() -> None:
+    """JSON has no infinity, and a token may be a logit of -inf or no number at all."""
+    logits = np.array([0.0, -np.inf, np.nan, 1.0], np.float32)
+    own, top = chance_of(logits, 1, 4)
+    assert own < -1e30
+    assert [token for token, _ in top] == [3, 0, 1, 2]
+    assert all(np.isfinite(one) for _, one in top)
+    assert chance_of(logits, 3, 20)[1] == chance_of(logits, 3, 4)[1]
+
+
+def logits_after(tokens: list[int]) -> torch.Tensor:
+    worker = Worker()
+    [ids, count, used, cache] = worker.asked(tokens, 1).inputs
+    return worker.toy.run([ids, count, used, cache], lambda _: None)[0][0]

@@ -25,7 +25,7 @@ from pipeswitch.programs.decoding.generation import (
     LOGITS,
     USED,
 )
-from pipeswitch.programs.decoding.sampling import Sampling, next_token, sampling_of
+from pipeswitch.programs.decoding.sampling import Chance, chance_of, next_token, sampling_of
 from pipeswitch.programs.interface.layout import MOST_JOINED_BYTES, Manifest, ValueSpec, aligned
 from pipeswitch.programs.running.executor import BoundProgram
 
@@ -152,6 +152,9 @@ class Steps:
         self._cache: torch.Tensor
         self._first: list[int] = []  # of each row, where the first step's token lies
         self._tokens: list[list[int]] = []  # of each step, of each row
+        hows = [one.choosing for one in requests]
+        self._samplings = [how and (None if how.is_piece else sampling_of(how)) for how in hows]
+        self._chances: list[list[Chance]] = [[] for _ in requests]
 
     @property
     def count(self) -> int:
@@ -226,6 +229,10 @@ class Steps:
             ]
         )
 
+    def chances(self) -> tuple[tuple[Chance, ...], ...]:
+        """Return the chances of each request's tokens; empty if no request has ``logprobs``."""
+        return tuple(map(tuple, self._chances)) if any(self._chances) else ()
+
     def keep(self, epoch: int) -> None:
         """Keep the caches for the next run; on devices other than the cpu nothing is kept."""
         if not self.most or self._cache.device.type != "cpu":
@@ -249,17 +256,22 @@ class Steps:
 
     def _choose(self, logits: torch.Tensor, upto: Sequence[int]) -> list[int]:
         """Choose the next token of each row."""
-        values, found = logits.float().cpu().numpy(), [0] * len(upto)
-        for one, row in zip(self._requests, self._order, strict=True):
-            if (how := one.choosing) is None or how.is_piece:
+        values, found, count = logits.float().cpu().numpy(), [0] * len(upto), self.count
+        for one, row, sampling, chances in zip(
+            self._requests, self._order, self._samplings, self._chances, strict=True
+        ):
+            if (how := one.choosing) is None or sampling is None:
                 continue
-            if how.options is None:
-                sampling = Sampling(temperature=how.temperature, top_p=how.top_p, seed=how.seed)
+            if (options := sampling.options) is None:
                 found[row] = next_token(values[row], sampling, upto[row])
-            else:
-                seen = Counter(dict(how.seen))  # zeros too: tokens of the prompt
-                seen.update(step[row] for step in self._tokens)
-                found[row] = next_token(values[row], sampling_of(how), upto[row], seen)
+                continue
+            seen = Counter(dict(how.seen))  # zeros too: tokens of the prompt
+            seen.update(step[row] for step in self._tokens)
+            found[row] = next_token(values[row], sampling, upto[row], seen)
+            if count < len(how.forced):
+                found[row] = how.forced[count]
+            if options.logprobs is not None:
+                chances.append(chance_of(values[row], found[row], options.logprobs))
         return found
 
 

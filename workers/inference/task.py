@@ -292,7 +292,7 @@ def infer(
             ended_at_ms=ended_at_ms,
             stall_ms=groups.stall_ms,
             is_clean=is_clean,
-            tokens=() if steps is None else steps.tokens(),
+            **({} if steps is None else {"tokens": steps.tokens(), "chances": steps.chances()}),
             group_begins_at_ms=tuple(groups.begins_ms),
             group_ends_at_ms=tuple(groups.ends_ms),
         )

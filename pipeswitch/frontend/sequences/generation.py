@@ -45,6 +45,7 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
     announced: Announce  # the version that it began with
     ids: Tokens[int]  # the prompt and the tokens so far
     prompt_count: int
+    scored: Tokens[int]  # the prompt, if its tokens are reported as if they were chosen
     most: int  # new tokens
     piece: int  # ids of one run
     stop: tuple[int, ...]
@@ -62,7 +63,7 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def made(self) -> int:
-        """Number of new tokens so far."""
+        """Number of new tokens so far; negative while tokens of the prompt are scored."""
         return len(self.ids) - self.prompt_count
 
     @property
@@ -80,14 +81,31 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
         seen: tuple[tuple[int, int], ...] = ()
         if options is not None and options.needs_seen and not is_piece:
             seen = tuple(seen_of(self.ids, self.prompt_count).items())
+        forced = () if is_piece else tuple(self.scored[len(self.ids) :][:MOST_STEPS])
+        most_steps = min(MOST_STEPS, len(forced) or left)
         self.choosing = Choosing(
-            steps=1 if is_piece or self.count > 1 else min(MOST_STEPS, left),
+            steps=1 if is_piece or self.count > 1 else most_steps,
             temperature=how.temperature, top_p=how.top_p, seed=how.seed,
             options=None if options is None else msgspec.to_builtins(options),
             seen=seen,
-            stop=self.stop, left=left, is_piece=is_piece,
+            stop=() if forced else self.stop, left=left, is_piece=is_piece, forced=forced,
         )  # fmt: skip
         return self.choosing
+
+    def has_chances(self, body: Mapping[str, Any]) -> bool:
+        """Return True if a run reported log probabilities for exactly the requested tokens."""
+        options, chances = self.sampling.options, body.get("logprobs", ())
+        if options is None or options.logprobs is None:
+            body.pop("logprobs", None)  # of other requests of the batch
+            return not chances
+        most, vocabulary = (
+            options.logprobs,
+            self.announced.manifest.extra["generation"]["vocabulary"],
+        )
+        return len(chances) == len(body["tokens"]) and all(
+            len(top) <= most and all(0 <= token < vocabulary for token, _ in top)
+            for _, top in chances
+        )
 
     def new_rows(self, tokens: int) -> int:
         """Return the number of rows left by a run that chose ``tokens`` tokens."""
@@ -141,14 +159,17 @@ def generation_of(
         raise InvalidInput("generate takes one input: the prompt's ids, int64 in one dimension")
     if not 0 < (count := tensors[0].shape[0]) < context:
         raise InvalidInput(f"a prompt of {count} tokens: the model takes 1 to {context - 1}")
-    if len(asked.so_far) >= (most := min(asked.max_tokens, context - count)):
-        raise InvalidInput(f"{len(asked.so_far)} tokens came already, of {most}")
     sampling = sampling_of(asked)
     sampling.check()
+    scores = sampling.options is not None and sampling.options.scores_prompt
+    came = len(asked.so_far) - (count - 1 if scores else 0)
+    if came >= (most := min(asked.max_tokens, context - count)):
+        raise InvalidInput(f"{came} tokens came already, of {most}")
     if sampling.options is not None:
         sampling.options.check(vocabulary)
     # A sender could still change its own bytes: they are read once.
-    ids = [*memoryview(bytes(frames[0])).cast("q"), *asked.so_far]
+    prompt = [*memoryview(bytes(frames[0])).cast("q")]
+    ids = [*prompt, *asked.so_far]
     if odd := [one for one in (min(ids), max(ids)) if not 0 <= one < vocabulary]:
         raise InvalidInput(f"{odd[0]} is no token from 0 to {vocabulary - 1}")
     own = () if asked.ignore_eos else tuple(facts["eos_ids"])
@@ -156,7 +177,8 @@ def generation_of(
         client=client,
         caller=caller,
         announced=announced,
-        ids=tokens_of(ids),
+        ids=tokens_of([prompt[0], *asked.so_far] if scores else ids),
+        scored=tokens_of(prompt if scores else []),
         prompt_count=count,
         most=most,
         piece=piece,

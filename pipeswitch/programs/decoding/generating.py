@@ -39,6 +39,8 @@ class Token(NamedTuple):
 
     id: int
     text: str  # that may be shown now; empty where a character or a stop string is not whole
+    logprob: float | None = None  # with ``logprobs``: its log probability
+    top: Sequence[tuple[int, float]] = ()  # the likeliest tokens in its place, with their own
 
 
 def ending_of(facts: Facts, prompt: Sequence[int], ending: Ending) -> Ending:
