@@ -28,6 +28,7 @@ OPTIONS: Final = (
     "presence_penalty",
     "frequency_penalty",
     "logit_bias",
+    "json_schema",
 )
 
 

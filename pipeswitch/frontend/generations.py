@@ -17,9 +17,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
-from ..base import failpoints
 from ..base.errors import Cancelled, PipeSwitchError, QueueFull, TaskFailed
-from ..base.failpoints import reach
 from ..ipc.messages.base import Epoch, SlabTensor
 from ..programs.decoding.generation import CACHE, CACHE_NEW, COUNT, IDS, USED
 from ..programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
@@ -80,8 +78,6 @@ class Generations:
         pending.generation, pending.caller, pending.trace_id = found, caller, arrival.trace_id
         pending.bytes_in = sum(map(len, tensors))
         self._live[pending.token] = pending
-        if failpoints.is_on:
-            reach("frontend.accepted")
         event = InferArrived(
             token=pending.token,
             request_id=header.id,

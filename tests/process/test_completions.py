@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import importlib.util
 import json
 import signal
 from collections.abc import Callable, Iterator
@@ -350,8 +351,14 @@ def test_echo_with_logprobs_scores_the_prompt(running: Checked, ai: Any, new: in
 def test_scores_survive_the_death_of_processes(running: Checked, ai: Any) -> None:
     """A worker that dies computes its run again; a text process that dies starts again."""
     ids: list[int] = made()[1](PROMPT * 20)["input_ids"]
-    asked: Any = {"model": "chat", "prompt": ids, "max_tokens": 300, "logprobs": 2, "echo": True,
-                  "temperature": 0}  # fmt: skip
+    asked: Any = {
+        "model": "chat",
+        "prompt": ids,
+        "max_tokens": 300,
+        "logprobs": 2,
+        "echo": True,
+        "temperature": 0,
+    }
     whole = ai.completions.create(**asked).choices[0]
     stream = ai.completions.create(**asked, stream=True)
     chunks = [next(stream)]
@@ -366,6 +373,77 @@ def test_scores_survive_the_death_of_processes(running: Checked, ai: Any) -> Non
             whole.logprobs, name
         )
     until(lambda: len(running.worker_pids()) >= 1, "workers are there again")
+
+
+COMPACT: Any = {"whitespace_flexible": False}  # else a model without sense writes spaces for ever
+FORM: Any = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["large", "small"]}, "count": {"enum": [1, 22, 333]}},
+    "required": ["kind", "count"],
+    "additionalProperties": False,
+    "x-guidance": COMPACT,
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="the extra grammar")
+def test_answers_follow_their_schemas_beside_others_and_when_workers_die(
+    running: Checked, ai: Any
+) -> None:
+    end = made()[1].convert_tokens_to_ids("<end>")
+    more: Any = {"model": "chat", "max_tokens": 99, "extra_body": {"stop_token_ids": [end]}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": FORM}}
+    plain = running.client.generate("chat", PROMPT, max_new_tokens=60).text
+    begun = [
+        ai.chat.completions.create(
+            messages=SAID, seed=seed, response_format=form, stream=True, **more
+        )
+        for seed in range(4)
+    ]
+    beside = running.client.generate("chat", PROMPT, max_new_tokens=60)
+    for pid in running.worker_pids().values():
+        psutil.Process(pid).kill()
+    for stream in begun:
+        chunks = [*stream]
+        found = json.loads("".join(one.choices[0].delta.content or "" for one in chunks))
+        assert {*found} == {"kind", "count"}
+        assert chunks[-1].choices[0].finish_reason == "stop"
+    assert beside.text == plain
+    text = json.dumps(FORM)
+    ids = [
+        one.id
+        for one in running.client.generate("chat", [1, 2], json_schema=text, max_new_tokens=1)
+    ]
+    assert made()[1].decode(ids).strip().startswith("{")
+    tool: Any = {"type": "function", "function": {"name": "size", "parameters": FORM}}
+    for named in ("required", {"type": "function", "function": {"name": "size"}}):
+        asked: Any = {"messages": SAID, "tools": [tool], "tool_choice": named, **more}
+        one = ai.chat.completions.create(**asked, logprobs=True).choices[0]
+        [call] = one.message.tool_calls
+        assert (one.finish_reason, one.message.content) == ("tool_calls", None)
+        assert call.function.name == "size"
+        assert {*json.loads(call.function.arguments)} == {"kind", "count"}
+        *_, last = ai.chat.completions.create(**asked, stream=True)
+        [call] = last.choices[0].delta.tool_calls
+        assert {*json.loads(call.function.arguments)} == {"kind", "count"}
+        assert last.choices[0].finish_reason == "tool_calls"
+    for path, extra in (
+        ("response_format", {"response_format": {"type": "json_object"}}),  # it has no end token
+        (
+            "response_format",
+            {
+                "stop_token_ids": [end],
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"type": "objec"}},
+                },
+            },
+        ),
+        ("tool_choice", {"tools": [tool]}),  # its template does not say how one is called
+        ("tool_choice", {"tools": [tool], "tool_choice": "sometimes"}),
+    ):
+        body = {"model": "chat", "messages": SAID, "max_tokens": 9, **extra}
+        status, told, _ = post(running, "/v1/chat/completions", body)
+        assert (status, told["error"]["param"]) == (400, path), told
 
 
 def test_a_prompt_that_is_too_long_has_openais_code(running: Checked) -> None:

@@ -213,8 +213,11 @@ def test_chances_are_those_of_the_logits_in_any_batch_and_run() -> None:
         assert own == pytest.approx(float(wanted[chosen[number]]), abs=1e-6)
         assert [token for token, _ in top] == torch.argsort(-wanted, stable=True).tolist()
         assert own == max(found for _, found in top)  # greedy: as evaluations compare them
-    requests = [worker.asked(tokens, 5, options={"logprobs": 0}), worker.asked([5, 6], 5),
-                worker.asked(tokens, 5, options=biased)]  # fmt: skip
+    requests = [
+        worker.asked(tokens, 5, options={"logprobs": 0}),
+        worker.asked([5, 6], 5),
+        worker.asked(tokens, 5, options=biased),
+    ]
     told = worker.told(requests)
     plain, none, forced = worker.run.chances()
     assert (told[0][0], told[2][0]) == (chosen, [4] * 5)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import numpy as np
 import torch
 
 from pipeswitch.devices.view import now_ms
@@ -25,6 +26,7 @@ from pipeswitch.programs.decoding.generation import (
     LOGITS,
     USED,
 )
+from pipeswitch.programs.decoding.grammar import Matcher, Matchers
 from pipeswitch.programs.decoding.sampling import Chance, chance_of, next_token, sampling_of
 from pipeswitch.programs.interface.layout import MOST_JOINED_BYTES, Manifest, ValueSpec, aligned
 from pipeswitch.programs.running.executor import BoundProgram
@@ -102,6 +104,7 @@ class Stepping:
     def __init__(self) -> None:
         self._step_ms: dict[tuple[ModelName, int], float] = {}  # by rows, of the last run
         self.caches = Caches()
+        self.matchers = Matchers()
 
     def begin(
         self, message: RunInference, bound: BoundProgram, pool: RequestPool, device: str,
@@ -113,7 +116,9 @@ class Stepping:
         if not any(one.choosing for one in requests):
             return None
         most = 0 if message.landings else self._most(message, requests, bound.manifest)
-        return Steps(bound, requests, most, self.caches, pool, device, is_over)
+        steps = Steps(bound, requests, most, self.caches, pool, device, is_over)
+        steps.follow_schemas(self.matchers)
+        return steps
 
     def _most(self, message: RunInference, requests: Requests, manifest: Manifest) -> int:
         """Return how many steps may follow one another; 0: one step, in the pool's memory.
@@ -155,11 +160,26 @@ class Steps:
         hows = [one.choosing for one in requests]
         self._samplings = [how and (None if how.is_piece else sampling_of(how)) for how in hows]
         self._chances: list[list[Chance]] = [[] for _ in requests]
+        self._matchers: dict[int, Matcher] = {}  # by request
 
     @property
     def count(self) -> int:
         """Steps that were computed."""
         return len(self._tokens)
+
+    def follow_schemas(self, matchers: Matchers) -> None:
+        """Read the schemas of answers that follow one."""
+        for number, (one, how) in enumerate(zip(self._requests, self._samplings, strict=True)):
+            options, choosing = how and how.options, one.choosing
+            if options is not None and options.json_schema and choosing is not None:
+                manifest = self._bound.manifest
+                self._matchers[number] = matchers.matcher(
+                    manifest.digest,
+                    options.json_schema,
+                    choosing.stop,
+                    choosing.answer,
+                    manifest.extra["generation"]["vocabulary"],
+                )
 
     def inputs(self) -> list[torch.Tensor]:
         """Return the program's inputs; only for ``most`` other than 0."""
@@ -257,8 +277,8 @@ class Steps:
     def _choose(self, logits: torch.Tensor, upto: Sequence[int]) -> list[int]:
         """Choose the next token of each row."""
         values, found, count = logits.float().cpu().numpy(), [0] * len(upto), self.count
-        for one, row, sampling, chances in zip(
-            self._requests, self._order, self._samplings, self._chances, strict=True
+        for number, (one, row, sampling) in enumerate(
+            zip(self._requests, self._order, self._samplings, strict=True)
         ):
             if (how := one.choosing) is None or sampling is None:
                 continue
@@ -267,11 +287,17 @@ class Steps:
                 continue
             seen = Counter(dict(how.seen))  # zeros too: tokens of the prompt
             seen.update(step[row] for step in self._tokens)
-            found[row] = next_token(values[row], sampling, upto[row], seen)
+            own = values[row]
+            if (matcher := self._matchers.get(number)) is not None:
+                own = np.where(matcher.allowed(), own, -np.inf)
+            found[row] = next_token(own, sampling, upto[row], seen)
+            if matcher is not None:
+                matcher.take(found[row])
             if count < len(how.forced):
                 found[row] = how.forced[count]
             if options.logprobs is not None:
-                chances.append(chance_of(values[row], found[row], options.logprobs))
+                chance = chance_of(values[row], found[row], options.logprobs)
+                self._chances[number].append(chance)
         return found
 
 

@@ -11,6 +11,7 @@ from ...base.errors import InvalidInput
 from ...ipc.messages.worker import Choosing
 from ...programs.decoding.generating import seen_of
 from ...programs.decoding.generation import MAX_EOS, MOST_STEPS
+from ...programs.decoding.grammar import check_schema
 from ...programs.decoding.sampling import Options, Sampling, sampling_of
 from ...scheduler.events import Announce
 from ...wire.frames import RequestHeader
@@ -22,6 +23,7 @@ from .prefixes import Tokens, tokens_of
 
 MAX_TOKENS: Final = 1 << 40  # no context is so long
 MAX_STOP_IDS: Final = 2 * MAX_EOS
+MOST_CHANCES: Final = 96  # likeliest tokens that one run reports
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,13 +84,18 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
         if options is not None and options.needs_seen and not is_piece:
             seen = tuple(seen_of(self.ids, self.prompt_count).items())
         forced = () if is_piece else tuple(self.scored[len(self.ids) :][:MOST_STEPS])
-        most_steps = min(MOST_STEPS, len(forced) or left)
+        most_steps, answer = min(MOST_STEPS, len(forced) or left), ()
+        if options is not None and options.logprobs:  # a run's results fit in a packet
+            most_steps = min(most_steps, max(1, MOST_CHANCES // options.logprobs))
+        if options is not None and options.json_schema and not is_piece:
+            answer = tuple(self.ids[self.prompt_count :])
         self.choosing = Choosing(
             steps=1 if is_piece or self.count > 1 else most_steps,
             temperature=how.temperature, top_p=how.top_p, seed=how.seed,
             options=None if options is None else msgspec.to_builtins(options),
             seen=seen,
             stop=() if forced else self.stop, left=left, is_piece=is_piece, forced=forced,
+            answer=answer,
         )  # fmt: skip
         return self.choosing
 
@@ -124,7 +131,8 @@ def facts_of(
     facts = announced.manifest.extra.get("generation")
     if not facts:
         raise InvalidInput(
-            f'"{model}" generates no text', hint=f"pipeswitch register {model} hf:NAME --generate"
+            f'"{model}" generates no text',
+            hint=f"pipeswitch register {model}-chat hf:NAME --weights pretrained --generate",
         )
     context, piece = longest(announced.manifest, share_bytes)
     if context < 2:
@@ -173,6 +181,9 @@ def generation_of(
     if odd := [one for one in (min(ids), max(ids)) if not 0 <= one < vocabulary]:
         raise InvalidInput(f"{odd[0]} is no token from 0 to {vocabulary - 1}")
     own = () if asked.ignore_eos else tuple(facts["eos_ids"])
+    ends = (*own, *asked.stop_ids)
+    if sampling.options is not None and (schema := sampling.options.json_schema):
+        check_schema(schema, ends)
     return Generation(
         client=client,
         caller=caller,
@@ -182,6 +193,6 @@ def generation_of(
         prompt_count=count,
         most=most,
         piece=piece,
-        stop=(*own, *asked.stop_ids),
+        stop=ends,
         sampling=sampling,
     )

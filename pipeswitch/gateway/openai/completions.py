@@ -40,6 +40,8 @@ from .answers import Answering, Answers
 from .choices import MAX_CHOICES, Choices, check_count
 from .embeddings import MAX_TEXTS, Embed, embedded
 from .text_process import Begin
+from .tools import MOST_TOOLS, Calling, ResponseFormat, calling
+from .tools import Choice as ToolChoice
 
 PREFIX: Final = "/v1"
 MODELS, TEXT, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
@@ -47,7 +49,7 @@ EMBED: Final = "/v1/embeddings"
 PATHS: Final = (MODELS, TEXT, CHAT, EMBED)
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_FIELDS: Final = 256
-MAX_LIST_BYTES: Final = 16 << 10  # of ``logit_bias``
+MAX_LIST_BYTES: Final = 16 << 10  # of ``logit_bias``, and others
 NEUTRAL_BYTES: Final = 256  # limit of a value without effect
 NULL: Final = msgspec.Raw(b"null")
 ABSENT: Final = msgspec.Raw()
@@ -121,6 +123,10 @@ class Said(Asked, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: bool | int | None = None
     top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
+    tool_choice: str | ToolChoice | None = None
+    json_schema: str = ""  # ours: read from these
     n: int | None = None
     best_of: int | None = None
     messages: msgspec.Raw = ABSENT  # read where the template is: it may be made of much
@@ -209,22 +215,29 @@ class Completions:
             raise InvalidInput("echo is for /v1/completions", param="echo")
         count = forms.requested(said.logprobs, said.top_logprobs, is_chat=is_chat)
         said = replace(said, logprobs=count)
-        form = _OpenAi(said, has_ids=isinstance(prompts[0], list))
+        calls = calling(said.response_format, said.tools or (), said.tool_choice)
+        if calls.names and not is_chat:
+            raise InvalidInput("tools are for chats", param="tools")
+        said = replace(said, json_schema=calls.schema)
+        form = _OpenAi(said, calls, has_ids=isinstance(prompts[0], list))
         if form.hides:
             said = replace(said, max_tokens=1)
         if said.best_of not in (None, n):
             raise InvalidInput("best_of is not done here", hint="leave it out", param="best_of")
         messages = bytes(said.messages) if is_chat else None
-        own: Any = {"messages": messages, "tokens": None if is_chat else SHORT_TOKENS}
+        tokens, has_marks = None if is_chat else SHORT_TOKENS, bool(calls.names)
+        more: Any = {"tools": calls.rendered, "reads_calls": has_marks and not calls.is_forced}
+
+        def asked(prompt: str | list[int], seed: int | None, *, own: Mapping[str, Any]) -> Begin:
+            begin = _begin(said, prompt, messages, own=own, tokens=tokens, seed=seed)
+            return replace(begin, **more) if has_marks else begin
+
         seeds = [None if said.seed is None else said.seed + one for one in range(n)]
         begins = [
-            partial(
-                self._answers.begin, caller, head, said.model,
-                partial(_begin, said, prompt, seed=seed, **own),
-            )
+            partial(self._answers.begin, caller, head, said.model, partial(asked, prompt, seed))
             for prompt in prompts
             for seed in seeds
-        ]  # fmt: skip
+        ]
         choices = await Choices.begin(begins, n)
         form.choices = choices
         return await self._answer(choices, form, is_stream=bool(said.stream))
@@ -285,8 +298,9 @@ class _OpenAi:
 
     choices: Choices
 
-    def __init__(self, said: Said, *, has_ids: bool) -> None:
+    def __init__(self, said: Said, calls: Calling, *, has_ids: bool) -> None:
         """Prepare the format: a client that sent token ids receives ids beside the text."""
+        self._calls, self._held = calls, dict[int, str]()
         self._has_ids, self._has_logprobs = has_ids, said.logprobs is not None
         self.hides = said.scores_prompt and said.max_tokens == 0  # all that is not the prompt's
         self._began, self._shown = set[int](), Counter[int]()  # characters of each choice
@@ -300,7 +314,10 @@ class _OpenAi:
             tokens = [] if self.hides else answering.tokens
             ids = {"token_ids": [one.id for one in tokens]} if self._has_ids else {}
             text = answering.echo + ("" if self.hides else text)
-            message = {"role": "assistant", "content": text, "refusal": None}
+            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+            if self._calls.names:
+                rest, calls = self._calls.calls_in(text)
+                message |= {"content": rest or None, "tool_calls": calls} if calls else {}
             choice = {"message": message} if self._is_chat else {"text": text, **ids}
             rows.append(self._choice(index, choice, [*answering.scored, *tokens]))
         return self._told("", rows, self._usage())
@@ -318,8 +335,22 @@ class _OpenAi:
             role = {"role": "assistant"} if is_first else {}
             self._began.add(index)
             delta = {**role, **({"content": text} if token else {})}
+            if self._calls.names:
+                delta = self._delta(index, role, text, is_last=not token)
             choice = {"delta": delta} if self._is_chat else {"text": text, **ids}
             yield self._told(".chunk", [self._choice(index, choice, tokens, is_last=not token)])
+
+    def _delta(
+        self, index: int, role: dict[str, Any], text: str, *, is_last: bool
+    ) -> dict[str, Any]:
+        """Return a delta of an answer that may be a call, whose text is held back to its end."""
+        whole = self._held[index] = self._held.get(index, "") + text
+        if not is_last:
+            return role
+        rest, calls = self._calls.calls_in(whole)
+        content = {"content": rest} if rest else {}
+        numbered = [{"index": number, **one} for number, one in enumerate(calls)]
+        return {**role, **content, **({"tool_calls": numbered} if calls else {})}
 
     def last(self) -> Iterable[dict[str, Any]]:
         """Yield what follows the last choice's end."""
@@ -334,6 +365,8 @@ class _OpenAi:
     ) -> dict[str, Any]:
         answering, logprobs = self.choices.answerings[index], None
         reason = ("length" if self.hides else answering.step.reason) if is_last else None
+        if reason and any("tool_calls" in one for one in choice.values() if isinstance(one, dict)):
+            reason = "tool_calls"
         if self._has_logprobs and tokens:
             if self._is_chat:
                 logprobs = forms.of_chat(tokens, answering.names)
@@ -450,9 +483,9 @@ def _said(body: Any, kind: type[S]) -> S:
         for name, value in _fields(options).items() if options[:1] == b"{" else ():
             if name not in StreamOptions.__struct_fields__:
                 _check_neutral(f"stream_options.{name}", value, known)
-        for name in ("logit_bias", "stop_token_ids"):
+        for name in ("logit_bias", "stop_token_ids", "tools", "response_format"):
             if len(given.get(name, b"")) > MAX_LIST_BYTES:
-                raise InvalidInput(f"{name} has too many tokens", param=name)
+                raise InvalidInput(f"{name} is longer than {MAX_LIST_BYTES} bytes", param=name)
         for name, most in (("prompt", Prompts), ("input", Inputs)):
             if name in given and name in known:
                 given[name] = _prompts(name, given[name], most)

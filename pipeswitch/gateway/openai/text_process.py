@@ -13,7 +13,7 @@ import json
 import os
 import signal
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, BinaryIO, Final
 
@@ -35,6 +35,7 @@ from ...programs.decoding.generating import (
 from ...programs.decoding.sampling import Sampling
 from ...sandbox.confine import confine_worker, missing
 from ..decoding import check_memory
+from .tools import MARK
 
 MEMORY_BYTES: Final = 1 << 30  # beside what it imports; the largest tokenizer known takes 400 MB
 CHARS_PER_TOKEN: Final = 64  # of a prompt, at most: a longer one is not even cut into tokens
@@ -66,6 +67,8 @@ class Begin(Said, frozen=True, kw_only=True, tag=True):
     so_far: list[int] = []
     told: int = 0
     names: list[int] = []  # as of ``Came``
+    tools: bytes = b""  # JSON, for the template
+    reads_calls: bool = False  # calls are found in the text, if the template says how
     echoes: bool = False  # return the prompt's text
 
 
@@ -169,7 +172,7 @@ class Texts:
         if isinstance(asked.prompt, list):
             return asked.prompt
         encode, _ = self._tokenizer
-        text = asked.prompt if asked.messages is None else self._rendered(parsed(asked.messages))
+        text = asked.prompt if asked.messages is None else self._rendered(asked)
         context = self._facts.context
         check_length(text, context)
         with_special = asked.messages is None  # a template writes its own
@@ -180,10 +183,18 @@ class Texts:
             size *= GROWTH
         return encode(text, with_special=with_special)
 
-    def _rendered(self, messages: Sequence[dict[str, Any]]) -> str:
+    def _rendered(self, asked: Begin) -> str:
+        messages = parsed(asked.messages or b"")
         if not self._facts.chat_template:
             raise InvalidInput("the model has no chat template", hint="ask /v1/completions")
-        return self._template(messages=messages, add_generation_prompt=True, tools=None,
+        if asked.reads_calls and MARK not in self._facts.chat_template:
+            raise InvalidInput(
+                "the model's chat template does not say how a tool is called",
+                hint='tool_choice "required", or "none"',
+                param="tool_choice",
+            )
+        tools = json.loads(asked.tools) if asked.tools else None
+        return self._template(messages=messages, add_generation_prompt=True, tools=tools,
                               documents=None, **self._facts.special)  # fmt: skip
 
     @cached_property
@@ -229,11 +240,21 @@ def parsed(messages: bytes) -> list[dict[str, Any]]:
                 param="messages",
             )
         return [
-            {**{name: msgspec.json.decode(raw) for name, raw in one.items()}, "content": _text(raw)}
+            {**{name: _field(name, raw) for name, raw in one.items()}, "content": _text(raw)}
             for one, raw in zip(chat, texts, strict=True)
         ]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(f"the messages are not valid: {error}", param="messages") from None
+
+
+def _field(name: str, raw: msgspec.Raw) -> Any:
+    """Decode a message's field. Templates take a call's arguments as an object, not as JSON."""
+    value = msgspec.json.decode(raw)
+    for one in value if name == "tool_calls" and isinstance(value, list) else ():
+        function = one.get("function") if isinstance(one, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            function["arguments"] = msgspec.json.decode(function["arguments"])
+    return value
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):

@@ -9,6 +9,8 @@ import msgspec
 
 from .base import ByteRange, Epoch, JobName, Message, ModelName, SlabTensor, Slot, Turn
 
+LARGE_BYTES = 3000  # of one request's sampling: 64 of them fit in a packet of any kernel
+
 
 class WorkerSettings(Message, frozen=True):
     """Settings of a worker.
@@ -93,8 +95,15 @@ class Choosing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seen: tuple[tuple[int, int], ...] = ()  # earlier tokens, each with its count in the answer
     stop: tuple[int, ...] = ()  # tokens that end the generation
     left: int = 1  # tokens that may still come, with those of this run
+    answer: tuple[int, ...] = ()  # its tokens so far, if it follows a schema
     forced: tuple[int, ...] = ()  # tokens of the prompt that come first; only their chances count
     is_piece: bool = False  # more of the prompt follows: no token is chosen
+
+    @property
+    def is_large(self) -> bool:
+        """True if requests like this one could fill a packet together."""
+        text = "" if self.options is None else self.options.get("json_schema", "")
+        return len(text) + 4 * len(self.answer) + 6 * len(self.seen) > LARGE_BYTES
 
     def ends_with(self, tokens: Sequence[int]) -> str:
         """Return why the generation ends with the tokens of this run: ``stop``, ``length``, or an

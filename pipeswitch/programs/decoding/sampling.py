@@ -20,6 +20,7 @@ MAX_SEED: Final = (1 << 63) - 1
 MAX_TEMPERATURE: Final = 100.0
 MAX_BIASES: Final = 300  # as OpenAI has it
 MAX_BIAS: Final = 100.0
+MAX_SCHEMA_CHARS: Final = 8 << 10  # each run's message to a worker has it
 MAX_LOGPROBS: Final = 20  # as OpenAI has it
 NO_TOKENS: Final[Mapping[int, int]] = {}
 
@@ -39,6 +40,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     held: tuple[int, ...] = ()  # tokens that cannot come…
     until: int = 0  # …before this position
     logprobs: int | None = None  # report each token's ``Chance``, with this many likeliest tokens
+    json_schema: str = ""  # that the answer follows
     scores_prompt: bool = False  # the prompt's own tokens come first, with their chances
 
     @property
@@ -66,6 +68,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             )
         if self.scores_prompt and self.logprobs is None:
             raise InvalidInput("scores_prompt needs logprobs", hint="logprobs=0", param="logprobs")
+        if len(self.json_schema) > MAX_SCHEMA_CHARS:
+            raise InvalidInput(
+                f"a JSON schema of {len(self.json_schema)} characters; the limit is "
+                f"{MAX_SCHEMA_CHARS}",
+                param="response_format",
+            )
+        if self.json_schema and (self.until or self.scores_prompt):
+            raise InvalidInput(
+                "min_tokens and scored prompts have no JSON schema", param="response_format"
+            )
         biases = self.logit_bias
         is_small = all(-MAX_BIAS <= value <= MAX_BIAS for value in biases.values())
         if len(biases) > MAX_BIASES or not is_small:
