@@ -228,20 +228,15 @@ def _check(client: Any, name: str) -> None:
 
 
 def _advice(client: Any, name: str) -> str:
-    """Return what to type instead of chatting with a model that is not a language model."""
-    rows = {row["name"]: row for row in client.models()}
-    advice = [f"pipeswitch chat {one}" for one in [*rows][:MOST_ASKED] if _can_chat(client, one)]
-    if (source := rows.get(name, {}).get("source", "")).startswith("hf:"):
-        advice.insert(0, f"if it is a causal model: pipeswitch run {source} --name {name}-chat")
-    return "; or ".join([*advice[:3], EXAMPLE])
-
-
-def _can_chat(client: Any, name: str) -> bool:
-    try:
-        facts = client._ask("generation", model=name, body={"version": 0, "tokenizer": True})
-    except PipeSwitchError:
-        return False
-    return bool(facts.get("chat_template"))
+    """Return what to type instead of chatting with a model that cannot."""
+    advice, body = [EXAMPLE], {"version": 0, "tokenizer": True}
+    for row in client.models()[:MOST_ASKED]:
+        with contextlib.suppress(PipeSwitchError):
+            if client._ask("generation", model=row["name"], body=body).get("chat_template"):
+                advice.insert(0, f"pipeswitch chat {row['name']}")
+        if row["name"] == name and (source := row.get("source", "")).startswith("hf:"):
+            advice.append(f"if it is a causal model: pipeswitch run {source} --name {name}-chat")
+    return "; or ".join(advice[-3:])
 
 
 def _converse(talk: Chat, name: str) -> None:

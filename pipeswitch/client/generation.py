@@ -7,29 +7,17 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
 from ..base.errors import Cancelled, InvalidInput
-from ..base.units import nearest
 from ..programs.decoding.answer import Answer, Decode, Ending
 from ..programs.decoding.generating import Facts, Token, ending_of, tokenizer_of
 from ..programs.decoding.generation import IDS
 from ..programs.decoding.sampling import Sampling
 from ..wire.bill import Bill
 from ..wire.frames import WireTensor
-
-OPTIONS: Final = (
-    "logprobs",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "json_schema",
-)
 
 
 class Asked:
@@ -185,8 +173,6 @@ def generated(
             found = facts_with(tokenizer=True, version=facts.version)
             client.tokenizers[facts.digest] = tokenizer_of(found)
         encode, decode = client.tokenizers[facts.digest]
-    if unknown := {*(sampling["options"] or ())} - {*OPTIONS}:
-        raise TypeError(f"generate has no option {min(unknown)!r}{nearest(min(unknown), OPTIONS)}")
     try:
         chosen = msgspec.convert(sampling, Sampling)
         ending = msgspec.convert({"max_new_tokens": max_new_tokens, "stop": stop}, Ending)

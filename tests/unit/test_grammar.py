@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,10 +14,10 @@ import pytest
 
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.gateway.openai.text_process import parsed
-from pipeswitch.gateway.openai.tools import Choice, Named, ResponseFormat, calling
+from pipeswitch.gateway.openai.tools import Function, ResponseFormat, Tool, calling
 from pipeswitch.ipc.messages.worker import Choosing
 from pipeswitch.programs.decoding.generation import packed_tokenizer
-from pipeswitch.programs.decoding.grammar import Matchers, check_schema
+from pipeswitch.programs.decoding.grammar import Matcher, Tokenizers, check_schema
 from pipeswitch.programs.decoding.sampling import Options
 
 SIZE = 700
@@ -46,24 +47,23 @@ def words() -> Any:
     return trained("bytes")
 
 
-def matchers(words: Any) -> Matchers:
-    made = Matchers()
-    made.packed["d"] = packed_tokenizer(words.to_str())
-    return made
+def matcher_of(words: Any, schema: str, answer: Sequence[int] = (), digest: str = "d") -> Matcher:
+    ends, tokenizers = (words.token_to_id("<end>"),), Tokenizers()
+    tokenizers.packed["d"] = packed_tokenizer(words.to_str())
+    return Matcher(tokenizers.get(digest, SIZE, ends), schema, ends, answer, SIZE)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_any_allowed_tokens_make_an_answer_that_follows_its_schema(words: Any, seed: int) -> None:
     """Another worker takes over after any token, and allows the same ones."""
     chance, end = random.Random(seed), words.token_to_id("<end>")
-    made, answer = matchers(words), list[int]()
-    text = json.dumps(SCHEMA)
-    matcher = made.matcher("d", text, (end,), answer, SIZE)
+    text, answer = json.dumps(SCHEMA), list[int]()
+    matcher = matcher_of(words, text)
     while end not in answer:
         allowed = matcher.allowed()
         assert allowed.any()
         if chance.random() < 0.2:
-            matcher = matchers(words).matcher("d", text, (end,), answer, SIZE)
+            matcher = matcher_of(words, text, answer)
             assert np.array_equal(matcher.allowed(), allowed)
         choices = np.flatnonzero(allowed)
         heavy = [int(one) for one in choices if words.decode([int(one)]).strip()] or [end]
@@ -77,23 +77,22 @@ def test_any_allowed_tokens_make_an_answer_that_follows_its_schema(words: Any, s
 
 
 def test_a_token_that_does_not_follow_the_schema_is_refused(words: Any) -> None:
-    made, end = matchers(words), words.token_to_id("<end>")
-    matcher = made.matcher("d", "{}", (end,), [], SIZE)
+    matcher = matcher_of(words, "{}")
     refused = int(np.flatnonzero(~matcher.allowed())[1])
     with pytest.raises(InvalidInput):
         matcher.take(refused)
     for schema in ('{"type": "objec"}', '{"$ref": "#/nowhere"}'):
         with pytest.raises(InvalidInput) as caught:
-            made.matcher("d", schema, (end,), [], SIZE).allowed()
+            matcher_of(words, schema).allowed()
         assert caught.value.data["param"] == "response_format"
     with pytest.raises(InvalidInput):
-        made.matcher("another", "{}", (end,), [], SIZE)
+        matcher_of(words, "{}", digest="another")
 
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InvalidInput) as caught:
-        Matchers().matcher("d", "{}", (1,), [], SIZE)
+        Tokenizers().get("d", SIZE, (1,))
     assert "pipeswitch[grammar]" in caught.value.hint
 
 
@@ -131,7 +130,7 @@ def test_a_response_format_is_a_schema() -> None:
 
 
 def test_tools_are_called_by_the_choice() -> None:
-    forced = Choice(type="function", function=Named(name="now"))
+    forced = Tool(type="function", function=Function(name="now"))
     assert calling(None, raw(TOOLS), "none").names == ()
     auto = calling(None, raw(TOOLS), None)
     assert (auto.names, auto.schema, auto.is_forced) == (("weather", "now"), "", False)
@@ -145,7 +144,7 @@ def test_tools_are_called_by_the_choice() -> None:
     for tools, choice, form in (
         ([], "required", None),
         ([], forced, None),
-        (TOOLS, Choice(type="function", function=Named(name="required")), None),
+        (TOOLS, Tool(type="function", function=Function(name="required")), None),
         (TOOLS, "sometimes", None),
         (TOOLS, "required", json_object),
         ([{"type": "function"}], "auto", None),

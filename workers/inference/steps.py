@@ -26,7 +26,7 @@ from pipeswitch.programs.decoding.generation import (
     LOGITS,
     USED,
 )
-from pipeswitch.programs.decoding.grammar import Matcher, Matchers
+from pipeswitch.programs.decoding.grammar import Matcher, Tokenizers
 from pipeswitch.programs.decoding.sampling import Chance, chance_of, next_token, sampling_of
 from pipeswitch.programs.interface.layout import MOST_JOINED_BYTES, Manifest, ValueSpec, aligned
 from pipeswitch.programs.running.executor import BoundProgram
@@ -104,7 +104,7 @@ class Stepping:
     def __init__(self) -> None:
         self._step_ms: dict[tuple[ModelName, int], float] = {}  # by rows, of the last run
         self.caches = Caches()
-        self.matchers = Matchers()
+        self.tokenizers = Tokenizers()
 
     def begin(
         self, message: RunInference, bound: BoundProgram, pool: RequestPool, device: str,
@@ -117,7 +117,7 @@ class Stepping:
             return None
         most = 0 if message.landings else self._most(message, requests, bound.manifest)
         steps = Steps(bound, requests, most, self.caches, pool, device, is_over)
-        steps.follow_schemas(self.matchers)
+        steps.follow_schemas(self.tokenizers)
         return steps
 
     def _most(self, message: RunInference, requests: Requests, manifest: Manifest) -> int:
@@ -167,19 +167,16 @@ class Steps:
         """Steps that were computed."""
         return len(self._tokens)
 
-    def follow_schemas(self, matchers: Matchers) -> None:
+    def follow_schemas(self, tokenizers: Tokenizers) -> None:
         """Read the schemas of answers that follow one."""
-        for number, (one, how) in enumerate(zip(self._requests, self._samplings, strict=True)):
-            options, choosing = how and how.options, one.choosing
-            if options is not None and options.json_schema and choosing is not None:
+        for number, how in enumerate(self._samplings):
+            run, options = self._requests[number].choosing, how and how.options
+            if run is not None and options is not None and options.json_schema:
                 manifest = self._bound.manifest
-                self._matchers[number] = matchers.matcher(
-                    manifest.digest,
-                    options.json_schema,
-                    choosing.stop,
-                    choosing.answer,
-                    manifest.extra["generation"]["vocabulary"],
-                )
+                size = manifest.extra["generation"]["vocabulary"]
+                own = tokenizers.get(manifest.digest, size, run.stop)
+                matcher = Matcher(own, options.json_schema, run.stop, run.answer, size)
+                self._matchers[number] = matcher
 
     def inputs(self) -> list[torch.Tensor]:
         """Return the program's inputs; only for ``most`` other than 0."""

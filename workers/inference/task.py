@@ -110,7 +110,7 @@ class Programs:
             bundle = read_program(manifest, bundle_file)
             known = (wanted.digest, manifest, None if bundle is None else bundle.graph)
             if bundle is not None and bundle.generation is not None:
-                self.stepping.matchers.packed[wanted.digest] = bundle.generation.tokenizer
+                self.stepping.tokenizers.packed[wanted.digest] = bundle.generation.tokenizer
             self._read[wanted.model] = known
             self._close_files(wanted.model)
         return known
@@ -139,7 +139,7 @@ class Programs:
     def forget(self, model: ModelName) -> None:
         self._close_files(model)
         if known := self._read.pop(model, None):
-            self.stepping.matchers.packed.pop(known[0], None)
+            self.stepping.tokenizers.packed.pop(known[0], None)
         self._programs.pop(model, None)
         self._unbind(model)
 

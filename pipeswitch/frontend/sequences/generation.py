@@ -105,12 +105,9 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
         if options is None or options.logprobs is None:
             body.pop("logprobs", None)  # of other requests of the batch
             return not chances
-        most, vocabulary = (
-            options.logprobs,
-            self.announced.manifest.extra["generation"]["vocabulary"],
-        )
+        vocabulary = self.announced.manifest.extra["generation"]["vocabulary"]
         return len(chances) == len(body["tokens"]) and all(
-            len(top) <= most and all(0 <= token < vocabulary for token, _ in top)
+            len(top) <= options.logprobs and all(0 <= token < vocabulary for token, _ in top)
             for _, top in chances
         )
 

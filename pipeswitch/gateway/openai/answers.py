@@ -10,7 +10,7 @@ import asyncio
 import secrets
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, Final
 
@@ -79,7 +79,6 @@ class Answering:
         self.step: Step
         self.tokens: list[Token] = []
         self.scored: list[Token] = []  # tokens of the prompt, if their chances were requested
-        self.echo = ""  # the prompt's text, if it was requested
         self.names: dict[int, str] = {}  # the texts of single tokens, with logprobs
         self.is_counted = False  # among the answers under way
         self._came: deque[Token] = deque()
@@ -95,6 +94,7 @@ class Answering:
         self._made: list[int] = []  # tokens of the model
         self._chances: list[tuple[Any, ...]] = []  # of each of them, with logprobs
         self._told = 0  # tokens with text
+        self._first: Sequence[int] = ()  # token of a scored prompt
         self._unscored = 0  # tokens of the prompt that are still to be reported
 
     async def begin(self, asked: Begin) -> None:
@@ -102,12 +102,12 @@ class Answering:
         check_length(asked.prompt, self._facts.context)
         self._begin = msgspec.structs.replace(asked, answer=self._number)
         await self._ask(self._begin)
-        self._prompt, self.echo = self.step.prompt, self.step.echo
+        self._prompt = self.step.prompt
         self._begin = msgspec.structs.replace(self._begin, prompt="", messages=None)
         options = self._begin.sampling.options
         if options is not None and options.scores_prompt:
-            self._unscored = len(self._prompt) // array("i").itemsize - 1
-            self.scored.append(Token(array("i", self._prompt)[0], ""))
+            self._first, self._unscored = array("i", self._prompt)[:1], self.step.prompt_count - 1
+            self.scored.append(Token(self._first[0], ""))  # it has no chance
 
     async def next(self) -> Token | None:
         """Return the next token, or None after the last."""
@@ -131,13 +131,13 @@ class Answering:
 
     async def _take(self, tokens: list[int], chances: list[list[Any]]) -> None:
         """Fetch the text of a reply's tokens; the first ones may be the prompt's."""
-        pairs = [*zip(*chances, strict=True)]
-        wanted = {token for _, top in pairs for token, _ in top} | {*tokens, *self._first()}
+        pairs, count = [*zip(*chances, strict=True)], min(len(tokens), self._unscored)
+        wanted = {id for _, top in pairs for id, _ in top}.union(tokens, self._first)
         names = sorted(wanted - self.names.keys()) if pairs else []
-        count = min(len(tokens), self._unscored)
-        prompt = zip(tokens[:count], pairs[:count], strict=True)
-        self.scored += [Token(id, "", *chance) for id, chance in prompt]
-        self._unscored -= count
+        if count:
+            scored = zip(tokens[:count], pairs, strict=False)
+            self.scored += [Token(id, "", *chance) for id, chance in scored]
+            self._unscored -= count
         self._made += tokens[count:]
         self._chances += pairs[count:]
         await self._ask(Came(answer=self._number, tokens=tokens[count:], names=names))
@@ -146,10 +146,6 @@ class Answering:
             chance = self._chances[self._told] if self._chances else ()
             self._came.append(Token(token.id, token.text, *chance))
             self._told += 1
-
-    def _first(self) -> list[int]:
-        """Return the first scored token, which has no chance but needs a name."""
-        return [one.id for one in self.scored[:1]]
 
     def _sent(self) -> asyncio.Future[list[int]]:
         """Send the request; its replies come in ``_replies``."""
@@ -184,12 +180,9 @@ class Answering:
                 )
                 if self._prompt:
                     ids = array("i", self._prompt).tolist()
+                    names = asked.names if isinstance(asked, Came) else []
                     asked = msgspec.structs.replace(
-                        self._begin,
-                        prompt=ids,
-                        so_far=self._made,
-                        told=self._told,
-                        names=asked.names if isinstance(asked, Came) else [],
+                        self._begin, prompt=ids, so_far=self._made, told=self._told, names=names
                     )
             try:
                 self.step = await self._talk.ask(asked, self._turn)

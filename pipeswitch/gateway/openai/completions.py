@@ -40,8 +40,7 @@ from .answers import Answering, Answers
 from .choices import MAX_CHOICES, Choices, check_count
 from .embeddings import MAX_TEXTS, Embed, embedded
 from .text_process import Begin
-from .tools import MOST_TOOLS, Calling, ResponseFormat, calling
-from .tools import Choice as ToolChoice
+from .tools import MOST_TOOLS, Calling, ResponseFormat, Tool, calling
 
 PREFIX: Final = "/v1"
 MODELS, TEXT, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
@@ -125,7 +124,7 @@ class Said(Asked, frozen=True, kw_only=True):
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
-    tool_choice: str | ToolChoice | None = None
+    tool_choice: str | Tool | None = None
     json_schema: str = ""  # ours: read from these
     n: int | None = None
     best_of: int | None = None
@@ -211,15 +210,16 @@ class Completions:
             said = replace(said, max_tokens=said.max_completion_tokens)
         prompts = said.prompt or [""]
         check_count(len(prompts), n := _first(said.n, 1))
-        if said.echo and is_chat:
-            raise InvalidInput("echo is for /v1/completions", param="echo")
+        has_ids = not all(isinstance(one, str) for one in prompts)
+        if said.echo and (is_chat or (has_ids and said.logprobs is None)):
+            raise InvalidInput("echo is for texts, or with logprobs", param="echo")
         count = forms.requested(said.logprobs, said.top_logprobs, is_chat=is_chat)
         said = replace(said, logprobs=count)
         calls = calling(said.response_format, said.tools or (), said.tool_choice)
         if calls.names and not is_chat:
             raise InvalidInput("tools are for chats", param="tools")
         said = replace(said, json_schema=calls.schema)
-        form = _OpenAi(said, calls, has_ids=isinstance(prompts[0], list))
+        form = _OpenAi(said, calls, prompts, n)
         if form.hides:
             said = replace(said, max_tokens=1)
         if said.best_of not in (None, n):
@@ -298,10 +298,13 @@ class _OpenAi:
 
     choices: Choices
 
-    def __init__(self, said: Said, calls: Calling, *, has_ids: bool) -> None:
+    def __init__(
+        self, said: Said, calls: Calling, prompts: Sequence[str | list[int]], n: int
+    ) -> None:
         """Prepare the format: a client that sent token ids receives ids beside the text."""
         self._calls, self._held = calls, dict[int, str]()
-        self._has_ids, self._has_logprobs = has_ids, said.logprobs is not None
+        self._echo = [one if said.echo else "" for one in prompts for _ in range(n)]
+        self._has_ids, self._has_logprobs = isinstance(prompts[0], list), said.logprobs is not None
         self.hides = said.scores_prompt and said.max_tokens == 0  # all that is not the prompt's
         self._began, self._shown = set[int](), Counter[int]()  # characters of each choice
         self._is_chat, self._created_s = said.messages != ABSENT, int(time.time())
@@ -313,7 +316,7 @@ class _OpenAi:
             answering = self.choices.answerings[index]
             tokens = [] if self.hides else answering.tokens
             ids = {"token_ids": [one.id for one in tokens]} if self._has_ids else {}
-            text = answering.echo + ("" if self.hides else text)
+            text = self._echo_of(index) + ("" if self.hides else text)
             message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
             if self._calls.names:
                 rest, calls = self._calls.calls_in(text)
@@ -330,7 +333,7 @@ class _OpenAi:
         ids = {"token_ids": [one.id for one in tokens]} if self._has_ids else {}
         is_first = index not in self._began
         if is_first:
-            text, tokens = answering.echo + text, [*answering.scored, *tokens]
+            text, tokens = self._echo_of(index) + text, [*answering.scored, *tokens]
         if text or self._has_ids or self._has_logprobs or not token:
             role = {"role": "assistant"} if is_first else {}
             self._began.add(index)
@@ -359,6 +362,12 @@ class _OpenAi:
 
     def failed(self, error: PipeSwitchError) -> dict[str, Any]:
         return openai_body(error)
+
+    def _echo_of(self, index: int) -> str:
+        """Return the text of a choice's prompt; if it came as ids, of each token alone."""
+        echo, answering = self._echo[index], self.choices.answerings[index]
+        scored = "".join([answering.names[one.id] for one in answering.scored])
+        return echo if isinstance(echo, str) else scored
 
     def _choice(
         self, index: int, choice: dict[str, Any], tokens: Sequence[Token], *, is_last: bool = True
@@ -556,7 +565,6 @@ def _begin(
             min_new_tokens=asked.min_tokens or 0,
             ignore_eos=bool(asked.ignore_eos),
         ),
-        echoes=isinstance(asked, Said) and bool(asked.echo),
     )
 
 

@@ -12,23 +12,15 @@ from ...programs.decoding.generating import Token
 def requested(logprobs: bool | int | None, top: int | None, *, is_chat: bool) -> int | None:
     """Return the number of likeliest tokens to report for each token; None: report nothing.
 
-    Args:
-        logprobs: of a chat a flag, of a completion a number.
-        top: ``top_logprobs``, of a chat alone.
-
-    Raises:
-        InvalidInput: the two do not fit each other or the path.
+    ``logprobs`` is a flag for a chat, and a number for a completion; ``top`` is a chat's alone.
     """
-    if logprobs is None or logprobs is False:
-        if top:
-            raise InvalidInput("top_logprobs needs logprobs: true", param="top_logprobs")
-        return None
-    if is_chat is not isinstance(logprobs, bool):
+    is_absent = logprobs is None or logprobs is False
+    if top and (is_absent or not is_chat):
+        raise InvalidInput("top_logprobs needs a chat with logprobs: true", param="top_logprobs")
+    if not is_absent and is_chat is not isinstance(logprobs, bool):
         form = "true or false, beside top_logprobs" if is_chat else "a number from 0 to 20"
         raise InvalidInput(f"logprobs is {form}", param="logprobs")
-    if top and not is_chat:
-        raise InvalidInput("top_logprobs is for chats", hint="logprobs: 5", param="top_logprobs")
-    return (top or 0) if is_chat else int(logprobs)
+    return None if is_absent else top or 0 if is_chat else logprobs
 
 
 def of_chat(tokens: Sequence[Token], names: Mapping[int, str]) -> dict[str, Any]:

@@ -69,7 +69,6 @@ class Begin(Said, frozen=True, kw_only=True, tag=True):
     names: list[int] = []  # as of ``Came``
     tools: bytes = b""  # JSON, for the template
     reads_calls: bool = False  # calls are found in the text, if the template says how
-    echoes: bool = False  # return the prompt's text
 
 
 class Came(Said, frozen=True, kw_only=True, tag=True):
@@ -95,7 +94,6 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str | None = None  # why the answer is over
     prompt: bytes = b""  # ids of a new answer's prompt, int32
     names: list[str] = []
-    echo: str = ""
 
 
 class Wrong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -133,7 +131,7 @@ class Texts:
             return Wrong(message=f"the model's chat template or tokenizer: {error!r:.300}")
 
     def _step(self, asked: Begin | Came) -> Step:
-        prompt, told, echo = b"", 0, ""
+        prompt, told = b"", 0
         if isinstance(asked, Begin):
             ids = self._ids(asked)
             decode = self._tokenizer[1] if self._facts.tokenizer else None
@@ -142,31 +140,17 @@ class Texts:
             new = Answer(ending, decode, ids)
             self._answers[asked.answer] = new, len(ids)
             prompt, told = array("i", ids).tobytes(), asked.told
-            if asked.echoes and decode is not None:
-                echo = asked.prompt if isinstance(asked.prompt, str) else decode(ids)
         answer, prompt_count = self._answers[asked.answer]
         came = asked.so_far if isinstance(asked, Begin) else asked.tokens
         tokens = [Token(one, answer.push(one)) for one in came if answer.reason is None]
+        names = [self._name(one) for one in asked.names]
         return Step(
-            prompt_count=prompt_count,
-            tokens=tokens[told:],
-            reason=answer.reason,
-            prompt=prompt,
-            names=[self._name(one) for one in asked.names],
-            echo=echo,
-        )
+            prompt_count=prompt_count, tokens=tokens[told:], reason=answer.reason, prompt=prompt,
+            names=names,
+        )  # fmt: skip
 
     def _name(self, token: int) -> str:
-        """Return the text of one token; a special token has one here."""
-        if not self._facts.tokenizer:
-            return f"token_id:{token}"
-        decode = self._tokenizer[1]
-        return self._specials.get(token) or decode([token])
-
-    @cached_property
-    def _specials(self) -> dict[int, str]:
-        named = getattr(self._tokenizer[1], "specials", {})
-        return {id: text for text, id in named.items()}
+        return self._tokenizer[1].name(token) if self._facts.tokenizer else f"token_id:{token}"
 
     def _ids(self, asked: Begin) -> list[int]:
         if isinstance(asked.prompt, list):

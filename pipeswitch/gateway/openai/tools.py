@@ -18,14 +18,9 @@ MARK: Final = "<tool_call>"  # in templates of Qwen, Hermes and others, around a
 CALL: Final = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
-class Schema(msgspec.Struct, frozen=True, kw_only=True):
-    name: str = ""
-    schema: dict[str, Any] | None = None
-
-
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: Schema | None = None
+    json_schema: dict[str, Any] | None = None
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,17 +29,10 @@ class Function(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool, or the choice of one."""
+
     type: Literal["function"]
     function: Function
-
-
-class Named(msgspec.Struct, frozen=True, kw_only=True):
-    name: str
-
-
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    type: Literal["function"]
-    function: Named
 
 
 class Calling(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +68,7 @@ class Calling(msgspec.Struct, frozen=True, kw_only=True):
 def calling(
     response_format: ResponseFormat | None,
     tools: Sequence[msgspec.Raw],
-    choice: str | Choice | None,
+    choice: str | Tool | None,
 ) -> Calling:
     """Return what a request's answer must follow, and may call.
 
@@ -92,8 +80,8 @@ def calling(
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidInput(f"tools: {error}", param="tools") from None
     names = tuple(one.name for one in given)
-    how = choice.function.name if isinstance(choice, Choice) else choice or "auto"
-    is_named = isinstance(choice, Choice)
+    how = choice.function.name if isinstance(choice, Tool) else choice or "auto"
+    is_named = isinstance(choice, Tool)
     is_forced = is_named or how == "required"
     if isinstance(choice, str) and choice not in ("none", "auto", "required"):
         raise InvalidInput(f"no tool_choice {choice[:40]!r}", hint="auto", param="tool_choice")
@@ -121,14 +109,14 @@ def schema_of(response_format: ResponseFormat | None) -> str:
         return ""
     if response_format.type == "json_object":
         return '{"type":"object"}'
-    given = response_format.json_schema
-    if given is None or given.schema is None:
+    schema = (response_format.json_schema or {}).get("schema")
+    if not isinstance(schema, dict):
         raise InvalidInput(
             "response_format has no json_schema.schema",
             param="response_format",
             hint='{"type": "json_schema", "json_schema": {"name": "a", "schema": {…}}}',
         )
-    return encode_json(given.schema).decode()
+    return encode_json(schema).decode()
 
 
 def _of_call(function: Function) -> dict[str, Any]:

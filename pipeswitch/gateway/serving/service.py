@@ -209,14 +209,9 @@ class Service:
         return outputs, bill
 
     async def generate(
-        self,
-        caller: Standing,
-        model: str,
-        version: str,
-        asked: Asked,
-        carrier: Mapping[str, str] = MappingProxyType({}),
-        address: str = "",
-    ) -> dict[str, Any]:
+        self, caller: Standing, model: str, version: str, asked: Asked,
+        carrier: Mapping[str, str] = MappingProxyType({}), address: str = "",
+    ) -> dict[str, Any]:  # fmt: skip
         """Return a generation's final reply, with the tokens after those ``asked`` was given."""
         require(caller, "generate")
         number, began = number_of(model, version), time.perf_counter()

@@ -92,10 +92,7 @@ class Upstream:
     def generate(
         self, model: str, asked: Asked
     ) -> Awaitable[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return the final reply's body, with the last tokens, and the bill.
-
-        Cancelling this cancels the request.
-        """
+        """Return the final reply's body and the bill. Cancelling this cancels the request."""
         return self._connection.ask("generate", model=model, convert=_tokens, **asked.options)
 
     async def show(self, model: str, version: int = 0) -> dict[str, Any]:

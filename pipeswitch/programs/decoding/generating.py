@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from ...base.errors import InvalidInput
-from .answer import Decode, Ending
+from .answer import Ending
 from .generation import tokenizer_json
 from .sampling import Options, Sampling
 
@@ -87,7 +87,7 @@ def seen_of(ids: Sequence[int], prompt_count: int) -> dict[int, int]:
     return {**dict.fromkeys(ids[:prompt_count], 0), **Counter(ids[prompt_count:])}
 
 
-Tokenizer = tuple[Callable[..., list[int]], Decode]
+Tokenizer = tuple[Callable[..., list[int]], "Decoding"]
 """What makes ids of a text, and a text of ids."""
 
 
@@ -123,3 +123,7 @@ class Decoding:
 
     def __call__(self, ids: Sequence[int]) -> str:
         return str(self._decode(list(ids), skip_special_tokens=True))
+
+    def name(self, id: int) -> str:
+        """Return the text of one token; here a special token has one."""
+        return str(self._decode([id], skip_special_tokens=False))

@@ -15,68 +15,60 @@ from numpy.typing import NDArray
 from ...base.errors import InvalidInput
 from .generation import tokenizer_json
 
-MOST_TOKENIZERS: Final = 4  # in memory; one of 150,000 words takes about 20 MB
-MOST_TEXT: Final = 300  # of a library's error
+MOST_TOKENIZERS: Final = 4  # in memory
 
 
-class Matchers:
-    """Makes a worker's matchers, and keeps the last tokenizers in the library's form."""
+class Tokenizers:
+    """A worker's tokenizers, for the models whose answers follow schemas."""
 
     def __init__(self) -> None:
-        self.packed: dict[str, bytes] = {}  # tokenizers as bundles have them, by program
+        self.packed: dict[str, bytes] = {}  # as bundles have them, by program
         self._made: dict[tuple[str, tuple[int, ...]], Any] = {}
 
-    def matcher(
-        self, digest: str, schema: str, ends: tuple[int, ...], answer: Sequence[int], size: int
-    ) -> Matcher:
-        """Return a matcher for the next token.
-
-        Args:
-            digest: of the program, whose tokenizer is in ``packed``.
-            schema: JSON.
-            ends: tokens that end an answer, and only a complete one.
-            answer: its tokens so far.
-            size: of the vocabulary.
+    def get(self, digest: str, size: int, ends: tuple[int, ...]) -> Any:
+        """Return a program's tokenizer, of ``size`` tokens, in the library's form.
 
         Raises:
-            InvalidInput: the schema is not one, the model has no tokenizer, or the library is not
-                installed.
+            InvalidInput: the model has none, or the library is not installed.
         """
-        library = imported()
-        if not self.packed.get(digest):
-            raise refusal("the model has no tokenizer")
-        key = digest, ends
-        if key not in self._made:
+        try:
+            import llguidance
+        except (ImportError, OSError):
+            raise InvalidInput(
+                "a JSON schema needs the library llguidance",
+                hint="on the server: pip install 'pipeswitch[grammar]', then start it again",
+                param="response_format",
+            ) from None
+        if (digest, ends) not in self._made:
             if len(self._made) >= MOST_TOKENIZERS:
                 self._made.clear()
-            text = tokenizer_json(self.packed[digest])
-            self._made[key] = library.LLTokenizer(text, n_vocab=size, eos_token=[*ends])
-        return Matcher(library, self._made[key], schema, ends, answer, size)
+            try:
+                text = tokenizer_json(self.packed.get(digest, b""))
+                made = llguidance.LLTokenizer(text, n_vocab=size, eos_token=[*ends])
+            except ValueError as error:
+                raise refusal(f"the model's tokenizer cannot be used: {error!s:.200}") from None
+            self._made[digest, ends] = made
+        return self._made[digest, ends]
 
 
 class Matcher:
     """The place of one answer in its schema."""
 
     def __init__(
-        self,
-        library: Any,
-        tokenizer: Any,
-        schema: str,
-        ends: tuple[int, ...],
-        answer: Sequence[int],
-        size: int,
+        self, tokenizer: Any, schema: str, ends: Sequence[int], answer: Sequence[int], size: int
     ) -> None:
-        grammar = library.LLMatcher.grammar_from_json_schema(schema)
-        self._matcher = library.LLMatcher(tokenizer, grammar)
+        """``ends`` are the tokens that end an answer, and ``answer`` its tokens so far."""
+        from llguidance import LLMatcher
+
+        self._matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(schema))
         self._ends, self._size = ends, size
-        self._check()
         for token in answer:
             self.take(token)
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return a mask of the tokens that may come next."""
+        """Return a mask of the tokens that may come next: an end after a whole answer alone."""
         found = np.zeros(self._size, np.bool_)
-        if self._matcher.is_stopped():
+        if self._matcher.is_stopped() and not self._matcher.is_error():
             found[[*self._ends]] = True
         else:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -85,35 +77,14 @@ class Matcher:
         return found
 
     def take(self, token: int) -> None:
-        """Continue with a token.
-
-        Raises:
-            InvalidInput: it does not follow the schema.
-        """
+        """Continue with a token. Raise InvalidInput if it does not follow the schema."""
         if token not in self._ends and not self._matcher.consume_token(token):
             self._check()
             raise refusal(f"token {token} does not follow it")
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise refusal(self._matcher.get_error()[:MOST_TEXT])
-
-
-def imported() -> Any:
-    """Return the library.
-
-    Raises:
-        InvalidInput: it is not installed.
-    """
-    try:
-        import llguidance
-    except (ImportError, OSError):
-        raise InvalidInput(
-            "a JSON schema needs the library llguidance",
-            hint="on the server: pip install 'pipeswitch[grammar]', then start it again",
-            param="response_format",
-        ) from None
-    return llguidance
+            raise refusal(self._matcher.get_error()[:300])
 
 
 def refusal(why: str) -> InvalidInput:
@@ -121,13 +92,9 @@ def refusal(why: str) -> InvalidInput:
 
 
 def check_schema(text: str, ends: Sequence[int]) -> None:
-    """Check what needs no library. ``ends`` are the tokens that end the answer.
-
-    Raises:
-        InvalidInput: it is not JSON of the form of a schema, or nothing ends the answer.
-    """
+    """Raise InvalidInput if it is not JSON of a schema's form, or no token ends the answer."""
     try:
-        is_schema = isinstance(json.loads(text), dict | bool)
+        is_schema = isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         is_schema = False
     if not is_schema:

@@ -28,7 +28,9 @@ Chance = tuple[float, tuple[tuple[int, float], ...]]
 """A token's log probability, and the likeliest tokens in its place, each with its own."""
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Options(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """The rarer ways to choose tokens. The defaults change nothing."""
 
     top_k: int = 0  # candidates; 0: all
