@@ -29,6 +29,7 @@ from pipeswitch.client.client import Client, Task
 from pipeswitch.wire import frames
 from tests.models.sequences import CELL, RECALLS, Cell, Recalls, seeded
 from tests.models.sequences import WIDTH as CELL_WIDTH
+from tests.models.words import published
 from tests.raw_peer import RawPeer, ask
 
 from ..process.tools import eager, is_bit_equal, mlp, run_plain, write_script
@@ -88,7 +89,8 @@ class Load:
         self.modules = {name: mlp(WIDTH, DEPTH, n) for n, name in enumerate(MODELS)}
         self.modules |= {name: mlp(16, 1, 9) for name in (PROBE, STAGED)}
         self._cell, self._recalls = seeded(Cell), seeded(Recalls)
-        self._talker, self._prompts = talker(), ([7, 300, 2], [*range(40, 90)])
+        self._talker = talker(stage.folder / TALKER)
+        self._prompts = ([7, 300, 2], [*range(40, 90)])
         self._answers = [greedy(self._talker, one) for one in self._prompts]
         self._script = write_script(stage.folder, "train.py", TRAIN)
         self._jobs = ("job-1", "job-2")
@@ -130,8 +132,8 @@ class Load:
                         state=RECALLS)  # fmt: skip
         client.register(TALKER, self._talker, generate=True, precision="exact")
         for ids, answer in zip(self._prompts, self._answers, strict=True):
-            found = [one.id for one in client.generate(TALKER, ids, max_new_tokens=MOST_TOKENS)]
-            assert found == answer
+            with client.generate(TALKER, ids, max_new_tokens=MOST_TOKENS) as found:
+                assert [one.id for one in found] == answer
         self._ask_gateway(PROBE, torch.ones(1, 16))
 
     def start(self) -> None:
@@ -366,38 +368,18 @@ def _cell_state(batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(batch, CELL_WIDTH), torch.zeros(batch, CELL_WIDTH)
 
 
-def talker() -> Any:
+def talker(folder: Path) -> Any:
     """A small language model whose answers are not one token again and again."""
     import transformers
 
-    torch.manual_seed(7)
-    config = transformers.AutoConfig.for_model(
-        "qwen2",
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=128,
-        vocab_size=700,
-        max_position_embeddings=256,
-        num_key_value_heads=2,
-        bos_token_id=0,
-        eos_token_id=None,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(8)
-    return model
+    published(folder, transformers.AutoModelForCausalLM, scale=8.0)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 def greedy(model: Any, ids: list[int]) -> list[int]:
     """The tokens that the model alone answers with."""
-    mask = torch.ones(1, len(ids), dtype=torch.long)
     with torch.no_grad():
-        found = model.generate(
-            torch.tensor([ids]), attention_mask=mask, max_new_tokens=MOST_TOKENS, do_sample=False
-        )
+        found = model.generate(torch.tensor([ids]), max_new_tokens=MOST_TOKENS, do_sample=False)
     return [int(one) for one in found[0, len(ids) :]]
 
 

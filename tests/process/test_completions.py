@@ -414,18 +414,6 @@ def test_answers_follow_their_schemas_beside_others_and_when_workers_die(
         for one in running.client.generate("chat", [1, 2], json_schema=text, max_new_tokens=1)
     ]
     assert made()[1].decode(ids).strip().startswith("{")
-    tool: Any = {"type": "function", "function": {"name": "size", "parameters": FORM}}
-    for named in ("required", {"type": "function", "function": {"name": "size"}}):
-        asked: Any = {"messages": SAID, "tools": [tool], "tool_choice": named, **more}
-        one = ai.chat.completions.create(**asked, logprobs=True).choices[0]
-        [call] = one.message.tool_calls
-        assert (one.finish_reason, one.message.content) == ("tool_calls", None)
-        assert call.function.name == "size"
-        assert {*json.loads(call.function.arguments)} == {"kind", "count"}
-        *_, last = ai.chat.completions.create(**asked, stream=True)
-        [call] = last.choices[0].delta.tool_calls
-        assert {*json.loads(call.function.arguments)} == {"kind", "count"}
-        assert last.choices[0].finish_reason == "tool_calls"
     for path, extra in (
         ("response_format", {"response_format": {"type": "json_object"}}),  # it has no end token
         (
@@ -438,8 +426,6 @@ def test_answers_follow_their_schemas_beside_others_and_when_workers_die(
                 },
             },
         ),
-        ("tool_choice", {"tools": [tool]}),  # its template does not say how one is called
-        ("tool_choice", {"tools": [tool], "tool_choice": "sometimes"}),
     ):
         body = {"model": "chat", "messages": SAID, "max_tokens": 9, **extra}
         status, told, _ = post(running, "/v1/chat/completions", body)

@@ -1,4 +1,4 @@
-"""Answers that follow a JSON schema, and the calls of tools in them."""
+"""Answers that follow a JSON schema."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from pipeswitch.base.errors import InvalidInput
-from pipeswitch.gateway.openai.text_process import parsed
-from pipeswitch.gateway.openai.tools import Function, ResponseFormat, Tool, calling
+from pipeswitch.gateway.openai.completions import ResponseFormat, schema_of
 from pipeswitch.ipc.messages.worker import Choosing
 from pipeswitch.programs.decoding.generation import packed_tokenizer
 from pipeswitch.programs.decoding.grammar import Matcher, Tokenizers, check_schema
@@ -31,12 +30,6 @@ SCHEMA = {
     "required": ["kind", "count", "names"],
     "additionalProperties": False,
 }
-WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}
-TOOLS = [{"type": "function", "function": one} for one in (WEATHER, {"name": "now"})]
-
-
-def raw(tools: Any) -> list[msgspec.Raw]:
-    return [msgspec.Raw(json.dumps(one).encode()) for one in tools]
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +112,7 @@ def test_large_requests_are_not_batched() -> None:
 
 def test_a_response_format_is_a_schema() -> None:
     def schema(**fields: Any) -> str:
-        return calling(msgspec.convert(fields, ResponseFormat), (), None).schema
+        return schema_of(msgspec.convert(fields, ResponseFormat))
 
     assert schema(type="text") == ""
     assert json.loads(schema(type="json_object")) == {"type": "object"}
@@ -127,64 +120,3 @@ def test_a_response_format_is_a_schema() -> None:
     for fields in ({"type": "json_schema"}, {"type": "json_schema", "json_schema": {"name": "a"}}):
         with pytest.raises(InvalidInput):
             schema(**fields)
-
-
-def test_tools_are_called_by_the_choice() -> None:
-    forced = Tool(type="function", function=Function(name="now"))
-    assert calling(None, raw(TOOLS), "none").names == ()
-    auto = calling(None, raw(TOOLS), None)
-    assert (auto.names, auto.schema, auto.is_forced) == (("weather", "now"), "", False)
-    assert json.loads(auto.rendered) == TOOLS
-    both = json.loads(calling(None, raw(TOOLS), "required").schema)["anyOf"]
-    assert [one["properties"]["name"]["const"] for one in both] == ["weather", "now"]
-    assert both[0]["properties"]["arguments"] == WEATHER["parameters"]
-    [one] = json.loads(calling(None, raw(TOOLS), forced).schema)["anyOf"]
-    assert one["properties"]["name"]["const"] == "now"
-    json_object = ResponseFormat(type="json_object")
-    for tools, choice, form in (
-        ([], "required", None),
-        ([], forced, None),
-        (TOOLS, Tool(type="function", function=Function(name="required")), None),
-        (TOOLS, "sometimes", None),
-        (TOOLS, "required", json_object),
-        ([{"type": "function"}], "auto", None),
-        ([{"type": "retrieval", "function": WEATHER}], "auto", None),
-    ):
-        with pytest.raises(InvalidInput):
-            calling(form, raw(tools), choice)
-
-
-def test_calls_are_found_in_a_text_and_a_text_that_is_no_call_stays() -> None:
-    auto, forced = calling(None, raw(TOOLS), None), calling(None, raw(TOOLS), "required")
-    call = '{"name": "weather", "arguments": {"city": {"name": "Ulm"}}}'
-    block = f"<tool_call>\n{call}\n</tool_call>"
-    rest, calls = auto.calls_in(f'Let me see.\n{block}\n<tool_call>{{"name": "now"}}</tool_call>')
-    assert rest == "Let me see."
-    assert [one["function"]["name"] for one in calls] == ["weather", "now"]
-    assert json.loads(calls[0]["function"]["arguments"]) == {"city": {"name": "Ulm"}}
-    assert len({one["id"] for one in calls}) == 2
-    assert forced.calls_in(call)[1][0]["function"] == calls[0]["function"]
-    for text in (
-        "Hello",
-        "",
-        block[:-3],
-        "<tool_call>{]}</tool_call>",
-        '<tool_call>{"name": "other"}</tool_call>',
-        '<tool_call>{"name": []}</tool_call>',
-    ):
-        assert auto.calls_in(text) == (text, [])
-    assert forced.calls_in(call[:-9]) == (call[:-9], [])
-
-
-def test_a_template_gets_a_calls_arguments_as_an_object() -> None:
-    call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
-    chat = [
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "9", "tool_call_id": "a"},
-    ]
-    found = parsed(json.dumps(chat).encode())
-    assert found[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    assert found[0]["content"] == ""
-    call["function"]["arguments"] = "{"  # type: ignore[index]
-    with pytest.raises(InvalidInput):
-        parsed(json.dumps(chat).encode())

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -40,7 +40,6 @@ from .answers import Answering, Answers
 from .choices import MAX_CHOICES, Choices, check_count
 from .embeddings import MAX_TEXTS, Embed, embedded
 from .text_process import Begin
-from .tools import MOST_TOOLS, Calling, ResponseFormat, Tool, calling
 
 PREFIX: Final = "/v1"
 MODELS, TEXT, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
@@ -89,6 +88,11 @@ S = TypeVar("S", "Said", "Asked", Embed)
 log = logging.getLogger(__name__)
 
 
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool | None = None
 
@@ -123,14 +127,15 @@ class Said(Asked, frozen=True, kw_only=True):
     logprobs: bool | int | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
-    tool_choice: str | Tool | None = None
-    json_schema: str = ""  # ours: read from these
     n: int | None = None
     best_of: int | None = None
     messages: msgspec.Raw = ABSENT  # read where the template is: it may be made of much
     max_completion_tokens: int | None = None
     stream_options: StreamOptions | None = None
+
+    @property
+    def json_schema(self) -> str:
+        return schema_of(self.response_format)
 
     @property
     def scores_prompt(self) -> bool:
@@ -215,29 +220,22 @@ class Completions:
             raise InvalidInput("echo is for texts, or with logprobs", param="echo")
         count = forms.requested(said.logprobs, said.top_logprobs, is_chat=is_chat)
         said = replace(said, logprobs=count)
-        calls = calling(said.response_format, said.tools or (), said.tool_choice)
-        if calls.names and not is_chat:
-            raise InvalidInput("tools are for chats", param="tools")
-        said = replace(said, json_schema=calls.schema)
-        form = _OpenAi(said, calls, prompts, n)
+        form = _OpenAi(said, prompts, n)
         if form.hides:
             said = replace(said, max_tokens=1)
         if said.best_of not in (None, n):
             raise InvalidInput("best_of is not done here", hint="leave it out", param="best_of")
         messages = bytes(said.messages) if is_chat else None
-        tokens, has_marks = None if is_chat else SHORT_TOKENS, bool(calls.names)
-        more: Any = {"tools": calls.rendered, "reads_calls": has_marks and not calls.is_forced}
-
-        def asked(prompt: str | list[int], seed: int | None, *, own: Mapping[str, Any]) -> Begin:
-            begin = _begin(said, prompt, messages, own=own, tokens=tokens, seed=seed)
-            return replace(begin, **more) if has_marks else begin
-
+        own: Any = {"messages": messages, "tokens": None if is_chat else SHORT_TOKENS}
         seeds = [None if said.seed is None else said.seed + one for one in range(n)]
         begins = [
-            partial(self._answers.begin, caller, head, said.model, partial(asked, prompt, seed))
+            partial(
+                self._answers.begin, caller, head, said.model,
+                partial(_begin, said, prompt, seed=seed, **own),
+            )
             for prompt in prompts
             for seed in seeds
-        ]
+        ]  # fmt: skip
         choices = await Choices.begin(begins, n)
         form.choices = choices
         return await self._answer(choices, form, is_stream=bool(said.stream))
@@ -298,11 +296,8 @@ class _OpenAi:
 
     choices: Choices
 
-    def __init__(
-        self, said: Said, calls: Calling, prompts: Sequence[str | list[int]], n: int
-    ) -> None:
+    def __init__(self, said: Said, prompts: Sequence[str | list[int]], n: int) -> None:
         """Prepare the format: a client that sent token ids receives ids beside the text."""
-        self._calls, self._held = calls, dict[int, str]()
         self._echo = [one if said.echo else "" for one in prompts for _ in range(n)]
         self._has_ids, self._has_logprobs = isinstance(prompts[0], list), said.logprobs is not None
         self.hides = said.scores_prompt and said.max_tokens == 0  # all that is not the prompt's
@@ -317,10 +312,7 @@ class _OpenAi:
             tokens = [] if self.hides else answering.tokens
             ids = {"token_ids": [one.id for one in tokens]} if self._has_ids else {}
             text = self._echo_of(index) + ("" if self.hides else text)
-            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-            if self._calls.names:
-                rest, calls = self._calls.calls_in(text)
-                message |= {"content": rest or None, "tool_calls": calls} if calls else {}
+            message = {"role": "assistant", "content": text, "refusal": None}
             choice = {"message": message} if self._is_chat else {"text": text, **ids}
             rows.append(self._choice(index, choice, [*answering.scored, *tokens]))
         return self._told("", rows, self._usage())
@@ -338,22 +330,8 @@ class _OpenAi:
             role = {"role": "assistant"} if is_first else {}
             self._began.add(index)
             delta = {**role, **({"content": text} if token else {})}
-            if self._calls.names:
-                delta = self._delta(index, role, text, is_last=not token)
             choice = {"delta": delta} if self._is_chat else {"text": text, **ids}
             yield self._told(".chunk", [self._choice(index, choice, tokens, is_last=not token)])
-
-    def _delta(
-        self, index: int, role: dict[str, Any], text: str, *, is_last: bool
-    ) -> dict[str, Any]:
-        """Return a delta of an answer that may be a call, whose text is held back to its end."""
-        whole = self._held[index] = self._held.get(index, "") + text
-        if not is_last:
-            return role
-        rest, calls = self._calls.calls_in(whole)
-        content = {"content": rest} if rest else {}
-        numbered = [{"index": number, **one} for number, one in enumerate(calls)]
-        return {**role, **content, **({"tool_calls": numbered} if calls else {})}
 
     def last(self) -> Iterable[dict[str, Any]]:
         """Yield what follows the last choice's end."""
@@ -374,8 +352,6 @@ class _OpenAi:
     ) -> dict[str, Any]:
         answering, logprobs = self.choices.answerings[index], None
         reason = ("length" if self.hides else answering.step.reason) if is_last else None
-        if reason and any("tool_calls" in one for one in choice.values() if isinstance(one, dict)):
-            reason = "tool_calls"
         if self._has_logprobs and tokens:
             if self._is_chat:
                 logprobs = forms.of_chat(tokens, answering.names)
@@ -492,7 +468,7 @@ def _said(body: Any, kind: type[S]) -> S:
         for name, value in _fields(options).items() if options[:1] == b"{" else ():
             if name not in StreamOptions.__struct_fields__:
                 _check_neutral(f"stream_options.{name}", value, known)
-        for name in ("logit_bias", "stop_token_ids", "tools", "response_format"):
+        for name in ("logit_bias", "stop_token_ids", "response_format"):
             if len(given.get(name, b"")) > MAX_LIST_BYTES:
                 raise InvalidInput(f"{name} is longer than {MAX_LIST_BYTES} bytes", param=name)
         for name, most in (("prompt", Prompts), ("input", Inputs)):
@@ -566,6 +542,26 @@ def _begin(
             ignore_eos=bool(asked.ignore_eos),
         ),
     )
+
+
+def schema_of(response_format: ResponseFormat | None) -> str:
+    """Return a response format's JSON schema; empty: any text.
+
+    Raises:
+        InvalidInput: it has the type ``json_schema``, and no schema.
+    """
+    if response_format is None or response_format.type == "text":
+        return ""
+    if response_format.type == "json_object":
+        return '{"type":"object"}'
+    schema = (response_format.json_schema or {}).get("schema")
+    if not isinstance(schema, dict):
+        raise InvalidInput(
+            "response_format has no json_schema.schema",
+            param="response_format",
+            hint='{"type": "json_schema", "json_schema": {"name": "a", "schema": {…}}}',
+        )
+    return encode_json(schema).decode()
 
 
 def _options(asked: Asked, own: Mapping[str, Any]) -> Options | None:

@@ -13,7 +13,7 @@ import json
 import os
 import signal
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, BinaryIO, Final
 
@@ -35,7 +35,6 @@ from ...programs.decoding.generating import (
 from ...programs.decoding.sampling import Sampling
 from ...sandbox.confine import confine_worker, missing
 from ..decoding import check_memory
-from .tools import MARK
 
 MEMORY_BYTES: Final = 1 << 30  # beside what it imports; the largest tokenizer known takes 400 MB
 CHARS_PER_TOKEN: Final = 64  # of a prompt, at most: a longer one is not even cut into tokens
@@ -67,8 +66,6 @@ class Begin(Said, frozen=True, kw_only=True, tag=True):
     so_far: list[int] = []
     told: int = 0
     names: list[int] = []  # as of ``Came``
-    tools: bytes = b""  # JSON, for the template
-    reads_calls: bool = False  # calls are found in the text, if the template says how
 
 
 class Came(Said, frozen=True, kw_only=True, tag=True):
@@ -143,11 +140,9 @@ class Texts:
         answer, prompt_count = self._answers[asked.answer]
         came = asked.so_far if isinstance(asked, Begin) else asked.tokens
         tokens = [Token(one, answer.push(one)) for one in came if answer.reason is None]
-        names = [self._name(one) for one in asked.names]
-        return Step(
-            prompt_count=prompt_count, tokens=tokens[told:], reason=answer.reason, prompt=prompt,
-            names=names,
-        )  # fmt: skip
+        names, new = [self._name(one) for one in asked.names], tokens[told:]
+        counts: Any = {"prompt_count": prompt_count, "prompt": prompt}
+        return Step(tokens=new, reason=answer.reason, names=names, **counts)
 
     def _name(self, token: int) -> str:
         return self._tokenizer[1].name(token) if self._facts.tokenizer else f"token_id:{token}"
@@ -156,7 +151,7 @@ class Texts:
         if isinstance(asked.prompt, list):
             return asked.prompt
         encode, _ = self._tokenizer
-        text = asked.prompt if asked.messages is None else self._rendered(asked)
+        text = asked.prompt if asked.messages is None else self._rendered(parsed(asked.messages))
         context = self._facts.context
         check_length(text, context)
         with_special = asked.messages is None  # a template writes its own
@@ -167,18 +162,10 @@ class Texts:
             size *= GROWTH
         return encode(text, with_special=with_special)
 
-    def _rendered(self, asked: Begin) -> str:
-        messages = parsed(asked.messages or b"")
+    def _rendered(self, messages: Sequence[dict[str, Any]]) -> str:
         if not self._facts.chat_template:
             raise InvalidInput("the model has no chat template", hint="ask /v1/completions")
-        if asked.reads_calls and MARK not in self._facts.chat_template:
-            raise InvalidInput(
-                "the model's chat template does not say how a tool is called",
-                hint='tool_choice "required", or "none"',
-                param="tool_choice",
-            )
-        tools = json.loads(asked.tools) if asked.tools else None
-        return self._template(messages=messages, add_generation_prompt=True, tools=tools,
+        return self._template(messages=messages, add_generation_prompt=True, tools=None,
                               documents=None, **self._facts.special)  # fmt: skip
 
     @cached_property
@@ -224,21 +211,11 @@ def parsed(messages: bytes) -> list[dict[str, Any]]:
                 param="messages",
             )
         return [
-            {**{name: _field(name, raw) for name, raw in one.items()}, "content": _text(raw)}
+            {**{name: msgspec.json.decode(raw) for name, raw in one.items()}, "content": _text(raw)}
             for one, raw in zip(chat, texts, strict=True)
         ]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(f"the messages are not valid: {error}", param="messages") from None
-
-
-def _field(name: str, raw: msgspec.Raw) -> Any:
-    """Decode a message's field. Templates take a call's arguments as an object, not as JSON."""
-    value = msgspec.json.decode(raw)
-    for one in value if name == "tool_calls" and isinstance(value, list) else ():
-        function = one.get("function") if isinstance(one, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            function["arguments"] = msgspec.json.decode(function["arguments"])
-    return value
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
