@@ -16,7 +16,7 @@ from pipeswitch.base.errors import InvalidInput
 from pipeswitch.gateway.openai.completions import ResponseFormat, schema_of
 from pipeswitch.ipc.messages.worker import Choosing
 from pipeswitch.programs.decoding.generation import packed_tokenizer
-from pipeswitch.programs.decoding.grammar import Matcher, Tokenizers, check_schema
+from pipeswitch.programs.decoding.grammar import Matcher, Tokenizers, check_schema, ends_of
 from pipeswitch.programs.decoding.sampling import Options
 
 SIZE = 700
@@ -120,3 +120,12 @@ def test_a_response_format_is_a_schema() -> None:
     for fields in ({"type": "json_schema"}, {"type": "json_schema", "json_schema": {"name": "a"}}):
         with pytest.raises(InvalidInput):
             schema(**fields)
+
+
+@pytest.mark.parametrize(
+    ("own", "stop", "ends"), [((3, 4), (3, 4, 9), (3, 4)), ((), (9,), (9,)), ((3,), (9,), (9,))]
+)
+def test_an_answer_ends_with_the_models_own_end_tokens_where_they_count(
+    own: tuple[int, ...], stop: tuple[int, ...], ends: tuple[int, ...]
+) -> None:
+    assert ends_of(own, stop) == ends

@@ -26,7 +26,7 @@ from pipeswitch.programs.decoding.generation import (
     LOGITS,
     USED,
 )
-from pipeswitch.programs.decoding.grammar import Matcher, Tokenizers
+from pipeswitch.programs.decoding.grammar import Matcher, Tokenizers, ends_of
 from pipeswitch.programs.decoding.sampling import Chance, chance_of, next_token, sampling_of
 from pipeswitch.programs.interface.layout import MOST_JOINED_BYTES, Manifest, ValueSpec, aligned
 from pipeswitch.programs.running.executor import BoundProgram
@@ -172,10 +172,10 @@ class Steps:
         for number, how in enumerate(self._samplings):
             run, options = self._requests[number].choosing, how and how.options
             if run is not None and options is not None and options.json_schema:
-                manifest = self._bound.manifest
-                size = manifest.extra["generation"]["vocabulary"]
-                own = tokenizers.get(manifest.digest, size, run.stop)
-                matcher = Matcher(own, options.json_schema, run.stop, run.answer, size)
+                facts = self._bound.manifest.extra["generation"]
+                ends, size = ends_of(facts["eos_ids"], run.stop), facts["vocabulary"]
+                own = tokenizers.get(self._bound.manifest.digest, size, ends)
+                matcher = Matcher(own, options.json_schema, ends, run.answer, size)
                 self._matchers[number] = matcher
 
     def inputs(self) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from ...base.errors import InvalidInput
 from ...ipc.messages.worker import Choosing
 from ...programs.decoding.generating import seen_of
 from ...programs.decoding.generation import MAX_EOS, MOST_STEPS
-from ...programs.decoding.grammar import check_schema
+from ...programs.decoding.grammar import check_schema, ends_of
 from ...programs.decoding.sampling import Options, Sampling, sampling_of
 from ...scheduler.events import Announce
 from ...wire.frames import RequestHeader
@@ -180,7 +180,7 @@ def generation_of(
     own = () if asked.ignore_eos else tuple(facts["eos_ids"])
     ends = (*own, *asked.stop_ids)
     if sampling.options is not None and (schema := sampling.options.json_schema):
-        check_schema(schema, ends)
+        check_schema(schema, ends_of(facts["eos_ids"], ends))
     return Generation(
         client=client,
         caller=caller,
