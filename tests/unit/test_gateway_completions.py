@@ -11,6 +11,7 @@ import pytest
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.gateway.openai.choices import check_count
 from pipeswitch.gateway.openai.completions import MAX_FIELDS, Asked, Said, _said
+from pipeswitch.gateway.openai.logprobs import requested
 from pipeswitch.gateway.openai.text_process import parsed
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -154,3 +155,30 @@ def test_messages_that_are_not_a_chat_are_refused(messages: bytes) -> None:
 def test_the_parts_of_a_content_are_joined() -> None:
     chat = b'[{"role": "user", "content": [{"type": "text", "text": "a"}, {"text": "b"}], "k": 1}]'
     assert parsed(chat) == [{"role": "user", "content": "ab", "k": 1}]
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "top", "is_chat", "count"),
+    [
+        (None, None, True, None),
+        (False, 0, True, None),
+        (True, None, True, 0),
+        (True, 2, True, 2),
+        (None, 2, True, ...),
+        (3, None, True, ...),
+        (0, None, False, 0),
+        (5, None, False, 5),
+        (False, None, False, None),
+        (True, None, False, ...),
+        (1, 1, False, ...),
+    ],
+)
+def test_chats_and_completions_ask_for_logprobs_in_their_own_forms(
+    logprobs: Any, top: Any, is_chat: bool, count: Any
+) -> None:
+    if count is not ...:
+        assert requested(logprobs, top, is_chat=is_chat) is count
+        return
+    with pytest.raises(InvalidInput) as caught:
+        requested(logprobs, top, is_chat=is_chat)
+    assert "logprobs" in caught.value.data["param"]

@@ -86,7 +86,7 @@ def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InvalidInput) as caught:
         Tokenizers().get("d", SIZE, (1,))
-    assert "pipeswitch[grammar]" in caught.value.hint
+    assert "pipeswitch[grammar]" in caught.value.message
 
 
 def test_a_schema_needs_an_end_token_and_leaves_no_room_for_what_contradicts_it() -> None:
@@ -101,13 +101,10 @@ def test_a_schema_needs_an_end_token_and_leaves_no_room_for_what_contradicts_it(
         Options(json_schema=" " * 9000).check(SIZE)
 
 
-def test_large_requests_are_not_batched() -> None:
-    """Together they would not fit in a packet to a worker."""
-    assert not Choosing().is_large
-    assert not Choosing(options={"json_schema": "{}"}, answer=(1,) * 99).is_large
-    assert Choosing(options={"json_schema": " " * 8000}).is_large
-    assert Choosing(answer=(1,) * 2000).is_large
-    assert Choosing(seen=((1, 2),) * 2000).is_large
+def test_a_request_with_a_schema_is_computed_alone() -> None:
+    """Else one that fails its run could end the batching of its model for all."""
+    assert not Choosing(options={"logprobs": 1}).is_alone
+    assert Choosing(options={"json_schema": "{}"}).is_alone
 
 
 def test_a_response_format_is_a_schema() -> None:

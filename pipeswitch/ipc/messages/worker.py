@@ -9,8 +9,6 @@ import msgspec
 
 from .base import ByteRange, Epoch, JobName, Message, ModelName, SlabTensor, Slot, Turn
 
-LARGE_BYTES = 3000  # of one request's sampling: 64 of them fit in a packet of any kernel
-
 
 class WorkerSettings(Message, frozen=True):
     """Settings of a worker.
@@ -100,10 +98,9 @@ class Choosing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     is_piece: bool = False  # more of the prompt follows: no token is chosen
 
     @property
-    def is_large(self) -> bool:
-        """True if requests like this one could fill a packet together."""
-        text = "" if self.options is None else self.options.get("json_schema", "")
-        return len(text) + 4 * len(self.answer) + 6 * len(self.seen) > LARGE_BYTES
+    def is_alone(self) -> bool:
+        """True if no other request joins: a schema may be large, or fail its run."""
+        return self.options is not None and bool(self.options.get("json_schema"))
 
     def ends_with(self, tokens: Sequence[int]) -> str:
         """Return why the generation ends with the tokens of this run: ``stop``, ``length``, or an

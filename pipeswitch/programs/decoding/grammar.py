@@ -35,8 +35,8 @@ class Tokenizers:
             import llguidance
         except (ImportError, OSError):
             raise InvalidInput(
-                "a JSON schema needs the library llguidance",
-                hint="on the server: pip install 'pipeswitch[grammar]', then start it again",
+                "a JSON schema needs the library llguidance: pip install 'pipeswitch[grammar]' "
+                "where the server is, and start it again",
                 param="response_format",
             ) from None
         if (digest, ends) not in self._made:

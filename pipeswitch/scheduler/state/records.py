@@ -269,7 +269,7 @@ class Request:
     preprocess_ms: float | None = None  # for which they were made
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
     deaths: int = 0  # workers that died while computing it alone
-    is_alone: bool = False  # a batch with it failed, or it is too large for one
+    is_alone: bool = False  # a batch with it failed, or its schema forbids one
     connection: str = ""  # the caller's session, or its address over the gateway
 
     def __post_init__(self) -> None:
@@ -278,7 +278,7 @@ class Request:
         if self.choosing is not None:
             deadline_at_ms, at_ms = self.deadline_at_ms, self.arrived_at_ms
             self.runs = Runs(at_ms, None if deadline_at_ms is None else deadline_at_ms - at_ms)
-            self.is_alone = self.choosing.options is not None and self.choosing.is_large
+            self.is_alone = self.choosing.is_alone
 
     @property
     def due_ms(self) -> float:
