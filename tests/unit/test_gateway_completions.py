@@ -157,28 +157,12 @@ def test_the_parts_of_a_content_are_joined() -> None:
     assert parsed(chat) == [{"role": "user", "content": "ab", "k": 1}]
 
 
-@pytest.mark.parametrize(
-    ("logprobs", "top", "is_chat", "count"),
-    [
-        (None, None, True, None),
-        (False, 0, True, None),
-        (True, None, True, 0),
-        (True, 2, True, 2),
-        (None, 2, True, ...),
-        (3, None, True, ...),
-        (0, None, False, 0),
-        (5, None, False, 5),
-        (False, None, False, None),
-        (True, None, False, ...),
-        (1, 1, False, ...),
-    ],
-)
-def test_chats_and_completions_ask_for_logprobs_in_their_own_forms(
-    logprobs: Any, top: Any, is_chat: bool, count: Any
-) -> None:
-    if count is not ...:
-        assert requested(logprobs, top, is_chat=is_chat) is count
-        return
-    with pytest.raises(InvalidInput) as caught:
-        requested(logprobs, top, is_chat=is_chat)
-    assert "logprobs" in caught.value.data["param"]
+def test_chats_and_completions_ask_for_logprobs_in_their_own_forms() -> None:
+    chats, texts = {None: None, False: None, True: 0}, {None: None, False: None, 5: 5}
+    for given, is_chat in ((chats, True), (texts, False)):
+        for logprobs, count in given.items():
+            assert requested(logprobs, None, is_chat=is_chat) == count
+    assert requested(True, 2, is_chat=True) == 2
+    for own in ((None, 2, True), (3, None, True), (True, None, False), (1, 1, False)):
+        with pytest.raises(InvalidInput):
+            requested(own[0], own[1], is_chat=own[2])

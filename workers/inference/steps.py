@@ -158,7 +158,9 @@ class Steps:
         self._first: list[int] = []  # of each row, where the first step's token lies
         self._tokens: list[list[int]] = []  # of each step, of each row
         hows = [one.choosing for one in requests]
-        self._samplings = [how and (None if how.is_piece else sampling_of(how)) for how in hows]
+        self._samplings = [
+            None if how is None or how.is_piece else sampling_of(how) for how in hows
+        ]
         self._chances: list[list[Chance]] = [[] for _ in requests]
         self._matchers: dict[int, Matcher] = {}  # by request
 
@@ -170,7 +172,7 @@ class Steps:
     def follow_schemas(self, tokenizers: Tokenizers) -> None:
         """Read the schemas of answers that follow one."""
         for number, how in enumerate(self._samplings):
-            run, options = self._requests[number].choosing, how and how.options
+            run, options = self._requests[number].choosing, None if how is None else how.options
             if run is not None and options is not None and options.json_schema:
                 facts = self._bound.manifest.extra["generation"]
                 ends, size = ends_of(facts["eos_ids"], run.stop), facts["vocabulary"]

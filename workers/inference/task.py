@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -302,7 +302,7 @@ def infer(
             ended_at_ms=ended_at_ms,
             stall_ms=groups.stall_ms,
             is_clean=is_clean,
-            **({} if steps is None else {"tokens": steps.tokens(), "chances": steps.chances()}),
+            **_chosen(steps),
             group_begins_at_ms=tuple(groups.begins_ms),
             group_ends_at_ms=tuple(groups.ends_ms),
         )
@@ -310,6 +310,10 @@ def infer(
     if not is_clean:
         view.improve(bound)
     return is_clean
+
+
+def _chosen(steps: Steps | None) -> dict[str, Any]:
+    return {} if steps is None else {"tokens": steps.tokens(), "chances": steps.chances()}
 
 
 def _opened(

@@ -84,7 +84,7 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
         if options is not None and options.needs_seen and not is_piece:
             seen = tuple(seen_of(self.ids, self.prompt_count).items())
         forced = () if is_piece else tuple(self.scored[len(self.ids) :][:MOST_STEPS])
-        most_steps, answer = min(MOST_STEPS, len(forced) or left), ()
+        most_steps, answer = min(MOST_STEPS, len(forced) or left), tuple[int, ...]()
         if options is not None and options.logprobs:  # a run's results fit in a packet
             most_steps = min(most_steps, max(1, MOST_CHANCES // options.logprobs))
         if options is not None and options.json_schema and not is_piece:
@@ -99,7 +99,7 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
         )  # fmt: skip
         return self.choosing
 
-    def has_chances(self, body: Mapping[str, Any]) -> bool:
+    def has_chances(self, body: dict[str, Any]) -> bool:
         """Return True if a run reported log probabilities for exactly the requested tokens."""
         options, chances = self.sampling.options, body.get("logprobs", ())
         if options is None or options.logprobs is None:
