@@ -223,11 +223,7 @@ def test_chances_are_those_of_the_logits_in_any_batch_and_run() -> None:
     assert (told[0][0], told[2][0]) == (chosen, [4] * 5)
     assert none == ()
     assert [own for own, _ in plain] == [own for own, _ in alone.run.chances()[0]]
-    assert all(top == () for _, top in plain)
-    assert [len(top) for _, top in forced] == [3] * 5
     assert forced[0][0] < forced[0][1][0][1]
-    worker.told([worker.asked([5, 6], 5)])
-    assert worker.run.chances() == ()
 
 
 def test_forced_tokens_come_first_with_their_own_chances() -> None:
@@ -244,13 +240,11 @@ def test_forced_tokens_come_first_with_their_own_chances() -> None:
 
 
 def test_impossible_tokens_have_a_finite_chance() -> None:
-    """JSON has no infinity, and a token may be a logit of -inf or no number at all."""
-    logits = np.array([0.0, -np.inf, np.nan, 1.0], np.float32)
-    own, top = chance_of(logits, 1, 4)
+    """JSON has no infinity."""
+    own, top = chance_of(np.array([0.0, -np.inf, np.nan, 1.0], np.float32), 1, 20)
     assert own < -1e30
     assert [token for token, _ in top] == [3, 0, 1, 2]
-    assert all(np.isfinite(one) for _, one in top)
-    assert chance_of(logits, 3, 20)[1] == chance_of(logits, 3, 4)[1]
+    assert np.isfinite([one for _, one in top]).all()
 
 
 def logits_after(tokens: list[int]) -> torch.Tensor:
