@@ -171,7 +171,7 @@ def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> 
     chat, text = "/v1/chat/completions", "/v1/completions"
     good: Any = {"model": "chat", "prompt": PROMPT}
     for path, body, status, param, words in (
-        (text, {**good, "logprobs": 1}, 400, "logprobs", "not done here"),
+        (text, {**good, "suffix": "a"}, 400, "suffix", "not done here"),
         (text, {**good, "n": 65}, 400, "n", "1 to 64 answers"),
         (text, {**good, "ignore_eos": 1}, 400, "ignore_eos", "Expected `bool"),
         (text, {**good, "min_p": 2}, 400, "min_p", "not from"),

@@ -147,7 +147,7 @@ class Answering:
             self._came.append(Token(token.id, token.text, *chance))
             self._told += 1
 
-    def _sent(self) -> asyncio.Future[list[int]]:
+    def _sent(self) -> asyncio.Future[dict[str, Any]]:
         """Send the request; its replies come in ``_replies``."""
         ids, facts, put = array("i", self._prompt), self._facts, self._replies.put_nowait
         ending = ending_of(facts, ids, self._begin.ending)

@@ -140,9 +140,9 @@ class Texts:
         answer, prompt_count = self._answers[asked.answer]
         came = asked.so_far if isinstance(asked, Begin) else asked.tokens
         tokens = [Token(one, answer.push(one)) for one in came if answer.reason is None]
-        names, new = [self._name(one) for one in asked.names], tokens[told:]
+        names, ours = [self._name(one) for one in asked.names], tokens[told:]
         counts: Any = {"prompt_count": prompt_count, "prompt": prompt}
-        return Step(tokens=new, reason=answer.reason, names=names, **counts)
+        return Step(tokens=ours, reason=answer.reason, names=names, **counts)
 
     def _name(self, token: int) -> str:
         return self._tokenizer[1].name(token) if self._facts.tokenizer else f"token_id:{token}"

@@ -206,7 +206,7 @@ def chance_of(logits: NDArray[np.floating], token: int, count: int) -> Chance:
     values[np.isnan(values)] = -np.inf
     values -= values.max()
     values -= math.log(float(np.exp(values).sum()))
-    best = np.argpartition(-values, min(count, len(values) - 1))[:count] if count else []
+    best = np.argpartition(-values, min(count, len(values) - 1))[:count]
     order = sorted([int(one) for one in best], key=lambda one: (-values[one], one))
     # JSON has no infinity; the least float reads as a probability of 0 too.
     logs = np.maximum(values[[token, *order]], np.finfo(np.float32).min).tolist()
