@@ -84,7 +84,17 @@ def test_a_schema_needs_an_end_token_and_leaves_no_room_for_what_contradicts_it(
     check_schema("{}", [3])
     assert ends_of((3, 4), (3, 4, 9)) == (3, 4)  # the model's own, where they count
     assert ends_of((), (9,)) == ends_of((3,), (9,)) == (9,)
-    for text, ends in (("{", [3]), ("[]", [3]), ("[" * 9000, [3]), ("{}", [])):
+    regexes = [{"pattern": f".*{one}.*"} for one in "abcdefghijklmnopqrstuvwxyz"]
+    check_schema(json.dumps({"allOf": regexes[:8]}), [3])
+    check_schema(json.dumps({"properties": {one: {} for one in "abcdefghijk"}}), [3])
+    without_limit = json.dumps({"allOf": regexes})  # to intersect these never ends
+    for text, ends in (
+        (without_limit, [3]),
+        ("{", [3]),
+        ("[]", [3]),
+        ("[" * 9000, [3]),
+        ("{}", []),
+    ):
         with pytest.raises(InvalidInput):
             check_schema(text, ends)
     for options in ({"until": 3}, {"scores_prompt": True, "logprobs": 1}, {"top_k": -1}):

@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from ...base.errors import InvalidInput
 from .generation import tokenizer_json
 
+# To intersect n regular expressions takes time that doubles with each of them, without a limit.
+EXPRESSIONS: Final = ("pattern", "patternProperties", "propertyNames", "format", "not")
+MOST_EXPRESSIONS: Final = 8
 MOST_TOKENIZERS: Final = 2  # in memory; one of 150,000 tokens takes 105 MiB, and 2 s to make
 
 
@@ -98,11 +101,20 @@ def ends_of(own: Sequence[int], stop: Sequence[int]) -> tuple[int, ...]:
 
 def check_schema(text: str, ends: Sequence[int]) -> None:
     """Raise InvalidInput if it is not JSON of a schema's form, or no token ends the answer."""
+    names: list[str] = []
+
+    def noted(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for name, value in pairs:
+            names.extend([name] * (len(value) if name == "patternProperties" else 1))
+        return dict(pairs)
+
     try:
-        is_schema = isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
+        is_schema = isinstance(json.loads(text, object_pairs_hook=noted), dict)
+    except (ValueError, TypeError, RecursionError):
         is_schema = False
     if not is_schema:
         raise refusal("it is not a JSON object")
+    if sum(name in EXPRESSIONS for name in names) > MOST_EXPRESSIONS:
+        raise refusal(f"it has more than {MOST_EXPRESSIONS} of {', '.join(EXPRESSIONS)}")
     if not ends:
         raise refusal("no token ends the model's answers")
