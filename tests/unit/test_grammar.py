@@ -86,7 +86,6 @@ def test_a_schema_needs_an_end_token_and_leaves_no_room_for_what_contradicts_it(
     assert ends_of((), (9,)) == ends_of((3,), (9,)) == (9,)
     regexes = [{"pattern": f".*{one}.*"} for one in "abcdefghijklmnopqrstuvwxyz"]
     check_schema(json.dumps({"allOf": regexes[:8]}), [3])
-    check_schema(json.dumps({"properties": {one: {} for one in "abcdefghijk"}}), [3])
     without_limit = json.dumps({"allOf": regexes})  # to intersect these never ends
     for text, ends in (
         (without_limit, [3]),
@@ -103,7 +102,6 @@ def test_a_schema_needs_an_end_token_and_leaves_no_room_for_what_contradicts_it(
 
 
 def test_a_request_with_a_schema_is_computed_alone() -> None:
-    """Else one that fails its run could end the batching of its model for all."""
     assert not Choosing(options={"logprobs": 1}).is_alone
     assert Choosing(options={"json_schema": "{}"}).is_alone
 
@@ -112,7 +110,6 @@ def test_a_response_format_is_a_schema() -> None:
     def schema(**fields: Any) -> str:
         return schema_of(msgspec.convert(fields, ResponseFormat))
 
-    assert schema(type="text") == ""
     assert json.loads(schema(type="json_object")) == {"type": "object"}
     assert json.loads(schema(type="json_schema", json_schema={"schema": REST})) == REST
     with pytest.raises(InvalidInput):

@@ -70,16 +70,10 @@ class Options(
             )
         if self.scores_prompt and self.logprobs is None:
             raise InvalidInput("scores_prompt needs logprobs", hint="logprobs=0", param="logprobs")
-        if len(self.json_schema) > MAX_SCHEMA_CHARS:
-            raise InvalidInput(
-                f"a JSON schema of {len(self.json_schema)} characters; the limit is "
-                f"{MAX_SCHEMA_CHARS}",
-                param="response_format",
-            )
-        if self.json_schema and (self.until or self.scores_prompt):
-            raise InvalidInput(
-                "min_tokens and scored prompts have no JSON schema", param="response_format"
-            )
+        contradicts = self.json_schema and (self.until or self.scores_prompt)
+        if len(self.json_schema) > MAX_SCHEMA_CHARS or contradicts:
+            words = f"a JSON schema has at most {MAX_SCHEMA_CHARS} characters, and no min_tokens"
+            raise InvalidInput(words, param="response_format")
         biases = self.logit_bias
         is_small = all(-MAX_BIAS <= value <= MAX_BIAS for value in biases.values())
         if len(biases) > MAX_BIASES or not is_small:
