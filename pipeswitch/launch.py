@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import importlib.util
 import os
 import selectors
 import signal
@@ -45,6 +46,7 @@ FIRST: Final = (
     "pipeswitch.programs.build.builder",
     "pipeswitch.programs.build.program",
 )
+GRAMMAR: Final = "llguidance"  # of the extra ``grammar``; a confined worker can open no file
 LATER: Final = ("torch._dynamo", "torchvision")
 """What an export and the first optimizer of a process import: half as long again as ``FIRST``."""
 
@@ -242,7 +244,8 @@ def main(descriptor: int) -> None:
     channel = channel_from(descriptor)
     enable(os.environ)
     began = time.monotonic()
-    import_for_children(FIRST)
+    has_library = importlib.util.find_spec(GRAMMAR) is not None
+    import_for_children((*FIRST, GRAMMAR) if has_library else FIRST)
     channel.send(
         ForkServerReady(
             pid=os.getpid(),

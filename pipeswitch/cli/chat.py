@@ -27,6 +27,8 @@ from . import common, views
 from .page import http_of
 
 PATH: Final = "/v1/chat/completions"
+MOST_ASKED: Final = 32  # models that are asked if they can chat, after a refusal
+EXAMPLE: Final = "pipeswitch run hf:Qwen/Qwen3-0.6B"
 FENCE: Final = '"""'
 HELP: Final = f"""\
 /clear         start a new chat
@@ -91,13 +93,13 @@ class Chat:
                 connection.request("POST", PATH, json.dumps(body), headers)
                 answer = connection.getresponse()
                 if answer.status != 200:
-                    raise _error_of(answer.read(), self._model)
+                    raise _error_of(answer.read())
                 is_whole = False
                 for line in answer:
                     if line.startswith(b"data: {"):
                         event = json.loads(line[6:])
                         if "error" in event:
-                            raise _error_of(line[6:], self._model)
+                            raise _error_of(line[6:])
                         yield event
                     is_whole = is_whole or line.startswith(b"data: [DONE]")
             except (OSError, http.client.HTTPException) as error:
@@ -108,7 +110,7 @@ class Chat:
                 raise ServerUnavailable("the answer was cut off", hint="ask again")
 
 
-def _error_of(body: bytes, model: str) -> PipeSwitchError:
+def _error_of(body: bytes) -> PipeSwitchError:
     try:
         told = json.loads(body)["error"]
         message, code = str(told["message"]), told["code"]
@@ -117,7 +119,7 @@ def _error_of(body: bytes, model: str) -> PipeSwitchError:
     if code == "context_length_exceeded":
         return InvalidInput(message, hint="/clear starts a new chat")
     if code == "model_not_found":
-        return ModelNotFound(message, hint=f"pipeswitch models; or pipeswitch run hf:{model}")
+        return ModelNotFound(message, hint=f"pipeswitch models; or {EXAMPLE}")
     return PipeSwitchError(message)
 
 
@@ -215,15 +217,26 @@ def _check(client: Any, name: str) -> None:
     """
     try:
         facts = client._ask("generation", model=name, body={"version": 0, "tokenizer": True})
-    except ModelNotFound as error:
-        hint = f"pipeswitch models; or pipeswitch run hf:{name}"
-        raise ModelNotFound(error.message, hint=hint, **error.data) from None
+    except (ModelNotFound, InvalidInput) as error:  # unknown, or no language model
+        raise type(error)(error.message, hint=_advice(client, name), **error.data) from None
     if not facts.get("chat_template"):
         ids = "" if facts.get("has_tokenizer", True) else " --ids"
         raise InvalidInput(
             f'"{name}" has no chat template',
             hint=f'pipeswitch generate {name}{ids} "{"1,2,3" if ids else "Once upon a time"}"',
         )
+
+
+def _advice(client: Any, name: str) -> str:
+    """Return what to type instead of chatting with a model that cannot."""
+    advice, body = [EXAMPLE], {"version": 0, "tokenizer": True}
+    for row in client.models()[:MOST_ASKED]:
+        with contextlib.suppress(PipeSwitchError):
+            if client._ask("generation", model=row["name"], body=body).get("chat_template"):
+                advice.insert(0, f"pipeswitch chat {row['name']}")
+        if row["name"] == name and (source := row.get("source", "")).startswith("hf:"):
+            advice.append(f"if it is a causal model: pipeswitch run {source} --name {name}-chat")
+    return "; or ".join(advice[-3:])
 
 
 def _converse(talk: Chat, name: str) -> None:

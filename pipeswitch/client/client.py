@@ -270,6 +270,7 @@ class Client(Verbs):
         stop: Sequence[str] = (),
         priority: str = "",
         version: int = 0,
+        **options: Any,
     ) -> Generated:
         """Text from a language model: ``for token in client.generate("chat", "Once"): …``.
 
@@ -285,15 +286,20 @@ class Client(Verbs):
             stop: texts that end the answer; they are not part of it.
             priority: as in ``infer``.
             version: as in ``infer``.
+            options: the rarer ones: ``logprobs`` (report each token's log probability, and those
+                of this many likeliest tokens, 0 to 20), ``top_k``, ``min_p``,
+                ``repetition_penalty``, ``presence_penalty``, ``frequency_penalty``, ``logit_bias``.
 
         Returns:
-            An iterator over tokens, each with ``id`` and ``text``; its ``text`` is all of it.
+            An iterator over tokens, each with ``id`` and ``text``, and with ``logprobs`` also
+            ``logprob`` and ``top`` (pairs of id and log probability); its ``text`` is all of it.
         """
         from .generation import generated  # numpy, and the pure parts of text
 
         return generated(
             self, model, prompt, version=version, priority=priority, stop=tuple(stop),
             max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
+            options=options or None,
         )  # fmt: skip
 
     def sequences(self) -> list[dict[str, Any]]:

@@ -32,8 +32,9 @@ class Asked:
         ids: Sequence[int],
         sampling: Sampling,
         ending: Ending,
-        on_tokens: Callable[[list[int]], None],
+        on_tokens: Callable[[Mapping[str, Any]], None],
     ) -> None:
+        """``on_tokens`` gets each reply's body: ``tokens``, and their ``logprobs`` if requested."""
         self._on_tokens = on_tokens
         self._frame = memoryview(array("q", ids)).cast("B")
         self._inputs = (WireTensor(name=IDS, dtype="int64", shape=(len(ids),), frame=0),)
@@ -59,9 +60,8 @@ class Asked:
         }
 
     def _came(self, body: Mapping[str, Any]) -> None:
-        tokens = body.get("tokens", [])
-        self.body["so_far"].extend(tokens)
-        self._on_tokens(tokens)
+        self.body["so_far"].extend(body.get("tokens", []))
+        self._on_tokens(body)
 
 
 class Generated(Iterator[Token]):
@@ -71,15 +71,17 @@ class Generated(Iterator[Token]):
     ``timing`` is its bill and ``usage`` counts tokens.
     """
 
-    def __init__(self, answer: Answer, begin: Callable[[Callable[[list[int]], None]], Any]) -> None:
+    def __init__(
+        self, answer: Answer, begin: Callable[[Callable[[Mapping[str, Any]], None]], Any]
+    ) -> None:
         """
         Args:
-            begin: sends the request, whose tokens another thread puts into the given callable;
+            begin: sends the request, whose replies another thread puts into the given callable;
                 returns the future of the final reply.
         """
         self._answer = answer
         self._came: deque[Token] = deque()
-        self._replies: SimpleQueue[list[int] | None] = SimpleQueue()
+        self._replies: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
         self._text: list[str] = []
         self._began_s = time.monotonic()
         self.first_token_ms = 0.0
@@ -121,18 +123,19 @@ class Generated(Iterator[Token]):
     def _wait(self) -> None:
         """Wait for the next reply."""
         try:
-            tokens = self._replies.get()
-            if tokens is None:
+            body = self._replies.get()
+            if body is None:
                 if self._future.cancelled():
                     raise Cancelled("this answer was closed")
                 reply = self._future.result()
-                tokens, self.timing = reply.body.pop("tokens"), reply.timing
-                self.usage = reply.body
+                body, self.timing = reply.body, reply.timing
+                own = ("tokens", "logprobs")
+                self.usage = {name: value for name, value in body.items() if name not in own}
         except BaseException:
             self.close()
             raise
-        for token in tokens:
-            self._came.append(Token(token, self._answer.push(token)))
+        for token, *chance in zip(body.get("tokens", ()), *chances_in(body), strict=True):
+            self._came.append(Token(token, self._answer.push(token), *chance))
             if self._answer.reason is not None:  # at a stop string the server would go on
                 self.close()
                 return
@@ -179,7 +182,7 @@ def generated(
     ids = check_prompt(prompt, encode)
     whole = ending_of(facts, ids, ending)
 
-    def begin(put: Callable[[list[int]], None]) -> Any:
+    def begin(put: Callable[[Mapping[str, Any]], None]) -> Any:
         asked = Asked(ids, chosen, whole, put)
         asked.body["version"] = facts.version
         return client._connection.request(
@@ -187,6 +190,14 @@ def generated(
         )
 
     return Generated(Answer(whole, decode, ids), begin)
+
+
+def chances_in(body: Mapping[str, Any]) -> list[list[Any]]:
+    """Return the log probabilities of a reply's tokens, and the likeliest tokens for each; empty
+    if it has none."""
+    if not (chances := body.get("logprobs")):
+        return []
+    return [[one for one, _ in chances], [[(id, own) for id, own in top] for _, top in chances]]
 
 
 def check_prompt(prompt: Any, encode: Callable[[str], list[int]] | None) -> list[int]:

@@ -112,8 +112,8 @@ class Generations:
                 self._take(CancelAsked(token=pending.token))
                 self._answer(Answer(token=pending.token, error=error))
                 continue
-            if tokens := answer.body["tokens"]:
-                tell.append((pending, {"tokens": tokens}))
+            if answer.body["tokens"]:
+                tell.append((pending, answer.body))
             runs.append(self._next(generation, pending))
         self._take(NextRuns(runs=tuple(runs)))
         self._call_soon(functools.partial(self._tell, tell))
@@ -210,6 +210,7 @@ class Generations:
             or answer.outputs
             or not generation.choosing.allows(tokens)
             or not all(0 <= one < vocabulary for one in tokens)
+            or not generation.has_chances(answer.body)
         ):
             return TaskFailed(f'"{pending.model}": the worker left no such rows or tokens')
         fed = generation.ids[held.used : held.used + generation.count] + tokens_of(tokens[:-1])
@@ -245,7 +246,7 @@ class Generations:
             token=pending.token,
             timing=answer.timing,
             body={
-                "tokens": tokens,
+                **answer.body,
                 "reason": generation.choosing.ends_with(tokens),
                 "prompt_tokens": generation.prompt_count,
                 "completion_tokens": generation.made,

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import msgspec
 
-from ..base import failpoints
 from ..base.errors import Cancelled, InvalidInput, PipeSwitchError, TaskFailed
 from ..base.failpoints import reach
 from ..base.lane import Lane
@@ -187,8 +186,6 @@ class Inference:
         if arrival.asked is not None and held is not None:
             pending.sequence = held
             self._sequences.begin(held, arrival.asked)
-        if failpoints.is_on:
-            reach("frontend.accepted")
         placed = room.place(admitted.inputs)
         event = InferArrived(
             token=pending.token,

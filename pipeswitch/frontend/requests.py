@@ -106,6 +106,8 @@ class Requests:
         )
         self._pending[pending.token] = pending
         client.requests[header.id] = pending.token
+        if failpoints.is_on and header.op in INFERS:
+            reach("frontend.accepted")
         return pending
 
     def reject(self, client: Client, header: RequestHeader, error: PipeSwitchError) -> None:

@@ -21,6 +21,7 @@ from pipeswitch.client.client import Client, Task
 from pipeswitch.wire import frames
 from tests.models.sequences import CELL, RECALLS, Cell, Recalls, seeded
 from tests.models.sequences import WIDTH as CELL_WIDTH
+from tests.models.words import published
 from tests.raw_peer import RawPeer, ask
 
 from ..process.tools import eager, is_bit_equal, mlp, run_plain, write_script
@@ -32,6 +33,8 @@ DEPTH: Final = 8  # 8 MiB
 MODELS: Final = ("a", "b", "c")
 PROBE: Final = "probe"
 STAGED: Final = "staged"  # numpy copies what it is sent
+TALKER: Final = "talker"
+MOST_TOKENS: Final = 100  # several runs: a fault comes between two of them too
 ANSWER_TIMEOUT_S: Final = 90.0
 CONTROLLER_GRACE_S: Final = 40.0
 GONE: Final = ("ServerUnavailable", "SequenceNotFound")  # with the server
@@ -78,6 +81,9 @@ class Load:
         self.modules = {name: mlp(WIDTH, DEPTH, n) for n, name in enumerate(MODELS)}
         self.modules |= {name: mlp(16, 1, 9) for name in (PROBE, STAGED)}
         self._cell, self._recalls = seeded(Cell), seeded(Recalls)
+        self._talker = talker(stage.folder / TALKER)
+        self._prompts = ([7, 300, 2], [*range(40, 90)])
+        self._answers = [greedy(self._talker, one) for one in self._prompts]
         self._script = write_script(stage.folder, "train.py", TRAIN)
         self._jobs = ("job-1", "job-2")
         lanes: list[tuple[str, Callable[[random.Random], None]]] = [
@@ -89,6 +95,8 @@ class Load:
             ("http", self._http),
             ("sequence-1", self._sequences),
             ("sequence-2", self._sequences),
+            ("generate-1", self._generate),
+            ("generate-2", self._generate),
             ("control", self._control),
         ]
         self._threads = [
@@ -114,6 +122,10 @@ class Load:
         dynamic = {"x": {1: ("length", 1, 8)}, "past": {1: ("past", 1, 100)}}
         client.register("recalls", self._recalls, example_inputs=example, dynamic=dynamic,
                         state=RECALLS)  # fmt: skip
+        client.register(TALKER, self._talker, generate=True, precision="exact")
+        assert (
+            client.generate(TALKER, self._prompts[0], max_new_tokens=1).text == ""
+        )  # no tokenizer
         self._ask_gateway(PROBE, torch.ones(1, 16))
 
     def start(self) -> None:
@@ -261,6 +273,25 @@ class Load:
         out = eager(self._recalls, x, torch.cat(past, 1))
         return out["y"], [*past, out["rows"]]
 
+    def _generate(self, generator: random.Random) -> None:
+        """Each answer has the greedy tokens of an undisturbed model, whatever dies meanwhile."""
+        lane = threading.current_thread().name
+        with self._stage.client() as client:
+            while not self._stop.wait(generator.uniform(0.0, 0.1)):
+                number = generator.randrange(len(self._prompts))
+                count, kind = generator.randrange(1, MOST_TOKENS + 1), "wrong"
+                wanted, found = self._answers[number][:count], list[int]()
+                sent_at_s = time.monotonic()
+                try:
+                    prompt = self._prompts[number]
+                    for token in client.generate(TALKER, prompt, max_new_tokens=count):
+                        found.append(token.id)
+                    kind = "ok" if found == wanted else "wrong"
+                except PipeSwitchError as error:
+                    kind = type(error).__name__ if found == wanted[: len(found)] else "wrong"
+                outcome = Outcome(lane, TALKER, sent_at_s, time.monotonic(), kind)
+                self._history.outcomes.append(outcome)
+
     def _raw(self, generator: random.Random) -> None:
         """A client of our own that sees every reply: the SDK would hide a second one."""
         with contextlib.closing(RawClient(self._stage.address)) as raw:
@@ -330,6 +361,21 @@ class Load:
 
 def _cell_state(batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(batch, CELL_WIDTH), torch.zeros(batch, CELL_WIDTH)
+
+
+def talker(folder: Path) -> Any:
+    """A small language model whose answers are not one token again and again."""
+    import transformers
+
+    published(folder, transformers.AutoModelForCausalLM, scale=8.0)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def greedy(model: Any, ids: list[int]) -> list[int]:
+    """The tokens that the model alone answers with."""
+    with torch.no_grad():
+        found = model.generate(torch.tensor([ids]), max_new_tokens=MOST_TOKENS, do_sample=False)
+    return [int(one) for one in found[0, len(ids) :]]
 
 
 class RawClient:

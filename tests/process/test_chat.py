@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_tools import COMMAND, DEADLINE_S, Checked, checked_server, command, until
+import torch
+from process_tools import COMMAND, DEADLINE_S, Checked, checked_server, command, mlp, until
 
 from pipeswitch.base.errors import InvalidInput, ModelNotFound, ServerUnavailable
 from pipeswitch.cli.chat import Chat, local_folder, name_of
@@ -165,9 +166,11 @@ def test_what_cannot_chat_says_what_to_type(
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = None
     running.client.register("plain", model, generate=True, tokenizer=tokenizer)
+    running.client.register("small", mlp(16, 1, 1), example_inputs=(torch.zeros(1, 16),))
     (tmp_path / folder.name).mkdir()
     for words, hint in (
-        (("chat", "absent", "Hi"), "pipeswitch run hf:absent"),
+        (("chat", "absent", "Hi"), "pipeswitch chat tiny_chat-1b; or pipeswitch run hf:Qwen/"),
+        (("chat", "small", "Hi"), "pipeswitch chat tiny_chat-1b; or pipeswitch run hf:Qwen/"),
         (("chat", "ids", "Hi"), "pipeswitch generate ids --ids"),
         (("chat", "plain", "Hi"), "pipeswitch generate plain"),
         (("chat", "tiny_chat-1b"), "pipeswitch chat tiny_chat-1b"),

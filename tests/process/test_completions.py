@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import importlib.util
 import json
 import signal
 from collections.abc import Callable, Iterator
@@ -170,7 +171,7 @@ def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> 
     chat, text = "/v1/chat/completions", "/v1/completions"
     good: Any = {"model": "chat", "prompt": PROMPT}
     for path, body, status, param, words in (
-        (text, {**good, "logprobs": 1}, 400, "logprobs", "not done here"),
+        (text, {**good, "suffix": "a"}, 400, "suffix", "not done here"),
         (text, {**good, "n": 65}, 400, "n", "1 to 64 answers"),
         (text, {**good, "ignore_eos": 1}, 400, "ignore_eos", "Expected `bool"),
         (text, {**good, "min_p": 2}, 400, "min_p", "not from"),
@@ -271,6 +272,99 @@ def test_options_of_sampling_do_what_they_say(running: Checked, ai: Any) -> None
     assert ai.completions.create(**asked, echo=True).choices[0].text == text
     chunks = ai.completions.create(**asked, echo=True, stream=True)
     assert "".join(one.choices[0].text for one in chunks) == text
+
+
+def chances_of(ids: list[int]) -> torch.Tensor:
+    """The log probabilities of the token after each of the ids, as transformers computes them."""
+    with torch.no_grad():
+        return torch.log_softmax(made()[0](torch.tensor([ids])).logits[0].double(), -1)
+
+
+def joined(chunks: list[Any], name: str) -> list[Any]:
+    found = [one.choices[0].logprobs for one in chunks]
+    return [row for one in found if one is not None for row in getattr(one, name)]
+
+
+def test_logprobs_are_transformers_own_in_each_form(running: Checked, ai: Any) -> None:
+    prompt: list[int] = made()[1](PROMPT)["input_ids"]
+    asked: Any = {"model": "chat", "prompt": PROMPT, "max_tokens": 9, "temperature": 0}
+    whole = ai.completions.create(**asked, logprobs=3).choices[0]
+    told = whole.logprobs
+    assert "".join(told.tokens) == whole.text
+    ours = [*running.client.generate("chat", PROMPT, max_new_tokens=9, logprobs=3)]
+    wanted = chances_of([*prompt, *[one.id for one in ours]])[len(prompt) - 1 :]
+    for number, one in enumerate(ours):
+        assert one.logprob == pytest.approx(float(wanted[number][one.id]), abs=1e-3)
+        assert [id for id, _ in one.top] == torch.topk(wanted[number], 3).indices.tolist()
+        assert told.token_logprobs[number] == one.logprob == max(told.top_logprobs[number].values())
+    chunks = [*ai.completions.create(**asked, logprobs=3, stream=True)]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert joined(chunks, name) == getattr(told, name)
+    chat: Any = {"model": "chat", "messages": SAID, "max_tokens": 5, "logprobs": True}
+    said = ai.chat.completions.create(**chat, top_logprobs=2).choices[0]
+    rows = said.logprobs.content
+    assert "".join(bytes(one.bytes).decode() for one in rows) == said.message.content
+    assert [len(one.top_logprobs) for one in rows] == [2] * 5
+    with pytest.raises(InvalidInput):
+        running.client.generate("chat", [1, 2], logprob=2)
+
+
+@pytest.mark.parametrize("new", [0, 4])
+def test_echo_with_logprobs_scores_the_prompt(running: Checked, ai: Any, new: int) -> None:
+    """The calls of lm-eval's ``local-completions``: lists of ids, and sums from a prefix on."""
+    text = PROMPT + " been told of the large and the small words of all that there is, and of it"
+    ids: list[int] = made()[1](text * 3)["input_ids"]
+    assert len(ids) > 64  # several runs
+    asked: Any = {"model": "chat", "max_tokens": new, "logprobs": 1, "echo": True, "temperature": 0}
+    prompts: Any = [ids, ids[:1], ids[3:9]]
+    found = ai.completions.create(**asked, prompt=prompts, seed=1)
+    for given, choice in zip(prompts, found.choices, strict=True):
+        told = choice.logprobs
+        assert len(told.tokens) == len(told.top_logprobs) == len(given) + new
+        assert told.token_logprobs[0] is told.top_logprobs[0] is None
+        wanted = chances_of(given)
+        for number, one in enumerate(given[1:]):
+            own, top = told.token_logprobs[number + 1], told.top_logprobs[number + 1]
+            assert own == pytest.approx(float(wanted[number][one]), abs=1e-3)
+            assert (own == max(top.values())) == (int(wanted[number].argmax()) == one)
+        assert choice.finish_reason == "length"
+        assert choice.text == "".join(told.tokens)
+    assert found.usage.completion_tokens == 3 * new
+    chunks = [*ai.completions.create(**asked, prompt=PROMPT, stream=True)]
+    whole = ai.completions.create(**asked, prompt=PROMPT).choices[0]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.text
+    assert joined(chunks, "token_logprobs") == whole.logprobs.token_logprobs
+
+
+FORM: Any = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["large", "small"]}, "count": {"enum": [1, 22, 333]}},
+    "required": ["kind", "count"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},  # this model would write spaces for ever
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="the extra grammar")
+def test_answers_follow_their_schemas_when_workers_die(running: Checked, ai: Any) -> None:
+    more: Any = {"model": "chat", "messages": SAID, "max_tokens": 99, "stream": True}
+    end = {"stop_token_ids": [made()[1].convert_tokens_to_ids("<end>")]}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": FORM}}
+    begun = [
+        ai.chat.completions.create(seed=seed, response_format=form, extra_body=end, **more)
+        for seed in range(4)
+    ]
+    for pid in running.worker_pids().values():
+        psutil.Process(pid).kill()
+    for stream in begun:
+        chunks = [*stream]
+        found = json.loads("".join(one.choices[0].delta.content or "" for one in chunks))
+        assert {*found} == {"kind", "count"}
+        assert chunks[-1].choices[0].finish_reason == "stop"
+    form["json_schema"]["schema"] = {"type": "objec"}
+    for extra in ({"response_format": {"type": "json_object"}}, {"response_format": form, **end}):
+        status, told, _ = post(running, "/v1/chat/completions", {**more, **extra})
+        assert (status, told["error"]["param"]) == (400, "response_format"), told
 
 
 def test_a_prompt_that_is_too_long_has_openais_code(running: Checked) -> None:

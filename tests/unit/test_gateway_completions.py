@@ -11,6 +11,7 @@ import pytest
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.gateway.openai.choices import check_count
 from pipeswitch.gateway.openai.completions import MAX_FIELDS, Asked, Said, _said
+from pipeswitch.gateway.openai.logprobs import requested
 from pipeswitch.gateway.openai.text_process import parsed
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -154,3 +155,14 @@ def test_messages_that_are_not_a_chat_are_refused(messages: bytes) -> None:
 def test_the_parts_of_a_content_are_joined() -> None:
     chat = b'[{"role": "user", "content": [{"type": "text", "text": "a"}, {"text": "b"}], "k": 1}]'
     assert parsed(chat) == [{"role": "user", "content": "ab", "k": 1}]
+
+
+def test_chats_and_completions_ask_for_logprobs_in_their_own_forms() -> None:
+    chats, texts = {None: None, False: None, True: 0}, {None: None, False: None, 5: 5}
+    for given, is_chat in ((chats, True), (texts, False)):
+        for logprobs, count in given.items():
+            assert requested(logprobs, None, is_chat=is_chat) == count
+    assert requested(True, 2, is_chat=True) == 2
+    for own in ((None, 2, True), (3, None, True), (True, None, False), (1, 1, False)):
+        with pytest.raises(InvalidInput):
+            requested(own[0], own[1], is_chat=own[2])

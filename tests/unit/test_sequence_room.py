@@ -102,6 +102,8 @@ class Talk:
     def __init__(self, rig: Rig, client: Client, prompt: list[int], most: int) -> None:
         self.rig, self.client, self.prompt, self.most = rig, client, prompt, most
         self.tokens: list[int] = []
+        self.chances: list[Any] = []
+        self.options: dict[str, Any] | None = None
         self.reason = ""
         self.is_asked = self.is_over = False
         self.error: PipeSwitchError | None = None
@@ -114,7 +116,7 @@ class Talk:
         inputs = (WireTensor(name=IDS, dtype="int64", shape=ids.shape, frame=0),)
         header = RequestHeader(
             v=1, op="generate", id=self.id, model="m", inputs=inputs,
-            body={"max_tokens": self.most},
+            body={"max_tokens": self.most, "options": self.options},
         )  # fmt: skip
         try:
             self.rig.generations.generate(self.client, header, [ids.tobytes()])
@@ -129,6 +131,7 @@ class Talk:
             return
         assert not self.is_over
         self.tokens += header.body.get("tokens", [])
+        self.chances += header.body.get("logprobs", [])
         self.is_over, self.reason = not header.more, header.body.get("reason", "")
 
 
@@ -162,6 +165,7 @@ class Rig:
         self.longest = longest(MANIFEST, self.pool.share_bytes)
         self.talks: list[Talk] = []
         self.count = self.waits = 0
+        self.chances: list[Any] = []  # that a worker claims, whatever its tokens are
 
     def client(self, tenant: str) -> Client:
         return Client(peer=SimpleNamespace(), standing=Standing(tenant=tenant))
@@ -215,15 +219,18 @@ class Rig:
         how = run.choosing
         assert how is not None
         cache, token = fed(found[CACHE][: ROW * used], ids)
-        tokens = [] if how.is_piece else [token]
+        tokens = [] if how.is_piece else [*how.forced[:1]] or [token]
         while tokens and len(tokens) < steps and not how.ends_with(tokens):
             cache, token = fed(cache, tokens[-1:])
-            tokens.append(token)
+            tokens += how.forced[len(tokens) :][:1] or [token]
         assert how.allows(tokens)
         for row in range(used, len(cache) // ROW):
             at = lent.pieces[row * ROW // lent.piece_bytes] + row * ROW % lent.piece_bytes
             memory[at : at + ROW] = cache[row * ROW : (row + 1) * ROW]
-        return ev.Answer(token=ev.Token(run.token), outputs=(), body={"tokens": tokens})
+        body: dict[str, Any] = {"tokens": tokens}
+        if (how.options or {}).get("logprobs") is not None:
+            body["logprobs"] = self.chances or [(-1.0, ((token, -1.0),)) for token in tokens]
+        return ev.Answer(token=ev.Token(run.token), outputs=(), body=body)
 
     def answer(self, answer: ev.Answer) -> None:
         pending = self.requests.find(answer.token)
@@ -312,6 +319,34 @@ def test_answers_that_do_not_fit_together_all_end_with_their_own_tokens(
         assert (one.error, one.reason) == (None, "length")
         assert one.tokens == recomputed(one.prompt, most)
     assert rig.waits
+    rig.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_scored_prompts_come_before_their_answers_and_need_no_more_room(seed: int) -> None:
+    rig = Rig(320 << 10, seed)
+    talks = [rig.talk(rig.client(f"{n}"), prompt(n, 1 + 40 * n), 150) for n in range(4)]
+    for one in talks[:3]:
+        one.options = {"logprobs": 1, "scores_prompt": True}
+        one.ask()
+    rig.run()
+    for one in talks:
+        scored = one.prompt[1:] if one.options else []
+        assert (one.error, one.reason) == (None, "length")
+        assert one.tokens == [*scored, *recomputed(one.prompt, 150)]
+        assert [top[0][0] for _, top in one.chances] == (one.tokens if one.options else [])
+    assert rig.waits
+    rig.close()
+
+
+@pytest.mark.parametrize("top", [(), ((WORDS, -1.0),), ((0, -1.0), (1, -1.0))])
+def test_impossible_chances_of_a_worker_end_the_answer(top: Any) -> None:
+    rig = Rig(320 << 10)
+    rig.chances = [(-1.0, top)] * (1 if top else 99)
+    talk = rig.talk(rig.client("a"), [1, 2], 1)
+    talk.options = {"logprobs": 1}
+    rig.run()
+    assert type(talk.error).__name__ == "TaskFailed"
     rig.close()
 
 

@@ -68,6 +68,13 @@ class Pool:
         return int(slab.item())
 
 
+def padded(inputs: list[Any]) -> list[torch.Tensor]:
+    """Return the inputs with the cache as a tensor that has a row of garbage behind its own."""
+    cache = torch.full((1, len(inputs[3].rows) + 1, WIDTH), 99.0)
+    cache[0, :-1] = inputs[3].rows
+    return [*inputs[:3], cache]
+
+
 class Worker:
     def __init__(self, toy: Toy | None = None) -> None:
         self.toy, self.stepping, self.copies = toy or Toy(), Stepping(), 0
@@ -103,9 +110,8 @@ class Worker:
         head.epoch = self.epoch
         run = self.stepping.begin(head, self.toy, Pool(), "cpu", self.waits)  # type: ignore[arg-type]
         assert run is not None
-        padded = torch.full((1, len(requests[0].inputs[3].rows) + 1, WIDTH), 99.0)
-        padded[0, :-1] = requests[0].inputs[3].rows
-        inputs = run.inputs() if run.most else [*requests[0].inputs[:3], padded]
+        self.run = run
+        inputs = run.inputs() if run.most else padded(requests[0].inputs)
         outputs = run.run(inputs, lambda _: None)
         found = []
         for number in range(len(requests)):
@@ -230,3 +236,46 @@ def test_rows_in_pieces_are_gathered_and_new_ones_lie_behind_them(dtype: str) ->
     with pytest.raises(IndexError):
         pool.extend(slab, torch.zeros(1, 4, 8 // kind.itemsize, dtype=kind))
     assert torch.equal(pool.own(slab).view(torch.uint8), before.view(torch.uint8))
+
+
+def test_chances_are_those_of_the_logits_in_any_batch_and_run() -> None:
+    """A request that wants none stands beside; biases change the token, not its chance."""
+    tokens, biased = [1, 2, 3], {"logprobs": 3, "logit_bias": {4: 50.0}}
+    alone, worker = Worker(), Worker()
+    alone.told([alone.asked(tokens, 1)])  # a process's first step comes alone
+    worker.told([worker.asked(tokens, 1) for _ in range(3)])
+    [(chosen, _)] = alone.told([alone.asked(tokens, 5, options={"logprobs": 11})])
+    assert [len(one) for one in alone.run.chances()] == [5]
+    for number, (own, top) in enumerate(alone.run.chances()[0]):
+        wanted = torch.log_softmax(logits_after([*tokens, *chosen[:number]]).double(), -1)
+        assert own == pytest.approx(float(wanted[chosen[number]]), abs=1e-6)
+        assert [token for token, _ in top] == torch.argsort(-wanted, stable=True).tolist()
+        assert own == max(found for _, found in top)  # greedy: as evaluations compare them
+    requests = [
+        worker.asked(tokens, 5, options={"logprobs": 0}),
+        worker.asked([5, 6], 5),
+        worker.asked(tokens, 5, options=biased),
+    ]
+    told = worker.told(requests)
+    plain, _, forced = worker.run.chances()
+    assert (told[0][0], told[2][0]) == (chosen, [4] * 5)
+    assert [own for own, _ in plain] == [own for own, _ in alone.run.chances()[0]]
+    assert forced[0][0] < forced[0][1][0][1]
+
+
+def test_forced_tokens_come_first_with_their_own_chances() -> None:
+    worker, forced = Worker(), (7, 0, 9)
+    worker.told([worker.asked([2], 1)])
+    [(tokens, rows)] = worker.told(
+        [worker.asked([2], 3, options={"logprobs": 1}, forced=forced, temperature=3.0)]
+    )
+    assert tokens == [*forced]
+    assert torch.equal(rows, worker.rows([2, 7, 0]))
+    for number, (own, _) in enumerate(worker.run.chances()[0]):
+        wanted = torch.log_softmax(logits_after([2, *forced[:number]]).double(), -1)
+        assert own == pytest.approx(float(wanted[forced[number]]), abs=1e-6)
+
+
+def logits_after(tokens: list[int]) -> torch.Tensor:
+    worker = Worker()
+    return worker.toy.run(padded(worker.asked(tokens, 1).inputs), lambda _: None)[0][0]

@@ -181,7 +181,7 @@ def test_options_are_read_of_the_whole_request() -> None:
     options = {"include_usage": True, "include_obfuscation": True, "continuous_usage_stats": False}
     assert _said(json.dumps({**asked, "stream_options": options}).encode(), Said).model == "m"
     for more, param in (
-        ({"logprobs": 5}, "logprobs"),
+        ({"prompt_logprobs": 5}, "prompt_logprobs"),
         ({"suffix": "x" * 999}, "suffix"),
         ({"logit_bias": {str(token): 1 for token in range(9000)}}, "logit_bias"),
         ({"stop_token_ids": [3] * 65}, "stop_token_ids"),

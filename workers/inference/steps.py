@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import numpy as np
 import torch
 
 from pipeswitch.devices.view import now_ms
@@ -25,7 +26,8 @@ from pipeswitch.programs.decoding.generation import (
     LOGITS,
     USED,
 )
-from pipeswitch.programs.decoding.sampling import Sampling, next_token, sampling_of
+from pipeswitch.programs.decoding.grammar import Matcher, Tokenizers, ends_of
+from pipeswitch.programs.decoding.sampling import Chance, chance_of, next_token, sampling_of
 from pipeswitch.programs.interface.layout import MOST_JOINED_BYTES, Manifest, ValueSpec, aligned
 from pipeswitch.programs.running.executor import BoundProgram
 
@@ -102,6 +104,7 @@ class Stepping:
     def __init__(self) -> None:
         self._step_ms: dict[tuple[ModelName, int], float] = {}  # by rows, of the last run
         self.caches = Caches()
+        self.tokenizers = Tokenizers()
 
     def begin(
         self, message: RunInference, bound: BoundProgram, pool: RequestPool, device: str,
@@ -113,7 +116,9 @@ class Stepping:
         if not any(one.choosing for one in requests):
             return None
         most = 0 if message.landings else self._most(message, requests, bound.manifest)
-        return Steps(bound, requests, most, self.caches, pool, device, is_over)
+        steps = Steps(bound, requests, most, self.caches, pool, device, is_over)
+        steps.follow_schemas(self.tokenizers)
+        return steps
 
     def _most(self, message: RunInference, requests: Requests, manifest: Manifest) -> int:
         """Return how many steps may follow one another; 0: one step, whose cache is not kept.
@@ -152,11 +157,28 @@ class Steps:
         self._cache: torch.Tensor
         self._first: list[int] = []  # of each row, where the first step's token lies
         self._tokens: list[list[int]] = []  # of each step, of each row
+        hows = [one.choosing for one in requests]
+        self._samplings = [
+            None if how is None or how.is_piece else sampling_of(how) for how in hows
+        ]
+        self._chances: list[list[Chance]] = [[] for _ in requests]
+        self._matchers: dict[int, Matcher] = {}  # by request
 
     @property
     def count(self) -> int:
         """Steps that were computed."""
         return len(self._tokens)
+
+    def follow_schemas(self, tokenizers: Tokenizers) -> None:
+        """Read the schemas of answers that follow one."""
+        for number, how in enumerate(self._samplings):
+            run, options = self._requests[number].choosing, None if how is None else how.options
+            if run is not None and options is not None and options.json_schema:
+                facts = self._bound.manifest.extra["generation"]
+                ends, size = ends_of(facts["eos_ids"], run.stop), facts["vocabulary"]
+                own = tokenizers.get(self._bound.manifest.digest, size, ends)
+                matcher = Matcher(own, options.json_schema, ends, run.answer, size)
+                self._matchers[number] = matcher
 
     def inputs(self) -> list[torch.Tensor]:
         """Return the program's inputs; only for ``most`` other than 0."""
@@ -227,6 +249,10 @@ class Steps:
             ]
         )
 
+    def chances(self) -> tuple[tuple[Chance, ...], ...]:
+        """Return the chances of each request's tokens; empty if no request has ``logprobs``."""
+        return tuple(map(tuple, self._chances)) if any(self._chances) else ()
+
     def keep(self, epoch: int) -> None:
         """Keep the caches for the next run; on devices other than the cpu nothing is kept."""
         if not self.most or self._cache.device.type != "cpu":
@@ -250,17 +276,28 @@ class Steps:
 
     def _choose(self, logits: torch.Tensor, upto: Sequence[int]) -> list[int]:
         """Choose the next token of each row."""
-        values, found = logits.float().cpu().numpy(), [0] * len(upto)
-        for one, row in zip(self._requests, self._order, strict=True):
-            if (how := one.choosing) is None or how.is_piece:
+        values, found, count = logits.float().cpu().numpy(), [0] * len(upto), self.count
+        for number, (one, row, sampling) in enumerate(
+            zip(self._requests, self._order, self._samplings, strict=True)
+        ):
+            if (how := one.choosing) is None or sampling is None:
                 continue
-            if how.options is None:
-                sampling = Sampling(temperature=how.temperature, top_p=how.top_p, seed=how.seed)
+            if (options := sampling.options) is None:
                 found[row] = next_token(values[row], sampling, upto[row])
-            else:
-                seen = Counter(dict(how.seen))  # zeros too: tokens of the prompt
-                seen.update(step[row] for step in self._tokens)
-                found[row] = next_token(values[row], sampling_of(how), upto[row], seen)
+                continue
+            seen = Counter(dict(how.seen))  # zeros too: tokens of the prompt
+            seen.update(step[row] for step in self._tokens)
+            own = values[row]
+            if (matcher := self._matchers.get(number)) is not None:
+                own = np.where(matcher.allowed(), own, -np.inf)
+            found[row] = next_token(own, sampling, upto[row], seen)
+            if matcher is not None:
+                matcher.take(found[row])
+            if count < len(how.forced):
+                found[row] = how.forced[count]
+            if options.logprobs is not None:
+                chance = chance_of(values[row], found[row], options.logprobs)
+                self._chances[number].append(chance)
         return found
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -25,7 +25,7 @@ from pipeswitch.ipc.messages.worker import (
     RunInference,
     SteppedAside,
 )
-from pipeswitch.programs.graphs.bundle import Graph, read_bundle
+from pipeswitch.programs.graphs.bundle import Bundle, Graph, read_bundle
 from pipeswitch.programs.graphs.operators import checked_by
 from pipeswitch.programs.graphs.zeroed import allocator_switch
 from pipeswitch.programs.interface.dims import shape_at, values_of
@@ -107,7 +107,10 @@ class Programs:
             bundle_file = files[1] if len(files) > 1 else folder / weights_file(manifest)
             if manifest.digest != wanted.digest:
                 raise RegistrationRefused("manifest", "it is another program's")
-            known = (wanted.digest, manifest, read_graph(manifest, bundle_file))
+            bundle = read_program(manifest, bundle_file)
+            known = (wanted.digest, manifest, None if bundle is None else bundle.graph)
+            if bundle is not None and bundle.generation is not None:
+                self.stepping.tokenizers.packed[wanted.digest] = bundle.generation.tokenizer
             self._read[wanted.model] = known
             self._close_files(wanted.model)
         return known
@@ -135,7 +138,8 @@ class Programs:
 
     def forget(self, model: ModelName) -> None:
         self._close_files(model)
-        self._read.pop(model, None)
+        if known := self._read.pop(model, None):
+            self.stepping.tokenizers.packed.pop(known[0], None)
         self._programs.pop(model, None)
         self._unbind(model)
 
@@ -145,7 +149,13 @@ class Programs:
 
 
 def read_graph(manifest: Manifest, bundle: Source) -> Graph | None:
-    """Return the graph of a bundle; None in module mode, which has none.
+    """Return the graph of a bundle, as ``read_program``."""
+    program = read_program(manifest, bundle)
+    return None if program is None else program.graph
+
+
+def read_program(manifest: Manifest, bundle: Source) -> Bundle | None:
+    """Return a bundle; None in module mode, which has none.
 
     Raises:
         RegistrationRefused: the file is damaged, or other contracts than ours let the program
@@ -156,7 +166,7 @@ def read_graph(manifest: Manifest, bundle: Source) -> Graph | None:
     if manifest.mode == "module":
         return None
     is_derived = manifest.precision is not None
-    return read_bundle(bundle, manifest.head_sha256, is_derived=is_derived).graph
+    return read_bundle(bundle, manifest.head_sha256, is_derived=is_derived)
 
 
 def make_program(
@@ -292,7 +302,7 @@ def infer(
             ended_at_ms=ended_at_ms,
             stall_ms=groups.stall_ms,
             is_clean=is_clean,
-            tokens=() if steps is None else steps.tokens(),
+            **_chosen(steps),
             group_begins_at_ms=tuple(groups.begins_ms),
             group_ends_at_ms=tuple(groups.ends_ms),
         )
@@ -300,6 +310,10 @@ def infer(
     if not is_clean:
         view.improve(bound)
     return is_clean
+
+
+def _chosen(steps: Steps | None) -> dict[str, Any]:
+    return {} if steps is None else {"tokens": steps.tokens(), "chances": steps.chances()}
 
 
 def _opened(

@@ -11,6 +11,7 @@ from ...base.errors import InvalidInput
 from ...ipc.messages.worker import Choosing
 from ...programs.decoding.generating import seen_of
 from ...programs.decoding.generation import MAX_EOS, MOST_STEPS
+from ...programs.decoding.grammar import check_schema, ends_of
 from ...programs.decoding.sampling import Options, Sampling, sampling_of
 from ...scheduler.events import Announce
 from ...wire.frames import RequestHeader
@@ -22,6 +23,7 @@ from .manager import longest
 
 MAX_TOKENS: Final = 1 << 40  # no context is so long
 MAX_STOP_IDS: Final = 2 * MAX_EOS
+MOST_CHANCES: Final = 96  # likeliest tokens that one run reports
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +47,7 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
     announced: Announce  # the version that it began with
     ids: Tokens[int]  # the prompt and the tokens so far
     prompt_count: int
+    scored: Tokens[int]  # the prompt, if its tokens are reported as if they were chosen
     most: int  # new tokens
     piece: int  # ids of one run
     stop: tuple[int, ...]
@@ -60,7 +63,7 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def made(self) -> int:
-        """Number of new tokens so far."""
+        """Number of new tokens so far; negative while tokens of the prompt are scored."""
         return len(self.ids) - self.prompt_count
 
     @property
@@ -78,14 +81,33 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
         seen: tuple[tuple[int, int], ...] = ()
         if options is not None and options.needs_seen and not is_piece:
             seen = tuple(seen_of(self.ids, self.prompt_count).items())
+        forced = () if is_piece else tuple(self.scored[len(self.ids) :][:MOST_STEPS])
+        most_steps, answer = min(MOST_STEPS, len(forced) or left), tuple[int, ...]()
+        if options is not None and options.logprobs:  # a run's results fit in a packet
+            most_steps = min(most_steps, max(1, MOST_CHANCES // options.logprobs))
+        if options is not None and options.json_schema and not is_piece:
+            answer = tuple(self.ids[self.prompt_count :])
         self.choosing = Choosing(
-            steps=1 if is_piece or self.count > 1 else min(MOST_STEPS, left),
+            steps=1 if is_piece or self.count > 1 else most_steps,
             temperature=how.temperature, top_p=how.top_p, seed=how.seed,
             options=None if options is None else msgspec.to_builtins(options),
             seen=seen,
-            stop=self.stop, left=left, is_piece=is_piece,
+            stop=() if forced else self.stop, left=left, is_piece=is_piece, forced=forced,
+            answer=answer,
         )  # fmt: skip
         return self.choosing
+
+    def has_chances(self, body: dict[str, Any]) -> bool:
+        """Return True if a run reported log probabilities for exactly the requested tokens."""
+        options, chances = self.sampling.options, body.get("logprobs", ())
+        if options is None or options.logprobs is None:
+            body.pop("logprobs", None)  # of other requests of the batch
+            return not chances
+        vocabulary = self.announced.manifest.extra["generation"]["vocabulary"]
+        return len(chances) == len(body["tokens"]) and all(
+            len(top) <= options.logprobs and all(0 <= token < vocabulary for token, _ in top)
+            for _, top in chances
+        )
 
     def new_rows(self, tokens: int) -> int:
         """Return the number of rows left by a run that chose ``tokens`` tokens."""
@@ -104,7 +126,8 @@ def facts_of(
     facts = announced.manifest.extra.get("generation")
     if not facts:
         raise InvalidInput(
-            f'"{model}" generates no text', hint=f"pipeswitch register {model} hf:NAME --generate"
+            f'"{model}" generates no text',
+            hint=f"pipeswitch register {model}-chat hf:NAME --weights pretrained --generate",
         )
     context, piece = longest(announced.manifest, share_bytes)
     if context < 2:
@@ -139,25 +162,32 @@ def generation_of(
         raise InvalidInput("generate takes one input: the prompt's ids, int64 in one dimension")
     if not 0 < (count := tensors[0].shape[0]) < context:
         raise InvalidInput(f"a prompt of {count} tokens: the model takes 1 to {context - 1}")
-    if len(asked.so_far) >= (most := min(asked.max_tokens, context - count)):
-        raise InvalidInput(f"{len(asked.so_far)} tokens came already, of {most}")
     sampling = sampling_of(asked)
     sampling.check()
+    scores = sampling.options is not None and sampling.options.scores_prompt
+    came = len(asked.so_far) - (count - 1 if scores else 0)
+    if came >= (most := min(asked.max_tokens, context - count)):
+        raise InvalidInput(f"{came} tokens came already, of {most}")
     if sampling.options is not None:
         sampling.options.check(vocabulary)
     # A sender could still change its own bytes: they are read once.
-    ids = [*memoryview(bytes(frames[0])).cast("q"), *asked.so_far]
+    prompt = [*memoryview(bytes(frames[0])).cast("q")]
+    ids = [*prompt, *asked.so_far]
     if odd := [one for one in (min(ids), max(ids)) if not 0 <= one < vocabulary]:
         raise InvalidInput(f"{odd[0]} is no token from 0 to {vocabulary - 1}")
     own = () if asked.ignore_eos else tuple(facts["eos_ids"])
+    ends = (*own, *asked.stop_ids)
+    if sampling.options is not None and (schema := sampling.options.json_schema):
+        check_schema(schema, ends_of(facts["eos_ids"], ends))
     return Generation(
         client=client,
         caller=caller,
         announced=announced,
-        ids=tokens_of(ids),
+        ids=tokens_of([prompt[0], *asked.so_far] if scores else ids),
+        scored=tokens_of(prompt if scores else []),
         prompt_count=count,
         most=most,
         piece=piece,
-        stop=(*own, *asked.stop_ids),
+        stop=ends,
         sampling=sampling,
     )

@@ -10,16 +10,16 @@ import asyncio
 import secrets
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from ...base.errors import ServerUnavailable
 from ...base.roles import ANYONE, Standing
 from ...base.shares import Shares
-from ...client.generation import Asked
+from ...client.generation import Asked, chances_in
 from ...programs.decoding.generating import Facts, Token, ending_of, fitted
 from ..http.server import Head
 from ..serving.service import Service
@@ -77,20 +77,25 @@ class Answering:
     ) -> None:
         self.id = secrets.token_hex(12)
         self.step: Step
-        self.tokens: list[int] = []
+        self.tokens: list[Token] = []
+        self.scored: list[Token] = []  # tokens of the prompt, if their chances were requested
+        self.names: dict[int, str] = {}  # the texts of single tokens, with logprobs
         self.is_counted = False  # among the answers under way
         self._came: deque[Token] = deque()
         self.model, self.version = model, facts.version
         self._answers, self._caller, self._head, self._facts = answers, caller, head, facts
         self._turn = turn_of(caller, head.peer)
         self._number = next(_numbers)
-        self._request: asyncio.Future[list[int]] | None = None
-        self._replies: asyncio.Queue[list[int] | None] = asyncio.Queue()
+        self._request: asyncio.Future[dict[str, Any]] | None = None
+        self._replies: asyncio.Queue[Mapping[str, Any] | None] = asyncio.Queue()
         self._talk: Talk | Inline | None = None
         self._begin: Begin
         self._prompt = b""  # its ids, once they are known
         self._made: list[int] = []  # tokens of the model
+        self._chances: list[tuple[Any, ...]] = []  # of each of them, with logprobs
         self._told = 0  # tokens with text
+        self._first: Sequence[int] = ()  # token of a scored prompt
+        self._unscored = 0  # tokens of the prompt that are still to be reported
 
     async def begin(self, asked: Begin) -> None:
         """Raises InvalidInput: the prompt or a setting does not fit."""
@@ -99,20 +104,21 @@ class Answering:
         await self._ask(self._begin)
         self._prompt = self.step.prompt
         self._begin = msgspec.structs.replace(self._begin, prompt="", messages=None)
+        options = self._begin.sampling.options
+        if options is not None and options.scores_prompt:
+            self._first, self._unscored = array("i", self._prompt)[:1], self.step.prompt_count - 1
+            self.scored.append(Token(self._first[0], ""))  # it has no chance
 
     async def next(self) -> Token | None:
         """Return the next token, or None after the last."""
         while not self._came and self.step.reason is None:
             if self._request is None:
                 self._request = self._sent()
-            tokens = await self._replies.get()
-            if tokens is None:  # the final reply, or an error
-                tokens = self._request.result()
-            self._made += tokens
-            if tokens:
-                await self._ask(Came(answer=self._number, tokens=tokens))
-                self._told += len(self.step.tokens)
-                self._came.extend(self.step.tokens)
+            body = await self._replies.get()
+            if body is None:  # the final reply, or an error
+                body = self._request.result()
+            if tokens := body.get("tokens", []):
+                await self._take(tokens, chances_in(body))
             elif self._request.done():
                 raise ServerUnavailable("the answer ended without a reason")
         if self.step.reason is not None:
@@ -120,10 +126,28 @@ class Answering:
         if not self._came:
             return None
         token = self._came.popleft()
-        self.tokens.append(token.id)
+        self.tokens.append(token)
         return token
 
-    def _sent(self) -> asyncio.Future[list[int]]:
+    async def _take(self, tokens: list[int], chances: list[list[Any]]) -> None:
+        """Fetch the text of a reply's tokens; the first ones may be the prompt's."""
+        pairs, count = [*zip(*chances, strict=True)], min(len(tokens), self._unscored)
+        wanted = {id for _, top in pairs for id, _ in top}.union(tokens, self._first)
+        names = sorted(wanted - self.names.keys()) if pairs else []
+        if count:
+            scored = zip(tokens[:count], pairs, strict=False)
+            self.scored += [Token(id, "", *chance) for id, chance in scored]
+            self._unscored -= count
+        self._made += tokens[count:]
+        self._chances += pairs[count:]
+        await self._ask(Came(answer=self._number, tokens=tokens[count:], names=names))
+        self.names.update(zip(names, self.step.names, strict=True))
+        for token in self.step.tokens:
+            chance = self._chances[self._told] if self._chances else ()
+            self._came.append(Token(token.id, token.text, *chance))
+            self._told += 1
+
+    def _sent(self) -> asyncio.Future[dict[str, Any]]:
         """Send the request; its replies come in ``_replies``."""
         ids, facts, put = array("i", self._prompt), self._facts, self._replies.put_nowait
         ending = ending_of(facts, ids, self._begin.ending)
@@ -156,8 +180,9 @@ class Answering:
                 )
                 if self._prompt:
                     ids = array("i", self._prompt).tolist()
+                    names = asked.names if isinstance(asked, Came) else []
                     asked = msgspec.structs.replace(
-                        self._begin, prompt=ids, so_far=self._made, told=self._told
+                        self._begin, prompt=ids, so_far=self._made, told=self._told, names=names
                     )
             try:
                 self.step = await self._talk.ask(asked, self._turn)

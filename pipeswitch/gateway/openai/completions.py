@@ -12,9 +12,10 @@ import logging
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -34,6 +35,7 @@ from ..refusals import MethodNotAllowed, NotFound, TooLarge, as_ours, body_of, s
 from ..serving.oip import LONG_BYTES
 from ..serving.service import Service
 from ..sharing import Aside
+from . import logprobs as forms
 from .answers import Answering, Answers
 from .choices import MAX_CHOICES, Choices, check_count
 from .embeddings import MAX_TEXTS, Embed, embedded
@@ -45,7 +47,7 @@ EMBED: Final = "/v1/embeddings"
 PATHS: Final = (MODELS, TEXT, CHAT, EMBED)
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_FIELDS: Final = 256
-MAX_LIST_BYTES: Final = 16 << 10  # of ``logit_bias``
+MAX_LIST_BYTES: Final = 16 << 10  # of ``logit_bias``, and others
 NEUTRAL_BYTES: Final = 256  # limit of a value without effect
 NULL: Final = msgspec.Raw(b"null")
 ABSENT: Final = msgspec.Raw()
@@ -86,6 +88,11 @@ S = TypeVar("S", "Said", "Asked", Embed)
 log = logging.getLogger(__name__)
 
 
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool | None = None
 
@@ -117,11 +124,22 @@ class Said(Asked, frozen=True, kw_only=True):
     model: str
     prompt: list[str | list[int]] | None = None  # one prompt is a list of one: ``_prompts``
     echo: bool | None = None
+    logprobs: bool | int | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
     n: int | None = None
     best_of: int | None = None
     messages: msgspec.Raw = ABSENT  # read where the template is: it may be made of much
     max_completion_tokens: int | None = None
     stream_options: StreamOptions | None = None
+
+    @property
+    def json_schema(self) -> str:
+        return schema_of(self.response_format)
+
+    @property
+    def scores_prompt(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
 
 
 Prompts, Inputs = (
@@ -197,8 +215,14 @@ class Completions:
             said = replace(said, max_tokens=said.max_completion_tokens)
         prompts = said.prompt or [""]
         check_count(len(prompts), n := _first(said.n, 1))
-        if said.echo and (is_chat or not all(isinstance(one, str) for one in prompts)):
-            raise InvalidInput("echo is for prompts that are texts", param="echo")
+        has_ids = not all(isinstance(one, str) for one in prompts)
+        if said.echo and (is_chat or (has_ids and said.logprobs is None)):
+            raise InvalidInput("echo is for texts, or with logprobs", param="echo")
+        count = forms.requested(said.logprobs, said.top_logprobs, is_chat=is_chat)
+        said = replace(said, logprobs=count)
+        form = _OpenAi(said, prompts, n)
+        if form.hides:
+            said = replace(said, max_tokens=1)
         if said.best_of not in (None, n):
             raise InvalidInput("best_of is not done here", hint="leave it out", param="best_of")
         messages = bytes(said.messages) if is_chat else None
@@ -213,7 +237,7 @@ class Completions:
             for seed in seeds
         ]  # fmt: skip
         choices = await Choices.begin(begins, n)
-        form = _OpenAi(choices, said, prompts, n)
+        form.choices = choices
         return await self._answer(choices, form, is_stream=bool(said.stream))
 
     async def _read(self, head: Head, body: Any, kind: type[S]) -> S:
@@ -270,38 +294,44 @@ class _OpenAi:
 
     end = b"data: [DONE]\n\n"
 
-    def __init__(
-        self, choices: Choices, said: Said, prompts: Sequence[str | list[int]], n: int
-    ) -> None:
+    choices: Choices
+
+    def __init__(self, said: Said, prompts: Sequence[str | list[int]], n: int) -> None:
         """Prepare the format: a client that sent token ids receives ids beside the text."""
-        self._choices, self._has_ids = choices, isinstance(prompts[0], list)
-        self._echo = [str(one) if said.echo else "" for one in prompts for _ in range(n)]
+        self._echo = [one if said.echo else "" for one in prompts for _ in range(n)]
+        self._has_ids, self._has_logprobs = isinstance(prompts[0], list), said.logprobs is not None
+        self.hides = said.scores_prompt and said.max_tokens == 0  # all that is not the prompt's
+        self._began, self._shown = set[int](), Counter[int]()  # characters of each choice
         self._is_chat, self._created_s = said.messages != ABSENT, int(time.time())
-        self._began = [False] * len(choices.answerings)
         self._tells_usage = bool(said.stream_options and said.stream_options.include_usage)
 
     def whole(self, texts: Sequence[str]) -> dict[str, Any]:
         rows = []
         for index, text in enumerate(texts):
-            answering = self._choices.answerings[index]
-            ids = {"token_ids": answering.tokens} if self._has_ids else {}
-            text = self._echo[index] + text
+            answering = self.choices.answerings[index]
+            tokens = [] if self.hides else answering.tokens
+            ids = {"token_ids": [one.id for one in tokens]} if self._has_ids else {}
+            text = self._echo_of(index) + ("" if self.hides else text)
             message = {"role": "assistant", "content": text, "refusal": None}
             choice = {"message": message} if self._is_chat else {"text": text, **ids}
-            rows.append(self._choice(index, choice))
+            rows.append(self._choice(index, choice, [*answering.scored, *tokens]))
         return self._told("", rows, self._usage())
 
     def events(self, index: int, token: Token | None) -> Iterable[dict[str, Any]]:
         """Yield the chunk of a choice's token; None is its end."""
-        text = self._echo[index] + (token.text if token else "")
-        self._echo[index] = ""
-        if text or self._has_ids or not token:
-            ids = {"token_ids": [token.id] if token else []} if self._has_ids else {}
-            role = {} if self._began[index] else {"role": "assistant"}
-            self._began[index] = True
+        answering = self.choices.answerings[index]
+        tokens = [token] if token and not self.hides else []
+        text = "".join([one.text for one in tokens])
+        ids = {"token_ids": [one.id for one in tokens]} if self._has_ids else {}
+        is_first = index not in self._began
+        if is_first:
+            text, tokens = self._echo_of(index) + text, [*answering.scored, *tokens]
+        if text or self._has_ids or self._has_logprobs or not token:
+            role = {"role": "assistant"} if is_first else {}
+            self._began.add(index)
             delta = {**role, **({"content": text} if token else {})}
             choice = {"delta": delta} if self._is_chat else {"text": text, **ids}
-            yield self._told(".chunk", [self._choice(index, choice, is_last=not token)])
+            yield self._told(".chunk", [self._choice(index, choice, tokens, is_last=not token)])
 
     def last(self) -> Iterable[dict[str, Any]]:
         """Yield what follows the last choice's end."""
@@ -311,14 +341,27 @@ class _OpenAi:
     def failed(self, error: PipeSwitchError) -> dict[str, Any]:
         return openai_body(error)
 
+    def _echo_of(self, index: int) -> str:
+        """Return the text of a choice's prompt; if it came as ids, of each token alone."""
+        echo, answering = self._echo[index], self.choices.answerings[index]
+        scored = "".join([answering.names[one.id] for one in answering.scored])
+        return echo if isinstance(echo, str) else scored
+
     def _choice(
-        self, index: int, choice: dict[str, Any], *, is_last: bool = True
+        self, index: int, choice: dict[str, Any], tokens: Sequence[Token], *, is_last: bool = True
     ) -> dict[str, Any]:
-        reason = self._choices.answerings[index].step.reason if is_last else None
-        return {"index": index, **choice, "logprobs": None, "finish_reason": reason}
+        answering, logprobs = self.choices.answerings[index], None
+        reason = ("length" if self.hides else answering.step.reason) if is_last else None
+        if self._has_logprobs and tokens:
+            if self._is_chat:
+                logprobs = forms.of_chat(tokens, answering.names)
+            else:
+                logprobs = forms.of_text(tokens, answering.names, self._shown[index])
+                self._shown[index] += sum(map(len, logprobs["tokens"]))
+        return {"index": index, **choice, "logprobs": logprobs, "finish_reason": reason}
 
     def _told(self, kind: str, rows: list[dict[str, Any]], usage: Any = None) -> dict[str, Any]:
-        first = self._choices.first
+        first = self.choices.first
         return {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{first.id}",
             "object": f"chat.completion{kind}" if self._is_chat else "text_completion",
@@ -329,7 +372,8 @@ class _OpenAi:
         }
 
     def _usage(self) -> dict[str, int]:
-        asked, made = self._choices.prompt_count, self._choices.token_count
+        asked = self.choices.prompt_count
+        made = 0 if self.hides else self.choices.token_count
         return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
 
 
@@ -424,9 +468,9 @@ def _said(body: Any, kind: type[S]) -> S:
         for name, value in _fields(options).items() if options[:1] == b"{" else ():
             if name not in StreamOptions.__struct_fields__:
                 _check_neutral(f"stream_options.{name}", value, known)
-        for name in ("logit_bias", "stop_token_ids"):
+        for name in ("logit_bias", "stop_token_ids", "response_format"):
             if len(given.get(name, b"")) > MAX_LIST_BYTES:
-                raise InvalidInput(f"{name} has too many tokens", param=name)
+                raise InvalidInput(f"{name} is longer than {MAX_LIST_BYTES} bytes", param=name)
         for name, most in (("prompt", Prompts), ("input", Inputs)):
             if name in given and name in known:
                 given[name] = _prompts(name, given[name], most)
@@ -498,6 +542,26 @@ def _begin(
             ignore_eos=bool(asked.ignore_eos),
         ),
     )
+
+
+def schema_of(response_format: ResponseFormat | None) -> str:
+    """Return a response format's JSON schema; empty: any text.
+
+    Raises:
+        InvalidInput: it has the type ``json_schema``, and no schema.
+    """
+    if response_format is None or response_format.type == "text":
+        return ""
+    if response_format.type == "json_object":
+        return '{"type":"object"}'
+    schema = (response_format.json_schema or {}).get("schema")
+    if not isinstance(schema, dict):
+        raise InvalidInput(
+            "response_format has no json_schema.schema",
+            param="response_format",
+            hint='{"type": "json_schema", "json_schema": {"name": "a", "schema": {…}}}',
+        )
+    return encode_json(schema).decode()
 
 
 def _options(asked: Asked, own: Mapping[str, Any]) -> Options | None:

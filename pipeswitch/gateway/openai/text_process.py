@@ -65,12 +65,14 @@ class Begin(Said, frozen=True, kw_only=True, tag=True):
     # For an answer that another process began: the tokens so far, and how many of them have text.
     so_far: list[int] = []
     told: int = 0
+    names: list[int] = []  # as of ``Came``
 
 
 class Came(Said, frozen=True, kw_only=True, tag=True):
     """The tokens of a reply."""
 
     tokens: list[int]
+    names: list[int] = []  # tokens to return the text of, each alone
 
 
 class Drop(Said, frozen=True, kw_only=True, tag=True):
@@ -88,6 +90,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tokens: list[Token] = []
     reason: str | None = None  # why the answer is over
     prompt: bytes = b""  # ids of a new answer's prompt, int32
+    names: list[str] = []
 
 
 class Wrong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -137,9 +140,12 @@ class Texts:
         answer, prompt_count = self._answers[asked.answer]
         came = asked.so_far if isinstance(asked, Begin) else asked.tokens
         tokens = [Token(one, answer.push(one)) for one in came if answer.reason is None]
-        return Step(
-            prompt_count=prompt_count, tokens=tokens[told:], reason=answer.reason, prompt=prompt
-        )
+        names, ours = [self._name(one) for one in asked.names], tokens[told:]
+        counts: Any = {"prompt_count": prompt_count, "prompt": prompt}
+        return Step(tokens=ours, reason=answer.reason, names=names, **counts)
+
+    def _name(self, token: int) -> str:
+        return self._tokenizer[1].name(token) if self._facts.tokenizer else f"token_id:{token}"
 
     def _ids(self, asked: Begin) -> list[int]:
         if isinstance(asked.prompt, list):

@@ -213,8 +213,8 @@ class Service:
     async def generate(
         self, caller: Standing, model: str, version: str, asked: Asked,
         carrier: Mapping[str, str] = MappingProxyType({}), address: str = "",
-    ) -> list[int]:  # fmt: skip
-        """Return the last tokens of a generation, after those that ``asked`` was given."""
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return a generation's final reply, with the tokens after those ``asked`` was given."""
         require(caller, "generate")
         number, began = number_of(model, version), time.perf_counter()
         traced, traceparent = None, carrier.get("traceparent", "")
@@ -227,7 +227,7 @@ class Service:
         }  # fmt: skip
         asked.body.update({name: value for name, value in asker.items() if value})
         try:
-            tokens, bill = await self._upstream.generate(model, asked)
+            body, bill = await self._upstream.generate(model, asked)
         except BaseException as error:
             self._failed(model, traced, began, error)
             raise
@@ -236,7 +236,7 @@ class Service:
         self._tally.answered(model, took_ms, bill)
         if traced is not None:
             traced.answered(bill)
-        return tokens
+        return body
 
     def _failed(
         self, model: str, traced: Traced | None, began: float, error: BaseException

@@ -89,8 +89,10 @@ class Upstream:
             convert=_outputs,
         )
 
-    def generate(self, model: str, asked: Asked) -> Awaitable[tuple[list[int], dict[str, Any]]]:
-        """Return the last tokens and the bill. Cancelling this cancels the request."""
+    def generate(
+        self, model: str, asked: Asked
+    ) -> Awaitable[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return the final reply's body and the bill. Cancelling this cancels the request."""
         return self._connection.ask("generate", model=model, convert=_tokens, **asked.options)
 
     async def show(self, model: str, version: int = 0) -> dict[str, Any]:
@@ -145,8 +147,8 @@ class Upstream:
             await asyncio.sleep(EVENTS_AGAIN_S)
 
 
-def _tokens(reply: Reply) -> tuple[list[int], dict[str, Any]]:
-    return reply.body["tokens"], (reply.timing or Bill()).as_dict()
+def _tokens(reply: Reply) -> tuple[dict[str, Any], dict[str, Any]]:
+    return reply.body, (reply.timing or Bill()).as_dict()
 
 
 def _outputs(reply: Reply) -> tuple[list[Output], dict[str, Any]]:

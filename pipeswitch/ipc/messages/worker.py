@@ -93,7 +93,14 @@ class Choosing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seen: tuple[tuple[int, int], ...] = ()  # earlier tokens, each with its count in the answer
     stop: tuple[int, ...] = ()  # tokens that end the generation
     left: int = 1  # tokens that may still come, with those of this run
+    answer: tuple[int, ...] = ()  # its tokens so far, if it follows a schema
+    forced: tuple[int, ...] = ()  # tokens of the prompt that come first; only their chances count
     is_piece: bool = False  # more of the prompt follows: no token is chosen
+
+    @property
+    def is_alone(self) -> bool:
+        """True if no other request joins: a schema may be large, or fail its run."""
+        return self.options is not None and bool(self.options.get("json_schema"))
 
     def ends_with(self, tokens: Sequence[int]) -> str:
         """Return why the generation ends with the tokens of this run: ``stop``, ``length``, or an
@@ -165,6 +172,8 @@ class InferenceDone(Message, frozen=True):
     joined_outputs: tuple[tuple[SlabTensor, ...], ...] = ()  # of each joined request
     is_clean: bool = False  # no ``Cleaned`` follows: it holds nothing of the task any more
     tokens: tuple[tuple[int, ...], ...] = ()  # of each request, if it has ``choosing``
+    # Log probabilities of each request's tokens (``sampling.Chance``), if a request has logprobs.
+    chances: tuple[tuple[tuple[float, tuple[tuple[int, float], ...]], ...], ...] = ()
     group_begins_at_ms: tuple[float, ...] = ()
     group_ends_at_ms: tuple[float, ...] = ()
 

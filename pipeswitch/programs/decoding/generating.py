@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from ...base.errors import InvalidInput
-from .answer import Decode, Ending
+from .answer import Ending
 from .generation import tokenizer_json
 from .sampling import Options, Sampling
 
@@ -39,6 +39,8 @@ class Token(NamedTuple):
 
     id: int
     text: str  # that may be shown now; empty where a character or a stop string is not whole
+    logprob: float | None = None  # with ``logprobs``: its log probability
+    top: Sequence[tuple[int, float]] = ()  # the likeliest tokens in its place, with their own
 
 
 def ending_of(facts: Facts, prompt: Sequence[int], ending: Ending) -> Ending:
@@ -85,7 +87,7 @@ def seen_of(ids: Sequence[int], prompt_count: int) -> dict[int, int]:
     return {**dict.fromkeys(ids[:prompt_count], 0), **Counter(ids[prompt_count:])}
 
 
-Tokenizer = tuple[Callable[..., list[int]], Decode]
+Tokenizer = tuple[Callable[..., list[int]], "Decoding"]
 """What makes ids of a text, and a text of ids."""
 
 
@@ -121,3 +123,7 @@ class Decoding:
 
     def __call__(self, ids: Sequence[int]) -> str:
         return str(self._decode(list(ids), skip_special_tokens=True))
+
+    def name(self, id: int) -> str:
+        """Return the text of one token; here a special token has one."""
+        return str(self._decode([id], skip_special_tokens=False))

@@ -20,10 +20,17 @@ MAX_SEED: Final = (1 << 63) - 1
 MAX_TEMPERATURE: Final = 100.0
 MAX_BIASES: Final = 300  # as OpenAI has it
 MAX_BIAS: Final = 100.0
+MAX_SCHEMA_CHARS: Final = 8 << 10  # each run's message to a worker has it
+MAX_LOGPROBS: Final = 20  # as OpenAI has it
 NO_TOKENS: Final[Mapping[int, int]] = {}
 
+Chance = tuple[float, tuple[tuple[int, float], ...]]
+"""A token's log probability, and the likeliest tokens in its place, each with its own."""
 
-class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+
+class Options(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """The rarer ways to choose tokens. The defaults change nothing."""
 
     top_k: int = 0  # candidates; 0: all
@@ -34,6 +41,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}  # added to logits, by token
     held: tuple[int, ...] = ()  # tokens that cannot come…
     until: int = 0  # …before this position
+    logprobs: int | None = None  # report each token's ``Chance``, with this many likeliest tokens
+    json_schema: str = ""  # that the answer follows
+    scores_prompt: bool = False  # the prompt's own tokens come first, with their chances
 
     @property
     def needs_seen(self) -> bool:
@@ -54,6 +64,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         ):
             if not low <= (value := getattr(self, name)) <= high:
                 raise InvalidInput(f"{name} {value} is not from {low} to {high}", param=name)
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise InvalidInput(
+                f"logprobs {self.logprobs} is not from 0 to {MAX_LOGPROBS}", param="logprobs"
+            )
+        if self.scores_prompt and self.logprobs is None:
+            raise InvalidInput("scores_prompt needs logprobs", hint="logprobs=0", param="logprobs")
+        contradicts = self.json_schema and (self.until or self.scores_prompt)
+        if len(self.json_schema) > MAX_SCHEMA_CHARS or contradicts:
+            words = f"a JSON schema has at most {MAX_SCHEMA_CHARS} characters, and no min_tokens"
+            raise InvalidInput(words, param="response_format")
         biases = self.logit_bias
         is_small = all(-MAX_BIAS <= value <= MAX_BIAS for value in biases.values())
         if len(biases) > MAX_BIASES or not is_small:
@@ -167,6 +187,24 @@ def next_token(
     upto = np.cumsum(weights[tokens])
     drawn = uniform(sampling.seed, position) * upto[-1]
     return int(tokens[min(int(np.searchsorted(upto, drawn, side="right")), len(tokens) - 1)])
+
+
+def chance_of(logits: NDArray[np.floating], token: int, count: int) -> Chance:
+    """Return the chance of a token before temperature, biases and penalties.
+
+    Args:
+        logits: as of ``next_token``.
+        count: number of likeliest tokens to return, in order.
+    """
+    values = logits.astype(np.float64)
+    values[np.isnan(values)] = -np.inf
+    values -= values.max()
+    values -= math.log(float(np.exp(values).sum()))
+    best = np.argpartition(-values, min(count, len(values) - 1))[:count]
+    order = sorted([int(one) for one in best], key=lambda one: (-values[one], one))
+    # JSON has no infinity; the least float reads as a probability of 0 too.
+    logs = np.maximum(values[[token, *order]], np.finfo(np.float32).min).tolist()
+    return logs[0], tuple(zip(order, logs[1:], strict=True))
 
 
 def _likeliest(weights: NDArray[np.float64], top_p: float) -> NDArray[np.intp]:

@@ -257,6 +257,7 @@ class Admission:
         elif run.choosing is not None:
             del state.between[request.token]
             request.inputs, request.choosing = run.inputs, run.choosing
+            request.batching.is_alone = run.choosing.is_alone
             request.reply_offset_bytes = run.reply_offset_bytes
             request.reply_bytes = run.reply_bytes
             request.sequence = run.sequence, run.after

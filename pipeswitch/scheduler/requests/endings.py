@@ -35,7 +35,8 @@ class Endings:
         task = self._device.owner.task_of(worker.slot, message.epoch)
         if task is None:
             return
-        is_whole = len(message.joined_outputs) == len(task.tokens) - 1
+        counts = len(message.joined_outputs) + 1, len(message.chances) or len(task.tokens)
+        is_whole = set(counts) == {len(task.tokens)}
         if not is_whole or (task.chooses and not self._has_chosen(task, message.tokens)):
             # Until it is reaped it may write to their slabs: not before are they tried again.
             device.kill(worker, "it answered other requests than it was given")
@@ -72,8 +73,7 @@ class Endings:
             bill = _bill(device, activation, request, replica, message, core.now_ms)
             body: dict[str, Any] = {} if returns is None else {"returns": returns}
             if request.choosing is not None and (runs := request.runs) is not None:
-                tokens = message.tokens[number]
-                body = {"tokens": list(tokens)}
+                tokens, body = message.tokens[number], _chosen(message, number)
                 bill = runs.bill = bill if runs.bill is None else of_runs(runs.bill, bill)
                 if not request.choosing.ends_with(tokens):
                     answer = Answer(
@@ -275,6 +275,12 @@ def batch_of(manifest: Manifest, inputs: tuple[SlabTensor, ...]) -> int:
         if BATCH in value.shape:
             return tensor.shape[value.shape.index(BATCH)]
     return 1
+
+
+def _chosen(message: InferenceDone, number: int) -> dict[str, Any]:
+    """Return the tokens that a run chose for one of its requests, and their log probabilities."""
+    chances = {"logprobs": message.chances[number]} if message.chances else {}
+    return {"tokens": list(message.tokens[number]), **chances}
 
 
 def _bill(

@@ -245,7 +245,7 @@ class Batching:
     Attributes:
         padded: Extents by ``Manifest.pads``; empty: the request is not padded.
         fixed: The other extents of a padded request, except the batch.
-        is_alone: A run with other requests failed, so the request runs alone from now on.
+        is_alone: A run with other requests failed, or its schema forbids one: it runs alone.
         deaths: Number of workers that died while the request ran alone.
     """
 
@@ -320,6 +320,7 @@ class Request:
         if self.choosing is not None:
             deadline_at_ms, at_ms = self.deadline_at_ms, self.arrived_at_ms
             self.runs = Runs(at_ms, None if deadline_at_ms is None else deadline_at_ms - at_ms)
+            self.batching.is_alone = self.choosing.is_alone
 
     @property
     def due_ms(self) -> float:

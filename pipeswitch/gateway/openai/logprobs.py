@@ -1,0 +1,58 @@
+"""Log probabilities in OpenAI's forms: one for chats, an older one for completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...base.errors import InvalidInput
+from ...programs.decoding.generating import Token
+
+
+def requested(logprobs: bool | int | None, top: int | None, *, is_chat: bool) -> int | None:
+    """Return the number of likeliest tokens to report for each token; None: report nothing.
+
+    ``logprobs`` is a flag for a chat, and a number for a completion; ``top`` is a chat's alone.
+    """
+    is_absent = logprobs is None or logprobs is False
+    if top and (is_absent or not is_chat):
+        raise InvalidInput("top_logprobs needs a chat with logprobs: true", param="top_logprobs")
+    if not is_absent and is_chat is not isinstance(logprobs, bool):
+        form = "true or false, beside top_logprobs" if is_chat else "a number from 0 to 20"
+        raise InvalidInput(f"logprobs is {form}", param="logprobs")
+    return None if is_absent else top or 0 if is_chat else logprobs
+
+
+def of_chat(tokens: Sequence[Token], names: Mapping[int, str]) -> dict[str, Any]:
+    """Return the ``logprobs`` of a chat's choice. ``names`` has the text of each token."""
+
+    def entry(id: int, logprob: float | None) -> dict[str, Any]:
+        return {"token": names[id], "logprob": logprob, "bytes": [*names[id].encode()]}
+
+    rows = [
+        {**entry(one.id, one.logprob), "top_logprobs": [entry(*other) for other in one.top]}
+        for one in tokens
+    ]
+    return {"content": rows, "refusal": None}
+
+
+def of_text(tokens: Sequence[Token], names: Mapping[int, str], offset: int) -> dict[str, Any]:
+    """Return the ``logprobs`` of a completion's choice, whose first token begins at ``offset``.
+
+    The prompt's first token has none, so null stands there.
+    """
+    texts, offsets, tops = [names[one.id] for one in tokens], [], []
+    for text, one in zip(texts, tokens, strict=True):
+        offsets.append(offset)
+        offset += len(text)
+        top: dict[str, float] = {}
+        own = [] if one.logprob is None else [(one.id, one.logprob)]
+        for id, logprob in (*one.top, *own):  # of two with one text the likelier one
+            top.setdefault(names[id], logprob)
+        tops.append(top or None)
+    return {
+        "tokens": texts,
+        "token_logprobs": [one.logprob for one in tokens],
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }

@@ -1,0 +1,120 @@
+"""Answers that follow a JSON schema: which tokens may come next, by the library llguidance.
+
+A matcher depends on the schema and the answer's tokens alone, so any worker can continue an answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...base.errors import InvalidInput
+from .generation import tokenizer_json
+
+# To intersect n regular expressions takes time that doubles with each of them, without a limit.
+EXPRESSIONS: Final = ("pattern", "patternProperties", "propertyNames", "format", "not")
+MOST_EXPRESSIONS: Final = 8
+MOST_TOKENIZERS: Final = 2  # in memory; one of 150,000 tokens takes 105 MiB, and 2 s to make
+
+
+class Tokenizers:
+    """A worker's tokenizers, for the models whose answers follow schemas."""
+
+    def __init__(self) -> None:
+        self.packed: dict[str, bytes] = {}  # as bundles have them, by program
+        self._made: dict[tuple[str, tuple[int, ...]], Any] = {}
+
+    def get(self, digest: str, size: int, ends: tuple[int, ...]) -> Any:
+        """Return a program's tokenizer, of ``size`` tokens, in the library's form.
+
+        Raises:
+            InvalidInput: the model has none, or the library is not installed.
+        """
+        try:
+            import llguidance
+        except (ImportError, OSError):
+            raise InvalidInput(
+                "a JSON schema needs the library llguidance: pip install 'pipeswitch[grammar]' "
+                "where the server is, and start it again",
+                param="response_format",
+            ) from None
+        if (digest, ends) not in self._made:
+            if len(self._made) >= MOST_TOKENIZERS:
+                self._made.clear()
+            try:
+                text = tokenizer_json(self.packed.get(digest, b""))
+                made = llguidance.LLTokenizer(text, n_vocab=size, eos_token=[*ends])
+            except ValueError as error:
+                raise refusal(f"the model's tokenizer cannot be used: {error!s:.200}") from None
+            self._made[digest, ends] = made
+        return self._made[digest, ends]
+
+
+class Matcher:
+    """The place of one answer in its schema."""
+
+    def __init__(
+        self, tokenizer: Any, schema: str, ends: Sequence[int], answer: Sequence[int], size: int
+    ) -> None:
+        """``ends`` are the tokens that end an answer, and ``answer`` its tokens so far."""
+        from llguidance import LLMatcher
+
+        self._matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(schema))
+        self._ends, self._size = ends, size
+        for token in answer:
+            self.take(token)
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Return a mask of the tokens that may come next: an end after a whole answer alone."""
+        found = np.zeros(self._size, np.bool_)
+        if self._matcher.is_stopped() and not self._matcher.is_error():
+            found[[*self._ends]] = True
+        else:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            self._check()
+            found[:] = np.unpackbits(bits, count=self._size, bitorder="little")
+        return found
+
+    def take(self, token: int) -> None:
+        """Continue with a token. Raise InvalidInput if it does not follow the schema."""
+        if token not in self._ends and not self._matcher.consume_token(token):
+            self._check()
+            raise refusal(f"token {token} does not follow it")
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise refusal(self._matcher.get_error()[:300])
+
+
+def refusal(why: str) -> InvalidInput:
+    return InvalidInput(f"the answer's JSON schema: {why}", param="response_format")
+
+
+def ends_of(own: Sequence[int], stop: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens that end a whole answer: the model's own among those that stop it."""
+    return tuple([one for one in own if one in stop] or stop)
+
+
+def check_schema(text: str, ends: Sequence[int]) -> None:
+    """Raise InvalidInput if it is not JSON of a schema's form, or no token ends the answer."""
+    names: list[str] = []
+
+    def noted(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for name, value in pairs:
+            names.extend([name] * (len(value) if name == "patternProperties" else 1))
+        return dict(pairs)
+
+    try:
+        is_schema = isinstance(json.loads(text, object_pairs_hook=noted), dict)
+    except (ValueError, TypeError, RecursionError):
+        is_schema = False
+    if not is_schema:
+        raise refusal("it is not a JSON object")
+    if sum(name in EXPRESSIONS for name in names) > MOST_EXPRESSIONS:
+        raise refusal(f"it has more than {MOST_EXPRESSIONS} of {', '.join(EXPRESSIONS)}")
+    if not ends:
+        raise refusal("no token ends the model's answers")

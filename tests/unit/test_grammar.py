@@ -1,0 +1,116 @@
+"""Answers that follow a JSON schema."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from pipeswitch.base.errors import InvalidInput
+from pipeswitch.gateway.openai.completions import ResponseFormat, schema_of
+from pipeswitch.ipc.messages.worker import Choosing
+from pipeswitch.programs.decoding.generation import packed_tokenizer
+from pipeswitch.programs.decoding.grammar import Matcher, Tokenizers, check_schema, ends_of
+from pipeswitch.programs.decoding.sampling import Options
+
+SIZE = 700
+FORM = {"kind": {"enum": ["large", "small"]}, "count": {"type": "integer", "maximum": 99}}
+REST = {"type": "object", "required": [*FORM], "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def words() -> Any:
+    pytest.importorskip("llguidance")
+    from tests.models.words import trained
+
+    return trained("bytes")
+
+
+def matcher_of(words: Any, schema: str, answer: Sequence[int] = (), digest: str = "d") -> Matcher:
+    ends, tokenizers = (words.token_to_id("<end>"),), Tokenizers()
+    tokenizers.packed["d"] = packed_tokenizer(words.to_str())
+    return Matcher(tokenizers.get(digest, SIZE, ends), schema, ends, answer, SIZE)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_allowed_tokens_make_an_answer_that_follows_its_schema(words: Any, seed: int) -> None:
+    """Another worker takes over after any token, and allows the same ones."""
+    chance, end = random.Random(seed), words.token_to_id("<end>")
+    text, answer = json.dumps({**REST, "properties": FORM}), list[int]()
+    matcher = matcher_of(words, text)
+    while end not in answer:
+        allowed = matcher.allowed()
+        assert allowed.any()
+        if chance.random() < 0.2:
+            matcher = matcher_of(words, text, answer)
+            assert np.array_equal(matcher.allowed(), allowed)
+        choices = np.flatnonzero(allowed).tolist()
+        heavy = [one for one in choices if words.decode([int(one)]).strip()] or [end]
+        answer.append(int(chance.choice(heavy if len(answer) > 20 else choices)))
+        matcher.take(answer[-1])
+        assert len(answer) < 400
+    found = json.loads(words.decode(answer[:-1]))
+    assert found["kind"] in ("large", "small")
+    assert found["count"] <= 99
+
+
+def test_a_token_that_does_not_follow_the_schema_is_refused(words: Any) -> None:
+    matcher = matcher_of(words, "{}")
+    refused = int(np.flatnonzero(~matcher.allowed())[1])
+    with pytest.raises(InvalidInput):
+        matcher.take(refused)
+    for schema in ('{"type": "objec"}', '{"$ref": "#/nowhere"}'):
+        with pytest.raises(InvalidInput) as caught:
+            matcher_of(words, schema).allowed()
+        assert caught.value.data["param"] == "response_format"
+    with pytest.raises(InvalidInput):
+        matcher_of(words, "{}", digest="another")
+
+
+def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(InvalidInput) as caught:
+        Tokenizers().get("d", SIZE, (1,))
+    assert "pipeswitch[grammar]" in caught.value.message
+
+
+def test_a_schema_needs_an_end_token_and_leaves_no_room_for_what_contradicts_it() -> None:
+    check_schema("{}", [3])
+    assert ends_of((3, 4), (3, 4, 9)) == (3, 4)  # the model's own, where they count
+    assert ends_of((), (9,)) == ends_of((3,), (9,)) == (9,)
+    regexes = [{"pattern": f".*{one}.*"} for one in "abcdefghijklmnopqrstuvwxyz"]
+    check_schema(json.dumps({"allOf": regexes[:8]}), [3])
+    without_limit = json.dumps({"allOf": regexes})  # to intersect these never ends
+    for text, ends in (
+        (without_limit, [3]),
+        ("{", [3]),
+        ("[]", [3]),
+        ("[" * 9000, [3]),
+        ("{}", []),
+    ):
+        with pytest.raises(InvalidInput):
+            check_schema(text, ends)
+    for options in ({"until": 3}, {"scores_prompt": True, "logprobs": 1}, {"top_k": -1}):
+        with pytest.raises(InvalidInput):
+            Options(json_schema="{}", **options).check(SIZE)  # type: ignore[arg-type]
+
+
+def test_a_request_with_a_schema_is_computed_alone() -> None:
+    assert not Choosing(options={"logprobs": 1}).is_alone
+    assert Choosing(options={"json_schema": "{}"}).is_alone
+
+
+def test_a_response_format_is_a_schema() -> None:
+    def schema(**fields: Any) -> str:
+        return schema_of(msgspec.convert(fields, ResponseFormat))
+
+    assert json.loads(schema(type="json_object")) == {"type": "object"}
+    assert json.loads(schema(type="json_schema", json_schema={"schema": REST})) == REST
+    with pytest.raises(InvalidInput):
+        schema(type="json_schema", json_schema={"name": "a"})
