@@ -287,7 +287,7 @@ class Load:
                     for token in client.generate(TALKER, prompt, max_new_tokens=count):
                         found.append(token.id)
                     kind = "ok" if found == wanted else "wrong"
-                except PipeSwitchError as error:
+                except errors.PipeSwitchError as error:
                     kind = type(error).__name__ if found == wanted[: len(found)] else "wrong"
                 outcome = Outcome(lane, TALKER, sent_at_s, time.monotonic(), kind)
                 self._history.outcomes.append(outcome)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -258,8 +258,7 @@ def infer(
     task: Channel,
     slot: int,
 ) -> bool:
-    """Run one request and report; return whether the report says that this worker is clean again.
-    A failure of the model does not harm the worker."""
+    """Run one request and report; return True if the report says that this worker is clean."""
     try:
         if failpoints.is_on:
             reach("worker.infer.received")
@@ -268,7 +267,7 @@ def infer(
         view.wait_turn(message.epoch)
         turn_at_ms = now_ms()
         reach("worker.infer.turn")
-        view.board.write_begun(slot, message.epoch)  # from here on a death may be the model's
+        view.board.write_begun(slot, message.epoch)  # a death may be the model's
         while True:
             groups = _Groups(view, message, bound.manifest, task, slot)
             try:
@@ -302,7 +301,8 @@ def infer(
             ended_at_ms=ended_at_ms,
             stall_ms=groups.stall_ms,
             is_clean=is_clean,
-            **_chosen(steps),
+            tokens=() if steps is None else steps.tokens(),
+            chances=() if steps is None else steps.chances(),
             group_begins_at_ms=tuple(groups.begins_ms),
             group_ends_at_ms=tuple(groups.ends_ms),
         )
@@ -310,10 +310,6 @@ def infer(
     if not is_clean:
         view.improve(bound)
     return is_clean
-
-
-def _chosen(steps: Steps | None) -> dict[str, Any]:
-    return {} if steps is None else {"tokens": steps.tokens(), "chances": steps.chances()}
 
 
 def _opened(
