@@ -67,7 +67,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**WINDOW, **FOUR},
     "granitemoe": {**GROUPED, **FOUR},
     "qwen2_moe": {**MANY, "shared_expert_intermediate_size": 48},
-    **dict.fromkeys(("qwen3_moe", "olmoe"), MANY),
+    "qwen3_moe": {**MANY, "norm_topk_prob": True},
+    "olmoe": MANY,
     # Their own attention: ALiBi, and a local one.
     "bloom": {"hidden_size": 64, "n_layer": 3, "n_head": 4, **WORDS},
     "falcon": {**BODY, "max_position_embeddings": LONG, "alibi": True},
