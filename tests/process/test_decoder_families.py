@@ -1,7 +1,7 @@
 """Families of language models: greedy tokens are those of ``generate()``, past every window.
 
 Each is a small model of transformers with seeded random weights that goes the whole way: a folder,
-a build, and a run by our executor, or by a server.
+a build, and a run by our executor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from process_tools import checked_server
 
 from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.programs.build.attention import Step
@@ -67,7 +66,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**WINDOW, **FOUR},
     "granitemoe": {**GROUPED, **FOUR},
     "qwen2_moe": {**MANY, "shared_expert_intermediate_size": 48},
-    **dict.fromkeys(("qwen3_moe", "olmoe"), MANY),
+    "qwen3_moe": {**MANY, "norm_topk_prob": True},
+    "olmoe": MANY,
     # Their own attention: ALiBi, and a local one.
     "bloom": {"hidden_size": 64, "n_layer": 3, "n_head": 4, **WORDS},
     "falcon": {**BODY, "max_position_embeddings": LONG, "alibi": True},
@@ -160,23 +160,6 @@ def test_a_layer_whose_window_is_not_that_of_its_configuration_is_refused(
     with pytest.raises(RegistrationRefused, match="layer 0 attends to 9 tokens") as caught:
         decoder(model)
     assert caught.value.hint
-
-
-def test_a_server_answers_all_kinds_with_shared_prefixes_and_together(tmp_path: Path) -> None:
-    """A client's own models, which stay as they were; three prompts begin alike."""
-    start = prompt(60)
-    asked = [start, start + prompt(9, 99), start + prompt(20, 7), prompt(12, 50)]
-    with checked_server(arena="32MiB", host_store="64MiB") as checked:
-        for family in ("mistral", "gpt_oss", "qwen3_moe", "bloom"):
-            model = plain_model(family)
-            wanted = [own(model, one, 40) for one in asked]
-            checked.client.register(family, model, generate=True, precision="exact")
-            first = checked.client.generate(family, asked[0], max_new_tokens=40)
-            found = [[token.id for token in first]]
-            streams = [checked.client.generate(family, one, max_new_tokens=40) for one in asked[1:]]
-            found += [[token.id for token in stream] for stream in streams]
-            assert found == wanted
-            assert own(model, asked[3], 5) == wanted[3][:5]
 
 
 def quantized(folder: Path, settings: dict[str, Any]) -> None:
