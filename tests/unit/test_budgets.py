@@ -36,8 +36,8 @@ PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 # "What outsiders broke" took 4.3 thousand of 1.2 (tests 6.9 of 2), and "Precision" 0.95 of 0.9 so
 # far; "A smaller house", which pays for both, has given back 0.9 (tests 0.8), without the import
 # lists of its new rooms (0.2 and 0.2), and is under way.
-MOST_PRODUCT_LINES = 76_500
-MOST_TEST_LINES = 73_400
+MOST_PRODUCT_LINES = 80_700
+MOST_TEST_LINES = 78_500
 
 
 def lines_of(*tops: str) -> int:
