@@ -118,9 +118,14 @@ def listing() -> list[str]:
 @click.option("--seed", type=int, default=0, show_default=True)
 @json_option
 def main(
-    names: tuple[str, ...], models: str, quick: bool, trials: int, out: str | None, seed: int,
+    names: tuple[str, ...],
+    models: str,
+    quick: bool,
+    trials: int,
+    out: str | None,
+    seed: int,
     as_json: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Measure this machine with one or several benchmarks; none named: list them."""
     if not names:
         click.echo("\n".join(listing()))

@@ -113,9 +113,14 @@ async def _long_ids(to: Addresses, number: int) -> None:
         with Client(to.tcp) as client, client.sequence("chat") as sequence:
             await asyncio.to_thread(sequence.infer, **values)
     rows = [
-        {"name": name, "datatype": "INT64", "shape": value.shape,
-         "parameters": {"binary_data_size": value.nbytes}} for name, value in values.items()
-    ]  # fmt: skip
+        {
+            "name": name,
+            "datatype": "INT64",
+            "shape": value.shape,
+            "parameters": {"binary_data_size": value.nbytes},
+        }
+        for name, value in values.items()
+    ]
     head = json.dumps({"inputs": rows, "parameters": {"sequence_id": 1, "sequence_start": True}})
     body = b"".join([head.encode(), *values.values()])
     line = f"Inference-Header-Content-Length: {len(head)}\r\n"
@@ -172,8 +177,15 @@ def register(owner: Client, stranger: Client, folder: Path) -> None:
     for name in (MODEST, GREEDY):
         owner.register(name, TOWER, weights="random:0", inputs={"input": (X.shape, "float32")})
     owner.register("echo", torch.nn.Hardtanh(), example_inputs=(torch.zeros(1, 1 << 18),))
-    config = transformers.GPT2Config(vocab_size=700, n_positions=2048, n_embd=32, n_layer=1,
-                                     n_head=4, bos_token_id=None, eos_token_id=None)  # fmt: skip
+    config = transformers.GPT2Config(
+        vocab_size=700,
+        n_positions=2048,
+        n_embd=32,
+        n_layer=1,
+        n_head=4,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     tokenizer = letters(config.vocab_size)
     tokenizer.chat_template = TEMPLATE
     model = transformers.GPT2LMHeadModel(config).eval()

@@ -23,9 +23,13 @@ QUICK_WINDOW_S: Final = 6.0
 def run(bench: Run, _: Any = ()) -> None:
     """Run the case on two devices; each may serve one of the twins."""
     with serving(
-        MODELS[MODEL], 1, bench.seed, devices=(HOME, AWAY), are_pinned=True,
+        MODELS[MODEL],
+        1,
+        bench.seed,
+        devices=(HOME, AWAY),
+        are_pinned=True,
         slices_bytes=SLICES_BYTES,
-    ) as (running, client):  # fmt: skip
+    ) as (running, client):
         inputs = inputs_of(client)
         client.infer(TWINS[0], inputs)
         job = Training(client, 1, bench.seed, SIZES, "job")

@@ -123,9 +123,16 @@ def started(
     """
     pipe = subprocess.PIPE if has_lines else subprocess.DEVNULL
     process = subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, bufsize=1,
-        start_new_session=True, env=env, cwd=folder,
-    )  # fmt: skip
+        command,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        bufsize=1,
+        start_new_session=True,
+        env=env,
+        cwd=folder,
+    )
     try:
         until_s = time.monotonic() + START_S
         while True:

@@ -53,8 +53,11 @@ def _speed(bench: Run, place: lm.Place) -> None:
             ours, theirs = (bench.values(case, one.name, "tokens_per_s") for one in peers[::-1])
             bench.find(f"{case}: served, p50", quantile(ours, 0.5), "tokens/s")
             share = quantile([a / b for a, b in zip(ours, theirs, strict=True)], 0.5)
-            bench.find(f"{case}: served / generate(), by pairs, p50", share,
-                       at_least=None if f"{lm.MANY} at" in case else 1.0)  # fmt: skip
+            bench.find(
+                f"{case}: served / generate(), by pairs, p50",
+                share,
+                at_least=None if f"{lm.MANY} at" in case else 1.0,
+            )
     for arm, least in (("served", 3.0), ("generate", None)):
         one, many = (
             bench.p50(f"{name}, {count} at once", arm, "tokens_per_s") for count in (1, lm.MANY)
@@ -76,8 +79,9 @@ def _cold(bench: Run, place: lm.Place) -> None:
             cold, resident = (bench.p50(case, arm, "total_ms") for arm in ("cold", "resident"))
             copy = bench.p50(case, "cold", "copy_ms")
             bench.find(f"{case}: cold, p50", cold, "ms")
-            bench.find(f"{case}: cold / max(copy, resident), p50", cold / max(copy, resident),
-                       at_most=1.15)  # fmt: skip
+            bench.find(
+                f"{case}: cold / max(copy, resident), p50", cold / max(copy, resident), at_most=1.15
+            )
 
 
 def _first(client: Client, name: str, size: lm.Size, count: int, seeds: Iterator[int]) -> Numbers:
@@ -88,8 +92,13 @@ def _first(client: Client, name: str, size: lm.Size, count: int, seeds: Iterator
         assert len([*answer]) == 1
         timing, total_ms = answer.timing, now_ms() - began_ms
     assert timing is not None
-    return {"total_ms": total_ms, "copy_ms": timing.copy_ms, "stall_ms": timing.stall_ms,
-            "compute_ms": timing.compute_ms, "resident": timing.resident}  # fmt: skip
+    return {
+        "total_ms": total_ms,
+        "copy_ms": timing.copy_ms,
+        "stall_ms": timing.stall_ms,
+        "compute_ms": timing.compute_ms,
+        "resident": timing.resident,
+    }
 
 
 def _four(bench: Run, place: lm.Place) -> None:
@@ -116,12 +125,21 @@ def _four(bench: Run, place: lm.Place) -> None:
         between = {arm: bench.p50(case, arm, key, share) for arm in both}
         name = f"p{share * 100:g}"
         bench.find(f"first token, switching, {name}", first["switching"], "ms")
-        bench.find(f"first token, switching / all resident, {name}",
-                   first["switching"] / first["all resident"], at_most=1.5)  # fmt: skip
-        bench.find(f"first token, stop-and-start / switching, {name}",
-                   first["stop-and-start"] / first["switching"], at_least=100.0)  # fmt: skip
-        bench.find(f"between tokens, switching / all resident, {name}",
-                   between["switching"] / between["all resident"], at_most=1.5)  # fmt: skip
+        bench.find(
+            f"first token, switching / all resident, {name}",
+            first["switching"] / first["all resident"],
+            at_most=1.5,
+        )
+        bench.find(
+            f"first token, stop-and-start / switching, {name}",
+            first["stop-and-start"] / first["switching"],
+            at_least=100.0,
+        )
+        bench.find(
+            f"between tokens, switching / all resident, {name}",
+            between["switching"] / between["all resident"],
+            at_most=1.5,
+        )
 
 
 def _by_chance(client: Client, size: lm.Size, seconds: float, seed: int) -> list[Numbers]:
@@ -133,8 +151,13 @@ def _by_chance(client: Client, size: lm.Size, seconds: float, seed: int) -> list
         for _ in client.generate(name, prompt, max_new_tokens=16):
             times_ms.append(now_ms())
         gaps = sorted(b - a for a, b in itertools.pairwise(times_ms))
-        rows.append({"first_ms": times_ms[0] - began_ms, "between_p50_ms": gaps[len(gaps) // 2],
-                     "between_worst_ms": gaps[-1]})  # fmt: skip
+        rows.append(
+            {
+                "first_ms": times_ms[0] - began_ms,
+                "between_p50_ms": gaps[len(gaps) // 2],
+                "between_worst_ms": gaps[-1],
+            }
+        )
 
     began_s, at_s = time.monotonic(), 0.0
     while (at_s := at_s + chance.expovariate(A_SECOND)) < seconds:

@@ -38,7 +38,7 @@ from typing import Any
 from .gpu_common import MARK, NEEDS_A_GPU, ROOT, RUNGS
 
 BUDGET_S = 540.0
-LEAST_S = 8.0  # left for a stage, or it is not begun
+MIN_S = 8.0  # left for a stage, or it is not begun
 TAIL = 3000  # characters of a stage's other output that are kept when it fails
 LOG_TAIL = 4000  # of each log of a server that did not end well
 MARK_OF_A_STAGE = "PIPESWITCH_GPU_STAGE"  # in the environment of all its processes
@@ -111,10 +111,14 @@ def run_stage(stage: Stage, left_s: float, environment: dict[str, str]) -> Outco
     mark = f"{os.getpid()}-{stage.name}-{began_at_s}"
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            [sys.executable, *stage.command], cwd=ROOT, env={**environment, MARK_OF_A_STAGE: mark},
-            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            [sys.executable, *stage.command],
+            cwd=ROOT,
+            env={**environment, MARK_OF_A_STAGE: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             process.wait(limit_s)
             timed_out = False
@@ -325,7 +329,7 @@ def run_all(wanted: Sequence[Stage], folder: Path, budget_s: float, *, stops_ear
         lacks = [name for name in stage.needs if name in report.broken]
         if lacks:
             outcome = Outcome(stage.name, "not run", tail=f"needs {', '.join(lacks)}")
-        elif left_s < LEAST_S:
+        elif left_s < MIN_S:
             outcome = Outcome(stage.name, "not run", tail="no time left")
         else:
             print(f"== {stage.name} (at most {min(stage.limit_s, left_s):.0f} s)", flush=True)

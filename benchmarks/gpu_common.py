@@ -83,11 +83,13 @@ def served(arena: str, store: str = "512MiB", **environment: str) -> Iterator[tu
 
     with (
         server(
-            arena=arena, host_store=store, devices=("cuda:0",),
+            arena=arena,
+            host_store=store,
+            devices=("cuda:0",),
             environment=rung_environment() | environment,
         ) as running,
         running.client() as client,
-    ):  # fmt: skip
+    ):
         try:
             yield running, client
         except Exception:

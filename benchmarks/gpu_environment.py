@@ -50,13 +50,15 @@ for name, call in calls.items():
 """
 
 NVIDIA_SMI = (
-    ("--query-gpu=name,driver_version,memory.total,compute_mode,persistence_mode",
-     "--format=csv,noheader"),
+    (
+        "--query-gpu=name,driver_version,memory.total,compute_mode,persistence_mode",
+        "--format=csv,noheader",
+    ),
     ("--query-gpu=pcie.link.gen.current,pcie.link.width.current", "--format=csv,noheader"),
     ("--query-gpu=mig.mode.current", "--format=csv,noheader"),
     ("conf-compute", "-f"),
     ("--query-compute-apps=pid,name,used_memory", "--format=csv,noheader"),
-)  # fmt: skip
+)
 
 
 def main() -> int:
@@ -70,8 +72,14 @@ def main() -> int:
 
 def _machine() -> None:
     names = (
-        "torch", "torchvision", "cuda-bindings", "pyzmq", "msgspec", "transformers", "numpy",
-    )  # fmt: skip
+        "torch",
+        "torchvision",
+        "cuda-bindings",
+        "pyzmq",
+        "msgspec",
+        "transformers",
+        "numpy",
+    )
     put(packages={name: _version(name) for name in names})
     put(
         python=platform.python_version(),

@@ -20,7 +20,7 @@ from pipeswitch.devices.cuda.examine import look
 from pipeswitch.devices.cuda.ladder import Outcome, Wishes, Words, choose
 from pipeswitch.devices.cuda.pinned import PIN_BYTES, PinnedBuffer, PinnedMapping
 from pipeswitch.devices.cuda.selftest import CHECKS, MIB, Check, Rig
-from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.ipc.control_page import sealed_memfd
 
 from .gpu_common import end_without, package, put
 

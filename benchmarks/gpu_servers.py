@@ -60,10 +60,14 @@ def switch(name: str) -> None:
 
 def _switch(model: gpu.GpuModel, folder: Path) -> None:
     order: dict[str, Any] = {
-        "source": model.source, "inputs": dict(model.inputs), "seed": SEED,
-        "batches": list(BATCHES), "inputs_path": str(folder / "inputs.npz"),
-        "weights_path": str(folder / "weights.safetensors"), "threads": 4,
-    }  # fmt: skip
+        "source": model.source,
+        "inputs": dict(model.inputs),
+        "seed": SEED,
+        "batches": list(BATCHES),
+        "inputs_path": str(folder / "inputs.npz"),
+        "weights_path": str(folder / "weights.safetensors"),
+        "threads": 4,
+    }
     inputs = _inputs(model)
     np.savez(order["inputs_path"], **inputs)
     began_ms = now_ms()
@@ -154,12 +158,14 @@ def _rounds(
     ready = percentiles(times["ready-eager"])["p50"]
     copy_ms = percentiles([t.copy_ms for t in bills["cold"]])["p50"]
     put(
-        case=case, checksum_error=worst, is_correct=worst <= TOLERANCE,
+        case=case,
+        checksum_error=worst,
+        is_correct=worst <= TOLERANCE,
         cold_over_ready=round(percentiles(served)["p50"] / ready, 3),
         client_cold_over_ready=round(percentiles(times["cold"])["p50"] / ready, 3),
         target=model.target if batch == BATCHES[0] else None,
         link_gb_s=round(model.room_bytes / 1e6 / max(copy_ms, 1e-3), 2),
-    )  # fmt: skip
+    )
     if worst > TOLERANCE:
         raise RuntimeError(f"{case}: answers differ from plain PyTorch by {worst:.2g}")
 
@@ -272,8 +278,14 @@ def precision() -> None:
             exact = output if exact is None else exact
             error = float(abs(output - exact).max() / abs(exact).max())
             resident = percentiles([one.timing.compute_ms for one in bills[1:]])
-            put(precision=form, bytes=row["bytes"], notes=row["notes"], error=error,
-                cold_copy_ms=bills[0].timing.copy_ms, compute_ms=resident)  # fmt: skip
+            put(
+                precision=form,
+                bytes=row["bytes"],
+                notes=row["notes"],
+                error=error,
+                cold_copy_ms=bills[0].timing.copy_ms,
+                compute_ms=resident,
+            )
 
 
 # ---- soak --------------------------------------------------------------------------------------
@@ -307,10 +319,14 @@ def soak() -> None:
             raise
         leaked = before["free_bytes"] - after["free_bytes"]
         put(
-            switches=switches, total_ms=percentiles(times), wrong_answers=wrong, before=before,
-            after=after, leaked_device_bytes=leaked,
+            switches=switches,
+            total_ms=percentiles(times),
+            wrong_answers=wrong,
+            before=before,
+            after=after,
+            leaked_device_bytes=leaked,
             is_clean=leaked <= ALLOWED_BYTES and not wrong and before["pids"] == after["pids"],
-        )  # fmt: skip
+        )
         if wrong:
             put(server_log=running.log()[-4000:])
 
@@ -335,6 +351,9 @@ def _look(client: Any) -> dict[str, Any]:
 if __name__ == "__main__":
     gpu.require_gpu()
     stages: dict[str, Callable[..., None]] = {
-        "switch": switch, "training": training, "precision": precision, "soak": soak,
-    }  # fmt: skip
+        "switch": switch,
+        "training": training,
+        "precision": precision,
+        "soak": soak,
+    }
     stages[sys.argv[1]](*sys.argv[2:])

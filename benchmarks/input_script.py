@@ -54,9 +54,14 @@ def main() -> None:
     torch.manual_seed(0)
     width = options.width
     model = nn.Sequential(
-        nn.Conv2d(3, width, 3, 2), nn.ReLU(), nn.Conv2d(width, width, 3, 2), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * width, 10),
-    ).to(job.device)  # fmt: skip
+        nn.Conv2d(3, width, 3, 2),
+        nn.ReLU(),
+        nn.Conv2d(width, width, 3, 2),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(16 * width, 10),
+    ).to(job.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     order = torch.Generator().manual_seed(0)
     loader: Any = DataLoader(Packed(options.units), BATCH, shuffle=True, generator=order)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeswitch.devices.cpu.memory import CHUNK_BYTES
-from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.spec import load_manifest, weights_file
 

@@ -94,13 +94,19 @@ def served(
         server(
             arena=str(int(rooms * 1.05 * place.model_bytes) + 8 * MIB),
             host_store=str(int(1.1 * place.count * place.model_bytes) + 64 * MIB),
-            http=http, args=("--threads", str(place.bench.threads)),
+            http=http,
+            args=("--threads", str(place.bench.threads)),
         ) as running,
         running.client() as client,
-    ):  # fmt: skip
+    ):
         for number, folder in enumerate(place.folders):
-            client.register(f"lm-{number}", f"hf:{folder}", weights="pretrained", generate=True,
-                            precision="exact")  # fmt: skip
+            client.register(
+                f"lm-{number}",
+                f"hf:{folder}",
+                weights="pretrained",
+                generate=True,
+                precision="exact",
+            )
         yield running, client
 
 
@@ -192,15 +198,21 @@ def speed(bench: Run, size: Size, peers: Sequence[Peer], rounds: int) -> Iterato
             found, tokens = peer.costing(0, told["prompts"], NEW), len(told["prompts"]) * NEW
             if peer is right:
                 told["tokens"] = found["tokens"]
-            return {"tokens_per_s": tokens / found["took_ms"] * 1e3,
-                    "cpu_per_token_ms": found["cpu_ms"] / tokens,
-                    **_agreement(found["tokens"], told["tokens"])}  # fmt: skip
+            return {
+                "tokens_per_s": tokens / found["took_ms"] * 1e3,
+                "cpu_per_token_ms": found["cpu_ms"] / tokens,
+                **_agreement(found["tokens"], told["tokens"]),
+            }
 
         bench.trial_loop(case, arms_of(peers, measure, prepare), rounds)
         yield case
     for one in peers[1:]:
-        rows = [row for row in bench.trials if (row["arm"], "alike" in row) == (one.name, True)
-                and row["case"].startswith(size.name)]  # fmt: skip
+        rows = [
+            row
+            for row in bench.trials
+            if (row["arm"], "alike" in row) == (one.name, True)
+            and row["case"].startswith(size.name)
+        ]
         share = sum(row["alike"] for row in rows) / sum(row["answers"] for row in rows)
         bench.find(f"{size.name}: answers with all of generate()'s tokens, {one.name}", share)
 

@@ -27,9 +27,14 @@ def write(order: dict[str, Any]) -> None:
     for seed, folder in enumerate(order["folders"]):
         torch.manual_seed(seed)
         config = transformers.GPT2Config(
-            vocab_size=order["vocabulary"], n_positions=order["context"], n_embd=order["hidden"],
-            n_layer=order["layers"], n_head=8, bos_token_id=None, eos_token_id=None,
-        )  # fmt: skip
+            vocab_size=order["vocabulary"],
+            n_positions=order["context"],
+            n_embd=order["hidden"],
+            n_layer=order["layers"],
+            n_head=8,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
         transformers.GPT2LMHeadModel(config).save_pretrained(folder)
         if order.get("has_letters"):
             letters(order["vocabulary"]).save_pretrained(folder)
@@ -42,9 +47,11 @@ def letters(count: int) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     made: Any = Tokenizer(
-        models.WordLevel({chr(FIRST_LETTER + token): token for token in range(count)},
-                         unk_token=chr(FIRST_LETTER))
-    )  # fmt: skip
+        models.WordLevel(
+            {chr(FIRST_LETTER + token): token for token in range(count)},
+            unk_token=chr(FIRST_LETTER),
+        )
+    )
     made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     made.decoder = decoders.Fuse()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made)
@@ -65,8 +72,11 @@ def serve(order: dict[str, Any]) -> None:
         with torch.no_grad():
             made = model.generate(ids, max_new_tokens=asked["new"], do_sample=False)
         took_ms = now_ms() - began_ms
-        say(tokens=made[:, ids.shape[1] :].tolist(), took_ms=took_ms,
-              since_start_ms=now_ms() - STARTED_AT_MS)  # fmt: skip
+        say(
+            tokens=made[:, ids.shape[1] :].tolist(),
+            took_ms=took_ms,
+            since_start_ms=now_ms() - STARTED_AT_MS,
+        )
 
 
 if __name__ == "__main__":

@@ -19,9 +19,13 @@ import numpy as np
 
 FIRST_LETTER: Final = 0x20000  # as in ``lm_child.py``
 BLOCK: Final = {
-    "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
-}  # fmt: skip
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
 AROUND: Final = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm"}
 F32: Final = 0  # ggml's number: the default for keys and values is float16
 
@@ -100,13 +104,18 @@ class LlamaCpp:
             self._load(model, len(prompts))
         loaded_s = time.monotonic()
         lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
-        rows = [(number, at, token) for number, prompt in enumerate(prompts)
-                for at, token in enumerate(prompt)]  # fmt: skip
+        rows = [
+            (number, at, token)
+            for number, prompt in enumerate(prompts)
+            for at, token in enumerate(prompt)
+        ]
         tokens = self._decode(rows, len(prompts))
         first_s, made = time.monotonic(), [tokens]
         while len(made) < new:
-            rows = [(number, len(prompts[number]) + len(made) - 1, token)
-                    for number, token in enumerate(tokens)]  # fmt: skip
+            rows = [
+                (number, len(prompts[number]) + len(made) - 1, token)
+                for number, token in enumerate(tokens)
+            ]
             made.append(tokens := self._decode(rows, len(prompts)))
         return {
             "tokens": [[*sequence] for sequence in zip(*made, strict=True)],
@@ -157,9 +166,12 @@ class Vllm:
 
         self._sampling: Any = SamplingParams
         self._model: Any = LLM(
-            model=order["folders"][0], dtype="float32", max_model_len=order["context"],
-            max_num_seqs=order["together"], disable_log_stats=True,
-        )  # fmt: skip
+            model=order["folders"][0],
+            dtype="float32",
+            max_model_len=order["context"],
+            max_num_seqs=order["together"],
+            disable_log_stats=True,
+        )
 
     def ask(self, model: int, prompts: list[list[int]], new: int) -> dict[str, Any]:
         assert model == 0

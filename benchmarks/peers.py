@@ -39,8 +39,12 @@ def run(bench: Run, _: Sequence[str] = ()) -> None:
         with lm.placed(bench, size, TWO, has_letters=True) as place:
             if "llama_cpp" in found:
                 files = [*zip(place.folders, _files(place), strict=True)]
-                subprocess.run(_child_command("gguf", {"files": files}), check=True,
-                               env=_environment(place), stdout=subprocess.DEVNULL)  # fmt: skip
+                subprocess.run(
+                    _child_command("gguf", {"files": files}),
+                    check=True,
+                    env=_environment(place),
+                    stdout=subprocess.DEVNULL,
+                )
             with contextlib.ExitStack() as stack:
                 peers = [
                     peer for one in _everyone(place, found) for peer in stack.enter_context(one)
@@ -69,11 +73,15 @@ def _child_command(verb: str, order: Mapping[str, Any]) -> list[str]:
 def _environment(place: lm.Place) -> dict[str, str]:
     """Return an environment that downloads and sends nothing, and keeps files in this folder."""
     return environment() | {
-        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TMPDIR": str(place.folder),
-        "VLLM_CACHE_ROOT": str(place.folder / "cache"), "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(place.bench.threads),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TMPDIR": str(place.folder),
+        "VLLM_CACHE_ROOT": str(place.folder / "cache"),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(place.bench.threads),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # of its library: its server has processes
-    }  # fmt: skip
+    }
 
 
 @dataclass
@@ -86,8 +94,14 @@ class OverHttp(lm.Peer):
     def ask(self, model: int, prompts: lm.Prompts, new: int) -> Numbers:
         def ask(number: int) -> tuple[list[int], float]:
             text = "".join(chr(FIRST_LETTER + token) for token in prompts[number])
-            body = {"model": f"lm-{model}", "prompt": text, "max_tokens": new, "temperature": 0,
-                    "stream": True, **self.more}  # fmt: skip
+            body = {
+                "model": f"lm-{model}",
+                "prompt": text,
+                "max_tokens": new,
+                "temperature": 0,
+                "stream": True,
+                **self.more,
+            }
             answer, first_ms = _stream(self.address, json.dumps(body))
             return [ord(letter) - FIRST_LETTER for letter in answer], first_ms
 
@@ -144,14 +158,26 @@ def _ours(place: lm.Place) -> Iterator[list[lm.Peer]]:
 def _llama_server(place: lm.Place) -> contextlib.AbstractContextManager[list[lm.Peer]]:
     threads, port = place.bench.threads, free_port()
     models = [
-        {"model": file, "model_alias": f"lm-{number}", "n_ctx": place.size.context,
-         "n_threads": threads, "n_threads_batch": threads, "type_k": F32, "type_v": F32,
-         "flash_attn": True, "verbose": False}
+        {
+            "model": file,
+            "model_alias": f"lm-{number}",
+            "n_ctx": place.size.context,
+            "n_threads": threads,
+            "n_threads_batch": threads,
+            "type_k": F32,
+            "type_v": F32,
+            "flash_attn": True,
+            "verbose": False,
+        }
         for number, file in enumerate(_files(place))
-    ]  # fmt: skip
+    ]
     config = place.folder / "llama.json"
-    config.write_text(json.dumps({"host": "127.0.0.1", "port": port, "models": models,
-                                  "interrupt_requests": False}), "utf-8")  # fmt: skip
+    config.write_text(
+        json.dumps(
+            {"host": "127.0.0.1", "port": port, "models": models, "interrupt_requests": False}
+        ),
+        "utf-8",
+    )
     command = ["llama_cpp.server", "--config_file", str(config)]
     # Else it penalizes what it has said, 1.1 times.
     return _http("llama-cpp-python, HTTP", place, command, port, {"repeat_penalty": 1.0})
@@ -160,11 +186,22 @@ def _llama_server(place: lm.Place) -> contextlib.AbstractContextManager[list[lm.
 def _vllm_server(place: lm.Place) -> contextlib.AbstractContextManager[list[lm.Peer]]:
     port = free_port()
     command = [
-        "vllm.entrypoints.openai.api_server", "--model", place.folders[0],
-        "--served-model-name", "lm-0", "--dtype", "float32",
-        "--max-model-len", str(place.size.context), "--max-num-seqs", str(lm.MANY),
-        "--host", "127.0.0.1", "--port", str(port),
-    ]  # fmt: skip
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        place.folders[0],
+        "--served-model-name",
+        "lm-0",
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        str(place.size.context),
+        "--max-num-seqs",
+        str(lm.MANY),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     return _http("vLLM, HTTP", place, command, port, {})
 
 
@@ -185,14 +222,20 @@ def _http(
 @contextlib.contextmanager
 def _library(place: lm.Place, name: str) -> Iterator[list[lm.Peer]]:
     order = {
-        "folders": place.folders, "files": _files(place), "threads": place.bench.threads,
-        "context": place.size.context, "together": lm.MANY,
-    }  # fmt: skip
+        "folders": place.folders,
+        "files": _files(place),
+        "threads": place.bench.threads,
+        "context": place.size.context,
+        "together": lm.MANY,
+    }
     told = {"llama_cpp": "llama.cpp, in process", "vllm": "vLLM, in process"}
     with started(
-        _child_command(name, order), read_line, _environment(place), has_lines=True,
+        _child_command(name, order),
+        read_line,
+        _environment(place),
+        has_lines=True,
         folder=place.folder,
-    ) as child:  # fmt: skip
+    ) as child:
         yield [lm.Lines(told[name], child, child=child)]
 
 

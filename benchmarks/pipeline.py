@@ -151,12 +151,12 @@ def _one_ratio(bench: Run, case: str, rig: Rig) -> None:
         case, [arms.arm(name) for name in arms.plans], bench.rounds(ROUNDS, QUICK_ROUNDS), warmup=1
     )
     seen = costs_of(rig.layer_bytes, arms.switches["per-layer"], arms.switches["one-shot"])
-    least_ms = bound(seen)
-    bench.find(f"{case}: M*, from this run's layers", least_ms, "ms")
+    min_ms = bound(seen)
+    bench.find(f"{case}: M*, from this run's layers", min_ms, "ms")
     p50 = {name: bench.p50(case, name, "makespan_ms") for name in arms.plans}
     for name in arms.plans:
         if name != "resident":
-            bench.find(f"{case}: {name} / M*, p50", p50[name] / least_ms)
+            bench.find(f"{case}: {name} / M*, p50", p50[name] / min_ms)
     whole = ("no-pipeline", "one-shot", "per-layer", "bucket")
     fastest = min(whole, key=lambda name: p50[name])
     share = p50["planned"] / p50[fastest]

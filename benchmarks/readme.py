@@ -19,9 +19,16 @@ from .trials import table
 BEGIN: Final = "<!-- results: written by python -m benchmarks.readme, do not edit -->"
 END: Final = "<!-- end of results -->"
 SWITCH_ARMS: Final = (
-    "ready", "resident", "cold", "resident, fast", "cold, fast", "pipeswitch-style", "serial",
-    "to-device", "stop-and-start",
-)  # fmt: skip
+    "ready",
+    "resident",
+    "cold",
+    "resident, fast",
+    "cold, fast",
+    "pipeswitch-style",
+    "serial",
+    "to-device",
+    "stop-and-start",
+)
 DEMO: Final = "demo"
 SECOND_MS: Final = 1000.0
 

@@ -22,21 +22,27 @@ import zmq
 
 from pipeswitch.client.client import Client
 from pipeswitch.testing import server
-from pipeswitch.wire.bill import PARTS, Bill
 from pipeswitch.wire.frames import ReplyHeader, WireTensor, encode_header
+from pipeswitch.wire.request_timing import PARTS, RequestTiming
 
 from .trials import Arm, Numbers, Run, now_ms
 
 SOURCE: Final = "benchmarks.factories:first_column"
 SIZES: Final = {
-    "1KB": 1 << 10, "16KB": 16 << 10, "64KB": 64 << 10, "256KB": 256 << 10, "1MB": 1 << 20,
-    "4.8MB": 8 * 3 * 224 * 224 * 4, "16MB": 16 << 20, "64MB": 64 << 20,
-}  # fmt: skip
+    "1KB": 1 << 10,
+    "16KB": 16 << 10,
+    "64KB": 64 << 10,
+    "256KB": 256 << 10,
+    "1MB": 1 << 20,
+    "4.8MB": 8 * 3 * 224 * 224 * 4,
+    "16MB": 16 << 20,
+    "64MB": 64 << 20,
+}
 QUICK_SIZES: Final = ("1KB", "64KB", "1MB", "4.8MB", "64MB")
 ROUNDS: Final = 200
 QUICK_ROUNDS: Final = 40
 LARGE_BYTES: Final = 1 << 20
-PLACES: Final = ("", "-local")
+RESIDENCY: Final = ("", "-local")
 MAX_RATIO: Final = 1.25  # from LARGE_BYTES up
 MAX_MORE_MS: Final = 0.3  # below
 LOCAL_MORE_MS: Final = 0.1  # at the owner's socket, below LARGE_BYTES
@@ -93,14 +99,14 @@ def _one_size(
     rounds = bench.rounds(ROUNDS, QUICK_ROUNDS)
     arms = [
         arm
-        for place, client, dealer in zip(PLACES, clients, bare, strict=True)
+        for place, client, dealer in zip(RESIDENCY, clients, bare, strict=True)
         for arm in (
             Arm(f"pipeswitch{place}", functools.partial(through_us, client)),
             Arm(f"bare-zeromq{place}", functools.partial(through_bare, dealer)),
         )
     ]
     bench.trial_loop(name, arms, rounds, warmup=10)
-    for place in PLACES:
+    for place in RESIDENCY:
         _judge(bench, name, size, place)
 
 
@@ -122,9 +128,13 @@ def _judge(bench: Run, name: str, size: int, place: str) -> None:
 def bare_server(largest_bytes: int) -> Iterator[list[Dealer]]:
     """Connections to the bare server in a process of its own: TCP, then ipc."""
     command = [
-        sys.executable, "-P", "-m", "benchmarks.request_path",
-        str(_reply_bytes()), str(largest_bytes),
-    ]  # fmt: skip
+        sys.executable,
+        "-P",
+        "-m",
+        "benchmarks.request_path",
+        str(_reply_bytes()),
+        str(largest_bytes),
+    ]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     context: zmq.Context[Any] = zmq.Context()
     try:
@@ -141,7 +151,7 @@ def bare_server(largest_bytes: int) -> Iterator[list[Dealer]]:
 
 def _reply_bytes() -> int:
     """Return the size of a reply header of ours with a full bill."""
-    bill = Bill(**dict.fromkeys(PARTS, 1.5), resident=True, worker=0, epoch=1000)  # type: ignore[arg-type]
+    bill = RequestTiming(**dict.fromkeys(PARTS, 1.5), resident=True, worker=0, op_id=1000)  # type: ignore[arg-type]
     output = WireTensor(name="y", dtype="float32", shape=(1,), frame=0)
     header = ReplyHeader(
         v=1, id="00000000-1", status="ok", session="0" * 32, timing=bill, outputs=(output,)

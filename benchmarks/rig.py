@@ -1,6 +1,6 @@
 """The parts of a switch without a server: our device memory here, our worker's view in a child.
 
-Copy engine, arrival words, bells and grouped execution are the product's (``devices/cpu``,
+Copy engine, arrival words, doorbells and grouped execution are the product's (``devices/cpu``,
 ``programs/executor``); this module only says which groups there are and when the copy starts, so
 that a benchmark can change one thing at a time. No torch here: the child has it.
 """
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipeswitch.devices.cpu.memory import CpuDeviceMemory
-from pipeswitch.ipc.board import BOARD_BYTES, new_bell, sealed_memfd
-from pipeswitch.ipc.messages.base import Epoch, ModelName
+from pipeswitch.ipc.control_page import BOARD_BYTES, new_doorbell, sealed_memfd
+from pipeswitch.ipc.messages.base import ModelName, OpId
 from pipeswitch.ipc.messages.daemon import DaemonSettings, GroupCopy, TransmitEnded, TransmitModel
 from pipeswitch.programs.interface.layout import REGION_ALIGN_BYTES, aligned
 
@@ -81,8 +81,8 @@ class Engine:
 
     def __init__(self, size_bytes: int) -> None:
         self.store_bytes = aligned(size_bytes, REGION_ALIGN_BYTES)
-        self.bell, self.store = new_bell(), sealed_memfd("bench-store", self.store_bytes)
-        self.epoch = 0
+        self.doorbell, self.store = new_doorbell(), sealed_memfd("bench-store", self.store_bytes)
+        self.op_id = 0
         self.ended: queue.SimpleQueue[TransmitEnded] = queue.SimpleQueue()
         self.memory = self.allocate()
 
@@ -95,7 +95,7 @@ class Engine:
             words=WORDS,
             link_bytes_per_s=link_gbps * 1e9,
         )
-        return CpuDeviceMemory(settings, store=self.store, bells=[self.bell])
+        return CpuDeviceMemory(settings, store=self.store, doorbells=[self.doorbell])
 
     def transmit(self, groups: Iterable[tuple[int, int]]) -> None:
         """Send groups (offset and size in bytes); ``ended`` has a record when all have arrived."""
@@ -109,16 +109,19 @@ class Engine:
             for word, (offset_bytes, size_bytes) in enumerate(groups)
         )
         order = TransmitModel(
-            model=MODEL, epoch=Epoch(self.epoch), arena_offset_bytes=REGION_BYTES,
-            region_bytes=self.store_bytes, groups=copies,
-        )  # fmt: skip
+            model=MODEL,
+            op_id=OpId(self.op_id),
+            arena_offset_bytes=REGION_BYTES,
+            region_bytes=self.store_bytes,
+            groups=copies,
+        )
         self.memory.transmit(order, self.ended.put)
 
     def close(self) -> None:
         """Give the memory back."""
         self.memory.close()
         os.close(self.store)
-        os.close(self.bell)
+        os.close(self.doorbell)
 
 
 class Rig(Engine):
@@ -130,9 +133,11 @@ class Rig(Engine):
         self.layers = _build(order)
         self.manifest, self._weights = packed(order["packed_path"])
         super().__init__(self.manifest.total_bytes)
-        self._board = sealed_memfd("bench-board", BOARD_BYTES)
+        self._control_page = sealed_memfd("bench-board", BOARD_BYTES)
         self.fill_store()
-        self._child = spawn("rig", order, module="rig_child", keep=(self.bell, self._board))
+        self._child = spawn(
+            "rig", order, module="rig_child", keep=(self.doorbell, self._control_page)
+        )
         read_line(self._child)
         self.map_arena()
 
@@ -156,8 +161,15 @@ class Rig(Engine):
         models, work = self.memory.export_descriptors()
         folder = f"/proc/{os.getpid()}/fd"
         order = {"models": f"{folder}/{models}", "work": f"{folder}/{work}"}
-        self._ask("map", **order, bell=self.bell, board=self._board, words=WORDS,
-                  arena_bytes=self.memory.arena_bytes, region_bytes=REGION_BYTES)  # fmt: skip
+        self._ask(
+            "map",
+            **order,
+            doorbell=self.doorbell,
+            control_page=self._control_page,
+            words=WORDS,
+            arena_bytes=self.memory.arena_bytes,
+            region_bytes=REGION_BYTES,
+        )
 
     def set_plan(self, plan: Sequence[int]) -> None:
         """Cut the program at these layers; the child prepares it."""
@@ -178,18 +190,22 @@ class Rig(Engine):
         self._ask("prefault")
 
     def switch(
-        self, plan: Sequence[int], *, resident: int = 0, is_pipelined: bool = True,
+        self,
+        plan: Sequence[int],
+        *,
+        resident: int = 0,
+        is_pipelined: bool = True,
         began_at_ms: float = 0.0,
-    ) -> Switch:  # fmt: skip
+    ) -> Switch:
         """Send all groups but the first ``resident`` ones, and compute; ``plan`` is set already.
 
         ``is_pipelined``: else the first group waits for the last one's arrival.
         """
         groups = self.groups(plan)
-        self.epoch += 1
+        self.op_id += 1
         began_at_ms = began_at_ms or now_ms()
         last = len(groups) - 1
-        tell(self._child, verb="run", epoch=self.epoch, first_word=0 if is_pipelined else last)
+        tell(self._child, verb="run", op_id=self.op_id, first_word=0 if is_pipelined else last)
         self.transmit(
             (group.offset_bytes, 0 if index < resident else group.size_bytes)
             for index, group in enumerate(groups)
@@ -201,9 +217,13 @@ class Rig(Engine):
         if not is_pipelined:
             arrivals = list(ended.group_ends_at_ms)
         return Switch(
-            began_at_ms, tuple(arrivals), tuple(begins), tuple(found["ends_ms"]),
-            found["checksum"], ended.started_at_ms,
-        )  # fmt: skip
+            began_at_ms,
+            tuple(arrivals),
+            tuple(begins),
+            tuple(found["ends_ms"]),
+            found["checksum"],
+            ended.started_at_ms,
+        )
 
     def resident(self, plan: Sequence[int]) -> Switch:
         """Compute on what is there: nothing is copied."""
@@ -211,7 +231,7 @@ class Rig(Engine):
 
     def close(self) -> None:
         end(self._child)
-        os.close(self._board)
+        os.close(self._control_page)
         super().close()
 
     def _ask(self, verb: str, **values: Any) -> Numbers:

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import torch
 
-from pipeswitch.devices.cpu.view import CpuPoolView
-from pipeswitch.ipc.messages.base import Epoch, Slot
+from pipeswitch.devices.cpu.worker_device import CpuWorkerDevice
+from pipeswitch.ipc.messages.base import OpId, Slot
 from pipeswitch.ipc.messages.worker import WorkerSettings
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.graphs.bundle import read_bundle
@@ -50,8 +50,8 @@ class Runner:
         self._inputs = plain.inputs_of(order)
         self._programs: dict[tuple[int, ...], GraphProgram] = {}
         self._bound: dict[tuple[int, ...], BoundGraph] = {}
-        self._pool: CpuPoolView | None = None
-        self._old: list[CpuPoolView] = []
+        self._pool: CpuWorkerDevice | None = None
+        self._old: list[CpuWorkerDevice] = []
         self._plan: tuple[int, ...] = ()
         self._region_bytes = 0
 
@@ -62,11 +62,18 @@ class Runner:
         models, work = (open_descriptor(numbers[name]) for name in ("models", "work"))
         self._region_bytes = numbers["region_bytes"]
         settings = WorkerSettings(
-            slot=Slot(0), device="cpu", arena_bytes=numbers["arena_bytes"],
-            words=numbers["words"], pool_bytes=0, threads=1, bell_count=1,
-        )  # fmt: skip
-        board, bells = numbers["board"], [numbers["bell"]]
-        self._pool = CpuPoolView(settings, (models, work), board=board, bells=bells)
+            slot=Slot(0),
+            device="cpu",
+            arena_bytes=numbers["arena_bytes"],
+            words=numbers["words"],
+            pool_bytes=0,
+            threads=1,
+            doorbell_count=1,
+        )
+        control_page, doorbells = numbers["control_page"], [numbers["doorbell"]]
+        self._pool = CpuWorkerDevice(
+            settings, (models, work), control_page=control_page, doorbells=doorbells
+        )
         os.close(models)
         os.close(work)
         self._bound = {}
@@ -92,20 +99,20 @@ class Runner:
         self._pool.prefault(self._region_bytes, self._manifest.total_bytes)
         say()
 
-    def run(self, epoch: int, first_word: int) -> None:
-        """Compute as the groups of ``epoch`` arrive; the first waits for ``first_word``."""
+    def run(self, op_id: int, first_word: int) -> None:
+        """Compute as the groups of ``op_id`` arrive; the first waits for ``first_word``."""
         pool, bound = self._pool, self._bound[self._plan]
         assert pool is not None
         begins_ms: list[float] = []
         ends_ms: list[float] = []
         tensors, groups = self._manifest.tensors, bound.manifest.groups
         last_word = max(first_word, len(groups) - 1)
-        pool.enter(self._region_bytes, self._manifest.total_bytes, last_word, epoch)
+        pool.enter(self._region_bytes, self._manifest.total_bytes, last_word, op_id)
 
         def before(index: int) -> None:
             if begins_ms:
                 ends_ms.append(now_ms())
-            pool.wait_group(first_word if not begins_ms else index, Epoch(epoch))
+            pool.wait_group(first_word if not begins_ms else index, OpId(op_id))
             for number in groups[index].tensors[-1:]:
                 pool.show(tensors[number].offset_bytes + tensors[number].size_bytes)
             begins_ms.append(now_ms())

@@ -42,8 +42,14 @@ class Served:
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    ray.init(address="local", include_dashboard=False, num_cpus=2, log_to_driver=False,
-             object_store_memory=256 << 20, logging_level="ERROR")  # fmt: skip
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        num_cpus=2,
+        log_to_driver=False,
+        object_store_memory=256 << 20,
+        logging_level="ERROR",
+    )
     serve.start(http_options={"host": "127.0.0.1", "port": given["port"]})
     serve.run(Served.bind(given))  # type: ignore[attr-defined]
     signal.sigwait({signal.SIGTERM})

@@ -12,7 +12,7 @@ import torch
 import torchvision  # noqa: F401 - the fork server imports it once, for all workers
 from torch import nn
 
-from pipeswitch.devices.cpu.windows import MADV_POPULATE_READ
+from pipeswitch.devices.cpu.page_protection import MADV_POPULATE_READ
 from pipeswitch.programs.interface.layout import TensorSpec
 from pipeswitch.programs.running.executor import ModuleProgram
 from pipeswitch.programs.running.views import bytes_over, tensor_over

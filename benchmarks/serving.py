@@ -54,20 +54,27 @@ def serving(
         server(
             arena=str(rooms * model.room_bytes + slices_bytes),
             host_store=str((2 + 2 * has_fast) * (model.room_bytes + slices_bytes)),
-            devices=devices, args=("--threads", str(threads)),
+            devices=devices,
+            args=("--threads", str(threads)),
         ) as running,
         running.client() as client,
-    ):  # fmt: skip
+    ):
         for number, name in enumerate(TWINS):
             client.register(
-                name, model.source, weights=f"random:{seed + number}", inputs=model.inputs,
+                name,
+                model.source,
+                weights=f"random:{seed + number}",
+                inputs=model.inputs,
                 devices=devices[number : number + 1] if are_pinned else (),
-            )  # fmt: skip
+            )
         for number, name in enumerate(FAST_TWINS if has_fast else ()):
             client.register(
-                name, model.source, weights=f"random:{seed + number}", inputs=model.inputs,
+                name,
+                model.source,
+                weights=f"random:{seed + number}",
+                inputs=model.inputs,
                 precision="fast",
-            )  # fmt: skip
+            )
         yield running, client
 
 
@@ -127,9 +134,13 @@ class Training:
     """The background job: brought to run, or held, before a trial."""
 
     def __init__(
-        self, client: Client, threads: int, seed: int, args: tuple[str, ...] = (),
+        self,
+        client: Client,
+        threads: int,
+        seed: int,
+        args: tuple[str, ...] = (),
         name: str = "background",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._random = random.Random(seed)
         options = ["--threads", str(threads), *args]
         self.task: Task = client.train(TRAIN_ENTRY, name=name, args=options)

@@ -33,7 +33,7 @@ NARROW: Final = 12  # of some 2 ms
 PASSES: Final = 10
 QUICK_PASSES: Final = 5
 MANY_UNITS: Final = 20  # whose time is measured
-LEAST_GAIN: Final = 1.4
+MIN_GAIN: Final = 1.4
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Case:
 CASES: Final = (
     Case("1 job", (WIDTH,)),
     Case("2 equal jobs", (WIDTH,) * 2),
-    Case("3 equal jobs", (WIDTH,) * 3, at_least=LEAST_GAIN),
+    Case("3 equal jobs", (WIDTH,) * 3, at_least=MIN_GAIN),
     Case("3 mixed jobs", (WIDTH // 2, WIDTH, WIDTH * 3 // 2)),
     Case("3 equal jobs, short steps", (NARROW,) * 3, NARROW),
     Case("3 equal jobs, cheap input", (WIDTH,) * 3, load=0.0),

@@ -19,8 +19,14 @@ from .setting import end, next_answer, read_line, spawn
 from .trials import Arm, Numbers, Run, now_ms
 
 MODELS: Final = (
-    "mobilenet_v2", "densenet121", "resnet50", "inception_v3", "densenet169", "vgg16", "vgg19",
-)  # fmt: skip
+    "mobilenet_v2",
+    "densenet121",
+    "resnet50",
+    "inception_v3",
+    "densenet169",
+    "vgg16",
+    "vgg19",
+)
 QUICK_MODELS: Final = ("mobilenet_v2", "densenet121", "resnet50", "vgg16")
 SKIPPED: Final = {"inception_resnet_v2": "torchvision has none"}
 ROUNDS: Final = 100
@@ -81,7 +87,7 @@ class Packed(Engine):
 
     def measure(self) -> Numbers:
         """Send all groups once."""
-        self.epoch += 1
+        self.op_id += 1
         began_ms = now_ms()
         self.transmit(self._groups)
         self.ended.get()

@@ -163,9 +163,14 @@ class Run:
         return quantile(self.values(case, arm, key), share)
 
     def find(
-        self, name: str, value: float, unit: str = "", *,
-        at_most: float | None = None, at_least: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        value: float,
+        unit: str = "",
+        *,
+        at_most: float | None = None,
+        at_least: float | None = None,
+    ) -> None:
         """Add a finding, judged when it has a target."""
         target, is_met = "", None
         if at_most is not None:

@@ -32,8 +32,11 @@ def commands() -> str:
     """One row for each command."""
     rows = ["| command | what it does |", "|---|---|"]
     for path, command in _commands(main, ""):
-        arguments = [p.make_metavar(click.Context(command)) for p in command.params
-                     if isinstance(p, click.Argument)]  # fmt: skip
+        arguments = [
+            p.make_metavar(click.Context(command))
+            for p in command.params
+            if isinstance(p, click.Argument)
+        ]
         text = (command.help or "").split("\n\n")[0].replace("\n", " ")
         called = " ".join([path, *arguments]).replace("|", "\\|")
         rows.append(f"| `{called}` | {text} |")

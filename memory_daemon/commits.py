@@ -13,14 +13,14 @@ from pipeswitch.commits.area import CommitArea
 from pipeswitch.commits.files import ImageChanged, write_commit
 from pipeswitch.devices.memory import DeviceMemory
 from pipeswitch.devices.orders import check_pieces, check_range
-from pipeswitch.devices.view import now_ms
-from pipeswitch.ipc.messages.base import Epoch, JobName, StepCommitted
+from pipeswitch.devices.worker_device import now_ms
+from pipeswitch.ipc.messages.base import JobName, OpId, StepCommitted
 from pipeswitch.ipc.messages.daemon import CommitCopy, CommitPersisted, OpenCommits, PersistCommit
 
 log = logging.getLogger(__name__)
 
-NO_COPY: Final = (Epoch(0), 0)
-"""Epoch and number of the last copy of a job that has ordered none."""
+NO_COPY: Final = (OpId(0), 0)
+"""Operation id and number of the last copy of a job that has ordered none."""
 
 PERSIST_TRIES = 3
 """Two commits within one write to disk spoil it; then the newest is tried instead."""
@@ -37,7 +37,9 @@ class Commits:
     def __init__(self, device: DeviceMemory) -> None:
         self._device = device
         self._areas: dict[JobName, CommitArea] = {}
-        self._newest: dict[JobName, tuple[Epoch, int]] = {}  # epoch and number of its last copy
+        self._newest: dict[
+            JobName, tuple[OpId, int]
+        ] = {}  # operation id and number of its last copy
 
     def open(self, order: OpenCommits, descriptor: int) -> None:
         """Map a job's area; a second one of the same job takes the first one's place.
@@ -53,18 +55,18 @@ class Commits:
         self._newest.pop(job, None)
 
     def was_accepted(self, order: CommitCopy) -> bool:
-        """Return True if this copy, or a later one of its epoch, was ordered before.
+        """Return True if this copy, or a later one of its operation id, was ordered before.
 
         The first order is or was answered. By now the slice's owner may write it again.
         """
-        epoch, number = self._newest.get(order.job, NO_COPY)
-        return order.epoch == epoch and order.number <= number
+        op_id, number = self._newest.get(order.job, NO_COPY)
+        return order.op_id == op_id and order.number <= number
 
     def area_for(self, order: CommitCopy | PersistCommit) -> CommitArea:
         """The area an order may work on.
 
         Raises:
-            RemoteProtocolError: no such job, pieces out of bounds, or a stale epoch.
+            RemoteProtocolError: no such job, pieces out of bounds, or a stale operation id.
         """
         area = self._areas.get(order.job)
         if area is None:
@@ -72,12 +74,12 @@ class Commits:
         if isinstance(order, PersistCommit):
             return area
         newest, _ = self._newest.get(order.job, NO_COPY)
-        if order.epoch < newest:
-            raise RemoteProtocolError(f"epoch {order.epoch} is stale: {newest} has committed")
+        if order.op_id < newest:
+            raise RemoteProtocolError(f"epoch {order.op_id} is stale: {newest} has committed")
         check_range("slice", order.slice_offset_bytes, order.slice_bytes, self._device.arena_bytes)
         size_bytes = check_pieces(order.slice_bytes, order.ranges)
         check_range("commit image", 0, size_bytes, area.slot_bytes)
-        self._newest[order.job] = (order.epoch, order.number)
+        self._newest[order.job] = (order.op_id, order.number)
         return area
 
     def copy(self, order: CommitCopy, area: CommitArea) -> StepCommitted:
@@ -98,7 +100,7 @@ class Commits:
         reach("commit.acknowledge")
         return StepCommitted(
             job=order.job,
-            epoch=order.epoch,
+            op_id=order.op_id,
             number=order.number,
             step=order.step,
             copy_ms=now_ms() - began_at_ms,
@@ -141,4 +143,4 @@ class Commits:
         except Exception as problem:  # a bug: training goes on, and the next one is tried
             log.exception("job=%s not persisted", order.job)
             error = f"{type(problem).__name__}: {problem}"
-        return CommitPersisted(job=order.job, epoch=order.epoch, step=step, error=error)
+        return CommitPersisted(job=order.job, op_id=order.op_id, step=step, error=error)

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.base.failpoints import reach
-from pipeswitch.base.lane import Lane
+from pipeswitch.base.worker_thread import WorkerThread
 from pipeswitch.devices.memory import DeviceMemory
 from pipeswitch.devices.orders import check_range
-from pipeswitch.devices.view import now_ms
+from pipeswitch.devices.worker_device import now_ms
 from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages import daemon as daemon_msg
-from pipeswitch.ipc.messages.base import Epoch, Exit, Message, Ping, Pong
+from pipeswitch.ipc.messages.base import Exit, Message, OpId, Ping, Pong
 
 from .commits import Commits
 from .store import UnusableModel, load_model
@@ -48,7 +48,7 @@ class Daemon:
         )
         self._commits = Commits(device)
         self._store_lane, self._to_host_lane, self._disk_lane = self._lanes = [
-            Lane(name) for name in ("store", "to-host", "disk")
+            WorkerThread(name) for name in ("store", "to-host", "disk")
         ]
 
     def run(self) -> bool:
@@ -76,7 +76,7 @@ class Daemon:
             try:
                 self._handle(message, descriptors)
             except RemoteProtocolError as error:
-                self._refuse(getattr(message, "epoch", Epoch(0)), error.message)
+                self._refuse(getattr(message, "op_id", OpId(0)), error.message)
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)  # mappings keep their memory without it
@@ -89,14 +89,14 @@ class Daemon:
                 for descriptor in descriptors:
                     self._device.open_tenant(message.tenant, descriptor)
                 self._transmit(message)
-            case daemon_msg.CancelTransmit(epoch=epoch):
-                self._device.cancel(epoch)
+            case daemon_msg.CancelTransmit(op_id=op_id):
+                self._device.cancel(op_id)
             case daemon_msg.StoreModel():
-                self._put(self._store_lane, message.epoch, lambda: self._store(message))
+                self._put(self._store_lane, message.op_id, lambda: self._store(message))
             case daemon_msg.Scrub():
                 limit_bytes = self._device.arena_bytes
                 check_range("scrub", message.offset_bytes, message.size_bytes, limit_bytes)
-                self._put(self._to_host_lane, message.epoch, lambda: self._scrub(message))
+                self._put(self._to_host_lane, message.op_id, lambda: self._scrub(message))
             case daemon_msg.OpenCommits():
                 if len(descriptors) != 1:
                     raise RemoteProtocolError(f"OpenCommits came with {len(descriptors)} memfds")
@@ -105,37 +105,39 @@ class Daemon:
                 self._commits.close(job)
             case daemon_msg.CommitCopy():
                 self._commit(message)
-            case Ping(epoch=epoch):
-                self._send(Pong(epoch=epoch))
+            case Ping(op_id=op_id):
+                self._send(Pong(op_id=op_id))
             case daemon_msg.PersistCommit():
                 area = self._commits.area_for(message)
                 persist = functools.partial(self._commits.persist, message, area)
-                self._put(self._disk_lane, message.epoch, persist)
+                self._put(self._disk_lane, message.op_id, persist)
             case _:
                 raise RemoteProtocolError(f"a memory daemon takes no {type(message).__name__}")
 
     def _commit(self, order: daemon_msg.CommitCopy) -> None:
         if self._commits.was_accepted(order):
-            # Not refused: a fault names the epoch, and would end the copy that goes on under it.
-            log.warning("job=%s epoch=%d number=%d repeated", order.job, order.epoch, order.number)
+            # Not refused: a fault names the operation id, and would end the copy that goes on under
+            # it.
+            log.warning("job=%s epoch=%d number=%d repeated", order.job, order.op_id, order.number)
             return
         area = self._commits.area_for(order)
-        self._put(self._to_host_lane, order.epoch, lambda: self._commits.copy(order, area))
+        self._put(self._to_host_lane, order.op_id, lambda: self._commits.copy(order, area))
 
-    def _put(self, lane: Lane, epoch: Epoch, work: Callable[[], Message]) -> None:
-        """Run work on a lane and send its answer, or a fault with the order's epoch if it fails."""
-        lane.put(lambda: self._send(work()), lambda error: self._refuse(epoch, error.message))
+    def _put(self, lane: WorkerThread, op_id: OpId, work: Callable[[], Message]) -> None:
+        """Run work on a lane and send its answer, or a fault with the order's operation id if it
+        fails."""
+        lane.put(lambda: self._send(work()), lambda error: self._refuse(op_id, error.message))
 
     def _transmit(self, order: daemon_msg.TransmitModel) -> None:
         self._guard.accept(order)
         try:
             self._device.transmit(order, self._on_transmit_end)
         except RemoteProtocolError:
-            self._guard.end(order.epoch)
+            self._guard.end(order.op_id)
             raise
 
     def _on_transmit_end(self, ended: daemon_msg.TransmitEnded) -> None:
-        self._guard.end(ended.epoch)  # before the news: the range may be asked for again at once
+        self._guard.end(ended.op_id)  # before the news: the range may be asked for again at once
         self._send(ended)
 
     def _store(self, order: daemon_msg.StoreModel) -> Message:
@@ -150,19 +152,19 @@ class Daemon:
             reach("daemon.store.done")
         except (UnusableModel, RemoteProtocolError, OSError) as error:
             log.warning("model=%s store=failed cause=%s", order.model, error)
-            return daemon_msg.StoreFailed(model=order.model, epoch=order.epoch, reason=str(error))
+            return daemon_msg.StoreFailed(model=order.model, op_id=order.op_id, reason=str(error))
         load_ms = now_ms() - began_at_ms
         log.info("model=%s store=loaded ms=%.1f", order.model, load_ms)
-        return daemon_msg.ModelStored(model=order.model, epoch=order.epoch, load_ms=load_ms)
+        return daemon_msg.ModelStored(model=order.model, op_id=order.op_id, load_ms=load_ms)
 
     def _scrub(self, order: daemon_msg.Scrub) -> Message:
         reach("daemon.scrub")
         self._device.scrub(order.offset_bytes, order.size_bytes)
-        return daemon_msg.Scrubbed(epoch=order.epoch)
+        return daemon_msg.Scrubbed(op_id=order.op_id)
 
-    def _refuse(self, epoch: Epoch, reason: str) -> None:
-        log.warning("epoch=%d refused cause=%s", epoch, reason)
-        self._send(daemon_msg.DaemonFault(epoch=epoch, reason=reason))
+    def _refuse(self, op_id: OpId, reason: str) -> None:
+        log.warning("epoch=%d refused cause=%s", op_id, reason)
+        self._send(daemon_msg.DaemonFault(op_id=op_id, reason=reason))
 
     def _send(self, message: Message, descriptors: list[int] | None = None) -> None:
         try:

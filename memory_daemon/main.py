@@ -11,8 +11,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeswitch.base.units import LogFile, PrintableFormatter, printable
-from pipeswitch.devices.kinds import kind_of
+from pipeswitch.base.units import LogFile, PrintableFormatter, escape_control_chars
+from pipeswitch.devices.registry import kind_of
 from pipeswitch.ipc.channel import Channel, name_event
 from pipeswitch.ipc.messages.daemon import DaemonSettings
 
@@ -31,8 +31,8 @@ def run(
     """Serve until Exit, then return; leave at once, with status 1, when the controller is gone
     or cannot be understood.
 
-    ``descriptors``: the store memfd, the board, the workers' bells and our own. They stay open
-    for the life of the process.
+    ``descriptors``: the store memfd, the control page, the workers' bells and our own. They stay
+    open for the life of the process.
 
     Raises:
         CudaError, OSError: the memory cannot be had.
@@ -44,8 +44,8 @@ def run(
     if settings.log_path:
         log_to(settings.log_path, settings.log_bytes)
     threading.excepthook = _leave
-    store, board, *bells = descriptors
-    device = kind_of(settings.device).open_memory(settings, store, board, bells)
+    store, control_page, *doorbells = descriptors
+    device = kind_of(settings.device).open_memory(settings, store, control_page, doorbells)
     daemon = Daemon(device, control, words=settings.words)
     if not daemon.run():
         # Threads may be deep in a copy or an fsync: no process is left to wait for them.
@@ -71,6 +71,6 @@ def _leave(args: threading.ExceptHookArgs) -> None:
     """A thread has died: what waits for it would have no answer, so the process goes with it."""
     name = args.thread.name if args.thread is not None else "unknown"
     log.critical("thread=%s died: %r", name, args.exc_value)
-    sys.stderr.write(printable("".join(traceback.format_exception(args.exc_value))))
+    sys.stderr.write(escape_control_chars("".join(traceback.format_exception(args.exc_value))))
     sys.stderr.flush()
     os._exit(os.EX_SOFTWARE)

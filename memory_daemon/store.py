@@ -15,7 +15,7 @@ from typing import Final
 
 from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.programs.graphs.bundle import read_bundle
-from pipeswitch.programs.graphs.claims import check_tensors
+from pipeswitch.programs.graphs.manifest_check import check_tensors
 from pipeswitch.programs.interface.layout import Manifest, TensorSpec
 from pipeswitch.programs.spec import load_manifest, weights_file
 

@@ -11,21 +11,21 @@ from typing import NamedTuple
 
 from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.devices.orders import check_order
-from pipeswitch.ipc.messages.base import Epoch
+from pipeswitch.ipc.messages.base import OpId
 from pipeswitch.ipc.messages.daemon import TransmitModel
 
 
 class _Span(NamedTuple):
     start: int
     end: int
-    epoch: int
+    op_id: int
 
     def overlaps(self, start: int, end: int) -> bool:
         return self.start < end and start < self.end
 
 
 class TransmitGuard:
-    """Live transmissions, and for every byte the newest epoch that was accepted for it.
+    """Live transmissions, and for every byte the newest operation id that was accepted for it.
 
     ``accept`` is called by the control thread, ``end`` by the device's.
     """
@@ -35,14 +35,14 @@ class TransmitGuard:
         self._store_bytes = store_bytes
         self._words = words
         self._lock = threading.Lock()
-        self._live: dict[Epoch, TransmitModel] = {}
+        self._live: dict[OpId, TransmitModel] = {}
         self._accepted: list[_Span] = []  # disjoint; later ones cut earlier ones
 
     def accept(self, order: TransmitModel) -> None:
         """Note the order as live, or refuse it and change nothing.
 
         Raises:
-            RemoteProtocolError: out of bounds, overlapping a live one, or of an old epoch.
+            RemoteProtocolError: out of bounds, overlapping a live one, or of an old operation id.
         """
         check_order(
             order,
@@ -54,23 +54,23 @@ class TransmitGuard:
         with self._lock:
             self._refuse_live(order, start, end)
             for span in self._accepted:
-                if span.overlaps(start, end) and span.epoch > order.epoch:
+                if span.overlaps(start, end) and span.op_id > order.op_id:
                     raise RemoteProtocolError(
-                        f"epoch {order.epoch} is stale: {span.epoch} was accepted "
+                        f"epoch {order.op_id} is stale: {span.op_id} was accepted "
                         f"for {span.start}…{span.end}"
                     )
-            self._live[order.epoch] = order
+            self._live[order.op_id] = order
             self._accepted = [
                 piece for span in self._accepted for piece in _without(span, start, end)
             ]
-            self._accepted.append(_Span(start, end, order.epoch))
+            self._accepted.append(_Span(start, end, order.op_id))
 
-    def end(self, epoch: Epoch) -> None:
-        """No byte of ``epoch`` will be written any more."""
+    def end(self, op_id: OpId) -> None:
+        """No byte of ``op_id`` will be written any more."""
         with self._lock:
-            self._live.pop(epoch, None)
+            self._live.pop(op_id, None)
 
-    def live_reads(self, store_offset_bytes: int, size_bytes: int) -> Epoch | None:
+    def live_reads(self, store_offset_bytes: int, size_bytes: int) -> OpId | None:
         """A live transmission that reads this part of the store, if there is one."""
         end = store_offset_bytes + size_bytes
         with self._lock:
@@ -80,12 +80,12 @@ class TransmitGuard:
                         group.store_offset_bytes, group.store_offset_bytes + group.size_bytes, 0
                     )
                     if span.overlaps(store_offset_bytes, end):
-                        return order.epoch
+                        return order.op_id
         return None
 
     def _refuse_live(self, order: TransmitModel, start: int, end: int) -> None:
-        if order.epoch in self._live:
-            raise RemoteProtocolError(f"epoch {order.epoch} is being transmitted already")
+        if order.op_id in self._live:
+            raise RemoteProtocolError(f"epoch {order.op_id} is being transmitted already")
         words = {group.word for group in order.groups}
         if len(words) != len(order.groups):
             raise RemoteProtocolError("two groups raise the same word")
@@ -93,11 +93,11 @@ class TransmitGuard:
             live_end = live.arena_offset_bytes + live.region_bytes
             if live.arena_offset_bytes < end and start < live_end:
                 raise RemoteProtocolError(
-                    f"{start}…{end} overlaps epoch {live.epoch}, which is being transmitted "
+                    f"{start}…{end} overlaps epoch {live.op_id}, which is being transmitted "
                     f"to {live.arena_offset_bytes}…{live_end}"
                 )
             if any(group.word in words for group in live.groups):
-                raise RemoteProtocolError(f"epoch {live.epoch} raises one of these words")
+                raise RemoteProtocolError(f"epoch {live.op_id} raises one of these words")
 
 
 def _without(span: _Span, start: int, end: int) -> list[_Span]:
@@ -106,7 +106,7 @@ def _without(span: _Span, start: int, end: int) -> list[_Span]:
         return [span]
     pieces = []
     if span.start < start:
-        pieces.append(_Span(span.start, start, span.epoch))
+        pieces.append(_Span(span.start, start, span.op_id))
     if end < span.end:
-        pieces.append(_Span(end, span.end, span.epoch))
+        pieces.append(_Span(end, span.end, span.op_id))
     return pieces

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from .client.aio import AsyncClient
     from .client.client import Client, Task
     from .client.tensors import Result
-    from .wire.bill import Bill as Timing
+    from .wire.request_timing import RequestTiming as Timing
 
 __all__ = [
     "AlreadyExists",
@@ -83,7 +83,7 @@ _LAZY = {
     "Task": ("client.client", "Task"),
     "AsyncClient": ("client.aio", "AsyncClient"),
     "Result": ("client.tensors", "Result"),
-    "Timing": ("wire.bill", "Bill"),
+    "Timing": ("wire.request_timing", "RequestTiming"),
     "job": ("job", None),
 }
 

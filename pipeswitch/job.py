@@ -43,8 +43,10 @@ _logger = logging.getLogger(__name__)
 _Batch = TypeVar("_Batch")
 _Trainer = TypeVar("_Trainer")
 LIBRARIES: Final = {
-    "transformers": "transformers", "lightning": "lightning", "pytorch_lightning": "lightning"
-}  # fmt: skip
+    "transformers": "transformers",
+    "lightning": "lightning",
+    "pytorch_lightning": "lightning",
+}
 
 OFFLOADS: Final = ("auto", "all", "conv", "none")
 

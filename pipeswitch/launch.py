@@ -31,7 +31,7 @@ from .ipc.messages.base import Exit, Message
 from .ipc.messages.builder import BuildSettings
 from .ipc.messages.daemon import DaemonSettings
 from .ipc.messages.fork_server import ChildExited, Fork, Forked, ForkServerReady
-from .ipc.messages.stage import CheckStage, StageSettings
+from .ipc.messages.processor import CheckStage, StageSettings
 from .ipc.messages.worker import WorkerSettings
 from .sandbox.calls import PR_SET_NAME
 from .sandbox.environment import take_environment
@@ -42,7 +42,7 @@ FIRST: Final = (
     "torch",
     "torch.fx.experimental.symbolic_shapes",  # as a program's kernels are checked
     "pipeswitch.workers.main",
-    "pipeswitch.workers.stage",
+    "pipeswitch.workers.processor",
     "pipeswitch.programs.build.builder",
     "pipeswitch.programs.build.program",
 )
@@ -70,7 +70,7 @@ def rehearsal_command(
     out: Path, device: str, link_bytes_per_s: float, entry: str, args: Sequence[str]
 ) -> list[str]:
     """Return the command line that measures a training script's first steps."""
-    module = [sys.executable, "-P", "-m", "pipeswitch.workers.training.rehearsal"]
+    module = [sys.executable, "-P", "-m", "pipeswitch.workers.training.dry_run"]
     return [*module, str(out), device, str(link_bytes_per_s), entry, *args]
 
 
@@ -220,13 +220,13 @@ def _run(settings: Message, descriptors: Sequence[int]) -> int:
                 take_environment(descriptor)
             return run_builder(settings, channel_from(channel))
         case StageSettings():
-            from .workers.stage import run as run_stage
+            from .workers.processor import run as run_stage
 
             channel, results, owners = descriptors
             take_environment(owners)
             return run_stage(settings, channel_from(channel), results)
         case CheckStage():
-            from .workers.stage import check
+            from .workers.processor import check
 
             channel, owners = descriptors
             take_environment(owners)

@@ -10,7 +10,7 @@ from typing import Final
 from .base.config import POLICY_GROUP
 from .base.errors import ConfigError
 from .scheduler.policies import MAKERS, Maker, Policy
-from .scheduler.policies.guard import FAILURES, Judge, described, settings_of
+from .scheduler.policies.guard import FAILURES, PolicyGuard, described, settings_of
 
 HINT = (
     "docs/scheduling.md shows one: found on PYTHONPATH, called with max_wait_ms, returns a Policy"
@@ -51,8 +51,8 @@ def _maker(name: str) -> Maker:
 
 
 CALLS: Final = {
-    getattr(Judge, name).__code__: name
-    for name in ("key", "rank", "stays_until_ms", "may_overtake", "arrange", "cost")
+    getattr(PolicyGuard, name).__code__: name
+    for name in ("key", "rank", "stays_until_ms", "may_backfill", "arrange", "cost")
 }
 
 

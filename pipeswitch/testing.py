@@ -98,12 +98,25 @@ def server(
     with tempfile.TemporaryDirectory(prefix="pipeswitch-", dir=short) as folder:
         root = Path(state_dir) if state_dir is not None else Path(folder) / "state"
         command = [
-            sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()", "serve",
+            sys.executable,
+            "-P",
+            "-c",
+            "from pipeswitch.cli.main import main; main()",
+            "serve",
             *(part for name in devices for part in ("--device", name)),
-            "--listen", "tcp://127.0.0.1:0", "--arena", arena,
-            "--host-store", host_store, "--state-dir", str(root),
-            "--tcp-roles", ",".join(tcp_roles), *(GATEWAY if http else ("--no-http",)), *args,
-        ]  # fmt: skip
+            "--listen",
+            "tcp://127.0.0.1:0",
+            "--arena",
+            arena,
+            "--host-store",
+            host_store,
+            "--state-dir",
+            str(root),
+            "--tcp-roles",
+            ",".join(tcp_roles),
+            *(GATEWAY if http else ("--no-http",)),
+            *args,
+        ]
         process = _start(
             command, folder, {**os.environ, "XDG_RUNTIME_DIR": folder, **(environment or {})}
         )

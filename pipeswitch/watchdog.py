@@ -54,8 +54,9 @@ class Notifier:
         if self._socket is None:
             return
         self._socket.settimeout(timeout_s)
-        text = "\n".join(f"{key}={str(value).replace(chr(10), ' ')}" for key, value in
-                         fields.items())  # fmt: skip
+        text = "\n".join(
+            f"{key}={str(value).replace(chr(10), ' ')}" for key, value in fields.items()
+        )
         try:
             self._socket.sendto(text.encode(), self._address)
         except OSError as error:
@@ -105,9 +106,11 @@ class LoopWatchdog:
     """
 
     def __init__(
-        self, limit_s: float, streams: Sequence[int],
+        self,
+        limit_s: float,
+        streams: Sequence[int],
         end: Callable[[], None] = lambda: os._exit(EXIT_HUNG),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._limit_s = limit_s
         self._streams = streams
         self._end = end

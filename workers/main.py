@@ -2,7 +2,7 @@
 
 Two threads (PipeSwitch 3): the main thread executes; the termination thread reads the signal
 channel and raises the gate's flag. The two channels have no order between them: every message
-carries the epoch it speaks of.
+carries the operation id it speaks of.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections.abc import Sequence
 
 from pipeswitch.base.failpoints import are_enabled, reach
 from pipeswitch.base.machine import FreedMemory
-from pipeswitch.base.units import PrintableFormatter, printable
-from pipeswitch.devices.kinds import kind_of
-from pipeswitch.devices.view import PoolView, now_ms
+from pipeswitch.base.units import PrintableFormatter, escape_control_chars
+from pipeswitch.devices.registry import kind_of
+from pipeswitch.devices.worker_device import WorkerDevice, now_ms
 from pipeswitch.ipc.channel import Channel, channel_from, name_event
 from pipeswitch.ipc.gate import Gate, Where
 from pipeswitch.ipc.messages import worker as worker_msg
@@ -31,10 +31,10 @@ from pipeswitch.sandbox.environment import take_environment
 
 from .inference.pool import RequestPool
 from .inference.task import Programs, infer, warm_up
+from .training.activation_budget import ActivationBudget
 from .training.hooks import use_pace
 from .training.host import JobHost
 from .training.script import give_freed_memory_back, run_script
-from .training.tiles import Tiles
 
 STATUS_FAILED = 70  # as of any child that an exception ends (launch.py)
 REST_S = 5.0  # without a message: then a worker gives freed memory back
@@ -56,9 +56,9 @@ def run(settings: worker_msg.WorkerSettings, descriptors: Sequence[int]) -> int:
     task, control = channel_from(descriptors[0]), channel_from(descriptors[1])
     task.point = control.point = "worker.send"
     _log_to_stderr(settings.slot)
-    board, *others = descriptors[2:]
-    bells, shared = others[: settings.bell_count], others[settings.bell_count :]
-    worker = Worker(settings, task, control, board, bells)
+    control_page, *others = descriptors[2:]
+    doorbells, shared = others[: settings.doorbell_count], others[settings.doorbell_count :]
+    worker = Worker(settings, task, control, control_page, doorbells)
     if shared:
         worker.map_memory(shared)
     worker.start()
@@ -85,22 +85,22 @@ class Worker:
         settings: worker_msg.WorkerSettings,
         task: Channel,
         control: Channel,
-        board: int,
-        bells: Sequence[int],
+        control_page: int,
+        doorbells: Sequence[int],
     ) -> None:
         self._settings = settings
         self._task = task
         self._control = control
-        self._board = board
-        self._bells = bells
-        self._view: PoolView  # these three from ``map_memory`` on
+        self._control_page = control_page
+        self._bells = doorbells
+        self._view: WorkerDevice  # these three from ``map_memory`` on
         self._pool: RequestPool
         self._programs: Programs
         self._gate = Gate(self._on_parked)
         self._host: JobHost | None = None
         self._stop_asked_at_ms = 0.0
         self._next_slot = 0
-        self._job_epoch = 0
+        self._job_op_id = 0
         self._job_known = threading.Event()
         self._is_confined = False
         self._freed = FreedMemory()
@@ -109,7 +109,9 @@ class Worker:
         """``descriptors``: the pool, then the arena's."""
         pool, *arena = descriptors
         kind = kind_of(self._settings.device)
-        self._view = kind.open_view(self._settings, arena, board=self._board, bells=self._bells)
+        self._view = kind.open_view(
+            self._settings, arena, control_page=self._control_page, doorbells=self._bells
+        )
         is_hidden = kind.is_host
         self._pool = RequestPool(pool, self._settings.pool_bytes, is_hidden=is_hidden)
         self._view.pin(self._pool.address, self._pool.size_bytes)
@@ -151,7 +153,7 @@ class Worker:
                     self._make_ready_for(message, descriptors)
                     slot = self._settings.slot
                     if not infer(message, self._programs, self._pool, self._view, self._task, slot):
-                        self._task.send(worker_msg.Cleaned(epoch=message.epoch))
+                        self._task.send(worker_msg.WorkerClean(op_id=message.op_id))
                 case worker_msg.PrepareModel():
                     self._make_ready_for(message, descriptors)
                     self._prepare(message)
@@ -214,8 +216,10 @@ class Worker:
         take_environment(environment)
         self._host = JobHost(message, self._task, self._view, descriptors)
         if message.activation_bytes:
-            self._host.tiles = Tiles(self._view, self._settings.slot, message.activation_bytes)
-        self._job_epoch = message.epoch
+            self._host.tiles = ActivationBudget(
+                self._view, self._settings.slot, message.activation_bytes
+            )
+        self._job_op_id = message.op_id
         self._job_known.set()
         if message.turn:
             self._gate.grant(message.turn)
@@ -248,7 +252,7 @@ class Worker:
         try:
             self._listen()
         except BaseException:
-            sys.stderr.write(printable(traceback.format_exc()))
+            sys.stderr.write(escape_control_chars(traceback.format_exc()))
             sys.stderr.flush()
             os._exit(STATUS_FAILED)
 
@@ -260,7 +264,7 @@ class Worker:
                 os._exit(0)
             message, descriptors = received
             if isinstance(message, Ping):
-                self._control.send(Pong(epoch=message.epoch))
+                self._control.send(Pong(op_id=message.op_id))
             else:
                 self._obey(message, descriptors)
 
@@ -269,7 +273,7 @@ class Worker:
         self._job_known.wait()
         host = self._host
         assert host is not None
-        if getattr(message, "epoch", self._job_epoch) != self._job_epoch:
+        if getattr(message, "op_id", self._job_op_id) != self._job_op_id:
             return
         reach("job.obey")
         match message:
@@ -295,7 +299,7 @@ class Worker:
 
     def _on_back(self, turn: int, is_blocked: bool) -> None:
         self._control.send(
-            worker_msg.Back(epoch=self._job_epoch, turn=turn, is_blocked=is_blocked)  # type: ignore[arg-type]
+            worker_msg.JobReady(op_id=self._job_op_id, turn=turn, is_blocked=is_blocked)  # type: ignore[arg-type]
         )
 
     def _on_parked(self, turn: int, next_turn: int, where: Where) -> None:
@@ -307,8 +311,8 @@ class Worker:
             self._view.raise_turn(next_turn, self._next_slot)
         reach("job.parked")
         self._control.send(
-            worker_msg.Parked(
-                epoch=self._job_epoch,  # type: ignore[arg-type]
+            worker_msg.JobParked(
+                op_id=self._job_op_id,  # type: ignore[arg-type]
                 turn=turn,  # type: ignore[arg-type]
                 next_turn=next_turn,  # type: ignore[arg-type]
                 where=where,

@@ -22,7 +22,7 @@ from msgspec import Meta
 from msgspec import inspect as types
 
 from .errors import ConfigError
-from .units import Amount, Keep, nearest, parse_ms, parse_size
+from .units import RetentionPolicy, SizeSpec, nearest, parse_ms, parse_size
 
 DEFAULT_LISTEN: Final = "tcp://127.0.0.1:5555"
 _HOST: Final = r"[^:/\s]+|\[[^\]\s]+\]"
@@ -76,7 +76,7 @@ Time = Annotated[
     float, Meta(ge=0, le=MAX_MS), _written("a time", parse_ms, h=3600e3, m=60e3, s=1e3, ms=1)
 ]
 Count = Annotated[int, Meta(ge=1)]
-AmountSetting = Annotated[Amount, _written("an amount", Amount.parse)]
+AmountSetting = Annotated[SizeSpec, _written("an amount", SizeSpec.parse)]
 Name = Annotated[str, _form(NAME_PATTERN.pattern, "a name of a-z, 0-9 and . _ - inside it")]
 TenantName = Annotated[str, _form(rf"\*|{NAME_PATTERN.pattern}", "the name of a key or token")]
 ListenAddress = Annotated[str, _form(f"tcp://({_HOST}):({_PORT})", f"of the form {DEFAULT_LISTEN}")]
@@ -210,8 +210,8 @@ class ServerConfig(Section, frozen=True):
     pool_bytes: LargeSize = parse_size("512MiB")
     shares: bool = True
     max_upload_bytes: LargeSize = parse_size("32GiB")
-    max_disk: AmountSetting = Amount()
-    max_disk_per_client: AmountSetting = Amount()
+    max_disk: AmountSetting = SizeSpec()
+    max_disk_per_client: AmountSetting = SizeSpec()
     max_models_per_client: Count = 1000
     allow_code: tuple[str, ...] = ()
     tcp_roles: tuple[RoleName, ...] = ("infer",)
@@ -258,12 +258,12 @@ class DeviceConfig(Section, frozen=True):
     """
 
     name: Annotated[str, _written("a device", _device_names)] = "auto"
-    arena: AmountSetting = Amount()
+    arena: AmountSetting = SizeSpec()
     link_gbps: Annotated[float, Meta(ge=0, le=10**6)] = 0.0
     waits: Literal["auto", "cpu", "gpu"] = "auto"
     words: Literal["auto", "copy", "write"] = "auto"
     activations: Literal["auto", "private", "slice"] = "auto"
-    slice: AmountSetting = Amount()
+    slice: AmountSetting = SizeSpec()
     graphs: Literal["auto", "off", "on"] = "auto"
     graph_budget_bytes: Size = parse_size("1GiB")
     bindings: Annotated[str, _form(r"[A-Za-z_][A-Za-z0-9_.]*", "the name of a package")] = (
@@ -282,7 +282,7 @@ class HostConfig(Section, frozen=True):
     store: host memory for models: auto, 32GiB or a fraction
     """
 
-    store: AmountSetting = Amount()
+    store: AmountSetting = SizeSpec()
 
 
 class WorkersConfig(Section, frozen=True):
@@ -300,8 +300,8 @@ class WorkersConfig(Section, frozen=True):
     standby: Annotated[int, Meta(ge=1, le=32)] = 2
     threads: Annotated[int, Meta(ge=0, le=4096)] = 0
     build_timeout_ms: Time = parse_ms("10m")
-    build_memory: AmountSetting = Amount()
-    task_memory: AmountSetting = Amount()
+    build_memory: AmountSetting = SizeSpec()
+    task_memory: AmountSetting = SizeSpec()
     restart_backoff_ms: Time = parse_ms("1s")
 
 
@@ -373,7 +373,9 @@ class JobsConfig(Section, frozen=True):
         those before it
     """
 
-    keep: Annotated[Keep, _written("a number or a time", Keep.parse)] = Keep(20)
+    keep: Annotated[RetentionPolicy, _written("a number or a time", RetentionPolicy.parse)] = (
+        RetentionPolicy(20)
+    )
     shared_input_bytes: Annotated[Size, Meta(ge=4 << 20)] = parse_size("256MiB")
     keep_versions: Count = 2
 

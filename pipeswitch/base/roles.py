@@ -51,7 +51,7 @@ MODEL_FACTS: Final = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class Principal:
     """Identity and roles of a client."""
 
     tenant: str  # its key's name; ANYONE without a key; empty: the server's owner
@@ -90,7 +90,7 @@ class Standing:
         )
 
 
-OWNER: Final = Standing(tenant="", roles=ALL_ROLES)
+OWNER: Final = Principal(tenant="", roles=ALL_ROLES)
 
 
 def parse_roles(names: Iterable[str]) -> frozenset[Role]:

@@ -15,13 +15,27 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 _SIZE_UNITS: Final = {
-    "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-}  # fmt: skip
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
 
 
-_TIME_UNITS_MS: Final = {"us": 1e-3, "ms": 1.0, "s": 1e3, "m": 60e3, "min": 60e3, "h": 3600e3,
-                        "d": 24 * 3600e3}  # fmt: skip
+_TIME_UNITS_MS: Final = {
+    "us": 1e-3,
+    "ms": 1.0,
+    "s": 1e3,
+    "m": 60e3,
+    "min": 60e3,
+    "h": 3600e3,
+    "d": 24 * 3600e3,
+}
 
 
 LIMIT: Final = 1 << 63  # bytes or milliseconds
@@ -65,14 +79,14 @@ def format_bytes(size_bytes: float) -> str:
 
 
 @dataclass(frozen=True)
-class Keep:
+class RetentionPolicy:
     """Retention rule: a maximum count, the newest only, or a maximum age."""
 
     count: int = 1 << 30
     time_ms: float = 0.0  # 0: for ever
 
     @classmethod
-    def parse(cls, text: object) -> Keep:
+    def parse(cls, text: object) -> RetentionPolicy:
         """``20`` or ``7d``. ValueError otherwise."""
         if str(text).strip().isdigit():
             return cls(count=int(str(text)))
@@ -83,7 +97,7 @@ class Keep:
 
 
 @dataclass(frozen=True)
-class Amount:
+class SizeSpec:
     """``auto``, a number of bytes, or a fraction of what there is; exactly one of the three."""
 
     size_bytes: int | None = None
@@ -96,19 +110,19 @@ class Amount:
         return auto_bytes if self.fraction is None else int(total_bytes * self.fraction)
 
     @staticmethod
-    def parse(text: object) -> Amount:
+    def parse(text: object) -> SizeSpec:
         """``auto``, ``20GiB`` or ``0.9``. ValueError otherwise."""
-        if isinstance(text, Amount):
+        if isinstance(text, SizeSpec):
             return text
         if text == "auto":
-            return Amount()
+            return SizeSpec()
         try:
             number = float(str(text))
         except ValueError:
             number = math.nan
         if 0 < number <= 1:
-            return Amount(fraction=number)
-        return Amount(size_bytes=parse_size(text))
+            return SizeSpec(fraction=number)
+        return SizeSpec(size_bytes=parse_size(text))
 
     def __str__(self) -> str:
         if self.size_bytes is not None:
@@ -125,7 +139,7 @@ class PrintableFormatter(logging.Formatter):
     """A log that is looked at in a terminal commands it to nothing."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+        return escape_control_chars(super().format(record))
 
 
 class LogFile(logging.handlers.RotatingFileHandler):
@@ -147,7 +161,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
                 sys.stderr.write(f"{self.baseFilename} cannot be written: {why}\n")
 
 
-def printable(text: str, keep: str = "\n\t") -> str:
+def escape_control_chars(text: str, keep: str = "\n\t") -> str:
     """The text with everything that a terminal would obey spelt out, as in ``\\x1b``."""
     if text.isascii() and text.isprintable():
         return text
@@ -164,7 +178,7 @@ def is_obeyed(character: str) -> bool:
 def printed(value: Any) -> Any:
     """All texts in a value of JSON made printable."""
     if isinstance(value, str):
-        return printable(value)
+        return escape_control_chars(value)
     if isinstance(value, Mapping):
         return {printed(key): printed(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -22,7 +22,7 @@ from ..base.errors import (
     PipeSwitchError,
     ServerUnavailable,
 )
-from ..base.units import printable
+from ..base.units import escape_control_chars
 from . import common, views
 from .page import http_of
 
@@ -80,8 +80,13 @@ class Chat:
                 )
 
     def _events(self, messages: list[dict[str, str]]) -> Generator[dict[str, Any]]:
-        body = {"model": self._model, "messages": messages, "stream": True,
-                "stream_options": {"include_usage": True}, **self._options}  # fmt: skip
+        body = {
+            "model": self._model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self._options,
+        }
         where = urlsplit(self._url)
         kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
         if where.scheme not in kinds or not where.netloc:
@@ -278,7 +283,7 @@ def _answer(talk: Chat, text: str) -> None:
 
 
 def _show(piece: str) -> None:
-    click.echo(printable(piece, keep="\n\t"), nl=False)
+    click.echo(escape_control_chars(piece, keep="\n\t"), nl=False)
     sys.stdout.flush()
 
 

@@ -19,9 +19,11 @@ from . import views
 from .common import Group, json_option, print_done
 
 address_option = click.option(
-    "--address", default="auto", show_default=True,
+    "--address",
+    default="auto",
+    show_default=True,
     help="Ray's, as it says it itself; auto: the one of this machine.",
-)  # fmt: skip
+)
 
 
 @click.group(cls=Group)
@@ -33,19 +35,30 @@ def cluster() -> None:
 
 
 @cluster.command()
-@click.option("--local", type=click.IntRange(1, 64), metavar="N",
-              help="Start Ray here, with N servers, until Ctrl-C or cluster down.")  # fmt: skip
+@click.option(
+    "--local",
+    type=click.IntRange(1, 64),
+    metavar="N",
+    help="Start Ray here, with N servers, until Ctrl-C or cluster down.",
+)
 @address_option
 @click.option("--state-dir", type=click.Path(), help="Of all nodes: each has its folder there.")
-@click.option("--scale", type=(click.IntRange(0), click.IntRange(1)), metavar="MIN MAX",
-              help="As many as requests want, on machines that Ray brings for it "
-              "(packaging/cluster.yaml).")  # fmt: skip
+@click.option(
+    "--scale",
+    type=(click.IntRange(0), click.IntRange(1)),
+    metavar="MIN MAX",
+    help="As many as requests want, on machines that Ray brings for it (packaging/cluster.yaml).",
+)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- SERVE-OPTION...]")
 @json_option
 def up(
-    local: int | None, address: str, state_dir: str | None, scale: tuple[int, int] | None,
-    flags: tuple[str, ...], as_json: bool,
-) -> None:  # fmt: skip
+    local: int | None,
+    address: str,
+    state_dir: str | None,
+    scale: tuple[int, int] | None,
+    flags: tuple[str, ...],
+    as_json: bool,
+) -> None:
     """Start a server on each of Ray's machines that has none; what follows -- is told to each.
 
     Again when a machine was added: what runs stays as it is.
@@ -55,8 +68,10 @@ def up(
     if scale and scale[0] > scale[1]:
         raise InvalidInput(f"--scale is MIN MAX: {scale[0]} is more than {scale[1]}")
     if scale and local:
-        raise InvalidInput("--scale is of machines that Ray brings: without --local",
-                           hint="pipeswitch cluster up --scale 1 4")  # fmt: skip
+        raise InvalidInput(
+            "--scale is of machines that Ray brings: without --local",
+            hint="pipeswitch cluster up --scale 1 4",
+        )
     from ..cluster.placement_actor import start_nodes
     from ..cluster.ray_nodes import machines
 
@@ -85,8 +100,15 @@ def _start_ray() -> Any:
     os.environ.setdefault("RAY_worker_niceness", "0")  # else all servers run behind all else here
     import ray
 
-    ray.init(address="local", namespace="pipeswitch", include_dashboard=False, num_cpus=1,
-             object_store_memory=256 << 20, log_to_driver=False, logging_level="ERROR")  # fmt: skip
+    ray.init(
+        address="local",
+        namespace="pipeswitch",
+        include_dashboard=False,
+        num_cpus=1,
+        object_store_memory=256 << 20,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
     return ray
 
 
@@ -130,8 +152,10 @@ def status(address: str, as_json: bool) -> None:
         return
     columns = ("name", "address", "owners", "http", "grpc", "waiting", "jobs")
     views.console().print(views.Listing(found["nodes"], columns))
-    rows = [{"model": name, "serving": one["serving"], "nodes": ", ".join(one["nodes"])}
-            for name, one in found["models"].items()]  # fmt: skip
+    rows = [
+        {"model": name, "serving": one["serving"], "nodes": ", ".join(one["nodes"])}
+        for name, one in found["models"].items()
+    ]
     views.console().print(views.Listing(rows, ("model", "serving", "nodes")))
 
 

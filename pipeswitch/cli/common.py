@@ -22,13 +22,18 @@ EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 http_option = click.option(
-    "--http", default="", metavar="URL",
+    "--http",
+    default="",
+    metavar="URL",
     help="The server's HTTP address; its owner does not need this.",
-)  # fmt: skip
+)
 token_option = click.option(
-    "--token", default="", envvar="PIPESWITCH_TOKEN", show_envvar=True,
+    "--token",
+    default="",
+    envvar="PIPESWITCH_TOKEN",
+    show_envvar=True,
     help="With --http: the bearer token, if that address asks for one.",
-)  # fmt: skip
+)
 watch_option = click.option("--watch", is_flag=True, help="Refresh until Ctrl-C.")
 
 
@@ -37,9 +42,12 @@ def _split(_: click.Context, __: click.Parameter, names: str) -> list[str]:
 
 
 devices_option = click.option(
-    "--devices", default="", metavar="DEVICE,DEVICE", callback=_split,
+    "--devices",
+    default="",
+    metavar="DEVICE,DEVICE",
+    callback=_split,
     help="Allowed devices: cuda:1, or cuda for all. Default: all of the first one's kind.",
-)  # fmt: skip
+)
 
 
 class Group(click.Group):

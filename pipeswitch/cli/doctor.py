@@ -21,7 +21,7 @@ from ..devices.cuda import examine as selftest
 from ..devices.cuda import ladder as cuda_ladder
 from ..devices.cuda.bindings import PACKAGE
 from ..devices.cuda.kind import index_of
-from ..ipc import board
+from ..ipc import control_page
 from ..sandbox.confine import missing
 from ..wire.addresses import default_address, parse_listen
 
@@ -87,8 +87,14 @@ def _gpu() -> list[Finding]:
     if not version.is_file():
         nodes = sorted(Path("/dev").glob("nvidia[0-9]*"))
         if nodes:
-            return [Finding("gpu", "warn", f"{len(nodes)} device nodes, but no driver is loaded",
-                            "load the nvidia kernel module")]  # fmt: skip
+            return [
+                Finding(
+                    "gpu",
+                    "warn",
+                    f"{len(nodes)} device nodes, but no driver is loaded",
+                    "load the nvidia kernel module",
+                )
+            ]
         return [Finding("gpu", "ok", "no NVIDIA device: the cpu device is used")]
     found = [Finding("driver", "ok", version.read_text().splitlines()[0])]
     for card in cards:
@@ -114,8 +120,9 @@ def _cuda_device(config: DeviceConfig, name: str) -> list[Finding]:
     try:
         found = selftest.examine(config.bindings, index, tests=cuda_ladder.TESTS)
     except PipeSwitchError as error:
-        return [Finding(title, "fail" if name.startswith("cuda") else "warn", error.message,
-                        error.hint)]  # fmt: skip
+        return [
+            Finding(title, "fail" if name.startswith("cuda") else "warn", error.message, error.hint)
+        ]
     device = found.pop("device")
     versions = f"driver for CUDA {device['driver'] // 1000}, runtime {device['runtime'] // 1000}"
     size = f"{format_bytes(device['free_bytes'])} of {format_bytes(device['device_bytes'])} free"
@@ -158,8 +165,8 @@ def _kernel() -> list[Finding]:
     found = []
     descriptors: list[int] = []
     try:
-        descriptors.append(board.sealed_memfd("doctor", 1 << 20))
-        board.seal_against_writers(descriptors[0])
+        descriptors.append(control_page.sealed_memfd("doctor", 1 << 20))
+        control_page.seal_against_writers(descriptors[0])
         found.append(Finding("memfd and seals", "ok", "work"))
     except (OSError, AttributeError) as error:
         found.append(Finding("memfd and seals", "fail", str(error), "Linux 5.1 or newer is needed"))
@@ -182,10 +189,10 @@ def _kernel() -> list[Finding]:
 
 def _windows(descriptor: int) -> Finding:
     """Check that a worker on cpu can open and close its model's memory."""
-    from ..devices.cpu.windows import Window
+    from ..devices.cpu.page_protection import ProtectedMapping
 
     try:
-        Window(descriptor, 1 << 20).unmap()
+        ProtectedMapping(descriptor, 1 << 20).unmap()
     except OSError as error:
         return Finding("windows", "fail", str(error), "Linux 5.13 or newer is needed")
     return Finding("windows", "ok", "work")
@@ -232,8 +239,14 @@ def _copy_speed() -> list[Finding]:
 def _limits() -> list[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     cores = cpu_count()
-    found = [Finding("cores", "ok" if cores > 1 else "warn", str(cores),
-                     "" if cores > 1 else "copy and compute share one core")]  # fmt: skip
+    found = [
+        Finding(
+            "cores",
+            "ok" if cores > 1 else "warn",
+            str(cores),
+            "" if cores > 1 else "copy and compute share one core",
+        )
+    ]
     if soft < LOW_FILES:
         advice = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
         found.append(Finding("open files", "warn", str(soft), advice))

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from ..base.bytes_tensors import BYTES
 from ..base.errors import InvalidInput, PipeSwitchError
-from ..base.texts import BYTES
-from ..base.units import printable
+from ..base.units import escape_control_chars
 from ..planning.fit import percentile
-from ..wire.bill import PARTS, SELDOM, Bill
+from ..wire.request_timing import PARTS, SELDOM, RequestTiming
 from . import views
 from .common import connected, json_option, milliseconds, name_argument
 
@@ -132,7 +132,7 @@ def _bill_printer(count: int) -> Callable[[Any], None]:
     return show_bill
 
 
-def _numbers(bill: Bill) -> str:
+def _numbers(bill: RequestTiming) -> str:
     return "".join(f"{getattr(bill, column):10.2f}" for column in views.BILL_COLUMNS)
 
 
@@ -148,7 +148,7 @@ def texts_of(outputs: Mapping[str, Any]) -> dict[str, list[str]]:
 def _print_texts(outputs: Mapping[str, Any]) -> None:
     for name, texts in texts_of(outputs).items():
         more = f", and {len(texts) - MOST_TEXTS} more" if len(texts) > MOST_TEXTS else ""
-        views.echo(f"{name}: {printable(', '.join(texts[:MOST_TEXTS]))}{more}")
+        views.echo(f"{name}: {escape_control_chars(', '.join(texts[:MOST_TEXTS]))}{more}")
 
 
 def _summary(outcomes: list[Any]) -> dict[str, Any]:
@@ -388,10 +388,16 @@ def generate(name: str, prompt: str, ids: bool, as_json: bool, **options: Any) -
         given = [int(part) for part in parts]
     with connected() as client, client.generate(name, given, **options) as answer:
         for token in answer if not as_json else ():
-            click.echo(f"{token.id} " if ids else printable(token.text, keep="\n\t"), nl=False)
+            click.echo(
+                f"{token.id} " if ids else escape_control_chars(token.text, keep="\n\t"), nl=False
+            )
         text = answer.text
-        row = {"text": text, "tokens": answer.tokens, "reason": answer.reason,
-               "first_token_ms": answer.first_token_ms}  # fmt: skip
+        row = {
+            "text": text,
+            "tokens": answer.tokens,
+            "reason": answer.reason,
+            "first_token_ms": answer.first_token_ms,
+        }
     if as_json:
         views.print_json(row)
     else:

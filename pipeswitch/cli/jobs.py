@@ -37,13 +37,21 @@ class ScriptCommand(click.Command):
 @click.option("--name", default="", help="Name of the job (default: the script's).")
 @click.option("--priority", type=click.Choice(["high", "normal", "low"]), default=None)
 @click.option(
-    "--share", metavar="GROUP", default="",
+    "--share",
+    metavar="GROUP",
+    default="",
     help="Jobs of a group load the input of job.shared once; several SCRIPT.py may be named.",
-)  # fmt: skip
-@click.option("--offload", type=click.Choice(OFFLOADS),
-              help="Of what forward saves, where job.steps does not say it.")  # fmt: skip
-@click.option("--activation-memory", metavar="2GiB",
-              help="What of it may be on the device, where job.steps does not say it.")  # fmt: skip
+)
+@click.option(
+    "--offload",
+    type=click.Choice(OFFLOADS),
+    help="Of what forward saves, where job.steps does not say it.",
+)
+@click.option(
+    "--activation-memory",
+    metavar="2GiB",
+    help="What of it may be on the device, where job.steps does not say it.",
+)
 @common.devices_option
 @common.json_option
 def train(

@@ -19,9 +19,12 @@ from .common import Group, json_option, print_done
 
 name_argument = click.argument("name")
 roles_option = click.option(
-    "--role", "roles", multiple=True, type=click.Choice([role.value for role in Role]),
+    "--role",
+    "roles",
+    multiple=True,
+    type=click.Choice([role.value for role in Role]),
     help="What it may do besides infer: register, operate, code (repeatable).",
-)  # fmt: skip
+)
 
 
 @click.group(cls=Group)
@@ -68,8 +71,13 @@ def keys_server(show: bool, as_json: bool) -> None:
 
 @keys.command("client")
 @name_argument
-@click.option("--out", type=click.Path(file_okay=False), default=".", show_default=True,
-              help="Where the client's two files are written.")  # fmt: skip
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False),
+    default=".",
+    show_default=True,
+    help="Where the client's two files are written.",
+)
 @roles_option
 @json_option
 def keys_client(name: str, out: str, roles: tuple[str, ...], as_json: bool) -> None:
@@ -98,8 +106,13 @@ def keys_client(name: str, out: str, roles: tuple[str, ...], as_json: bool) -> N
 
 @keys.command("pair")
 @name_argument
-@click.option("--out", type=click.Path(file_okay=False), default=".", show_default=True,
-              help="Where the two files are written.")  # fmt: skip
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False),
+    default=".",
+    show_default=True,
+    help="Where the two files are written.",
+)
 @json_option
 def keys_pair(name: str, out: str, as_json: bool) -> None:
     """Make a pair on a client's own machine: its secret never travels."""

@@ -86,8 +86,14 @@ def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 @click.group(
     cls=Cli, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
 )
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False,
-              callback=_print_version, help="Show the version.")  # fmt: skip
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version.",
+)
 @click.option("--host", metavar="ADDRESS", help="Server to talk to (default: $PIPESWITCH_HOST).")
 @click.option(
     "--key", type=click.Path(), help="This client's .key_secret (default: $PIPESWITCH_KEY)."
@@ -104,15 +110,37 @@ def main(ctx: click.Context, host: str | None, key: str | None, server_key: str 
 
 
 VERBS = (
-    server.serve, server.stop, server.ps, server.stats, server.top, server.ping, server.trace,
+    server.serve,
+    server.stop,
+    server.ps,
+    server.stats,
+    server.top,
+    server.ping,
+    server.trace,
     server.ui,
-    models.register, models.chain, models.unregister, models.load, models.unload, models.models,
-    models.show, models.profile, models.plan,
-    infer.infer, infer.generate, chat.chat, chat.run, models.sequences,
-    jobs.train, jobs.jobs,
+    models.register,
+    models.chain,
+    models.unregister,
+    models.load,
+    models.unload,
+    models.models,
+    models.show,
+    models.profile,
+    models.plan,
+    infer.infer,
+    infer.generate,
+    chat.chat,
+    chat.run,
+    models.sequences,
+    jobs.train,
+    jobs.jobs,
     keys,
-    machine.demo, machine.doctor, machine.config, machine.completion, machine.backup,
+    machine.demo,
+    machine.doctor,
+    machine.config,
+    machine.completion,
+    machine.backup,
     machine.restore,
-)  # fmt: skip
+)
 for verb in VERBS:
     main.add_command(verb)

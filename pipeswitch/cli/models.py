@@ -61,55 +61,104 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
 @click.command()
 @click.argument("name")
 @click.argument("source", required=False, default="")
-@click.option("--from-job", metavar="JOB[@STEP]",
-              help="Make the job's newest commit the model's next version.")  # fmt: skip
-@click.option("--as-version", is_flag=True,
-              help="Make --weights FILE the model's next version.")  # fmt: skip
-@click.option("--part", default="", metavar="NAME",
-              help="With --from-job: the part of the job, if several fit the model.")  # fmt: skip
+@click.option(
+    "--from-job",
+    metavar="JOB[@STEP]",
+    help="Make the job's newest commit the model's next version.",
+)
+@click.option("--as-version", is_flag=True, help="Make --weights FILE the model's next version.")
+@click.option(
+    "--part",
+    default="",
+    metavar="NAME",
+    help="With --from-job: the part of the job, if several fit the model.",
+)
 @click.option(
     "--weights",
     default="",
     help="FILE.safetensors, FILE.pt (a state dict), pretrained or random:SEED.",
 )
-@click.option("--input", "inputs", multiple=True, metavar="[NAME=]8x3x224x224:float32",
-              callback=_signature,
-              help="Shape and dtype where the source does not know them (repeatable).")  # fmt: skip
-@click.option("--example", type=click.Path(exists=True, dir_okay=False), metavar="FILE.npz",
-              help="For package.module:factory: values of its inputs, by their names.")  # fmt: skip
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="[NAME=]8x3x224x224:float32",
+    callback=_signature,
+    help="Shape and dtype where the source does not know them (repeatable).",
+)
+@click.option(
+    "--example",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE.npz",
+    help="For package.module:factory: values of its inputs, by their names.",
+)
 @click.option("--priority", type=click.Choice(["high", "normal", "low"]), default="normal")
 @click.option("--pin", is_flag=True, help="Keep it on the device.")
 @click.option("--max-batch", type=int, default=0, help="Largest dynamic batch.")
-@click.option("--batch", type=click.IntRange(2), metavar="ROWS",
-              help="Join up to this many rows of waiting requests into one run.")  # fmt: skip
-@click.option("--batch-delay", "batch_delay_ms", default="0", metavar="TIME",
-              callback=lambda _, option, text: common.milliseconds(option.opts[0], text),
-              help="With --batch: how long a request waits for others (2ms).")  # fmt: skip
-@click.option("--preprocess", default="", metavar="PACKAGE.MODULE:FUNCTION",
-              help="Function of the server that makes the inputs from what clients send.",
-)  # fmt: skip
-@click.option("--raw", multiple=True, callback=_signature, metavar="[NAME=]1..64:bytes",
-              help="With --preprocess: shape and dtype of what clients send (repeatable).",
-)  # fmt: skip
-@click.option("--postprocess", default="", metavar="PACKAGE.MODULE:FUNCTION",
-              help="Of the server's; makes the answer of the model's outputs, beside the device.",
-)  # fmt: skip
-@click.option("--returns", multiple=True, callback=_signature, metavar="[NAME=]1..64:bytes",
-              help="With --postprocess: shape and dtype of what clients get (repeatable).",
-)  # fmt: skip
-@click.option("--state", multiple=True, metavar="INPUT=OUTPUT", callback=_states,
-              help="Input that an output becomes in a sequence (h=h_out), or that it is appended "
-                   "to along a dimension (cache=rows+1); repeatable.",
-)  # fmt: skip
-@click.option("--generate", is_flag=True,
-              help="A causal language model (hf:NAME), with its cache as a sequence's state.",
-)  # fmt: skip
-@click.option("--precision", type=click.Choice(PRECISIONS),
-              help="exact; fast: packed weights, as --generate has it; bf16, int8: fewer bytes.",
-)  # fmt: skip
-@click.option("--max-error", type=click.FloatRange(0.0, 1.0), default=0.0,
-              help="Largest error of --precision, relative to the largest output.",
-)  # fmt: skip
+@click.option(
+    "--batch",
+    type=click.IntRange(2),
+    metavar="ROWS",
+    help="Join up to this many rows of waiting requests into one run.",
+)
+@click.option(
+    "--batch-delay",
+    "batch_delay_ms",
+    default="0",
+    metavar="TIME",
+    callback=lambda _, option, text: common.milliseconds(option.opts[0], text),
+    help="With --batch: how long a request waits for others (2ms).",
+)
+@click.option(
+    "--preprocess",
+    default="",
+    metavar="PACKAGE.MODULE:FUNCTION",
+    help="Function of the server that makes the inputs from what clients send.",
+)
+@click.option(
+    "--raw",
+    multiple=True,
+    callback=_signature,
+    metavar="[NAME=]1..64:bytes",
+    help="With --preprocess: shape and dtype of what clients send (repeatable).",
+)
+@click.option(
+    "--postprocess",
+    default="",
+    metavar="PACKAGE.MODULE:FUNCTION",
+    help="Of the server's; makes the answer of the model's outputs, beside the device.",
+)
+@click.option(
+    "--returns",
+    multiple=True,
+    callback=_signature,
+    metavar="[NAME=]1..64:bytes",
+    help="With --postprocess: shape and dtype of what clients get (repeatable).",
+)
+@click.option(
+    "--state",
+    multiple=True,
+    metavar="INPUT=OUTPUT",
+    callback=_states,
+    help="Input that an output becomes in a sequence (h=h_out), or that it is appended "
+    "to along a dimension (cache=rows+1); repeatable.",
+)
+@click.option(
+    "--generate",
+    is_flag=True,
+    help="A causal language model (hf:NAME), with its cache as a sequence's state.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(PRECISIONS),
+    help="exact; fast: packed weights, as --generate has it; bf16, int8: fewer bytes.",
+)
+@click.option(
+    "--max-error",
+    type=click.FloatRange(0.0, 1.0),
+    default=0.0,
+    help="Largest error of --precision, relative to the largest output.",
+)
 @common.devices_option
 @common.json_option
 def register(
@@ -181,8 +230,13 @@ def _registered(name: str, row: dict[str, Any]) -> str:
 @click.command()
 @click.argument("name")
 @click.argument("steps", nargs=-1, required=True, metavar="[STEP=]MODEL[:INPUT=VALUE,…]...")
-@click.option("--output", "outputs", multiple=True, metavar="NAME=STEP.OUTPUT",
-              help="Of the answer (repeatable; default: all of the last step).")  # fmt: skip
+@click.option(
+    "--output",
+    "outputs",
+    multiple=True,
+    metavar="NAME=STEP.OUTPUT",
+    help="Of the answer (repeatable; default: all of the last step).",
+)
 @common.json_option
 def chain(name: str, steps: tuple[str, ...], outputs: tuple[str, ...], as_json: bool) -> None:
     """Make registered models servable as one, asked one after the other.
@@ -331,8 +385,13 @@ def show(name: str, version: int | None, as_json: bool, watch: bool) -> None:
 @click.command()
 @common.names_argument
 @click.option("--all", "is_all", is_flag=True, help="Each model that is ready, in turn.")
-@click.option("--batch", "batches", type=click.IntRange(1), multiple=True,
-              help="Sizes to time (repeatable); groups are made for the first.")  # fmt: skip
+@click.option(
+    "--batch",
+    "batches",
+    type=click.IntRange(1),
+    multiple=True,
+    help="Sizes to time (repeatable); groups are made for the first.",
+)
 @common.json_option
 def profile(names: tuple[str, ...], is_all: bool, batches: tuple[int, ...], as_json: bool) -> None:
     """Measure models layer by layer on an idle device, and plan their layer groups from it."""
@@ -379,12 +438,24 @@ def _profiled(client: Any, name: str, batches: tuple[int, ...], as_json: bool) -
     type=click.UNPROCESSED,
     shell_complete=common.complete_models,
 )
-@click.option("--deadline", "deadlines", multiple=True, metavar="[NAME=]50ms",
-              help="Say whether it holds, for one model or for all (repeatable).")  # fmt: skip
-@click.option("--train", "script", metavar="SCRIPT.py",
-              help="Instead: run its first steps here, and say what budgets cost.")  # fmt: skip
-@click.option("--memory", metavar="2GiB",
-              help="With --train: of what forward saves (default: several shares).")  # fmt: skip
+@click.option(
+    "--deadline",
+    "deadlines",
+    multiple=True,
+    metavar="[NAME=]50ms",
+    help="Say whether it holds, for one model or for all (repeatable).",
+)
+@click.option(
+    "--train",
+    "script",
+    metavar="SCRIPT.py",
+    help="Instead: run its first steps here, and say what budgets cost.",
+)
+@click.option(
+    "--memory",
+    metavar="2GiB",
+    help="With --train: of what forward saves (default: several shares).",
+)
 @common.json_option
 @common.watch_option
 def plan(
@@ -404,11 +475,11 @@ def plan(
     if script is None and memory:
         raise click.UsageError("--memory is for --train SCRIPT.py")
     if script is not None:
-        from . import rehearsal
+        from . import dry_run
 
         if deadlines or watch:
             raise click.UsageError("--deadline and --watch are for models, not for --train")
-        rehearsal.show(script, args, common.size_option("--memory", memory), as_json)
+        dry_run.show(script, args, common.size_option("--memory", memory), as_json)
         return
     try:
         wanted = cli_profile.parse_deadlines(deadlines)

@@ -19,8 +19,17 @@ from . import views
 
 PROFILE_COLUMNS: Final = ("plan", "groups", "predicted_ms", "measured_ms", "spread_ms", "trials")
 BATCH_COLUMNS: Final = ("batch", "switch_compute_ms", "resident_compute_ms", "trials")
-PLAN_COLUMNS: Final = ("model", "size", "groups", "switch_ms", "resident_ms", "bound_ms",
-                       "deadline_ms", "holds", "why")  # fmt: skip
+PLAN_COLUMNS: Final = (
+    "model",
+    "size",
+    "groups",
+    "switch_ms",
+    "resident_ms",
+    "bound_ms",
+    "deadline_ms",
+    "holds",
+    "why",
+)
 JOB_COLUMNS: Final = ("job", "size", "saved", "memory", "offloaded", "planned_step_ms", "step_ms")
 
 
@@ -49,10 +58,13 @@ def profile_view(row: Mapping[str, Any]) -> RenderableType:
         for batch in profile.batches
     ]
     checks = [
-        {**msgspec.structs.asdict(check), "plan": _name(check.plan, profile),
-         "groups": len(check.plan)}
+        {
+            **msgspec.structs.asdict(check),
+            "plan": _name(check.plan, profile),
+            "groups": len(check.plan),
+        }
         for check in profile.checks
-    ]  # fmt: skip
+    ]
     return Group(
         head,
         views.Listing(batches, BATCH_COLUMNS),
@@ -137,8 +149,12 @@ def jobs_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _job_row(job: Mapping[str, Any]) -> dict[str, Any]:
-    sizes = {"size": "lease_bytes", "saved": "saved_bytes", "memory": "budget_bytes",
-             "offloaded": "offloaded_bytes"}  # fmt: skip
+    sizes = {
+        "size": "lease_bytes",
+        "saved": "saved_bytes",
+        "memory": "budget_bytes",
+        "offloaded": "offloaded_bytes",
+    }
     known = {name: format_bytes(job[key]) for name, key in sizes.items() if job.get(key)}
     return {**job, **known}
 
@@ -151,10 +167,14 @@ def report_view(made: Mapping[str, Any]) -> RenderableType:
     streams = made["streams"]
     rows = [_row(model, streams.get(model.name, "")) for model in capacity.models]
     rows += [
-        {"model": row["name"], "size": format_bytes(row["bytes"]), "groups": "",
-         "why": streams.get(row["name"]) or row["grouping_why"]}
+        {
+            "model": row["name"],
+            "size": format_bytes(row["bytes"]),
+            "groups": "",
+            "why": streams.get(row["name"]) or row["grouping_why"],
+        }
         for row in made["without_profile"]
-    ]  # fmt: skip
+    ]
     jobs = [_job_row(job) for job in made.get("jobs", ())]
     below: list[RenderableType] = [Text(), views.Listing(jobs, JOB_COLUMNS)] if jobs else []
     if not rows:

@@ -39,48 +39,95 @@ def _commas(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> st
 
 @click.command()
 @click.option("--config", "path", type=click.Path(), help="Default: pipeswitch.toml, if here.")
-@click.option("--device", "device__name", multiple=True, callback=_commas,
-              help="auto, cpu or cuda:0; repeated: cpu:0 and cpu:1.")  # fmt: skip
+@click.option(
+    "--device",
+    "device__name",
+    multiple=True,
+    callback=_commas,
+    help="auto, cpu or cuda:0; repeated: cpu:0 and cpu:1.",
+)
 @click.option("--listen", "server__listen", help="tcp://127.0.0.1:5555")
 @click.option("--name", "server__name", help="Name of the owner's socket (default: the port).")
 @click.option("--arena", "device__arena", help="Device memory: auto, 20GiB or a fraction.")
-@click.option("--host-store", "host__store",
-              help="Host memory for models: auto, 32GiB or a fraction.")  # fmt: skip
+@click.option(
+    "--host-store", "host__store", help="Host memory for models: auto, 32GiB or a fraction."
+)
 @click.option("--pool", "server__pool", help="Shared memory for waiting requests: 512MiB.")
-@click.option("--state-dir", "server__state_dir", type=click.Path(),
-              help="Bundles, commits, journal, logs.")  # fmt: skip
-@click.option("--auth", "server__auth",
-              help="keys: TCP clients need a key on loopback too (default: auto).")  # fmt: skip
+@click.option(
+    "--state-dir", "server__state_dir", type=click.Path(), help="Bundles, commits, journal, logs."
+)
+@click.option(
+    "--auth", "server__auth", help="keys: TCP clients need a key on loopback too (default: auto)."
+)
 @click.option("--keys-dir", "server__keys_dir", type=click.Path(), help="From pipeswitch keys.")
-@click.option("--tcp-roles", "server__tcp_roles", metavar="ROLE,ROLE",
-              help="Roles of every TCP client: infer (default), urgent, register, operate, code.",
-)  # fmt: skip
+@click.option(
+    "--tcp-roles",
+    "server__tcp_roles",
+    metavar="ROLE,ROLE",
+    help="Roles of every TCP client: infer (default), urgent, register, operate, code.",
+)
 @click.option("--standby", "workers__standby", type=int, help="Warm workers beside the active one.")
-@click.option("--threads", "workers__threads", type=int,
-              help="Compute threads of a worker on the cpu device.")  # fmt: skip
-@click.option("--policy", "scheduler__policy",
-              help="priority, fifo, edf, sjf, collate, … or module:name of your own.")  # fmt: skip
-@click.option("--admission", "scheduler__admission", type=click.Choice(["off", "deadline"]),
-              help="deadline: refuse at once what cannot be answered in time (default: off).",
-)  # fmt: skip
-@click.option("--default-deadline", "scheduler__default_deadline",
-              help="Deadline of requests without one: 2s; 0 (default): none.")  # fmt: skip
-@click.option("--link-gbps", "device__link_gbps", type=float,
-              help="cpu device: model a link of this many GB/s.")  # fmt: skip
-@click.option("--commit-every", "scheduler__commit_every",
-              help="How often a job's state is kept: 5s.")  # fmt: skip
+@click.option(
+    "--threads", "workers__threads", type=int, help="Compute threads of a worker on the cpu device."
+)
+@click.option(
+    "--policy",
+    "scheduler__policy",
+    help="priority, fifo, edf, sjf, collate, … or module:name of your own.",
+)
+@click.option(
+    "--admission",
+    "scheduler__admission",
+    type=click.Choice(["off", "deadline"]),
+    help="deadline: refuse at once what cannot be answered in time (default: off).",
+)
+@click.option(
+    "--default-deadline",
+    "scheduler__default_deadline",
+    help="Deadline of requests without one: 2s; 0 (default): none.",
+)
+@click.option(
+    "--link-gbps",
+    "device__link_gbps",
+    type=float,
+    help="cpu device: model a link of this many GB/s.",
+)
+@click.option(
+    "--commit-every", "scheduler__commit_every", help="How often a job's state is kept: 5s."
+)
 @click.option("--profiles-dir", type=click.Path(), help="Measured profiles of models.")
-@click.option("--allow-code", "server__allow_code", multiple=True, metavar="PATTERN",
-              help="Module names and script paths TCP clients may name (repeatable).")  # fmt: skip
-@click.option("--http", "gateway__http", metavar="HOST:PORT",
-              help="For Triton's and KServe's clients, metrics and the page.")  # fmt: skip
-@click.option("--grpc", "gateway__grpc", metavar="HOST:PORT",
-              help="For gRPC's clients, if grpcio is installed.")  # fmt: skip
+@click.option(
+    "--allow-code",
+    "server__allow_code",
+    multiple=True,
+    metavar="PATTERN",
+    help="Module names and script paths TCP clients may name (repeatable).",
+)
+@click.option(
+    "--http",
+    "gateway__http",
+    metavar="HOST:PORT",
+    help="For Triton's and KServe's clients, metrics and the page.",
+)
+@click.option(
+    "--grpc",
+    "gateway__grpc",
+    metavar="HOST:PORT",
+    help="For gRPC's clients, if grpcio is installed.",
+)
 @click.option("--no-http", is_flag=True, help="Serve neither HTTP nor gRPC.")
-@click.option("--gateway-roles", "gateway__roles", metavar="ROLE,ROLE",
-              help="Roles of every HTTP and gRPC caller.")  # fmt: skip
-@click.option("--gateway-tokens", "gateway__tokens", type=click.Path(),
-              help="File with lines NAME TOKEN ROLE,ROLE.")  # fmt: skip
+@click.option(
+    "--gateway-roles",
+    "gateway__roles",
+    metavar="ROLE,ROLE",
+    help="Roles of every HTTP and gRPC caller.",
+)
+@click.option(
+    "--gateway-tokens",
+    "gateway__tokens",
+    type=click.Path(),
+    help="File with lines NAME TOKEN ROLE,ROLE.",
+)
 def serve(path: str | None, no_http: bool, **flags: Any) -> None:
     """Run a server until it is told to stop."""
     from ..base.config import load
@@ -180,8 +227,9 @@ def ui(no_open: bool, as_json: bool) -> None:
         about = client.about()
     url = page_url(about)
     is_open = not no_open and open_page(url, Path(about["token_file"]).parent)
-    print_done({"url": url, "opened": is_open}, f"opened {about['http']}/ui" if is_open else url,
-               as_json)  # fmt: skip
+    print_done(
+        {"url": url, "opened": is_open}, f"opened {about['http']}/ui" if is_open else url, as_json
+    )
 
 
 @click.command()

@@ -61,8 +61,16 @@ HANGS_AFTER_S: Final = 30.0  # one call of a policy; ``[server] watchdog`` is as
 LAYERS: Final = 8  # of a model of which no more is known: as many groups
 SHARES: Final = (6, 25)  # of the models' bytes, percent, where no memory is given
 OF_REQUESTS: Final = ("policy", "in_slo", "p50_ms", "p99_ms", "refused", "switches", "copied")
-OF_JOBS: Final = ("training", "job", "at_ms", "jct_ms", "share", "trained_s", "preempted_s",
-                  "evictions")  # fmt: skip
+OF_JOBS: Final = (
+    "training",
+    "job",
+    "at_ms",
+    "jct_ms",
+    "share",
+    "trained_s",
+    "preempted_s",
+    "evictions",
+)
 OF_NODES: Final = ("nodes", "moved_bytes", "failures", "resent", "placed_per_s")
 JOB: Final = "NAME:STEPS:STEP:MEMORY[@AT]"
 REQUESTS: Final = 200_000  # of a cluster, in all: some minutes
@@ -92,52 +100,107 @@ class Hardware:
 
 @click.command()
 @click.argument("trace")
-@click.option("--models", metavar="FILE|random[:COUNT]", default="random", show_default=True,
-              help='A JSON file: [{"name": …, "bytes": …, "compute_ms": …}].')  # fmt: skip
+@click.option(
+    "--models",
+    metavar="FILE|random[:COUNT]",
+    default="random",
+    show_default=True,
+    help='A JSON file: [{"name": …, "bytes": …, "compute_ms": …}].',
+)
 @click.option("--from-server", is_flag=True, help="The running server's models and profiles.")
-@click.option("--policy", "policies", default="fifo,priority", show_default=True,
-              help="Policies to compare: the server's, yours (module:name), serial.")  # fmt: skip
-@click.option("--device", default="v100-pcie3", show_default=True,
-              help="a100-pcie4, h100-pcie5, or a profile (pipeswitch profile --json).")  # fmt: skip
-@click.option("--memory", help="For models and jobs: sizes, or parts of all their bytes (6%,25%; "
-              "with jobs 100%).")  # fmt: skip
-@click.option("--job", "jobs", metavar=JOB, multiple=True,
-              help="A training job: a:400:10ms:1GiB, b:50:5ms:1GiB@2s; repeatable.")  # fmt: skip
-@click.option("--training", default="rotate", show_default=True,
-              help=f"Orders of jobs to compare: {', '.join(JOB_ORDERS)}.")  # fmt: skip
-@click.option("--batch", type=click.IntRange(min=1),
-              help="Join at most this many requests of a model.")  # fmt: skip
+@click.option(
+    "--policy",
+    "policies",
+    default="fifo,priority",
+    show_default=True,
+    help="Policies to compare: the server's, yours (module:name), serial.",
+)
+@click.option(
+    "--device",
+    default="v100-pcie3",
+    show_default=True,
+    help="a100-pcie4, h100-pcie5, or a profile (pipeswitch profile --json).",
+)
+@click.option(
+    "--memory",
+    help="For models and jobs: sizes, or parts of all their bytes (6%,25%; with jobs 100%).",
+)
+@click.option(
+    "--job",
+    "jobs",
+    metavar=JOB,
+    multiple=True,
+    help="A training job: a:400:10ms:1GiB, b:50:5ms:1GiB@2s; repeatable.",
+)
+@click.option(
+    "--training",
+    default="rotate",
+    show_default=True,
+    help=f"Orders of jobs to compare: {', '.join(JOB_ORDERS)}.",
+)
+@click.option(
+    "--batch", type=click.IntRange(min=1), help="Join at most this many requests of a model."
+)
 @click.option("--batch-delay", default="0", show_default=True, help="How long one waits.")
-@click.option("--batch-row", metavar="SHARE",
-              help="What each further joined row adds to the computing of one (as measured, "
-                   "else 100%).")  # fmt: skip
-@click.option("--tokens", "has_tokens", is_flag=True,
-              help="azure-llm: answers come token by token, each a step of the model.")  # fmt: skip
-@click.option("--prompt-token", metavar="SHARE", default="0.5%", show_default=True,
-              help="Of a step's computing, what each prompt token adds.")  # fmt: skip
+@click.option(
+    "--batch-row",
+    metavar="SHARE",
+    help="What each further joined row adds to the computing of one (as measured, else 100%).",
+)
+@click.option(
+    "--tokens",
+    "has_tokens",
+    is_flag=True,
+    help="azure-llm: answers come token by token, each a step of the model.",
+)
+@click.option(
+    "--prompt-token",
+    metavar="SHARE",
+    default="0.5%",
+    show_default=True,
+    help="Of a step's computing, what each prompt token adds.",
+)
 @click.option("--slo", default="100ms", show_default=True, help="Time beyond its own computing.")
 @click.option("--max-wait", default="2s", show_default=True, help="As the server's max_wait.")
-@click.option("--admission/--no-admission", default=False,
-              help="Refuse at once what cannot meet its deadline.")  # fmt: skip
-@click.option("--look-ahead/--no-look-ahead", default=True,
-              help="The link works ahead while the device computes.")  # fmt: skip
-@click.option("--deadlines/--no-deadlines", default=False,
-              help="Requests carry it as their deadline.")  # fmt: skip
-@click.option("--nodes", type=click.IntRange(1, 10_000), metavar="N",
-              help="Of a cluster: so many machines, and its own placement.")  # fmt: skip
+@click.option(
+    "--admission/--no-admission",
+    default=False,
+    help="Refuse at once what cannot meet its deadline.",
+)
+@click.option(
+    "--look-ahead/--no-look-ahead",
+    default=True,
+    help="The link works ahead while the device computes.",
+)
+@click.option(
+    "--deadlines/--no-deadlines", default=False, help="Requests carry it as their deadline."
+)
+@click.option(
+    "--nodes",
+    type=click.IntRange(1, 10_000),
+    metavar="N",
+    help="Of a cluster: so many machines, and its own placement.",
+)
 @click.option("--devices", type=click.IntRange(1, 64), help="Of each machine (1).")
-@click.option("--tiles", type=click.IntRange(1, 100_000),
-              help="So many clients at once, each with models of its own and the trace from an "
-                   "instant of its own on (as many as devices).")  # fmt: skip
+@click.option(
+    "--tiles",
+    type=click.IntRange(1, 100_000),
+    help="So many clients at once, each with models of its own and the trace from an "
+    "instant of its own on (as many as devices).",
+)
 @click.option("--failures", metavar="SHARE", help="Of the nodes, what dies within an hour.")
-@click.option("--need", metavar="SHARE",
-              help="The fewest nodes, up to N, that answer this share in time.")  # fmt: skip
+@click.option(
+    "--need", metavar="SHARE", help="The fewest nodes, up to N, that answer this share in time."
+)
 @click.option("--speed-up", metavar="NUMBER", help="Speed of the trace (azure: 20, others: 1).")
 @click.option("--requests", type=click.IntRange(min=1), help="Only this many requests.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--plot", type=click.Path(dir_okay=False), help="A picture of the latencies.")
-@click.option("--timeline", type=click.Path(dir_okay=False),
-              help="A timeline of the last switches, as of `pipeswitch trace`.")  # fmt: skip
+@click.option(
+    "--timeline",
+    type=click.Path(dir_okay=False),
+    help="A timeline of the last switches, as of `pipeswitch trace`.",
+)
 @json_option
 def simulate(trace: str, as_json: bool, **options: Any) -> None:
     """Show what a policy, a device or more memory would do to a trace's requests and to jobs.
@@ -196,27 +259,35 @@ class _Comparison:
         self.prompt_share = _read("--prompt-token", given.prompt_token, _share)
         self.cluster = _cluster(given)
         if self.cluster and (self.jobs or given.timeline or is_serial or name == "none"):
-            raise InvalidInput(f"--nodes takes no --job, --timeline, {SERIAL} or trace of none",
-                               hint="pipeswitch simulate azure --nodes 3")  # fmt: skip
+            raise InvalidInput(
+                f"--nodes takes no --job, --timeline, {SERIAL} or trace of none",
+                hint="pipeswitch simulate azure --nodes 3",
+            )
         self._load(name)
 
     def _load(self, name: str) -> None:
         """Read the trace, and choose a model for each of its models."""
         given, cluster = self.given, self.cluster
-        trace, names = _trace(name, self.speed_up, given.seed, given.requests,
-                              has_tokens=given.has_tokens)  # fmt: skip
+        trace, names = _trace(
+            name, self.speed_up, given.seed, given.requests, has_tokens=given.has_tokens
+        )
         self.hardware, model_count = _hardware(given.device), trace.model_count
         if cluster:
             trace = arrivals.tiled(trace, cluster.tiles, given.requests or REQUESTS, given.seed)
         self.trace_name, self.requests = trace.name, trace.arrivals[: given.requests]
         if not self.requests and not self.jobs:
-            raise InvalidInput("there is nothing to simulate",
-                               hint="more --requests" if cluster else f"--job {JOB}")  # fmt: skip
+            raise InvalidInput(
+                "there is nothing to simulate",
+                hint="more --requests" if cluster else f"--job {JOB}",
+            )
         used = []
         if self.requests:
             factor = self.hardware.compute_factor
-            known = (_served() if given.from_server
-                     else _models(given.models, model_count, factor, given.seed))  # fmt: skip
+            known = (
+                _served()
+                if given.from_server
+                else _models(given.models, model_count, factor, given.seed)
+            )
             used = _assigned(known, names, model_count)
         self.models = _joined(used, given.batch, given.batch_delay, given.batch_row)
         self.sizes = {model.name: model.size_bytes for model in self.models}
@@ -231,39 +302,54 @@ class _Comparison:
         else:
             memories = _words(given.memory)
         return [
-            (label, Setting(memory_bytes=size_bytes, costs=Costs(to_device=link, to_host=link),
-                            training=order, policy=policy, slo_ms=self.slo_ms,
-                            look_ahead=given.look_ahead,
-                            own=partial(find_policy, policy, max_wait_ms=self.max_wait_ms),
-                            has_deadlines=given.deadlines or given.admission,
-                            admission="deadline" if given.admission else "off",
-                            max_wait_ms=self.max_wait_ms,
-                            prompt_share=self.prompt_share if given.has_tokens else 0.0))
+            (
+                label,
+                Setting(
+                    memory_bytes=size_bytes,
+                    costs=Costs(to_device=link, to_host=link),
+                    training=order,
+                    policy=policy,
+                    slo_ms=self.slo_ms,
+                    look_ahead=given.look_ahead,
+                    own=partial(find_policy, policy, max_wait_ms=self.max_wait_ms),
+                    has_deadlines=given.deadlines or given.admission,
+                    admission="deadline" if given.admission else "off",
+                    max_wait_ms=self.max_wait_ms,
+                    prompt_share=self.prompt_share if given.has_tokens else 0.0,
+                ),
+            )
             for label, size_bytes in (_memory(text, needed) for text in memories)
             for policy in (self.policies if self.requests else self.policies[:1])
             for order in self.orders
-        ]  # fmt: skip
+        ]
 
     def facts(self) -> dict[str, Any]:
         cluster, hardware = self.cluster, self.hardware
         device_count = cluster.nodes * cluster.devices if cluster else 1
         token_count = sum(one.tokens for one in self.requests) if self.given.has_tokens else 0
         return {
-            "trace": self.trace_name, "speed_up": self.speed_up, "requests": len(self.requests),
-            "models": len(self.sizes), "models_bytes": sum(self.sizes.values()),
-            "slo_ms": self.slo_ms, "device": hardware.name, "is_estimate": hardware.is_estimate,
+            "trace": self.trace_name,
+            "speed_up": self.speed_up,
+            "requests": len(self.requests),
+            "models": len(self.sizes),
+            "models_bytes": sum(self.sizes.values()),
+            "slo_ms": self.slo_ms,
+            "device": hardware.name,
+            "is_estimate": hardware.is_estimate,
             "seed": self.given.seed,
             "compute_load": _load(self.models, self.requests) / device_count,
             **(dataclasses.asdict(cluster) if cluster else {}),
-            "jobs": len(self.jobs), "tokens": token_count,
-        }  # fmt: skip
+            "jobs": len(self.jobs),
+            "tokens": token_count,
+        }
 
     def show(self, rows: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
         """Print the tables."""
         cluster, has_requests, given = self.cluster, bool(self.requests), self.given
         views.console().print(_headline(facts))
-        table = _table(rows, has_requests=has_requests, has_jobs=bool(self.jobs),
-                       has_tokens=given.has_tokens)  # fmt: skip
+        table = _table(
+            rows, has_requests=has_requests, has_jobs=bool(self.jobs), has_tokens=given.has_tokens
+        )
         views.console().print(table)
         for row in rows:
             if cluster and row["in_slo"] < cluster.need:
@@ -325,15 +411,25 @@ def _cluster(given: Any) -> Cluster | None:
     """Checked; None: no cluster was asked for."""
     nodes, devices, tiles = given.nodes, given.devices, given.tiles
     if nodes is None and (devices or tiles or given.failures or given.need):
-        raise InvalidInput("--devices, --tiles, --failures and --need are a cluster's",
-                           hint="--nodes 1 beside them")  # fmt: skip
+        raise InvalidInput(
+            "--devices, --tiles, --failures and --need are a cluster's",
+            hint="--nodes 1 beside them",
+        )
     dying = _read("--failures", given.failures or "0%", _share)
     if dying == 1.0:
         raise InvalidInput("not all nodes can be expected to die in an hour", hint="--failures 1%")
-    return None if nodes is None else Cluster(
-        nodes, devices or 1, tiles or nodes * (devices or 1), dying,
-        _read("--need", given.need or "0%", _share), given.seed,
-    )  # fmt: skip
+    return (
+        None
+        if nodes is None
+        else Cluster(
+            nodes,
+            devices or 1,
+            tiles or nodes * (devices or 1),
+            dying,
+            _read("--need", given.need or "0%", _share),
+            given.seed,
+        )
+    )
 
 
 def _words(text: str) -> list[str]:
@@ -435,10 +531,14 @@ def _models(text: str, count: int, factor: float, seed: int) -> list[PaperModel]
             raise InvalidInput(f"--models {text}: from 1 to 10000 models")
         chance = random.Random(f"models {seed}")
         return [
-            _equal(f"m{i:02d}", int(RANDOM_BYTES * math.exp(chance.gauss(0.0, SPREAD))),
-                   factor * RANDOM_MS * math.exp(chance.gauss(0.0, SPREAD)), LAYERS)
+            _equal(
+                f"m{i:02d}",
+                int(RANDOM_BYTES * math.exp(chance.gauss(0.0, SPREAD))),
+                factor * RANDOM_MS * math.exp(chance.gauss(0.0, SPREAD)),
+                LAYERS,
+            )
             for i in range(int(wanted))
-        ]  # fmt: skip
+        ]
     try:
         rows = msgspec.json.decode(_file(text), type=list[_Row])
     except msgspec.DecodeError as error:
@@ -453,9 +553,11 @@ def _models(text: str, count: int, factor: float, seed: int) -> list[PaperModel]
 
 def _equal(name: str, size_bytes: int, compute_ms: float, layers: int) -> PaperModel:
     return PaperModel(
-        name=name, layer_bytes=(size_bytes // layers,) * layers,
-        layer_ms=(compute_ms / layers,) * layers, plan=tuple(range(layers)),
-    )  # fmt: skip
+        name=name,
+        layer_bytes=(size_bytes // layers,) * layers,
+        layer_ms=(compute_ms / layers,) * layers,
+        plan=tuple(range(layers)),
+    )
 
 
 def _served() -> list[PaperModel]:
@@ -500,8 +602,13 @@ def _jobs(texts: Sequence[str]) -> list[PaperJob]:
                 raise ValueError("a name of its own is expected")
             if not steps.isdecimal() or not 1 <= float(steps) <= MAX_NUMBER or not size_bytes:
                 raise ValueError("a number of steps and some memory are expected")
-            found[name] = PaperJob(name=name, steps=int(steps), step_ms=parse_ms(step),
-                                   memory_bytes=size_bytes, at_ms=parse_ms(at or 0))  # fmt: skip
+            found[name] = PaperJob(
+                name=name,
+                steps=int(steps),
+                step_ms=parse_ms(step),
+                memory_bytes=size_bytes,
+                at_ms=parse_ms(at or 0),
+            )
         except ValueError as error:
             raise InvalidInput(
                 f"--job {text}: {error}", hint=f"{JOB}, as in long:400:10ms:1GiB@2s"
@@ -589,25 +696,39 @@ def _load(models: Sequence[PaperModel], asked: Sequence[arrivals.Arrival]) -> fl
 
 def _row(memory: str, setting: Setting, outcome: Outcome, placed: dict[str, Any]) -> dict[str, Any]:
     jobs = [
-        {"job": job.name, "at_ms": job.at_ms, "jct_ms": job.jct_ms, "share": job.share,
-         "trained_s": job.trained_ms / 1000.0, "preempted_s": job.preempted_ms / 1000.0,
-         "evictions": job.evictions}
+        {
+            "job": job.name,
+            "at_ms": job.at_ms,
+            "jct_ms": job.jct_ms,
+            "share": job.share,
+            "trained_s": job.trained_ms / 1000.0,
+            "preempted_s": job.preempted_ms / 1000.0,
+            "evictions": job.evictions,
+        }
         for job in outcome.jobs
-    ]  # fmt: skip
+    ]
     between = outcome.between_ms
     of_tokens = {
         f"between_{name}_ms": percentile(between, share)
-        for name, share in (("p50", 0.5), ("p99", 0.99)) if between
-    }  # fmt: skip
+        for name, share in (("p50", 0.5), ("p99", 0.99))
+        if between
+    }
     of_jobs = {"training": setting.training, "jct_ms": outcome.jct_ms, "jobs": jobs}
     return {
-        "memory": memory, "policy": setting.policy, "in_slo": outcome.share_in_slo,
-        "p50_ms": quantile_ms(outcome, 0.5), "p99_ms": quantile_ms(outcome, 0.99),
-        "refused": sum(outcome.refused.values()), "switches": outcome.switches,
-        "copied_bytes": outcome.copied_bytes, "idle": outcome.idle_share,
-        "makespan_ms": outcome.makespan_ms, **of_tokens, **(of_jobs if jobs else {}),
+        "memory": memory,
+        "policy": setting.policy,
+        "in_slo": outcome.share_in_slo,
+        "p50_ms": quantile_ms(outcome, 0.5),
+        "p99_ms": quantile_ms(outcome, 0.99),
+        "refused": sum(outcome.refused.values()),
+        "switches": outcome.switches,
+        "copied_bytes": outcome.copied_bytes,
+        "idle": outcome.idle_share,
+        "makespan_ms": outcome.makespan_ms,
+        **of_tokens,
+        **(of_jobs if jobs else {}),
         **placed,
-    }  # fmt: skip
+    }
 
 
 def _headline(facts: dict[str, Any]) -> Text:
@@ -633,11 +754,15 @@ def _table(
     rows: Sequence[dict[str, Any]], *, has_requests: bool, has_jobs: bool, has_tokens: bool
 ) -> views.Listing:
     shown = [
-        {**row, "in_slo": f"{row['in_slo']:.1%}", "idle": f"{row['idle']:.1%}",
-         "copied": format_bytes(row["copied_bytes"]),
-         "moved_bytes": format_bytes(row.get("moved_bytes", 0))}
+        {
+            **row,
+            "in_slo": f"{row['in_slo']:.1%}",
+            "idle": f"{row['idle']:.1%}",
+            "copied": format_bytes(row["copied_bytes"]),
+            "moved_bytes": format_bytes(row.get("moved_bytes", 0)),
+        }
         for row in rows
-    ]  # fmt: skip
+    ]
     of_jobs = ("training", "jct_ms") if has_jobs else ()
     of_requests = OF_REQUESTS if has_requests else ()
     of_tokens = ("between_p50_ms", "between_p99_ms") if has_tokens else ()
@@ -649,9 +774,7 @@ def _table(
 
 
 def _jobs_table(rows: Sequence[dict[str, Any]], *, has_requests: bool) -> views.Listing:
-    shown = [
-        {**row, **job, "share": f"{job['share']:.1%}"} for row in rows for job in row["jobs"]
-    ]  # fmt: skip
+    shown = [{**row, **job, "share": f"{job['share']:.1%}"} for row in rows for job in row["jobs"]]
     return views.Listing(shown, ("memory", *(("policy",) if has_requests else ()), *OF_JOBS))
 
 

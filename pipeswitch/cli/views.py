@@ -22,8 +22,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from ..base.units import format_bytes, printable, printed
-from ..wire.bill import PARTS, SELDOM
+from ..base.units import escape_control_chars, format_bytes, printed
+from ..wire.request_timing import PARTS, SELDOM
 
 PIPE_COLUMNS: Final = 240
 ELASTIC: Final = ("why", "source", "reason")  # texts: they take several lines on a narrow screen
@@ -57,24 +57,75 @@ BUSY: Final = {state: rank for rank, states in enumerate(_RANKS) for state in st
 """States in the order of a listing; what is over or failed stands last."""
 REFRESH_S: Final = 0.5  # of --watch and top
 STATE_STYLES: Final = {
-    "active": "bold green", "running": "bold green", "ready": "green", "resident": "green",
-    "pinned": "green", "transmitting": "cyan", "suspended": "yellow", "paused": "yellow",
-    "stopping": "yellow", "evicting": "yellow", "failed": "bold red", "dead": "bold red",
-    "quarantined": "bold red", "done": "dim", "host": "dim", "standby": "dim",
-}  # fmt: skip
+    "active": "bold green",
+    "running": "bold green",
+    "ready": "green",
+    "resident": "green",
+    "pinned": "green",
+    "transmitting": "cyan",
+    "suspended": "yellow",
+    "paused": "yellow",
+    "stopping": "yellow",
+    "evicting": "yellow",
+    "failed": "bold red",
+    "dead": "bold red",
+    "quarantined": "bold red",
+    "done": "dim",
+    "host": "dim",
+    "standby": "dim",
+}
 
-PS_SIZES: Final = {"activation_bytes": "ACTIVATIONS", "offloaded_bytes": "OFFLOADED",
-                   "streamed_bytes": "STREAMED", "sequence_bytes": "KEPT"}  # fmt: skip
+PS_SIZES: Final = {
+    "activation_bytes": "ACTIVATIONS",
+    "offloaded_bytes": "OFFLOADED",
+    "streamed_bytes": "STREAMED",
+    "sequence_bytes": "KEPT",
+}
 PS_COUNTS: Final = {"sequences": "SEQUENCES", "tokens": "TOKENS", "tokens_per_s": "TOKENS/S"}
 COUNTS: Final = ("groups", "requests", *PS_COUNTS)
-PS_COLUMNS: Final = ("name", "kind", "state", "precision", "worker", "on", "device",
-                     "activation_bytes", "host", "offloaded_bytes", "streamed_bytes", *PS_COUNTS,
-                     "sequence_bytes", "prio", "last_used", "why")  # fmt: skip
+PS_COLUMNS: Final = (
+    "name",
+    "kind",
+    "state",
+    "precision",
+    "worker",
+    "on",
+    "device",
+    "activation_bytes",
+    "host",
+    "offloaded_bytes",
+    "streamed_bytes",
+    *PS_COUNTS,
+    "sequence_bytes",
+    "prio",
+    "last_used",
+    "why",
+)
 PS_TITLES: Final = {"name": "MODEL/JOB", "last_used": "LAST USED", **PS_SIZES, **PS_COUNTS}
-MODEL_COLUMNS: Final = ("name", "state", "residency", "on", "bytes", "groups", "mode",
-                        "priority", "pinned", "requests", "source")  # fmt: skip
-VERSION_COLUMNS: Final = ("name", "version", "current", "share", "state", "residency", "bytes",
-                          "requests", "source")  # fmt: skip
+MODEL_COLUMNS: Final = (
+    "name",
+    "state",
+    "residency",
+    "on",
+    "bytes",
+    "groups",
+    "mode",
+    "priority",
+    "pinned",
+    "requests",
+    "source",
+)
+VERSION_COLUMNS: Final = (
+    "name",
+    "version",
+    "current",
+    "share",
+    "state",
+    "residency",
+    "bytes",
+    "requests",
+    "source",
+)
 JOB_COLUMNS: Final = (
     *("name", "state", "on", "step", "steps_per_s", "persisted_step", "why"),
     *("committed_step", "bytes", "suspensions", "evictions", "restarts"),
@@ -112,7 +163,7 @@ def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
     Pieces of a log (no ``nl``) keep their carriage returns: progress bars are made of them, and
     what they hide is their own line.
     """
-    click.echo(printable(text, keep="\n\t" if nl else "\n\t\r"), err=err, nl=nl)
+    click.echo(escape_control_chars(text, keep="\n\t" if nl else "\n\t\r"), err=err, nl=nl)
 
 
 def print_json(value: Any) -> None:
@@ -273,7 +324,7 @@ def details(row: Mapping[str, Any]) -> Table:
         shown = cell("bytes" if key.endswith("bytes") else key, _plain(key, value))
         if shown.plain:
             name = key.removesuffix("_bytes") if key.endswith("_bytes") else key
-            view.add_row(Text(printable(name.replace("_", " ")), style="bold"), shown)
+            view.add_row(Text(escape_control_chars(name.replace("_", " ")), style="bold"), shown)
     return view
 
 
@@ -403,10 +454,14 @@ def progress_bar(enabled: bool, title: str) -> Iterator[Callable[[str, float], N
     if not enabled:
         yield None
         return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(),
-               TimeElapsedColumn())  # fmt: skip
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=1.0)
         yield lambda stage, part: bar.update(
-            task, completed=part, description=printable(f"{title} {stage}", keep="")
+            task, completed=part, description=escape_control_chars(f"{title} {stage}", keep="")
         )

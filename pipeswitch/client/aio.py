@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from .client import CONNECT_TIMEOUT_S, Client, Task
 from .sequence import Sequenced
 from .tensors import Result
-from .verbs import Awaited, AwaitedVerbs, awaited
+from .verbs import AwaitableVerbs, AwaitedVerbs, awaited
 
 if TYPE_CHECKING:
-    from ..programs.decoding.generating import Token
+    from ..programs.decoding.model_config import Token
 
 
 class AsyncClient(AwaitedVerbs[Client]):
@@ -107,7 +107,7 @@ class AsyncClient(AwaitedVerbs[Client]):
             await asyncio.to_thread(subscription.close)
 
 
-class AsyncSequenced(Awaited[Sequenced]):
+class AsyncSequenced(AwaitableVerbs[Sequenced]):
     """Sequence that ``AsyncClient.sequence`` returns."""
 
     infer = awaited(Sequenced.infer)
@@ -120,7 +120,7 @@ class AsyncSequenced(Awaited[Sequenced]):
         await self.close()
 
 
-class AsyncTask(Awaited[Task]):
+class AsyncTask(AwaitableVerbs[Task]):
     """A training job's handle, awaited."""
 
     def __init__(self, task: Task) -> None:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import msgspec
 
 from ..base import errors
-from ..wire.bill import Bill
 from ..wire.frames import (
     BODY_TENSOR,
     MAGIC,
@@ -31,10 +30,11 @@ from ..wire.frames import (
     decode_reply,
     encoder,
 )
+from ..wire.request_timing import RequestTiming
 from .links import StreamLink, Watcher
 
 if TYPE_CHECKING:
-    from .keyed import ZmqLink
+    from .curve_bridge import ZmqLink
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     body: dict[str, Any]
-    timing: Bill | None = None  # of an inference
+    timing: RequestTiming | None = None  # of an inference
     outputs: tuple[WireTensor, ...]
     frames: Sequence[Any]  # buffers that keep the received message alive
 

@@ -37,7 +37,7 @@ from .tensors import Result, from_reply, to_frames
 from .verbs import Progress, Verbs, progress_caller
 
 if TYPE_CHECKING:
-    from .generation import Generated
+    from .generation import GenerationStream
 
 CONNECT_TIMEOUT_S: Final = 2.5
 LOG_WAIT_S: Final = 0.5  # between looks at a log that is followed when no event came
@@ -252,9 +252,11 @@ class Client(Verbs):
         """Send a step of a sequence once only: sent again, it would be two steps."""
         request = self._request(model, *asked)
         request |= {"is_safe": False, "body": {**(request["body"] or {}), **sequence}}
-        future = self._connection.request("infer", **request) if self._tracer is None else (
-            self._traced(self._connection.request, model, request)
-        )  # fmt: skip
+        future = (
+            self._connection.request("infer", **request)
+            if self._tracer is None
+            else (self._traced(self._connection.request, model, request))
+        )
         result: Result = future.result()
         return result
 
@@ -271,7 +273,7 @@ class Client(Verbs):
         priority: str = "",
         version: int = 0,
         **options: Any,
-    ) -> Generated:
+    ) -> GenerationStream:
         """Text from a language model: ``for token in client.generate("chat", "Once"): …``.
 
         Args:
@@ -297,10 +299,18 @@ class Client(Verbs):
         from .generation import generated  # numpy, and the pure parts of text
 
         return generated(
-            self, model, prompt, version=version, priority=priority, stop=tuple(stop),
-            max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
+            self,
+            model,
+            prompt,
+            version=version,
+            priority=priority,
+            stop=tuple(stop),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
             options=options or None,
-        )  # fmt: skip
+        )
 
     def sequences(self) -> list[dict[str, Any]]:
         """Return the sequences that are kept: id, model, steps, bytes. The owner sees all."""

@@ -150,7 +150,7 @@ class Members:
         """Placement's answer to a verb, if there is one, and then its table, which is kept."""
         with connected_ray(self._address) as ray:
             placement = placement_of(ray)
-            limit_s = ASK_S if verb in ("accuse", "home", "is_alive") else None
+            limit_s = ASK_S if verb in ("report_unreachable", "home", "is_alive") else None
             answer = told(ray, getattr(placement, verb).remote(*args), limit_s) if verb else None
             table = told(ray, placement.table.options(max_task_retries=-1).remote(), ASK_S)
         self._take(table)
@@ -231,7 +231,7 @@ class Members:
                 time.sleep(LOOK_S)
                 continue
             with contextlib.suppress(errors.ServerUnavailable):  # placement is down too
-                self._ask(*(("accuse", node, address) if failover.is_dead else ()))
+                self._ask(*(("report_unreachable", node, address) if failover.is_dead else ()))
         with self._lock:
             table = self._table
             if found[0] != table.models.get(model):
@@ -334,10 +334,13 @@ class ClusterVerbs(Members):
         answers = self._all(op, **options)
         keys = list(next(iter(answers.values())))
         sums = {
-            key: sum(one.get(key, 0) for one in answers.values()) for key in keys
-            if all(isinstance(one.get(key), int | float) and not isinstance(one.get(key), bool)
-                   for one in answers.values())
-        }  # fmt: skip
+            key: sum(one.get(key, 0) for one in answers.values())
+            for key in keys
+            if all(
+                isinstance(one.get(key), int | float) and not isinstance(one.get(key), bool)
+                for one in answers.values()
+            )
+        }
         return _reply({**sums, "nodes": answers})
 
     def _do_models(self, op: str, **options: Any) -> Any:

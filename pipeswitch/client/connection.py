@@ -268,6 +268,6 @@ class Connection(Calls):
     def _new_link(self, hello_id: str) -> AnyLink:
         if self.keys is None:
             return super()._new_link(hello_id)
-        from .keyed import ZmqLink
+        from .curve_bridge import ZmqLink
 
         return ZmqLink.open(self._context, self.address, hello_id, self.keys)

@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 
 from ..base.errors import Cancelled, InvalidInput
-from ..programs.decoding.answer import Answer, Decode, Ending
-from ..programs.decoding.generating import Facts, Token, ending_of, tokenizer_of
 from ..programs.decoding.generation import IDS
+from ..programs.decoding.model_config import LanguageModelConfig, Token, ending_of, tokenizer_of
+from ..programs.decoding.output import Decode, OutputProcessor, StopCriteria
 from ..programs.decoding.sampling import Sampling
-from ..wire.bill import Bill
 from ..wire.frames import WireTensor
+from ..wire.request_timing import RequestTiming
 
 
-class Asked:
+class GenerateRequest:
     """One request of verb ``generate``, for ``Calls``.
 
     Each reply's tokens are added to its body. So if it is sent again, to this server or another
@@ -31,7 +31,7 @@ class Asked:
         self,
         ids: Sequence[int],
         sampling: Sampling,
-        ending: Ending,
+        ending: StopCriteria,
         on_tokens: Callable[[Mapping[str, Any]], None],
     ) -> None:
         """``on_tokens`` gets each reply's body: ``tokens``, and their ``logprobs`` if requested."""
@@ -64,7 +64,7 @@ class Asked:
         self._on_tokens(body)
 
 
-class Generated(Iterator[Token]):
+class GenerationStream(Iterator[Token]):
     """Answer that ``Client.generate`` returns: iterate over it, or read ``text``.
 
     ``reason`` says why it ended: ``stop`` or ``length``; None while it continues. After the end,
@@ -72,7 +72,7 @@ class Generated(Iterator[Token]):
     """
 
     def __init__(
-        self, answer: Answer, begin: Callable[[Callable[[Mapping[str, Any]], None]], Any]
+        self, answer: OutputProcessor, begin: Callable[[Callable[[Mapping[str, Any]], None]], Any]
     ) -> None:
         """
         Args:
@@ -85,7 +85,7 @@ class Generated(Iterator[Token]):
         self._text: list[str] = []
         self._began_s = time.monotonic()
         self.first_token_ms = 0.0
-        self.timing: Bill | None = None
+        self.timing: RequestTiming | None = None
         self.usage: dict[str, Any] = {}
         put = self._replies.put  # nothing else may hold an answer that its caller has dropped
         self._future = begin(put)
@@ -144,7 +144,7 @@ class Generated(Iterator[Token]):
         """End the answer on the server, if it is not over. Idempotent."""
         self._future.cancel()
 
-    def __enter__(self) -> Generated:
+    def __enter__(self) -> GenerationStream:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -156,14 +156,23 @@ class Generated(Iterator[Token]):
 
 
 def generated(
-    client: Any, model: str, prompt: Any, *, version: int, priority: str, stop: tuple[str, ...],
-    max_new_tokens: int, **sampling: Any,
-) -> Generated:  # fmt: skip
+    client: Any,
+    model: str,
+    prompt: Any,
+    *,
+    version: int,
+    priority: str,
+    stop: tuple[str, ...],
+    max_new_tokens: int,
+    **sampling: Any,
+) -> GenerationStream:
     """Begin an answer, as ``Client.generate`` does."""
 
-    def facts_with(*, tokenizer: bool, version: int = version) -> Facts:
+    def facts_with(*, tokenizer: bool, version: int = version) -> LanguageModelConfig:
         body = {"version": version, "tokenizer": tokenizer}
-        return msgspec.convert(client._ask("generation", model=model, body=body), Facts)
+        return msgspec.convert(
+            client._ask("generation", model=model, body=body), LanguageModelConfig
+        )
 
     facts = facts_with(tokenizer=False)
     encode: Callable[[str], list[int]] | None = None
@@ -175,7 +184,7 @@ def generated(
         encode, decode = client.tokenizers[facts.digest]
     try:
         chosen = msgspec.convert(sampling, Sampling)
-        ending = msgspec.convert({"max_new_tokens": max_new_tokens, "stop": stop}, Ending)
+        ending = msgspec.convert({"max_new_tokens": max_new_tokens, "stop": stop}, StopCriteria)
     except msgspec.ValidationError as error:
         raise InvalidInput(f"generate: {error}") from None
     chosen.check()
@@ -183,13 +192,13 @@ def generated(
     whole = ending_of(facts, ids, ending)
 
     def begin(put: Callable[[Mapping[str, Any]], None]) -> Any:
-        asked = Asked(ids, chosen, whole, put)
+        asked = GenerateRequest(ids, chosen, whole, put)
         asked.body["version"] = facts.version
         return client._connection.request(
             "generate", model=model, priority=priority, **asked.options
         )
 
-    return Generated(Answer(whole, decode, ids), begin)
+    return GenerationStream(OutputProcessor(whole, decode, ids), begin)
 
 
 def chances_in(body: Mapping[str, Any]) -> list[list[Any]]:

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 from ..base.errors import PermissionDenied, RemoteProtocolError
 from ..wire.frames import INLINE, ZMTP, pack_table
-from ..wire.stream import SHARED_BYTES, Share, Stream, keep_alive
+from ..wire.stream import SHARED_BYTES, ShmSegment, Stream, keep_alive
 
 MAX_REPLY_BYTES: Final = 1 << 32  # of one frame; the server we chose is trusted more than a client
 BURST_MESSAGES: Final = 16
@@ -202,7 +202,7 @@ class StreamLink(Link):
     def _adopt(self, descriptor: int) -> None:
         try:
             if self.stream.share is None:
-                self.stream.share = Share(descriptor, is_servers=False)
+                self.stream.share = ShmSegment(descriptor, is_servers=False)
         except (OSError, ValueError):
             return  # no address is left: tensors go through the socket
         finally:

@@ -18,7 +18,7 @@ from .links import StreamLink
 INLINE_BYTES: Final = 1 << 20  # copied by the loop itself; more, by a thread meanwhile
 
 
-class Awaited(asyncio.Future[Any]):
+class CallFuture(asyncio.Future[Any]):
     """The future of a call from an event loop."""
 
     taken_back: Callable[[], None]
@@ -39,7 +39,7 @@ class Awaited(asyncio.Future[Any]):
             self.at_once(self)
 
 
-class Prompt:
+class InlineTask:
     """A coroutine that begins with the first ``step``, and goes on in the turn of the loop that
     brings what it waits for; a task's would take two turns more, each a look at all sockets. No
     task is current to it: ``asyncio.timeout`` needs one.
@@ -70,7 +70,7 @@ class Prompt:
             return
         self._awaited = awaited
         awaited._asyncio_future_blocking = False  # as a task says that it has it
-        if isinstance(awaited, Awaited):
+        if isinstance(awaited, CallFuture):
             awaited.at_once = self.step
         awaited.add_done_callback(self.step)
         if self._is_cancelled:
@@ -120,7 +120,7 @@ class LoopConnection(Calls):
             PipeSwitchError: what the server says.
         """
         call = self._call(op, **options)
-        future = call.future = Awaited()
+        future = call.future = CallFuture()
         future.taken_back = partial(self._cancel, call.header["id"])
         link, is_large = self._link, sum(map(len, call.frames)) > INLINE_BYTES
         if is_large and isinstance(link, StreamLink) and link.session:

@@ -14,8 +14,8 @@ from typing import Any, Final
 import msgspec
 
 from ..base.errors import InvalidInput, RegistrationRefused
-from ..programs.interface.nesting import Tree, flatten
 from ..programs.interface.odd_files import check_file
+from ..programs.interface.pytree import Tree, flatten
 from ..wire.register_request import RegisterRequest
 from .verbs import Progress
 

@@ -14,9 +14,13 @@ class Sequenced:
     """Sequence that ``Client.sequence`` returns; it takes one request at a time."""
 
     def __init__(
-        self, step: Callable[..., Result], end: Callable[[str], None], model: str, id: str,
+        self,
+        step: Callable[..., Result],
+        end: Callable[[str], None],
+        model: str,
+        id: str,
         version: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._step, self._end = step, end
         self.model, self.id, self._version = model, id, version
         self._is_started = self._is_over = False

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ..base.bytes_tensors import BYTES, packed, unpacked
 from ..base.errors import InvalidInput, RegistrationRefused, RemoteProtocolError
-from ..base.texts import BYTES, packed, unpacked
 from ..programs.interface.dims import Dim, at_batch, batch_range
 from ..programs.interface.layout import ITEM_BYTES, ValueSpec
-from ..programs.interface.nesting import Tree, check_tree, flatten, unflatten
-from ..wire.bill import Bill
+from ..programs.interface.pytree import Tree, check_tree, flatten, unflatten
 from ..wire.frames import MAX_DIMS, MAX_TENSORS, WireTensor
+from ..wire.request_timing import RequestTiming
 
 if TYPE_CHECKING:
     from .calls import Reply
@@ -41,7 +41,7 @@ class Result(msgspec.Struct, frozen=True):
     model: str
     request_id: str
     outputs: dict[str, Any]  # flat, by name
-    timing: Bill
+    timing: RequestTiming
     returns: Tree = None  # how they nest; None: they do not
 
     def __getitem__(self, name: str) -> Any:
@@ -254,7 +254,7 @@ def from_reply(model: str, wants_torch: bool, reply: Reply) -> Result:
             check_tree(returns, "output", outputs)
         except RegistrationRefused as error:
             raise RemoteProtocolError(f"the answer nests oddly: {error}") from None
-    return Result(model, reply.request_id, outputs, reply.timing or Bill(), returns)
+    return Result(model, reply.request_id, outputs, reply.timing or RequestTiming(), returns)
 
 
 def _texts(tensor: WireTensor, buffer: Any) -> Any:

@@ -241,7 +241,7 @@ S = TypeVar("S", covariant=True)
 V = TypeVar("V", bound=Verbs, covariant=True)
 
 
-class Awaited(Generic[S]):
+class AwaitableVerbs(Generic[S]):
     """Awaitable verbs of an object of the SDK."""
 
     def __init__(self, awaits: S) -> None:
@@ -250,12 +250,12 @@ class Awaited(Generic[S]):
 
 def awaited(
     verb: Callable[Concatenate[S, P], R],
-) -> Callable[Concatenate[Awaited[S], P], Coroutine[Any, Any, R]]:
+) -> Callable[Concatenate[AwaitableVerbs[S], P], Coroutine[Any, Any, R]]:
     """The verb on a thread of its own; ``progress`` is called on the event loop."""
     signature = inspect.signature(verb)
 
     @functools.wraps(verb)
-    async def call(self: Awaited[S], /, *args: P.args, **options: P.kwargs) -> R:
+    async def call(self: AwaitableVerbs[S], /, *args: P.args, **options: P.kwargs) -> R:
         if "progress" not in signature.parameters:
             return await asyncio.to_thread(verb, self._awaits, *args, **options)
         given = signature.bind(self._awaits, *args, **options)
@@ -265,7 +265,7 @@ def awaited(
     return call
 
 
-class AwaitedVerbs(Awaited[V]):
+class AwaitedVerbs(AwaitableVerbs[V]):
     """All of ``Verbs``."""
 
     register_chain = awaited(Verbs.register_chain)

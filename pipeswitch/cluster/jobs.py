@@ -25,8 +25,8 @@ from ..client.cluster import node_of, placement_of, told
 from ..commits.files import RECORD_NAME, CommitRecord, read_record, remove_unnamed
 from ..commits.progress import HANDED_ON, SUFFIX, Life, read_life
 from ..controller.journal import FILE_NAME, JournalFile
+from .job_reconciler import JobReplica
 from .leases import hold
-from .lives import Copy
 
 READ_TRIES: Final = 5  # while newer commits come
 ASK_S: Final = 0.3  # between two questions to who cannot say yet
@@ -62,7 +62,7 @@ class NodeJobs:
         with self._changing:
             shutil.rmtree(self._jobs / job, ignore_errors=True)
 
-    def _copies(self) -> tuple[dict[str, Copy], list[dict[str, Any]]]:
+    def _copies(self) -> tuple[dict[str, JobReplica], list[dict[str, Any]]]:
         """Return the copies that this node keeps, and the server's rows, which are fetched last:
         whatever is kept by then belongs to a job that the server has taken."""
         kept = {path.name: self._kept(path.name) for path in self._jobs.iterdir()}
@@ -70,7 +70,7 @@ class NodeJobs:
         copies = {job: self._copy(job, one, rows.get(job)) for job, one in kept.items() if one}
         return copies, list(rows.values())
 
-    def _copy(self, job: str, kept: dict[str, Any], row: Mapping[str, Any] | None) -> Copy:
+    def _copy(self, job: str, kept: dict[str, Any], row: Mapping[str, Any] | None) -> JobReplica:
         state, step, is_paused = kept["state"], -1, kept["is_paused"]
         is_held = (self._jobs / job / "held").exists()
         if state == "replica":
@@ -82,7 +82,7 @@ class NodeJobs:
         else:
             state = "over" if row is not None else "gone"
         sent = frozenset(kept.get("sent", ()))
-        return Copy(kept["life"], state, step, is_paused, is_held, sent)
+        return JobReplica(kept["life"], state, step, is_paused, is_held, sent)
 
     def _claim(self, ray: Any) -> float:
         """Before its server goes on with its jobs: let go of those that live elsewhere by now.
@@ -148,8 +148,12 @@ class NodeJobs:
             entry = entry if is_same else own
         commit, life_before = self._jobs / job / "commit", Life(*kept.get("progress", ()))
         write_whole(self._jobs / job / HANDED_ON, life_before.continued().packed())
-        body = {**kept["body"], "entry": str(entry), "paused": kept["is_paused"],
-                "resumes": commit.exists() or "progress" in kept}  # fmt: skip
+        body = {
+            **kept["body"],
+            "entry": str(entry),
+            "paused": kept["is_paused"],
+            "resumes": commit.exists() or "progress" in kept,
+        }
         answer = self._tenant._ask("train", body=body, is_safe=False)
         self._keep(job, life=life, state="home")
         shutil.rmtree(commit, ignore_errors=True)  # the server has linked it
@@ -162,8 +166,11 @@ class NodeJobs:
             return
         if keeps_replica:
             with contextlib.suppress(OSError):  # it has committed nothing
-                shutil.copytree(self._state / "commits" / job, self._jobs / job / "commit",
-                                copy_function=os.link)  # fmt: skip
+                shutil.copytree(
+                    self._state / "commits" / job,
+                    self._jobs / job / "commit",
+                    copy_function=os.link,
+                )
             self._keep(job, state="replica", life=life - 1)
             (self._jobs / job / "held").unlink(missing_ok=True)
         else:

@@ -84,17 +84,37 @@ class Node(NodeJobs):
         _wait_for_the_one_before(self._state)
         until_s = self._claim(connect_ray()) + START_S - LEASE_S
         command = [
-            sys.executable, "-P", "-c", CHILD, str(self._jobs), "serve", "--listen", f"tcp://{host}:0",
-            "--name", f"cluster-{name}", "--state-dir", str(self._state), "--auth", "keys",
-            "--keys-dir", str(folder_of_keys.path), "--allow-code", "*", *self._same_ports(flags),
+            sys.executable,
+            "-P",
+            "-c",
+            CHILD,
+            str(self._jobs),
+            "serve",
+            "--listen",
+            f"tcp://{host}:0",
+            "--name",
+            f"cluster-{name}",
+            "--state-dir",
+            str(self._state),
+            "--auth",
+            "keys",
+            "--keys-dir",
+            str(folder_of_keys.path),
+            "--allow-code",
+            "*",
+            *self._same_ports(flags),
             *flags,
-        ]  # fmt: skip
+        ]
         self._table = self._state / "table.json"  # until then: the previous one
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace",
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
             env={**os.environ, "PIPESWITCH_GATEWAY__CLUSTER": str(self._table)},
-        )  # fmt: skip
+        )
         self._lease(until_s, "-")  # it has no address yet
         self._address, self._owners, self._gateways = self._addresses()
         self._client = Client(self._owners)
@@ -193,10 +213,13 @@ class Node(NodeJobs):
             "waiting": requests,
             "jobs": sum(row["state"] not in FINAL_JOB_STATES for row in jobs),
             "copies": copies,
-            "models": {row["name"]: (_program(row), row["bytes"])
-                       for row in served if row["state"] == "ready"},
+            "models": {
+                row["name"]: (_program(row), row["bytes"])
+                for row in served
+                if row["state"] == "ready"
+            },
             "bodies": self._bodies(),
-        }  # fmt: skip
+        }
 
     def learn(self, table: dict[str, Any]) -> None:
         """Write placement's table where this node's gateway looks for it."""

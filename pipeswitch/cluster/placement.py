@@ -69,13 +69,20 @@ class Nodes:
             self._numbers[node.name] = len(self._names)
             self._names.append(node.name)
         number = self._numbers[node.name]
-        entry = (node.queue_ms, node.waiting > 0, node.waiting, -node.free_bytes, node.served_bytes,
-                 number)  # fmt: skip
+        entry = (
+            node.queue_ms,
+            node.waiting > 0,
+            node.waiting,
+            -node.free_bytes,
+            node.served_bytes,
+            number,
+        )
         before = self._nodes.get(node.name)
         self._nodes[node.name] = node
         if before is not None and (entry, node.link_bytes_per_ms) == (
-            self._entries[node.name], before.link_bytes_per_ms
-        ):  # fmt: skip
+            self._entries[node.name],
+            before.link_bytes_per_ms,
+        ):
             return
         self._entries[node.name] = entry
         order = self._orders.setdefault(node.link_bytes_per_ms, {}).setdefault(bits, [])
@@ -106,8 +113,9 @@ class Nodes:
         holders = self.holders.get(model, ()) if not without else ()
         places = [
             self._place(self._nodes[name], size_bytes, is_resident=True)
-            for name in holders if name in self._nodes
-        ]  # fmt: skip
+            for name in holders
+            if name in self._nodes
+        ]
         places += self._first(size_bytes, without)
         if not places:
             raise ServerUnavailable("the cluster has no node left", hint="pipeswitch cluster up")
@@ -142,9 +150,12 @@ class Nodes:
         ]
 
     def _top(
-        self, link: float, bits: int, order: list[Entry],
+        self,
+        link: float,
+        bits: int,
+        order: list[Entry],
         without: Collection[str],
-    ) -> Entry | None:  # fmt: skip
+    ) -> Entry | None:
         """The first of an order that is its node's own and not excluded."""
         excluded, found = [], None
         while order:

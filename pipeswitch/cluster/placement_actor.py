@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ..base.errors import AlreadyExists, ModelNotFound, PipeSwitchError, ServerUnavailable
 from ..client.cluster import PLACEMENT, connect_ray, node_of, told, why_of
-from . import lives, placement
+from . import job_reconciler, placement
 from .node_actor import START_S, starts_again
 from .placement import COPIES, MISSED_S, ROUND_S
 from .ray_nodes import detached, machines, node_names, request_machines, start_node, stop_nodes
@@ -48,13 +48,17 @@ class Overview:
         with self._lock:
             return {
                 "version": self._version,
-                "nodes": {name: {"address": facts["address"],
-                                 "keys": [key.decode() for key in facts["keys"]]}
-                          for name, facts in self._facts.items()},
+                "nodes": {
+                    name: {
+                        "address": facts["address"],
+                        "keys": [key.decode() for key in facts["keys"]],
+                    }
+                    for name, facts in self._facts.items()
+                },
                 "models": dict(self._serving),
                 "holders": {name: sorted(held) for name, held in self._nodes.holders.items()},
                 "may_come": self._may_come(self._silent_since),
-            }  # fmt: skip
+            }
 
     def _share(self, wait_s: float = 0.0) -> None:
         """Send the current table to nodes whose gateways have an older one; wait for a limited
@@ -71,12 +75,15 @@ class Overview:
             if table != self._shared:
                 self._shared, self._shared_number = table, self._shared_number + 1
             table = {**table, "number": self._shared_number}
-        asked = [node_of(ray, name).learn.remote(table)
-                 for name, one in facts.items() if one["learned"] != table["number"]]  # fmt: skip
+        asked = [
+            node_of(ray, name).learn.remote(table)
+            for name, one in facts.items()
+            if one["learned"] != table["number"]
+        ]
         if asked and wait_s:
             ray.wait(asked, num_returns=len(asked), timeout=wait_s)
 
-    def accuse(self, node: str, address: str) -> None:
+    def report_unreachable(self, node: str, address: str) -> None:
         """Exclude a node that did not answer a client at that address, until the next check. A node
         that has restarted since has another address."""
         with self._lock:
@@ -90,7 +97,7 @@ class Overview:
         now_s = time.monotonic()
         return any(now_s - self._silent_since.get(one, now_s) < MISSED_S for one in nodes)
 
-    def _copies(self) -> dict[str, dict[str, lives.Copy]]:
+    def _copies(self) -> dict[str, dict[str, job_reconciler.JobReplica]]:
         return {name: facts["copies"] for name, facts in self._facts.items()}
 
     def _look(self) -> None:
@@ -102,8 +109,11 @@ class Overview:
         for name in names:
             with contextlib.suppress(ValueError):  # Ray has given it up meanwhile
                 asked[name] = node_of(ray, name).summary.remote(heard.get(name, 0))
-        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S) \
-            if asked else ([], [])  # fmt: skip
+        ready, _ = (
+            ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)
+            if asked
+            else ([], [])
+        )
         found = {}
         for name, answer in asked.items():
             if answer in ready:
@@ -111,8 +121,9 @@ class Overview:
                     found[name] = ray.get(answer)
         with self._lock:
             now_s = time.monotonic()
-            self._silent_since = {name: self._silent_since.get(name, now_s)
-                                  for name in names if name not in found}  # fmt: skip
+            self._silent_since = {
+                name: self._silent_since.get(name, now_s) for name in names if name not in found
+            }
             self._leaving &= set(asked)  # one of its name may be started later
             for name in set(self._facts) - set(found):
                 self._forget(name)
@@ -133,11 +144,19 @@ class Overview:
             others = self._nodes.holders[model]
             if all(self._facts[one]["models"][model][0] == digest for one in others):
                 others.add(name)  # else it is about to be told that its name is taken
-        self._nodes.put(placement.Node(
-            name, facts["free_bytes"], facts["queue_ms"], facts["waiting"],
-            served_bytes=sum(size_bytes for model, (_, size_bytes) in facts["models"].items()
-                             if self._serving.get(model) == name),
-        ))  # fmt: skip
+        self._nodes.put(
+            placement.Node(
+                name,
+                facts["free_bytes"],
+                facts["queue_ms"],
+                facts["waiting"],
+                served_bytes=sum(
+                    size_bytes
+                    for model, (_, size_bytes) in facts["models"].items()
+                    if self._serving.get(model) == name
+                ),
+            )
+        )
 
     def _forget(self, name: str) -> None:
         self._facts.pop(name, None)
@@ -199,7 +218,7 @@ class JobPlacement(Overview):
     def move(self, job: str, to: str) -> None:
         """Move a job: it commits its last step, and continues on the node ``to``."""
         with self._lock:
-            homes = lives.homes_of(job, self._copies())
+            homes = job_reconciler.homes_of(job, self._copies())
             if not homes:
                 raise ModelNotFound(f'no job "{job}" is under way', hint="pipeswitch jobs")
             if to not in self._nodes or job in self._moving:
@@ -232,7 +251,7 @@ class JobPlacement(Overview):
             silent = (one for one in names if one not in self._facts and one not in self._claims)
             if self._may_come(silent) or claimed.keys() & self._busy():
                 return None
-            gone = lives.lost(node, self._copies(), self._claimed())
+            gone = job_reconciler.lost(node, self._copies(), self._claimed())
             kept = {job: life for job, life in claimed.items() if job not in gone}
             self._claims[node] = (now_s, kept)
             return gone
@@ -256,12 +275,17 @@ class JobPlacement(Overview):
     def _claimed(self) -> dict[str, dict[str, int]]:
         """Return the claims of nodes that may still come."""
         now_s = time.monotonic()
-        return {node: claimed for node, (at_s, claimed) in self._claims.items()
-                if now_s - at_s < START_S}  # fmt: skip
+        return {
+            node: claimed
+            for node, (at_s, claimed) in self._claims.items()
+            if now_s - at_s < START_S
+        }
 
     def _next_life(self, job: str) -> int:
         """Above those of older jobs of its name, too: a node that is away may have a replica."""
-        return max(lives.last_life(job, self._copies(), self._claimed()) + 1, int(time.time()))
+        return max(
+            job_reconciler.last_life(job, self._copies(), self._claimed()) + 1, int(time.time())
+        )
 
     def _busy(self) -> set[str]:
         """Jobs that are started or moved, or of which a node that answers was told something; under
@@ -285,10 +309,10 @@ class JobPlacement(Overview):
                 self._trouble(f"job {job}", partial(ray.get, answer))
         with self._lock:
             copies, claims, busy = self._copies(), self._claimed(), self._busy()
-            alone = lives.homeless(copies, claims) - busy
+            alone = job_reconciler.homeless(copies, claims) - busy
             self._homeless_since = {job: self._homeless_since.get(job, now_s) for job in alone}
             given_up = {job for job in alone if now_s - self._homeless_since[job] > MISSED_S}
-            for node, verb, job, life, to in lives.orders(
+            for node, verb, job, life, to in job_reconciler.orders(
                 copies, claims, self._targets(), given_up
             ):
                 if job in busy or (node, job) in self._ordered:
@@ -338,8 +362,10 @@ class Placement(JobPlacement):
                 ]
             if len({digest for digest, counts in known if counts}) > 1:
                 told(ray, node_of(ray, node).unregister.remote(model))
-                raise AlreadyExists(f'another client has registered a model "{model}" meanwhile',
-                                    hint="choose another name")  # fmt: skip
+                raise AlreadyExists(
+                    f'another client has registered a model "{model}" meanwhile',
+                    hint="choose another name",
+                )
             ray.get(node_of(ray, node).remember.remote(model, body))
             self._look()
         missed = self._copy(model)
@@ -394,16 +420,23 @@ class Placement(JobPlacement):
                 ("keys", "gateway_keys", "learned", "bodies", "copies", "number"),
                 self._copies(),
             )
-            kept = {job: {node: one[job].state for node, one in copies.items() if job in one}
-                    for job in {job for one in copies.values() for job in one}}  # fmt: skip
+            kept = {
+                job: {node: one[job].state for node, one in copies.items() if job in one}
+                for job in {job for one in copies.values() for job in one}
+            }
             return {
                 "version": self._version,
-                "nodes": [{key: value for key, value in one.items() if key not in hidden}
-                          for one in self._facts.values()],
-                "models": {name: {"serving": self._serving.get(name, ""), "nodes": sorted(held)}
-                           for name, held in self._nodes.holders.items() if held},
+                "nodes": [
+                    {key: value for key, value in one.items() if key not in hidden}
+                    for one in self._facts.values()
+                ],
+                "models": {
+                    name: {"serving": self._serving.get(name, ""), "nodes": sorted(held)}
+                    for name, held in self._nodes.holders.items()
+                    if held
+                },
                 "jobs": kept,
-            }  # fmt: skip
+            }
 
     def _rounds(self) -> None:
         while True:
@@ -427,8 +460,9 @@ class Placement(JobPlacement):
                 for of in facts.values()
             ]
             wanted = scale.look(queues_ms, jobs)
-            spare = min(facts, key=lambda one: (facts[one]["jobs"], len(facts[one]["models"])),
-                        default="")  # fmt: skip
+            spare = min(
+                facts, key=lambda one: (facts[one]["jobs"], len(facts[one]["models"])), default=""
+            )
             is_over = len(facts) > wanted and not self._leaving
         if wanted != self._requested:
             request_machines(wanted)
@@ -467,8 +501,11 @@ class Placement(JobPlacement):
             behind = {name for name, facts in self._facts.items() if facts["queue_ms"] > LONG_MS}
             if not self._scale or len(behind) == len(self._facts):
                 behind = set()
-            short = {name for name, held in self._nodes.holders.items()
-                     if 0 < len(held) < wanted or (held and held <= behind)}  # fmt: skip
+            short = {
+                name
+                for name, held in self._nodes.holders.items()
+                if 0 < len(held) < wanted or (held and held <= behind)
+            }
             since = {name: self._short_since.get(name, now_s) for name in short}
             self._short_since = since
         return [name for name, began_s in since.items() if now_s - began_s > MISSED_S]
@@ -511,9 +548,13 @@ class Placement(JobPlacement):
 
 
 def start_nodes(
-    ray: Any, names: dict[str, str], folder: str, hosts: dict[str, str], flags: tuple[str, ...],
+    ray: Any,
+    names: dict[str, str],
+    folder: str,
+    hosts: dict[str, str],
+    flags: tuple[str, ...],
     scale: tuple[int, int] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """One node on each of Ray's, and placement; those that are there already stay.
 
     Args:

@@ -15,8 +15,9 @@ def node_names(ray: Any) -> list[str]:
     actors = ray.util.list_named_actors(all_namespaces=True)
     return sorted(
         one["name"].removeprefix(NODE)
-        for one in actors if one["namespace"] == NAMESPACE and one["name"].startswith(NODE)
-    )  # fmt: skip
+        for one in actors
+        if one["namespace"] == NAMESPACE and one["name"].startswith(NODE)
+    )
 
 
 def machines(ray: Any, *, only_ours: bool = False) -> tuple[dict[str, str], dict[str, str]]:
@@ -26,8 +27,11 @@ def machines(ray: Any, *, only_ours: bool = False) -> tuple[dict[str, str], dict
     Args:
         only_ours: of those that Ray brings and takes away; no name stays there.
     """
-    alive = [node for node in ray.nodes()
-             if node["Alive"] and (not only_ours or RESOURCE in node["Resources"])]  # fmt: skip
+    alive = [
+        node
+        for node in ray.nodes()
+        if node["Alive"] and (not only_ours or RESOURCE in node["Resources"])
+    ]
     addresses = {node["NodeManagerAddress"] for node in alive}
     names, hosts = {}, {}
     for node in alive:
@@ -47,9 +51,15 @@ def request_machines(count: int) -> None:
 
 
 def start_node(
-    ray: Any, name: str, where: str, host: str, folder: str, flags: tuple[str, ...],
-    *, holds: bool = False,
-) -> Any:  # fmt: skip
+    ray: Any,
+    name: str,
+    where: str,
+    host: str,
+    folder: str,
+    flags: tuple[str, ...],
+    *,
+    holds: bool = False,
+) -> Any:
     """On Ray's node of that id; it is there already, or its machine ``holds``: Ray keeps it."""
     resources = {RESOURCE: 1} if holds else {}
     actor = detached(ray, Node, NODE + name, where, soft=False, resources=resources)
@@ -60,10 +70,16 @@ def detached(ray: Any, kind: type, name: str, where: str, *, soft: bool, **optio
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return ray.remote(kind).options(
-        name=name, namespace=NAMESPACE, lifetime="detached", max_restarts=-1, num_cpus=0,
-        get_if_exists=True, max_concurrency=16,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(where, soft=soft), **options,
-    )  # fmt: skip
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        max_restarts=-1,
+        num_cpus=0,
+        get_if_exists=True,
+        max_concurrency=16,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(where, soft=soft),
+        **options,
+    )
 
 
 def stop_nodes(ray: Any, names: list[str], drain_s: float) -> None:

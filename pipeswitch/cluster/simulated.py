@@ -53,9 +53,12 @@ class Placed:
 
 
 def place(
-    cluster: Cluster, setting: Setting, models: Sequence[PaperModel], asked: Sequence[Arrival],
+    cluster: Cluster,
+    setting: Setting,
+    models: Sequence[PaperModel],
+    asked: Sequence[Arrival],
     watch: Callable[[int], None] | None = None,
-) -> Placed:  # fmt: skip
+) -> Placed:
     """All requests, on all nodes or on the fewest that answer as many in time as are needed.
 
     ``models``: of one tile; ``watch``: is told how many requests have been sent."""
@@ -126,8 +129,14 @@ class _Run:
         found = outcome(list(self._servers.values()), len(arrivals), count * self._cluster.devices)
         if self._lost:
             found = replace(found, refused={**found.refused, "ModelNotFound": self._lost})
-        return Placed(found, count, self._moved_bytes, count - len(self._told), self._resent,
-                      round(self._placing.decisions / self._placing.decided_s))  # fmt: skip
+        return Placed(
+            found,
+            count,
+            self._moved_bytes,
+            count - len(self._told),
+            self._resent,
+            round(self._placing.decisions / self._placing.decided_s),
+        )
 
     def _round(self) -> None:
         """From one look of placement to the next; while nothing happens there is none."""
@@ -247,8 +256,11 @@ class _Run:
         self._each_ms[name] = each_ms
         devices = server.scheduler.machine.devices
         free_bytes = sum(device.arena.regions.free_bytes for device in devices)
-        self._tell(self._told[name]._replace(free_bytes=free_bytes, queue_ms=waiting * each_ms,
-                                             waiting=waiting))  # fmt: skip
+        self._tell(
+            self._told[name]._replace(
+                free_bytes=free_bytes, queue_ms=waiting * each_ms, waiting=waiting
+            )
+        )
         if not waiting:
             self._busy.discard(name)
 

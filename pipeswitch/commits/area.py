@@ -29,7 +29,7 @@ import msgspec
 
 from ..base.errors import RemoteProtocolError
 from ..base.failpoints import reach
-from ..ipc.board import sealed_memfd
+from ..ipc.control_page import sealed_memfd
 
 HEADER_BYTES: Final = 4096
 SLOT_COUNT: Final = 2

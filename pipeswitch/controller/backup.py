@@ -20,7 +20,7 @@ from ..base.errors import InvalidInput, PipeSwitchError, RemoteProtocolError, Se
 from ..commits.files import read_record
 from ..programs.spec import MANIFEST_FILE
 from .entries import EntryCopies
-from .folders import Places
+from .folders import StateDir
 from .journal import FILE_NAME, copy_journal
 
 FOLDERS: Final = ("models", "commits", "keys", "profiles")
@@ -109,7 +109,7 @@ def _agrees(root: Path, target: Path) -> bool:
         if kind in ("job", "ended") and _has_commit(root, name) > _has_commit(target, name):
             return False
     digests = {str(entry.get("digest")) for entry in entries.values()}
-    for path in Places(root=target).unnamed(digests, {name for _, name in entries}):
+    for path in StateDir(root=target).unnamed(digests, {name for _, name in entries}):
         shutil.rmtree(path)
     return True
 

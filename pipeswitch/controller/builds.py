@@ -21,17 +21,17 @@ from ..base.errors import PipeSwitchError, RegistrationRefused, to_wire
 from ..base.failpoints import reach
 from ..ipc.messages.base import Message
 from ..ipc.messages.builder import BuildDone, BuildFailed, BuildProgress, BuildSettings
-from ..ipc.messages.stage import CheckStage, StageFailed, StageReady
+from ..ipc.messages.processor import CheckStage, StageFailed, StageReady
 from ..planning import files as profile_files
 from ..programs.build.builder import work_prefix
-from ..programs.graphs.claims import check_claims
+from ..programs.graphs.manifest_check import check_claims
 from ..programs.interface.layout import Manifest
-from ..programs.interface.stages import Stage
+from ..programs.interface.processors import Processor
 from ..programs.spec import (
     BuildSpec,
     files_of,
+    is_batched_as_requested,
     is_checked,
-    is_joined_as_asked,
     is_same_content,
     kept,
     load_manifest,
@@ -40,7 +40,7 @@ from ..programs.spec import (
     stage_of,
 )
 from ..scheduler.events import Address, Exited, Received, StartBuild, SweepPrograms
-from .device import Ground
+from .device import ServerContext
 from .folders import DIGEST
 
 log = logging.getLogger(__name__)
@@ -65,19 +65,21 @@ def without_folders(failed: BuildFailed) -> BuildFailed:
         return _FOLDERS.sub("", value) if isinstance(value, str) else value
 
     return msgspec.structs.replace(
-        failed, message=cut(failed.message), hint=cut(failed.hint),
+        failed,
+        message=cut(failed.message),
+        hint=cut(failed.hint),
         data={key: cut(value) for key, value in failed.data.items()},
-    )  # fmt: skip
+    )
 
 
 def _builder(command: StartBuild | BuildDone) -> Address:
-    return Address("builder", generation=command.epoch)
+    return Address("builder", generation=command.op_id)
 
 
 class Builds:
     """One builder process a registration, and what it leaves on the disk."""
 
-    def __init__(self, ground: Ground, profile_folders: Sequence[Path]) -> None:
+    def __init__(self, ground: ServerContext, profile_folders: Sequence[Path]) -> None:
         self._sizes, self._places, self._children = ground.sizes, ground.places, ground.children
         self._take = ground.take  # an event, to be handled after the running one
         self._memory = ground.memory
@@ -93,7 +95,7 @@ class Builds:
         spec, digest = command.spec, self.built_before.pop(command.spec, None)
         if digest is not None and (self._places.models / digest / "manifest.json").is_file():
             if self._is_checked(digest):
-                self._built(BuildDone(model=command.model, epoch=command.epoch, digest=digest))
+                self._built(BuildDone(model=command.model, op_id=command.op_id, digest=digest))
                 # No process, no exit; but the next build waits for it.
                 self._take(Exited(_builder(command), 0))
                 return
@@ -108,7 +110,7 @@ class Builds:
         else:
             self._check(command, spec, stage)
 
-    def _check(self, command: StartBuild, spec: bytes, stage: Stage) -> None:
+    def _check(self, command: StartBuild, spec: bytes, stage: Processor) -> None:
         """Build, if the function can be called: a process like those that will call it says so."""
         said: list[Message] = []
         functions = tuple(one for one in (stage.function, stage.after) if one)
@@ -137,9 +139,14 @@ class Builds:
             timeout_s=self._sizes.stage_timeout_s,
         )
         self._children.fork(
-            _builder(command), "pipeswitch-chk", settings, [self._memory.environment],
-            lambda message, _: said.append(message), on_exit, "stage",
-        )  # fmt: skip
+            _builder(command),
+            "pipeswitch-chk",
+            settings,
+            [self._memory.environment],
+            lambda message, _: said.append(message),
+            on_exit,
+            "stage",
+        )
 
     def _build(self, command: StartBuild, spec: bytes) -> None:
         done: list[BuildDone] = []
@@ -151,7 +158,7 @@ class Builds:
                 done.append(message)  # what it claims is looked at when it can write no more
                 self._children.kill(builder)
             elif isinstance(message, BuildProgress | BuildFailed):
-                own = {"model": command.model, "epoch": command.epoch}
+                own = {"model": command.model, "op_id": command.op_id}
                 if command.tenant and isinstance(message, BuildFailed):
                     message = without_folders(message)
                 self._take(Received(builder, msgspec.structs.replace(message, **own)))
@@ -162,13 +169,13 @@ class Builds:
         def on_exit(status: int) -> None:
             if done:
                 self._publish(command, done[0], spec)
-            for left in self._places.models.glob(work_prefix(command.epoch) + "*"):
+            for left in self._places.models.glob(work_prefix(command.op_id) + "*"):
                 shutil.rmtree(left, ignore_errors=True)  # it was killed
             self._take(Exited(_builder(command), status))
 
         settings = BuildSettings(
             model=command.model,
-            epoch=command.epoch,
+            op_id=command.op_id,
             spec=spec,
             directory=str(self._places.models),
             threads=self._sizes.build_threads,
@@ -194,9 +201,13 @@ class Builds:
     def _refuse(self, command: StartBuild, error: PipeSwitchError) -> None:
         wire = to_wire(error)
         failed = BuildFailed(
-            model=command.model, epoch=command.epoch, error=wire["type"],
-            message=wire["message"], hint=wire["hint"], data=wire["data"],
-        )  # fmt: skip
+            model=command.model,
+            op_id=command.op_id,
+            error=wire["type"],
+            message=wire["message"],
+            hint=wire["hint"],
+            data=wire["data"],
+        )
         self._take(Received(_builder(command), failed))
 
     def _kept_of(self, spec: bytes) -> Manifest | None:
@@ -216,7 +227,7 @@ class Builds:
         Its digest names the program among its tenant's alone (``Places.name_for``).
         """
         is_a_place = bool(re.fullmatch(DIGEST, message.digest)) and "/" not in message.folder
-        if not is_a_place or not message.folder.startswith(work_prefix(command.epoch)):
+        if not is_a_place or not message.folder.startswith(work_prefix(command.op_id)):
             nonsense = RegistrationRefused("build", "its builder sent a malformed message")
             self._refuse(command, nonsense)
             return
@@ -229,7 +240,7 @@ class Builds:
             before = self._kept_of(spec)
             if before is not None and not is_same_content(before, built):
                 raise RegistrationRefused("bundle", "its file on disk is damaged")
-            if not is_joined_as_asked(built, spec):
+            if not is_batched_as_requested(built, spec):
                 raise RegistrationRefused("build", "requests are joined as its owner asked")
             digest = self._places.name_for(command.tenant, message.digest)
             message = msgspec.structs.replace(message, digest=digest)
@@ -260,9 +271,12 @@ class Builds:
             manifest = load_manifest(self._places.models / message.digest)
         except RegistrationRefused as error:
             failed = BuildFailed(
-                model=message.model, epoch=message.epoch, error="RegistrationRefused",
-                message=error.message, data=error.data,
-            )  # fmt: skip
+                model=message.model,
+                op_id=message.op_id,
+                error="RegistrationRefused",
+                message=error.message,
+                data=error.data,
+            )
             self._take(Received(builder, failed))
             return
         found = tuple(profile_files.find(self._profile_folders, manifest.digest))

@@ -51,9 +51,14 @@ class Children:
                 on_exit(status)
 
         child = self.processes.fork(
-            kind or address.kind, name, settings, 2 if address.kind == "worker" else 1,
-            descriptors, on_message or heard, exited,
-        )  # fmt: skip
+            kind or address.kind,
+            name,
+            settings,
+            2 if address.kind == "worker" else 1,
+            descriptors,
+            on_message or heard,
+            exited,
+        )
         if child.exit_status is None:  # otherwise the fork failed, which was reported
             self.by_address[address] = child
 

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 from ..commits.files import remove_unnamed
 from ..frontend.frontend import Frontend
-from ..ipc.board import ring
+from ..ipc.control_page import ring
 from ..ipc.messages import worker as worker_msg
-from ..ipc.messages.base import Epoch, Message, ModelName
+from ..ipc.messages.base import Message, ModelName, OpId
 from ..ipc.messages.daemon import (
     CommitPersisted,
     DaemonFault,
@@ -26,18 +26,18 @@ from ..ipc.messages.daemon import (
 )
 from ..scheduler import events as ev
 from .children import Children
-from .folders import Places
-from .shared_memory import DeviceShare, Memory, Sizes, close_soon
+from .folders import StateDir
+from .shared_memory import DeviceShare, Memory, ResourceLimits, close_soon
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ground:
+class ServerContext:
     """Parts of the server that all devices share."""
 
-    sizes: Sizes  # of what is the machine's
-    places: Places
+    sizes: ResourceLimits  # of what is the machine's
+    places: StateDir
     memory: Memory
     shares: Sequence[DeviceShare]  # by the device's place
     children: Children
@@ -54,7 +54,9 @@ class DeviceEffects:
         device: what its processes open: ``cpu``, or ``cuda:0``.
     """
 
-    def __init__(self, ground: Ground, index: int, sizes: Sizes, device: str) -> None:
+    def __init__(
+        self, ground: ServerContext, index: int, sizes: ResourceLimits, device: str
+    ) -> None:
         self._ground = ground
         self._share = ground.shares[index]
         self._index = index
@@ -72,16 +74,16 @@ class DeviceEffects:
             case ev.Send(ev.Address("worker")):
                 self._to_worker(command)
             case ev.RaiseTurn(target, turn):
-                self._share.board.write_turn(turn)
-                ring(self._share.bells[target.slot])
+                self._share.control_page.write_turn(turn)
+                ring(self._share.doorbells[target.slot])
             case ev.Send():
                 self._to_daemon(command)
             case ev.Spawn(ev.Address("worker") as target):
                 self._spawn_worker(target)
             case ev.Spawn(target):
                 self._spawn_daemon(target)
-            case ev.Interrupt(target, epoch):
-                self._share.board.write_stop(target.slot, epoch)
+            case ev.Interrupt(target, op_id):
+                self._share.control_page.write_stop(target.slot, op_id)
 
     @property
     def _suffix(self) -> str:
@@ -168,8 +170,8 @@ class DeviceEffects:
             if self._sizes.separates_tenants and isinstance(command.message, TransmitModel):
                 descriptors += self._arena_for(command.message.tenant)
         except OSError as error:  # it is tried again
-            epoch = getattr(command.message, "epoch", Epoch(0))
-            fault = DaemonFault(epoch=epoch, reason=str(error))
+            op_id = getattr(command.message, "op_id", OpId(0))
+            fault = DaemonFault(op_id=op_id, reason=str(error))
             self._take(ev.Received(command.target, fault))
             return
         self._children.processes.send(child, 0, command.message, descriptors)
@@ -194,7 +196,7 @@ class DeviceEffects:
             refusal = disk.refusal("", size_bytes, what)
         if refusal is None:
             return False
-        failed = CommitPersisted(job=message.job, epoch=message.epoch, step=-1, error=str(refusal))
+        failed = CommitPersisted(job=message.job, op_id=message.op_id, step=-1, error=str(refusal))
         self._take(ev.Received(command.target, failed))
         return True
 
@@ -217,7 +219,11 @@ class DeviceEffects:
             log_path=str(self._ground.places.logs / f"memory-daemon{self._suffix}.log"),
             log_bytes=self._sizes.log_bytes,
         )
-        descriptors = [self._memory.store, self._share.board_descriptor, *self._share.bells]
+        descriptors = [
+            self._memory.store,
+            self._share.control_page_descriptor,
+            *self._share.doorbells,
+        ]
         self._share.drop_arenas()
         self._daemon_has.clear()
         self._children.fork(target, "pipeswitch-mem", settings, descriptors, on_message)
@@ -226,8 +232,8 @@ class DeviceEffects:
         slot = target.slot
 
         def on_exit(status: int) -> None:
-            begun = self._share.board.begun(slot)
-            self._share.board.write_tiles(slot, 0, 0)
+            begun = self._share.control_page.begun(slot)
+            self._share.control_page.write_tiles(slot, 0, 0)
             del self._handed[target]
             self._ground.frontend.pool.tidy(self._bound.pop(target, ""))
             self._memory.leave_ring((self._index, slot, target.generation))
@@ -235,7 +241,7 @@ class DeviceEffects:
 
         self._children.kill(replace(target, generation=target.generation - 1))
         self._handed[target] = {}
-        self._share.board.write_begun(slot, 0)
+        self._share.control_page.write_begun(slot, 0)
         settings = worker_msg.WorkerSettings(
             slot=slot,
             device=self._device,
@@ -243,7 +249,7 @@ class DeviceEffects:
             words=self._sizes.words,
             pool_bytes=self._sizes.pool_bytes,
             threads=self._sizes.threads,
-            bell_count=len(self._share.bells),
+            doorbell_count=len(self._share.doorbells),
             handle=self._share.arena_handle,
             is_sandboxed=self._sizes.is_sandboxed,
             task_memory_bytes=self._sizes.task_memory_bytes,
@@ -251,7 +257,7 @@ class DeviceEffects:
             link_bytes_per_s=self._sizes.link_bytes_per_s,
             options=self._sizes.options,
         )
-        descriptors = [self._share.board_descriptor, *self._share.bells]
+        descriptors = [self._share.control_page_descriptor, *self._share.doorbells]
         if not self._sizes.separates_tenants:  # else with BindTenant
             descriptors += [self._memory.pool, *self._share.arena]
         name = f"pipeswitch-w{slot}{self._suffix}"

@@ -20,7 +20,7 @@ import msgspec
 from ..base import failpoints
 from ..base.errors import PipeSwitchError, RemoteProtocolError, ServerUnavailable
 from ..base.failpoints import reach
-from ..base.lane import Lane
+from ..base.worker_thread import WorkerThread
 from ..commits.files import load_commit, read_record, remove_unnamed
 from ..commits.progress import HANDED_ON, SUFFIX
 from ..ipc.messages.base import JobName, ModelName
@@ -30,9 +30,9 @@ from ..scheduler import events as ev
 from ..scheduler.timeline import Timeline
 from ..wire.frames import pack_dict
 from .builds import Builds
-from .device import DeviceEffects, Ground
+from .device import DeviceEffects, ServerContext
 from .journal import JournalFile
-from .stages import StageEffects
+from .preprocessors import StageEffects
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Effects:
 
     def __init__(
         self,
-        ground: Ground,
+        ground: ServerContext,
         devices: Sequence[DeviceEffects],
         stages: StageEffects,
         *,
@@ -62,7 +62,7 @@ class Effects:
         for name, known in journal.models.items():
             self._disk.keep_program(name, known["digest"], known["tenant"])
         self.timeline = Timeline()
-        self.left: ev.Leave | None = None
+        self.left: ev.Shutdown | None = None
         # Models of the configuration whose first attempt is not over, and those that were refused.
         self.first_attempts: dict[ev.Token, ModelName] = {}
         self.refused_models: list[tuple[ModelName, str]] = []
@@ -77,9 +77,15 @@ class Effects:
                 if reason:
                     log.warning("%s=%d killed: %s", target.kind, target.slot, reason)
                 self._children.kill(target)
-            case ev.Answer():
+            case ev.Reply():
                 self._answer(command)
-            case ev.RunEnded() | ev.Publish() | ev.Announce() | ev.Retract() | ev.LoadCommits():
+            case (
+                ev.RunEnded()
+                | ev.Publish()
+                | ev.ModelAvailable()
+                | ev.ModelRemoved()
+                | ev.LoadCommits()
+            ):
                 self._frontend.perform(command)
             case ev.Spans():
                 self.timeline.add(command)
@@ -102,20 +108,20 @@ class Effects:
                 self._write_journal(command)
             case ev.SaveProfile(profile=profile):
                 self._save_profile(profile)
-            case ev.Warn(text=text):
+            case ev.LogWarning(text=text):
                 log.warning("%s", text)
-            case ev.Leave():
+            case ev.Shutdown():
                 self.left = command
 
     # -- answers and what they promise ---------------------------------------------------------
 
-    def _answer(self, command: ev.Answer) -> None:
+    def _answer(self, command: ev.Reply) -> None:
         if failpoints.is_on:
             reach("controller.answer")
         if not command.more:
             refusal = self._refused.pop(command.token, None)
             if refusal is not None:
-                command = ev.Answer(token=command.token, error=refusal)
+                command = ev.Reply(token=command.token, error=refusal)
         if command.token >= 0:  # negative: asked by the server itself
             self._frontend.perform(command)
             return
@@ -163,9 +169,11 @@ class Effects:
             )
             self._refused.update(dict.fromkeys(command.accepts, error))
             if entry["kind"] == "job":
-                self._take(ev.JobAsked(token=_SERVER, job=JobName(entry["name"]), action="cancel"))
+                self._take(
+                    ev.JobRequest(token=_SERVER, job=JobName(entry["name"]), action="cancel")
+                )
             else:
-                self._take(ev.UnregisterAsked(token=_SERVER, model=ModelName(entry["name"])))
+                self._take(ev.UnregisterRequest(token=_SERVER, model=ModelName(entry["name"])))
 
     # -- profiles ------------------------------------------------------------------------------
 
@@ -188,11 +196,12 @@ class Effects:
                 return
             target = self._places.commits / command.job
             shutil.rmtree(target, ignore_errors=True)  # of a start that was cut short
-            shutil.copytree(self._places.root / "jobs" / command.job / "commit", target,
-                            copy_function=os.link)  # fmt: skip
+            shutil.copytree(
+                self._places.root / "jobs" / command.job / "commit", target, copy_function=os.link
+            )
         except OSError as error:  # no descriptor, memory or disk: a job commits, or does not train
             log.error("job=%s cancelled: its commits cannot be kept: %s", command.job, error)
-            self._take(ev.JobAsked(token=_SERVER, job=command.job, action="cancel"))
+            self._take(ev.JobRequest(token=_SERVER, job=command.job, action="cancel"))
 
     def restore_commits(
         self, job: JobName, damaged: Callable[[str], None]
@@ -242,17 +251,17 @@ class Effects:
 class Tracer:
     """``trace``: a timeline is decoded beside the loop, which 30,000 spans would hold for 0.2 s."""
 
-    def __init__(self, timeline: Timeline, answer: Callable[[ev.Answer], None]) -> None:
+    def __init__(self, timeline: Timeline, answer: Callable[[ev.Reply], None]) -> None:
         """``answer`` may be called from any thread."""
         self._timeline = timeline
         self._answer = answer
-        self._lane = Lane("pipeswitch-trace")
+        self._lane = WorkerThread("pipeswitch-trace")
 
     def ask(self, token: ev.Token, since_ms: float) -> None:
         """Never blocks; ``since_ms`` as of ``Timeline.chrome_trace``."""
         self._lane.put(
             functools.partial(self._tell, token, since_ms),
-            lambda error: self._answer(ev.Answer(token=token, error=error)),
+            lambda error: self._answer(ev.Reply(token=token, error=error)),
         )
 
     def stop(self) -> None:
@@ -261,4 +270,4 @@ class Tracer:
 
     def _tell(self, token: ev.Token, since_ms: float) -> None:
         trace = pack_dict(self._timeline.chrome_trace(since_ms))
-        self._answer(ev.Answer(token=token, body={"trace": msgspec.Raw(trace)}))
+        self._answer(ev.Reply(token=token, body={"trace": msgspec.Raw(trace)}))

@@ -57,9 +57,12 @@ FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
 """Required fields of each kind of entry beside its name; each kind is a table."""
 
 ENDS: Final = {
-    "model-gone": ("model",), "serving-gone": ("serving",), "chain-gone": ("chain",),
-    "job-over": ("job", "hold", "placed", "ended"), "hold-over": ("hold",),
-}  # fmt: skip
+    "model-gone": ("model",),
+    "serving-gone": ("serving",),
+    "chain-gone": ("chain",),
+    "job-over": ("job", "hold", "placed", "ended"),
+    "hold-over": ("hold",),
+}
 """Kinds whose entries end entries of other kinds."""
 
 REPLACES: Final = {"job": ("ended", "placed"), "ended": ("job", "hold", "placed")}
@@ -147,8 +150,15 @@ class EntryCopies:
             OSError: the disk is full or gone; the previous copy is unchanged.
         """
         path = self._path(*key_of(entry))
-        data = packed([{"kind": entry["kind"], "name": entry["name"],
-                        **{field: entry[field] for field in FIELDS[entry["kind"]]}}])  # fmt: skip
+        data = packed(
+            [
+                {
+                    "kind": entry["kind"],
+                    "name": entry["name"],
+                    **{field: entry[field] for field in FIELDS[entry["kind"]]},
+                }
+            ]
+        )
         if _content(path) != data:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             _write_whole(path, data)

@@ -20,7 +20,7 @@ TRASH_KEPT_S: Final = 24 * 3600.0
 STATE_SETTING: Final = "[server] state_dir"
 
 
-class Places:
+class StateDir:
     """Folders under the state directory."""
 
     def __init__(self, root: Path) -> None:

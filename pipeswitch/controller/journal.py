@@ -43,7 +43,7 @@ from .entries import (
     superseded_by,
     write_backup,
 )
-from .folders import Places
+from .folders import StateDir
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +59,13 @@ DIGEST_COLUMN: Final = "sha256"
 CHECKPOINT_PAGES: Final = 64  # of 4 KiB in the write-ahead log, then they go to the main file
 
 _COLUMNS: Final = {
-    bytes: "BLOB", str: "TEXT", int: "INTEGER", bool: "INTEGER", list: "TEXT", dict: "TEXT",
-}  # fmt: skip
+    bytes: "BLOB",
+    str: "TEXT",
+    int: "INTEGER",
+    bool: "INTEGER",
+    list: "TEXT",
+    dict: "TEXT",
+}
 
 
 class JournalFile:
@@ -81,7 +86,7 @@ class JournalFile:
             OSError: it can be neither read nor written.
             ConfigError: a later release wrote it.
         """
-        self._path, self._places = path, Places(root=path.parent)
+        self._path, self._places = path, StateDir(root=path.parent)
         self._owed: dict[Key, Entry] = {}  # could not be written yet; the latest each
         self._copies = EntryCopies(path.parent)
         self._backups = [path.with_name(name) for name in BACKUPS]
@@ -338,10 +343,14 @@ def _create(database: sqlite3.Connection) -> None:
             database.execute(f"CREATE TABLE IF NOT EXISTS {kind} ({columns})")
         # What was there before there were tenants is the owner's.
         for kind, column, empty in (
-            ("model", "tenant", ""), ("job", "tenant", ""), ("job", "share", ""),
-            ("job", "devices", "[]"), ("job", "defaults", "[]"), ("serving", "shares", "[]"),
+            ("model", "tenant", ""),
+            ("job", "tenant", ""),
+            ("job", "share", ""),
+            ("job", "devices", "[]"),
+            ("job", "defaults", "[]"),
+            ("serving", "shares", "[]"),
             *((kind, DIGEST_COLUMN, "") for kind in FIELDS),
-        ):  # fmt: skip
+        ):
             known = {row[1] for row in database.execute(f"PRAGMA table_info({kind})")}
             if column not in known:
                 database.execute(f"ALTER TABLE {kind} ADD COLUMN {column} TEXT DEFAULT '{empty}'")
@@ -393,8 +402,9 @@ def _insert(database: sqlite3.Connection, entry: Entry) -> None:
     values = [entry["name"]]
     for field, type_ in fields.items():
         value = entry[field]
-        values.append(json.dumps(value) if type_ in (list, dict) else
-                      int(value) if type_ is bool else value)  # fmt: skip
+        values.append(
+            json.dumps(value) if type_ in (list, dict) else int(value) if type_ is bool else value
+        )
     columns = [*fields, DIGEST_COLUMN]
     marks = ", ".join("?" * len(columns))
     updates = ", ".join(f"{column} = excluded.{column}" for column in columns)

@@ -23,7 +23,7 @@ from ..base import failpoints
 from ..base.failpoints import reach
 from ..base.machine import FreedMemory
 from ..ipc.channel import cause
-from ..scheduler.events import DrainAsked, Event, Query, Tick
+from ..scheduler.events import DrainRequest, Event, Query, Tick
 from ..watchdog import LoopWatchdog, Notifier
 from .processes import URGENT_LOOK_EVERY_S
 from .server import Server
@@ -109,7 +109,9 @@ class Loop:
         while self._signals_seen < self._signals:
             self._signals_seen += 1
             self._notifier.tell(STOPPING=1, STATUS="draining")
-            self._handle(DrainAsked(token=None, grace_ms=self._server.config.server.drain_grace_ms))
+            self._handle(
+                DrainRequest(token=None, grace_ms=self._server.config.server.drain_grace_ms)
+            )
         wakeup_ms = self._scheduler.next_wakeup_ms()
         if wakeup_ms is not None and wakeup_ms <= _now_ms():
             self._handle(Tick())

@@ -20,14 +20,14 @@ from ..base.config import Config
 from ..base.errors import ConfigError, PipeSwitchError
 from ..base.machine import available_bytes
 from ..base.units import LogFile, PrintableFormatter
-from ..devices.kinds import choose_devices
+from ..devices.registry import choose_devices
 from ..frontend.transport.listeners import Listeners, check_access
 from ..ipc.channel import name_event
 from ..scheduler.events import Token
 from ..watchdog import LoopWatchdog
 from ..wire.addresses import parse_listen
 from ..wire.private import check_trusted
-from .folders import Places
+from .folders import StateDir
 from .gateway import Keyed, check_doors
 from .loop import Loop
 from .restore import configured, restore
@@ -54,7 +54,7 @@ def serve(config: Config) -> int:
     devices = choose_devices(
         config.device, workers=config.workers.standby + 1, available_bytes=available_bytes()
     )
-    places = Places(root=Path(config.server.state_dir))
+    places = StateDir(root=Path(config.server.state_dir))
     if config.profiles_dir:
         check_trusted(Path(config.profiles_dir), "profiles_dir")
     try:

@@ -16,7 +16,7 @@ from ..ipc.messages.base import JobName, ModelName
 from ..programs.interface.chains import Chain
 from ..programs.interface.signature import parse_input, parse_states
 from ..programs.spec import devices_of, stage_of
-from ..scheduler.events import Answer, ChainAsked, Event, RegisterAsked, Token
+from ..scheduler.events import ChainRequest, Event, RegisterModelRequest, Reply, Token
 from ..scheduler.state.records import JobSpec
 from ..scheduler.state.versions import split_name
 from ..scheduler.training.jobs import RestoredJob
@@ -41,9 +41,11 @@ def restore(server: Server, now_s: float) -> None:
         server.scheduler.versions.restore(ModelName(name), *numbers, there, entry["shares"])
     server.effects.sweep({*journal.jobs, *journal.ended}, now_s)
     for kind, entries, bring_back in (
-        ("model", journal.models, _restore_model), ("chain", journal.chains, _restore_chain),
-        ("job", journal.jobs, _restore_job), ("ended", journal.ended, _restore_ended),
-    ):  # fmt: skip
+        ("model", journal.models, _restore_model),
+        ("chain", journal.chains, _restore_chain),
+        ("job", journal.jobs, _restore_job),
+        ("ended", journal.ended, _restore_ended),
+    ):
         for name, entry in entries.items():
             try:
                 bring_back(server, name, entry, next(tokens))
@@ -61,7 +63,7 @@ def restore(server: Server, now_s: float) -> None:
         try:
             server.inbox.append(configured(token, model))
         except PipeSwitchError as error:
-            server.effects.perform(Answer(token=token, error=error))
+            server.effects.perform(Reply(token=token, error=error))
 
 
 def _show_lost(server: Server, kind: str, name: str, now_s: float) -> None:
@@ -70,15 +72,25 @@ def _show_lost(server: Server, kind: str, name: str, now_s: float) -> None:
     if kind == "model":
         server.scheduler.registry.names.lost(ModelName(name), reason)
     elif kind in ("job", "ended"):
-        record = {"state": "failed", "entry": "", "args": [], "priority": 1, "tenant": "",
-                  "step": 0, "error": reason, "why": "", "epoch": 0, "log": {},
-                  "ended_at_ms": now_s * 1000.0}  # fmt: skip
+        record = {
+            "state": "failed",
+            "entry": "",
+            "args": [],
+            "priority": 1,
+            "tenant": "",
+            "step": 0,
+            "error": reason,
+            "why": "",
+            "epoch": 0,
+            "log": {},
+            "ended_at_ms": now_s * 1000.0,
+        }
         server.scheduler.machine.jobs.restore_ended(JobName(name), record, -1)
 
 
 def _restore_model(server: Server, name: str, entry: Entry, token: Token) -> None:
     builds, spec = server.effects.builds, entry["spec"]
-    event = RegisterAsked(
+    event = RegisterModelRequest(
         token=token,
         model=ModelName(name),
         spec=spec,
@@ -97,7 +109,7 @@ def _restore_model(server: Server, name: str, entry: Entry, token: Token) -> Non
 
 def _restore_chain(server: Server, name: str, entry: Entry, token: Token) -> None:
     chain = msgspec.msgpack.decode(entry["spec"], type=Chain)
-    event = ChainAsked(token=token, model=ModelName(name), tenant=entry["tenant"], restored=chain)
+    event = ChainRequest(token=token, model=ModelName(name), tenant=entry["tenant"], restored=chain)
     server.inbox.append(event)
 
 

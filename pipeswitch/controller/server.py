@@ -15,19 +15,19 @@ from ..base.config import Config
 from ..base.errors import ConfigError
 from ..base.units import format_bytes
 from ..devices import ASKED_FOR, ChosenDevice
-from ..devices.kinds import facts_of
+from ..devices.registry import facts_of
 from ..frontend.frontend import Frontend
-from ..scheduler.events import Event, Leave
+from ..scheduler.events import Event, Shutdown
 from .children import Children
-from .device import DeviceEffects, Ground
+from .device import DeviceEffects, ServerContext
 from .effects import Effects, Tracer
-from .folders import Places
+from .folders import StateDir
 from .gateway import Gateway
 from .journal import FILE_NAME, JournalFile
+from .preprocessors import StageEffects
 from .processes import Processes
 from .setup import make_scheduler, sizes_of
 from .shared_memory import DeviceShare, Memory
-from .stages import StageEffects
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ SHIPPED_PROFILES: Final = Path(__file__).parents[2] / "profiles"  # in a checkou
 class Server:
     """Parts of a server and their owners; ``main`` starts it, ``loop`` runs it."""
 
-    def __init__(self, config: Config, devices: Sequence[ChosenDevice], places: Places) -> None:
+    def __init__(self, config: Config, devices: Sequence[ChosenDevice], places: StateDir) -> None:
         """Take memory and files; no process is started.
 
         Raises:
@@ -67,7 +67,7 @@ class Server:
             config.server.allow_code,
             config.workers.restart_backoff_ms / 1000.0,
         )
-        ground = Ground(
+        ground = ServerContext(
             sizes=sizes,
             places=places,
             memory=self.memory,
@@ -114,7 +114,7 @@ class Server:
         return self.scheduler.is_ready and not self.effects.first_attempts
 
     def _give_up(self, reason: str) -> None:
-        self.effects.left = Leave(status=os.EX_SOFTWARE, reason=reason)
+        self.effects.left = Shutdown(status=os.EX_SOFTWARE, reason=reason)
         log.critical("%s", reason)
         sys.stderr.write(f"Error: {reason}\n")
 

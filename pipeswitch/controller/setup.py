@@ -18,10 +18,10 @@ from ..devices import ChosenDevice
 from ..planning.profile import Identity
 from ..policies import find_policy
 from ..sandbox.confine import missing
-from ..scheduler.processes.fleet import most_workers
+from ..scheduler.processes.worker_pool import max_workers
 from ..scheduler.scheduler import Scheduler, SchedulerSettings
-from .folders import Places
-from .shared_memory import Sizes
+from .folders import StateDir
+from .shared_memory import ResourceLimits
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ WORDS: Final = 16384  # arrival words: 64 KiB of a 2 MiB region
 MAX_BUILDS: Final = 2  # of two clients: one that never ends leaves the other its turn
 
 
-def sizes_of(config: Config, devices: Sequence[ChosenDevice]) -> list[Sizes]:
+def sizes_of(config: Config, devices: Sequence[ChosenDevice]) -> list[ResourceLimits]:
     """Turn ``auto`` and fractions into bytes: each device's, which differ by its arena alone.
 
     Raises:
@@ -39,13 +39,13 @@ def sizes_of(config: Config, devices: Sequence[ChosenDevice]) -> list[Sizes]:
     store = config.host.store.resolve(available, available // 4)
     cores, sharers = cpu_count(), sum(one.kind.is_host for one in devices) or len(devices)
     is_sandboxed = _is_sandboxed(config, devices)
-    common = Sizes(
+    common = ResourceLimits(
         arena_bytes=0,
         store_bytes=max(store, 1 << 20) & -4096,
         pool_bytes=config.server.pool_bytes & -4096,
         input_bytes=config.jobs.shared_input_bytes & -4096,
         words=WORDS,
-        bell_count=most_workers(config.workers.standby) + 1,  # and the memory daemon's
+        doorbell_count=max_workers(config.workers.standby) + 1,  # and the memory daemon's
         threads=config.workers.threads or max(1, (cores - 1) // sharers),
         build_threads=config.workers.threads or max(1, cores - 1),
         build_timeout_s=config.workers.build_timeout_ms / 1000.0,
@@ -69,7 +69,7 @@ def sizes_of(config: Config, devices: Sequence[ChosenDevice]) -> list[Sizes]:
 
 
 def _check_room(
-    sizes: Sequence[Sizes], devices: Sequence[ChosenDevice], available_bytes: int
+    sizes: Sequence[ResourceLimits], devices: Sequence[ChosenDevice], available_bytes: int
 ) -> None:
     """Before a page is touched: the kernel would end processes, ours or other people's.
 
@@ -136,7 +136,7 @@ def _separates_tenants(
     return True
 
 
-def identity_of(device: ChosenDevice, sizes: Sizes) -> Identity:
+def identity_of(device: ChosenDevice, sizes: ResourceLimits) -> Identity:
     """Return the facts for which profiles measured by this server hold."""
     return Identity(
         device=device.kind.opened,
@@ -150,7 +150,10 @@ def identity_of(device: ChosenDevice, sizes: Sizes) -> Identity:
 
 
 def make_scheduler(
-    config: Config, devices: Sequence[ChosenDevice], sizes: Sequence[Sizes], places: Places
+    config: Config,
+    devices: Sequence[ChosenDevice],
+    sizes: Sequence[ResourceLimits],
+    places: StateDir,
 ) -> Scheduler:
     """Return a scheduler with the settings of the machine and of each device."""
     given, machine = config.scheduler, sizes[0]
@@ -184,9 +187,11 @@ def make_scheduler(
     policy = find_policy(given.policy, max_wait_ms=given.max_wait_ms)
     each = [
         dataclasses.replace(
-            settings, device=device.name, arena_bytes=one.arena_bytes,
+            settings,
+            device=device.name,
+            arena_bytes=one.arena_bytes,
             identity=identity_of(device, one),
         )
         for device, one in zip(devices, sizes, strict=True)
-    ]  # fmt: skip
+    ]
     return Scheduler(settings, policy, given.max_wait_ms, each)

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from ..commits.area import CommitArea, create_area, slot_bytes_of
 from ..inputs.table import SHARERS_BYTE
-from ..ipc.board import Board, new_bell, sealed_memfd
+from ..ipc.control_page import Board, new_doorbell, sealed_memfd
 from ..ipc.messages.base import JobName
 from ..ipc.sparse import read_only
 from ..sandbox.environment import environment_file
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class ResourceLimits:
     """Sizes taken of the machine, in bytes; ``threads`` compute on the cpu device.
 
     One object for each device: ``arena_bytes`` and ``options`` are its own.
@@ -29,7 +29,7 @@ class Sizes:
     pool_bytes: int
     input_bytes: int
     words: int
-    bell_count: int
+    doorbell_count: int
     threads: int
     build_threads: int
     build_timeout_s: float
@@ -47,10 +47,10 @@ class Sizes:
 class DeviceShare:
     """Memory that the processes of one device share; the controller keeps it alive."""
 
-    def __init__(self, sizes: Sizes) -> None:
-        self.board_descriptor = sealed_memfd("pipeswitch-board", 4096)
-        self.board = Board(self.board_descriptor)
-        self.bells = [new_bell() for _ in range(sizes.bell_count)]
+    def __init__(self, sizes: ResourceLimits) -> None:
+        self.control_page_descriptor = sealed_memfd("pipeswitch-board", 4096)
+        self.control_page = Board(self.control_page_descriptor)
+        self.doorbells = [new_doorbell() for _ in range(sizes.doorbell_count)]
         self.arena: list[int] = []  # of DaemonReady: the daemon's, anew after its death
         self.arena_handle = b""
         self._arenas: dict[str, tuple[int, int]] = {}  # where tenants are separate: write, read
@@ -83,16 +83,16 @@ class DeviceShare:
         self._arenas.clear()
 
     def close(self) -> None:
-        self.board.close()
+        self.control_page.close()
         self.drop_arenas()
-        for descriptor in (self.board_descriptor, *self.bells):
+        for descriptor in (self.control_page_descriptor, *self.doorbells):
             os.close(descriptor)
 
 
 class Memory:
     """Memory that the whole server shares: a model's bytes lie once, whichever devices use them."""
 
-    def __init__(self, sizes: Sizes, *, reserves_pool: bool = False) -> None:
+    def __init__(self, sizes: ResourceLimits, *, reserves_pool: bool = False) -> None:
         """``reserves_pool``: take its pages now, once; each worker on cuda pins them all."""
         self.store = sealed_memfd("pipeswitch-store", sizes.store_bytes)
         reserved = sizes.pool_bytes if reserves_pool else 0
@@ -170,8 +170,11 @@ class Memory:
 
     def close(self) -> None:
         for descriptor in (
-            self.store, *self._pools.values(), *self.commits.values(), *self._rings.values(),
-        ):  # fmt: skip
+            self.store,
+            *self._pools.values(),
+            *self.commits.values(),
+            *self._rings.values(),
+        ):
             os.close(descriptor)
         if self.environment >= 0:
             os.close(self.environment)

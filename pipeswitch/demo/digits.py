@@ -48,12 +48,19 @@ def main() -> None:
     test, train = order[:TEST_COUNT], order[TEST_COUNT:]
     loader = DataLoader(TensorDataset(x[train], y[train]), batch_size=BATCH, shuffle=True)
     model = nn.Sequential(
-        nn.Conv2d(1, CHANNELS, 3, padding=1), nn.BatchNorm2d(CHANNELS), nn.ReLU(),
-        nn.Conv2d(CHANNELS, 2 * CHANNELS, 3, padding=1), nn.BatchNorm2d(2 * CHANNELS), nn.ReLU(),
+        nn.Conv2d(1, CHANNELS, 3, padding=1),
+        nn.BatchNorm2d(CHANNELS),
+        nn.ReLU(),
+        nn.Conv2d(CHANNELS, 2 * CHANNELS, 3, padding=1),
+        nn.BatchNorm2d(2 * CHANNELS),
+        nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(2 * CHANNELS, 2 * CHANNELS, 3, padding=1), nn.ReLU(),
-        nn.Flatten(), nn.Dropout(0.2), nn.Linear(2 * CHANNELS * 16, 10),
-    ).to(job.device)  # fmt: skip
+        nn.Conv2d(2 * CHANNELS, 2 * CHANNELS, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(2 * CHANNELS * 16, 10),
+    ).to(job.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     criterion = nn.CrossEntropyLoss()
     for _ in job.epochs(arguments.epochs):

@@ -1,6 +1,7 @@
 """Device kinds: one folder for each, with three classes.
 
-``DeviceKind`` is the server's side, ``DeviceMemory`` the memory daemon's, ``PoolView`` a worker's.
+``DeviceKind`` is the server's side, ``DeviceMemory`` the memory daemon's, ``WorkerDevice`` a
+worker's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from ..ipc.messages.daemon import DaemonSettings
 from ..ipc.messages.worker import WorkerSettings
 from .memory import DeviceMemory
-from .view import PoolView
+from .worker_device import WorkerDevice
 
 if TYPE_CHECKING:
     from ..base.config import DeviceConfig
@@ -72,12 +73,12 @@ class DeviceKind(Protocol):
         ...
 
     def open_memory(
-        self, settings: DaemonSettings, store: int, board: int, bells: Sequence[int]
+        self, settings: DaemonSettings, store: int, control_page: int, doorbells: Sequence[int]
     ) -> DeviceMemory:
         """Take the device's memory; the descriptors stay the caller's.
 
         Args:
-            bells: of the workers, by slot, and behind them the memory daemon's own.
+            doorbells: of the workers, by slot, and behind them the memory daemon's own.
 
         Raises:
             CudaError, OSError: the memory cannot be had.
@@ -85,8 +86,13 @@ class DeviceKind(Protocol):
         ...
 
     def open_view(
-        self, settings: WorkerSettings, arena: Sequence[int], *, board: int, bells: Sequence[int]
-    ) -> PoolView:
+        self,
+        settings: WorkerSettings,
+        arena: Sequence[int],
+        *,
+        control_page: int,
+        doorbells: Sequence[int],
+    ) -> WorkerDevice:
         """Map the device's memory in a worker.
 
         Args:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from ..base.errors import RemoteProtocolError
-from ..ipc.board import Board, ring
-from ..ipc.messages.base import ByteRange, Epoch
+from ..ipc.control_page import Board, ring
+from ..ipc.messages.base import ByteRange, OpId
 from ..ipc.messages.daemon import DaemonSettings, TransmitEnded, TransmitModel
 from .orders import WORD_BYTES, check_range
-from .view import now_ms
+from .worker_device import now_ms
 
 OnEnd = Callable[[TransmitEnded], None]
 
@@ -34,7 +34,7 @@ class Transmission:
         order = self.order
         return TransmitEnded(
             model=order.model,
-            epoch=order.epoch,
+            op_id=order.op_id,
             is_complete=len(group_ends_at_ms) == len(order.groups),
             group_count=len(group_ends_at_ms),
             copied_bytes=copied_bytes,
@@ -56,15 +56,15 @@ class DeviceMemory:
         settings: DaemonSettings,
         *,
         store: int,
-        bells: Sequence[int],
-        board: int = -1,
-        bell: int = -1,
+        doorbells: Sequence[int],
+        control_page: int = -1,
+        doorbell: int = -1,
     ) -> None:
         """The descriptors stay the caller's and must outlive this object.
 
         Args:
-            bells: of the workers.
-            board, bell: what a model that streams has computed, and what wakes the copy thread
+            doorbells: of the workers.
+            board, doorbell: what a model that streams has computed, and what wakes the copy thread
                 then; without them none can.
 
         Raises:
@@ -75,10 +75,13 @@ class DeviceMemory:
             text = f"{settings.words} words do not fit in {self.arena_bytes} bytes"
             raise RemoteProtocolError(text)
         check_range("store", 0, self.store_bytes, os.fstat(store).st_size)
-        self._bells = tuple(bells)
-        self._bell, self._board = bell, Board(board) if board >= 0 else None
+        self._bells = tuple(doorbells)
+        self._doorbell, self._control_page = (
+            doorbell,
+            Board(control_page) if control_page >= 0 else None,
+        )
         self._orders: SimpleQueue[Transmission | None] = SimpleQueue()
-        self._live: dict[Epoch, Transmission] = {}
+        self._live: dict[OpId, Transmission] = {}
         self._copier = threading.Thread(target=self._copy_all, name="copy-to-device", daemon=True)
 
     # -- what workers map ----------------------------------------------------------------------
@@ -122,37 +125,38 @@ class DeviceMemory:
     # -- host to device ------------------------------------------------------------------------
 
     def transmit(self, order: TransmitModel, on_end: OnEnd) -> None:
-        """Copy groups in order; after each, its arrival word becomes the epoch, then bells ring.
+        """Copy groups in order; after each, its arrival word becomes the operation id, then
+        doorbells ring.
 
         Returns at once; ``on_end`` comes exactly once, on the copy thread.
         """
-        self._live[order.epoch] = job = Transmission(order, on_end)
+        self._live[order.op_id] = job = Transmission(order, on_end)
         self._orders.put(job)
 
-    def cancel(self, epoch: Epoch) -> None:
+    def cancel(self, op_id: OpId) -> None:
         """Stop it within a chunk; its end still comes. Unknown: it has just ended, and is fine."""
-        job = self._live.get(epoch)
+        job = self._live.get(op_id)
         if job is not None:
             job.cancelled.set()
             if job.order.waits:
-                ring(self._bell)
+                ring(self._doorbell)
 
     def _must_wait(self, job: Transmission, index: int) -> bool:
         """Return True if the group's landing still holds one that has not computed."""
-        order, board = job.order, self._board
+        order, control_page = job.order, self._control_page
         if not order.waits or job.cancelled.is_set():
             return False
-        if board is None:
+        if control_page is None:
             raise RemoteProtocolError("nothing can stream without a board")
-        return not board.has_computed(order.epoch, order.waits[index])
+        return not control_page.has_computed(order.op_id, order.waits[index])
 
     def _wait_computed(self, job: Transmission, index: int) -> None:
         """Wait on the copy thread until the group has computed, or the job is cancelled.
 
-        No wake-up is lost: the word is written before the bell, and read after it.
+        No wake-up is lost: the word is written before the doorbell, and read after it.
         """
         while self._must_wait(job, index):
-            os.eventfd_read(self._bell)
+            os.eventfd_read(self._doorbell)
 
     def _perform(self, job: Transmission) -> TransmitEnded:
         """Copy the groups; an error in between ends it incomplete, like a cancel."""
@@ -168,19 +172,19 @@ class DeviceMemory:
         self._prepare()
         while (job := self._orders.get()) is not None:
             ended = self._perform(job)
-            del self._live[job.order.epoch]
+            del self._live[job.order.op_id]
             job.on_end(ended)
             self._tidy()
 
     def _ring_all(self) -> None:
-        for bell in self._bells:
-            ring(bell)
+        for doorbell in self._bells:
+            ring(doorbell)
 
     def close(self) -> None:
         """Cancel what is under way and what waits, end the thread, let the memory go."""
         for job in list(self._live.values()):
-            self.cancel(job.order.epoch)
+            self.cancel(job.order.op_id)
         self._orders.put(None)
         self._copier.join()
-        if self._board is not None:
-            self._board.close()
+        if self._control_page is not None:
+            self._control_page.close()

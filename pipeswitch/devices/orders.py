@@ -8,7 +8,7 @@ from ..ipc.messages.daemon import TransmitModel
 
 WORD_BYTES = 4
 WORD_MASK = 0xFFFF_FFFF
-"""Arrival words are uint32 and carry the low 32 bits of the epoch."""
+"""Arrival words are uint32 and carry the low 32 bits of the operation id."""
 
 
 def check_order(order: TransmitModel, *, arena_bytes: int, store_bytes: int, words: int) -> None:
@@ -20,8 +20,8 @@ def check_order(order: TransmitModel, *, arena_bytes: int, store_bytes: int, wor
         RemoteProtocolError: says which number is wrong.
     """
     start, end = order.arena_offset_bytes, order.arena_offset_bytes + order.region_bytes
-    if order.epoch < 1:
-        raise RemoteProtocolError(f"epoch {order.epoch} names no transmission")
+    if order.op_id < 1:
+        raise RemoteProtocolError(f"epoch {order.op_id} names no transmission")
     if order.region_bytes < 0 or start < words * WORD_BYTES or end > arena_bytes:
         raise RemoteProtocolError(
             f"region {start}…{end} is not within {words * WORD_BYTES}…{arena_bytes}"

@@ -13,13 +13,13 @@ import msgspec
 from ..base.errors import InvalidInput, ModelNotFound, PipeSwitchError, from_wire, to_wire
 from ..ipc.messages.base import SlabTensor
 from ..programs.interface.chains import Chain, Step
-from ..scheduler.events import Announce, Answer, InferArrived, Token
-from ..wire.bill import of_steps
+from ..scheduler.events import InferArrived, ModelAvailable, Reply, Token
 from ..wire.frames import VERSION, RequestHeader, WireTensor
+from ..wire.request_timing import of_steps
 from .requests import Pending, Run
 
 
-def begins(announced: Announce, models: Mapping[str, Announce]) -> Announce:
+def begins(announced: ModelAvailable, models: Mapping[str, ModelAvailable]) -> ModelAvailable:
     """Return a chain as its requests are admitted: in the pool file of its models."""
     first = models.get(announced.chain.steps[0].model) if announced.chain is not None else None
     return announced if first is None else msgspec.structs.replace(announced, tenant=first.tenant)
@@ -34,7 +34,7 @@ def run_of(chain: Chain, event: InferArrived, priority: int | None, pending: Pen
     return Run(chain=chain, event=event, priority=priority, values=dict(values), rooms=[*rooms])
 
 
-def model_of(step: Step, models: Mapping[str, Announce], tenant: str) -> Announce:
+def model_of(step: Step, models: Mapping[str, ModelAvailable], tenant: str) -> ModelAvailable:
     """Return the model of a step.
 
     Raises:
@@ -68,10 +68,10 @@ def of_step(error: PipeSwitchError, pending: Pending, step: Step) -> PipeSwitchE
     return from_wire(wire["type"], f"{where}: {wire['message']}", wire["hint"], data)
 
 
-def answer_of(token: Token, run: Run) -> Answer:
+def answer_of(token: Token, run: Run) -> Reply:
     """Return the answer of a chain whose steps are all over."""
     outputs = [
         msgspec.structs.replace(run.values[source], name=name)
         for name, source in run.chain.returns.items()
     ]
-    return Answer(token=token, outputs=tuple(outputs), timing=of_steps(run.bills))
+    return Reply(token=token, outputs=tuple(outputs), timing=of_steps(run.bills))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from ..base.errors import HostStoreFull
-from ..base.units import Amount, format_bytes
+from ..base.units import SizeSpec, format_bytes
 
 FOLDERS: Final = ("models", "uploads", "commits", "published", "jobs", "orphans", "trash")
 GIVEN_BACK: Final = ".build-gone-"  # begins the name of what is being removed
@@ -26,7 +26,7 @@ AUTO_TENANT_SHARE: Final = 0.5  # of that, for one client
 class Disk:
     """Budgets of the disk. Called by the loop and by the upload writer; never blocks for long."""
 
-    def __init__(self, root: Path, all_of_it: Amount, of_a_tenant: Amount) -> None:
+    def __init__(self, root: Path, all_of_it: SizeSpec, of_a_tenant: SizeSpec) -> None:
         self._root = root
         self._amounts = (all_of_it, of_a_tenant)
         self._lock = threading.Lock()

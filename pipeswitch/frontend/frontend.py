@@ -35,14 +35,14 @@ from ..base.errors import (
     ServerUnavailable,
 )
 from ..base.failpoints import reach
-from ..base.roles import Role, Standing, in_order
+from ..base.roles import Principal, Role, in_order
 from ..base.units import nearest
 from ..commits.files import load_commit
 from ..commits.progress import HANDED_ON, read_life
 from ..scheduler import events as ev
 from ..wire.frames import VERSION, RequestHeader, decode_request
 from ..wire.stream import Message
-from . import admission
+from . import validation
 from .disk import Disk
 from .generations import Generations
 from .inference import Inference
@@ -54,8 +54,8 @@ from .requests import INFERS, Requests
 from .sequences.caches import Caches
 from .sequences.manager import longest
 from .transport.clients import Client
+from .transport.connection_manager import POOL_PARTS, ClientConnection, ClientSegments
 from .transport.listeners import Listeners, open_listeners
-from .transport.peers import POOL_PARTS, Shares, StreamPeer
 from .transport.replies import envelope_id, told, wrong_version
 from .transport.sessions import Sessions, caller_of
 from .uploads import CREDIT_CHUNKS, Uploads
@@ -67,7 +67,7 @@ MAX_CLIENT_REQUESTS: Final = 4096  # unanswered ones of one client
 BACKLOG_LOOK_S: Final = 0.1  # at who does not read, though nothing happens
 STOP_FLUSH_MS: Final = 1000
 
-Posted = ev.Answer | ev.RunEnded | ev.Publish | ev.Announce | ev.Retract | ev.LoadCommits
+Posted = ev.Reply | ev.RunEnded | ev.Publish | ev.ModelAvailable | ev.ModelRemoved | ev.LoadCommits
 """The scheduler's commands that are performed here."""
 
 
@@ -113,7 +113,7 @@ class Frontend:
         )
         self.sessions = Sessions(
             config.server,
-            Shares(self.pool.capacity_bytes // POOL_PARTS if config.server.shares else 0),
+            ClientSegments(self.pool.capacity_bytes // POOL_PARTS if config.server.shares else 0),
             self.pool.share_bytes,
             hear=self._hear,
             ended=self._ended,
@@ -214,22 +214,22 @@ class Frontend:
     def perform(self, posted: Posted) -> None:
         """Execute a command of the scheduler now."""
         match posted:
-            case ev.Answer():
+            case ev.Reply():
                 self._answer(posted)
             case ev.RunEnded():
                 self._generations.run_ended(posted)
             case ev.Publish():
                 self.sessions.readers.tell(posted)
                 tell(posted)
-            case ev.Announce():
+            case ev.ModelAvailable():
                 self.inference.models.announce(posted)
-            case ev.Retract(model=model):
+            case ev.ModelRemoved(model=model):
                 self.inference.models.retract(model)
                 self.sequences.retract(model)
             case ev.LoadCommits(asked=asked):
                 self._load(asked, self._state_directory / "commits" / asked.job)
 
-    def answer_soon(self, answer: ev.Answer) -> None:
+    def answer_soon(self, answer: ev.Reply) -> None:
         """Send an answer like ``perform``, from any thread; never blocks."""
         self._call_soon(lambda: self._answer(answer))
 
@@ -239,12 +239,12 @@ class Frontend:
             self._calls.popleft()()
         for token in self.requests.tokens():
             error = ServerUnavailable("the server stopped", hint="pipeswitch serve")
-            self._answer(ev.Answer(token=token, error=error))
+            self._answer(ev.Reply(token=token, error=error))
         self.sessions.finish(STOP_FLUSH_MS)
 
     # ---- in ------------------------------------------------------------------------------------
 
-    def _hear(self, peer: StreamPeer, message: Message) -> None:
+    def _hear(self, peer: ClientConnection, message: Message) -> None:
         """Handle one message. No message of a client may raise an error out of here."""
         if failpoints.is_on:
             reach("frontend.message")
@@ -262,13 +262,13 @@ class Frontend:
                 raise RemoteProtocolError(f"no verb {op[:40]!r}{nearest(op[:40], VERBS)}")
             if op == "hello":
                 client = self.sessions.greet(peer)
-                self._outbox.reply(client, header.id, body=self._about(client.standing))
+                self._outbox.reply(client, header.id, body=self._about(client.principal))
                 return
             if op == "ping" and not header.body:
-                self.sessions.reply_now(peer, header.id, body=self._about(peer.standing))
+                self.sessions.reply_now(peer, header.id, body=self._about(peer.principal))
                 return
             if op == "caller" and peer.client is None:
-                peer.standing = caller_of(peer.standing, header)
+                peer.principal = caller_of(peer.principal, header)
                 return
             client = peer.client
             if client is None or client.session != header.session or client.is_gone:
@@ -283,8 +283,8 @@ class Frontend:
             if len(client.requests) >= MAX_CLIENT_REQUESTS:
                 raise QueueFull(f"{len(client.requests)} requests of this client wait already")
             try:
-                if verb.role not in client.standing.roles:
-                    raise client.standing.refusal(verb.role, op)
+                if verb.role not in client.principal.roles:
+                    raise client.principal.refusal(verb.role, op)
                 self._own.handlers.get(op, self._ask)(client, header, parts[2:])
             except PipeSwitchError as error:
                 self.requests.reject(client, header, error)
@@ -293,11 +293,11 @@ class Frontend:
             self._refuse(peer, client, request_id, error)
 
     def _refuse(
-        self, peer: StreamPeer, client: Client | None, request_id: str, error: PipeSwitchError
+        self, peer: ClientConnection, client: Client | None, request_id: str, error: PipeSwitchError
     ) -> None:
         """Reply with a typed error if there is a request id; else count and drop the message."""
         if isinstance(error, RemoteProtocolError):
-            self.sessions.complaints.add(peer.standing.tenant, error)
+            self.sessions.complaints.add(peer.principal.tenant, error)
         if not request_id:
             return
         if client is not None:
@@ -307,66 +307,66 @@ class Frontend:
 
     # ---- verbs ---------------------------------------------------------------------------------
 
-    def _about(self, standing: Standing) -> dict[str, Any]:
+    def _about(self, principal: Principal) -> dict[str, Any]:
         """Return the server's facts that every client may read."""
-        is_code_named = standing.is_owner or bool(self._config.server.allow_code)
+        is_code_named = principal.is_owner or bool(self._config.server.allow_code)
         return {
             "server": "pipeswitch",
             "protocol": VERSION,
             "pid": os.getpid(),
-            "accepts_code": is_code_named and Role.CODE in standing.roles,
-            "is_owner": standing.is_owner,
-            "roles": in_order(standing.roles),
+            "accepts_code": is_code_named and Role.CODE in principal.roles,
+            "is_owner": principal.is_owner,
+            "roles": in_order(principal.roles),
             "max_message_bytes": self._config.server.max_message_bytes,
             "credit": CREDIT_CHUNKS,
             "ready": self._is_ready(),
             **self._facts,
-            **(self.owner_facts if standing.is_owner else {}),
+            **(self.owner_facts if principal.is_owner else {}),
         }
 
     def _ask(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
         """Handle a verb that is one event for the scheduler."""
         token = self.requests.next_token
-        asked = ask(header, token, client.standing, self._rules)
+        asked = ask(header, token, client.principal, self._rules)
         if isinstance(asked, LogPiece):  # the only one that is answered here
             piece = read_piece(self._state_directory, asked.job, asked.kind, asked.offset_bytes)
             self._outbox.reply(client, header.id, body=piece)
         else:
             pending = self.requests.accept(client, header)
-            if isinstance(asked, ev.RegisterAsked | ev.VersionAsked):
+            if isinstance(asked, ev.RegisterModelRequest | ev.VersionRequest):
                 pending.uploads = self.uploads.pin(asked.spec)
-            if isinstance(asked, ev.RegisterAsked):
+            if isinstance(asked, ev.RegisterModelRequest):
                 asked = msgspec.structs.replace(asked, client=asked.tenant or client.session)
-            if isinstance(asked, ev.TrainAsked) and asked.resumes:
+            if isinstance(asked, ev.TrainRequest) and asked.resumes:
                 self._load(asked, self._state_directory / "jobs" / asked.job / "commit")
                 return
             self._take(asked)
 
-    def _load(self, asked: ev.TrainAsked | ev.JobAsked, folder: Path) -> None:
+    def _load(self, asked: ev.TrainRequest | ev.JobRequest, folder: Path) -> None:
         """Read a commit on another thread, since a large one would block the loop; then
         continue."""
         self.uploads.run_later(
             functools.partial(self._read_commit, asked, folder),
-            lambda error: self.answer_soon(ev.Answer(token=asked.token, error=error)),
+            lambda error: self.answer_soon(ev.Reply(token=asked.token, error=error)),
         )
 
-    def _read_commit(self, asked: ev.TrainAsked | ev.JobAsked, folder: Path) -> None:
+    def _read_commit(self, asked: ev.TrainRequest | ev.JobRequest, folder: Path) -> None:
         pending = self.requests.find(asked.token)
         if pending is None:
             return
         try:
             found = load_commit(folder)
-            if found is None and isinstance(asked, ev.JobAsked):
+            if found is None and isinstance(asked, ev.JobRequest):
                 raise FileNotFoundError(f"there is none in {folder}")
         except (RemoteProtocolError, OSError) as error:
             refusal = ServerUnavailable(f'the commit of job "{asked.job}" cannot be read: {error}')
-            self.answer_soon(ev.Answer(token=asked.token, error=refusal))
+            self.answer_soon(ev.Reply(token=asked.token, error=refusal))
             return
         if found is not None:
             pending.commit, slot_bytes, record = found
             loaded = ev.LoadedCommit(slot_bytes, record.step, pending.commit)
             asked = msgspec.structs.replace(asked, loaded=loaded)
-        if isinstance(asked, ev.TrainAsked):
+        if isinstance(asked, ev.TrainRequest):
             before = read_life(folder.with_name(HANDED_ON))
             asked = msgspec.structs.replace(
                 asked,
@@ -378,7 +378,7 @@ class Frontend:
 
     # ---- out -----------------------------------------------------------------------------------
 
-    def _answer(self, answer: ev.Answer) -> None:
+    def _answer(self, answer: ev.Reply) -> None:
         """Send a reply to an accepted request; a final one ends it."""
         pending = self.requests.find(answer.token)
         if pending is None:
@@ -399,15 +399,15 @@ class Frontend:
             self._note_lengths(answer.body)
         if verb.is_cut and not client.is_gone:
             body = self._completed(answer.body) if pending.op == "stats" else answer.body
-            body = told(pending.op, body, client.standing, client.counts.as_dict())
+            body = told(pending.op, body, client.principal, client.counts.as_dict())
             answer = msgspec.structs.replace(answer, body=body)
         if verb.of_owner and isinstance(answer.error, PermissionDenied):
             what = f'{pending.op} of "{pending.model}", which is another client\'s,'
-            refusal = client.standing.refusal(Role.OPERATE, what)
-            answer = ev.Answer(token=answer.token, error=refusal)
+            refusal = client.principal.refusal(Role.OPERATE, what)
+            answer = ev.Reply(token=answer.token, error=refusal)
         elif verb.of_model and isinstance(answer.error, ModelNotFound) and not answer.error.data:
-            error = admission.model_not_found(pending.model, self.inference.models.current)
-            answer = ev.Answer(token=answer.token, error=error)
+            error = validation.model_not_found(pending.model, self.inference.models.current)
+            answer = ev.Reply(token=answer.token, error=error)
         if answer.more:
             if not client.is_gone:
                 self._outbox.send(client, self.requests.progress(pending, answer))

@@ -18,31 +18,31 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 from ..base.errors import PipeSwitchError, QueueFull, TaskFailed
-from ..ipc.messages.base import Epoch, SlabTensor
+from ..ipc.messages.base import OpId, SlabTensor
 from ..programs.decoding.generation import CACHE, COUNT, IDS, USED
 from ..programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
 from ..scheduler.events import (
-    Answer,
-    CancelAsked,
+    CancelRequest,
     InferArrived,
     NextRun,
     NextRuns,
+    Reply,
     RunEnded,
     Token,
 )
 from ..wire.frames import RequestHeader
-from .admission import Body
 from .inference import Inference
-from .request_pool import Room
+from .request_pool import PoolAllocation
 from .requests import Pending
 from .sequences.blocks import tokens_of
 from .sequences.generation import GenerateRequest, Generation, generation_of
 from .transport.clients import Client, Outgoing
 from .transport.replies import reply_frames
+from .validation import Body
 
 AGAIN: Final = "wait for answers, or raise [server] pool"
 WORD_BYTES: Final = ITEM_BYTES["int64"]
-MOST_SPARE: Final = 4  # a room is kept for the next run if it has at most this times its bytes
+MAX_SPARE: Final = 4  # a room is kept for the next run if it has at most this times its bytes
 
 
 class Generations:
@@ -90,7 +90,7 @@ class Generations:
             connection=arrival.connection,
             tenant=announced.tenant,
             sequence=run.sequence,
-            choosing=run.choosing,
+            sampling_params=run.sampling_params,
             after=run.after,
             arrived_at_ms=arrival.at_ms,
         )
@@ -109,8 +109,8 @@ class Generations:
                 continue
             generation = _of(pending)
             if error := self._keep(generation, pending, answer):
-                self._take(CancelAsked(token=pending.token))
-                self._answer(Answer(token=pending.token, error=error))
+                self._take(CancelRequest(token=pending.token))
+                self._answer(Reply(token=pending.token, error=error))
                 continue
             if answer.body["tokens"]:
                 tell.append((pending, answer.body))
@@ -127,8 +127,8 @@ class Generations:
             if generation.held is not None:
                 self._sequences.fit(generation.held, 0)  # nothing ahead of its rows
             self._waiting[pending.token] = pending
-            self._pool.on_release = self.look_again
-            self.look_again()
+            self._pool.on_release = self.wake_at
+            self.wake_at()
             return NextRun(token=pending.token)
 
     def _prepared(self, generation: Generation, token: Token) -> NextRun:
@@ -146,8 +146,10 @@ class Generations:
             if is_new:
                 generation.reused = self._sequences.reuse(held, generation.ids, generation.rows)
             used = held.used
-            choosing = generation.next(used)
-            self._sequences.fit(held, used + generation.new_rows(choosing.steps), choosing.steps)
+            sampling_params = generation.next(used)
+            self._sequences.fit(
+                held, used + generation.new_rows(sampling_params.steps), sampling_params.steps
+            )
             room = self._fit_room(generation)
         except PipeSwitchError:
             if is_new:
@@ -174,18 +176,18 @@ class Generations:
             inputs=tuple([found[one.name] for one in announced.manifest.inputs]),
             reply_offset_bytes=room.reply_offset_bytes,
             reply_bytes=room.reply_bytes,
-            choosing=choosing,
+            sampling_params=sampling_params,
             sequence=held.number,
-            after=held.epoch,
+            after=held.op_id,
         )
 
-    def _fit_room(self, generation: Generation) -> Room:
+    def _fit_room(self, generation: Generation) -> PoolAllocation:
         """Return room for the next run's inputs: the last one's, if it is large enough."""
         input_bytes = 2 * TENSOR_ALIGN_BYTES
         input_bytes += aligned(WORD_BYTES * generation.count, TENSOR_ALIGN_BYTES)
         room = generation.room
         if room is not None:
-            if input_bytes <= room.held_bytes <= MOST_SPARE * input_bytes:
+            if input_bytes <= room.held_bytes <= MAX_SPARE * input_bytes:
                 return room
             self._give_room_back(generation)
         tenant = generation.announced.tenant
@@ -200,7 +202,7 @@ class Generations:
             self._pool.release_reply(room)
 
     def _keep(
-        self, generation: Generation, pending: Pending, answer: Answer
+        self, generation: Generation, pending: Pending, answer: Reply
     ) -> PipeSwitchError | None:
         """Note a run's rows and tokens; return an error if the worker's claims are impossible."""
         held, tokens = generation.held, answer.body["tokens"]
@@ -208,14 +210,14 @@ class Generations:
         if (
             held is None
             or answer.outputs
-            or not generation.choosing.allows(tokens)
+            or not generation.sampling_params.allows(tokens)
             or not all(0 <= one < vocabulary for one in tokens)
             or not generation.has_chances(answer.body)
         ):
             return TaskFailed(f'"{pending.model}": the worker left no such rows or tokens')
         fed = generation.ids[held.used : held.used + generation.count] + tokens_of(tokens[:-1])
-        epoch = Epoch(answer.timing.epoch if answer.timing is not None else 0)
-        self._sequences.append(held, fed, epoch, len(tokens))
+        op_id = OpId(answer.timing.op_id if answer.timing is not None else 0)
+        self._sequences.append(held, fed, op_id, len(tokens))
         if tokens and not generation.made:
             generation.first_token_ms = self._inference.now_ms() - generation.began_at_ms
         generation.ids.extend(tokens)
@@ -229,7 +231,7 @@ class Generations:
                 frames = reply_frames(pending.request_id, client.session, body=body, more=True)
                 self._send(client, Outgoing(frames=frames))
 
-    def ended(self, pending: Pending, answer: Answer) -> Answer:
+    def ended(self, pending: Pending, answer: Reply) -> Reply:
         """Return the final answer as its client gets it, and give the cache back."""
         generation, tokens = _of(pending), answer.body.get("tokens", [])
         self._live.pop(pending.token, None)
@@ -239,15 +241,15 @@ class Generations:
         held = generation.held
         if held is not None:
             self._sequences.drop(held)
-        self.look_again()
+        self.wake_at()
         if error is not None:
-            return Answer(token=pending.token, error=error)
-        return Answer(
+            return Reply(token=pending.token, error=error)
+        return Reply(
             token=pending.token,
             timing=answer.timing,
             body={
                 **answer.body,
-                "reason": generation.choosing.ends_with(tokens),
+                "reason": generation.sampling_params.ends_with(tokens),
                 "prompt_tokens": generation.prompt_count,
                 "completion_tokens": generation.made,
                 "reused_tokens": generation.reused,
@@ -257,7 +259,7 @@ class Generations:
 
     # ---- those that wait for room --------------------------------------------------------------
 
-    def look_again(self) -> None:
+    def wake_at(self) -> None:
         """Schedule a look at the generations that wait: room was released."""
         if not self._waiting:
             self._pool.on_release = None
@@ -278,7 +280,7 @@ class Generations:
         self._is_looking = False
         # A look does not see what it releases itself, such as a cache that was given up.
         if len(self._waiting) < count or self._free_bytes > free_bytes or not self._waiting:
-            self.look_again()
+            self.wake_at()
 
     @property
     def _free_bytes(self) -> int:

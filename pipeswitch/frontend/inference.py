@@ -15,32 +15,32 @@ import msgspec
 
 from ..base.errors import Cancelled, InvalidInput, PipeSwitchError, TaskFailed
 from ..base.failpoints import reach
-from ..base.lane import Lane
 from ..base.roles import URGENT_PRIORITY, Role
-from ..ipc.messages.base import Epoch, ModelName, SlabTensor
+from ..base.worker_thread import WorkerThread
+from ..ipc.messages.base import ModelName, OpId, SlabTensor
 from ..scheduler.events import (
-    Announce,
-    Answer,
-    CancelAsked,
+    CancelRequest,
     Event,
     InferArrived,
+    ModelAvailable,
     PrefetchHint,
     Prepared,
+    Reply,
     TakeResult,
 )
 from ..scheduler.state.versions import split_name
-from ..wire.bill import Bill
 from ..wire.frames import VERSION, RequestHeader, WireTensor
-from . import admission, chains
-from .admission import Admitted, Body
+from ..wire.request_timing import RequestTiming
+from . import chains, validation
 from .models import Models
-from .request_pool import Room
+from .request_pool import PoolAllocation
 from .requests import Pending, Requests, Run
-from .sequences.held import Asked, Held, asked_of
+from .sequences.sequence import SequenceOptions, SequenceState, sequence_options
 from .transport.clients import Client
+from .validation import Body, ValidatedRequest
 
 INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread and back costs
-_NO_RUN: Final = Epoch(0)
+_NO_RUN: Final = OpId(0)
 
 
 class Arrival(msgspec.Struct, kw_only=True, eq=False):
@@ -52,23 +52,23 @@ class Arrival(msgspec.Struct, kw_only=True, eq=False):
     connection: str
     version: int = 0  # 0: the current one
     trace_id: str = ""
-    asked: Asked | None = None  # of its sequence
-    held: Held | None = None  # that sequence
+    asked: SequenceOptions | None = None  # of its sequence
+    held: SequenceState | None = None  # that sequence
     priority: int = 0
     deadline_at_ms: float | None = None
 
     def read(self, body: Body) -> None:
         """Raises InvalidInput, PermissionDenied."""
         self.read_asker(body)
-        self.asked = asked_of(body)
+        self.asked = sequence_options(body)
         body.done()
 
     def read_asker(self, body: Body) -> None:
         """Read the caller and the version. Raises InvalidInput, PermissionDenied."""
         self.version = body.count("version", 0)
-        self.connection = admission.address_of(body, self.caller) or self.connection
-        self.caller = admission.tenant_of(body, self.caller)
-        self.trace_id = admission.trace_id_of(body)
+        self.connection = validation.address_of(body, self.caller) or self.connection
+        self.caller = validation.tenant_of(body, self.caller)
+        self.trace_id = validation.trace_id_of(body)
 
 
 class Inference:
@@ -79,7 +79,7 @@ class Inference:
         requests: Requests,
         *,
         take: Callable[[Event], None],
-        answer: Callable[[Answer], None],
+        answer: Callable[[Reply], None],
         call_soon: Callable[[Callable[[], None]], None],
         now_ms: Callable[[], float],
         max_bytes: int,
@@ -97,7 +97,7 @@ class Inference:
         self.take, self.answer, self.call_soon = take, answer, call_soon
         self.now_ms = now_ms
         self._deadline_ms = deadline_ms
-        self.copier = Lane("pipeswitch-copy")
+        self.copier = WorkerThread("pipeswitch-copy")
         self.models = Models(max_bytes)
 
     def arrival_of(self, client: Client) -> Arrival:
@@ -105,20 +105,22 @@ class Inference:
         return Arrival(
             client=client,
             at_ms=self.now_ms(),
-            caller=client.standing.tenant,
+            caller=client.principal.tenant,
             connection=client.session,
         )
 
-    def read_urgency(self, arrival: Arrival, header: RequestHeader, announced: Announce) -> None:
+    def read_urgency(
+        self, arrival: Arrival, header: RequestHeader, announced: ModelAvailable
+    ) -> None:
         """Read a request's priority and deadline. Raises InvalidInput, PermissionDenied."""
         arrival.priority = announced.priority
         if header.priority:
             if header.priority == URGENT_PRIORITY:
-                arrival.client.standing.require(Role.URGENT, "priority high")
-            arrival.priority = admission.priority_number(header.priority, announced.priority)
+                arrival.client.principal.require(Role.URGENT, "priority high")
+            arrival.priority = validation.priority_number(header.priority, announced.priority)
         deadline_ms = self._deadline_ms if header.deadline_ms is None else header.deadline_ms
         if deadline_ms is not None:
-            arrival.deadline_at_ms = admission.deadline_at_ms(deadline_ms, arrival.at_ms)
+            arrival.deadline_at_ms = validation.deadline_at_ms(deadline_ms, arrival.at_ms)
 
     def infer(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         """Accept a request."""
@@ -154,11 +156,11 @@ class Inference:
     def _with_state(
         self,
         arrival: Arrival,
-        asked: Asked,
-        announced: Announce,
+        asked: SequenceOptions,
+        announced: ModelAvailable,
         header: RequestHeader,
         tensors: Sequence[Any],
-    ) -> tuple[Announce, RequestHeader, Sequence[Any]]:
+    ) -> tuple[ModelAvailable, RequestHeader, Sequence[Any]]:
         """Return the version with which the request's sequence began, and its inputs with the
         state.
 
@@ -172,11 +174,11 @@ class Inference:
     def _begin(
         self,
         arrival: Arrival,
-        announced: Announce,
+        announced: ModelAvailable,
         header: RequestHeader,
         pending: Pending,
-        admitted: Admitted,
-        room: Room,
+        admitted: ValidatedRequest,
+        room: PoolAllocation,
         tensors: Sequence[Any],
     ) -> None:
         """Give an accepted request to the scheduler when its inputs lie in the pool."""
@@ -200,9 +202,9 @@ class Inference:
             caller=arrival.caller,
             connection=arrival.connection,
             tenant=room.tenant,
-            lineage=0 if arrival.version or held is not None else announced.lineage,
+            registration_id=0 if arrival.version or held is not None else announced.registration_id,
             sequence=0 if held is None else held.number,
-            after=_NO_RUN if held is None else held.epoch,
+            after=_NO_RUN if held is None else held.op_id,
             arrived_at_ms=arrival.at_ms,
         )
         if announced.stage is not None and announced.stage.after:
@@ -226,7 +228,7 @@ class Inference:
         else:
             self._next(pending, pending.run)
 
-    def _of_sequence(self, held: Held, version: int) -> Announce:
+    def _of_sequence(self, held: SequenceState, version: int) -> ModelAvailable:
         """Return the version with which the sequence began, as it is now.
 
         Raises:
@@ -247,9 +249,13 @@ class Inference:
             self.take(PrefetchHint(model=ModelName(first)))
 
     def _copy(
-        self, placed: Sequence[SlabTensor], payload: Sequence[Any], tenant: str,
-        then: Callable[[PipeSwitchError | None], None], held: Held | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        placed: Sequence[SlabTensor],
+        payload: Sequence[Any],
+        tenant: str,
+        then: Callable[[PipeSwitchError | None], None],
+        held: SequenceState | None = None,
+    ) -> None:
         """Copy a large payload into the pool, and what its sequence needs, on the copier's thread.
 
         Args:
@@ -272,7 +278,7 @@ class Inference:
         if pending.is_cancelled:
             error = Cancelled(f"request {pending.request_id} was taken back")
         if error is not None:
-            self.answer(Answer(token=pending.token, error=error))
+            self.answer(Reply(token=pending.token, error=error))
         elif pending.run is None:
             self.take(event)
         else:
@@ -293,7 +299,7 @@ class Inference:
             return
         try:
             tensors = [memory[one.offset_bytes :][: one.size_bytes] for one in command.outputs]
-            admit = self._admit_answer if command.is_after else self._admit_result
+            admit = self._admit_answer if command.is_postprocess else self._admit_result
             admitted, announced = admit(command, [len(one) for one in tensors])
             holder = pending.room.holder if pending.room is not None else ""
             self.requests.clear(pending)  # it holds its share no longer
@@ -305,7 +311,7 @@ class Inference:
             return
         prepared = msgspec.structs.replace(
             prepared,
-            inputs=room.place(admitted.inputs, in_reply=command.is_after),
+            inputs=room.place(admitted.inputs, in_reply=command.is_postprocess),
             reply_offset_bytes=room.reply_offset_bytes,
             reply_bytes=room.reply_bytes,
             digest=announced.manifest.digest,
@@ -321,7 +327,9 @@ class Inference:
         else:
             self._copy(prepared.inputs, payload, room.tenant, taken)
 
-    def _admit_result(self, command: TakeResult, sizes: Sequence[int]) -> tuple[Admitted, Announce]:
+    def _admit_result(
+        self, command: TakeResult, sizes: Sequence[int]
+    ) -> tuple[ValidatedRequest, ModelAvailable]:
         """Check that a model takes the result of its function.
 
         Raises:
@@ -339,7 +347,9 @@ class Inference:
                 hint=error.hint,
             ) from None
 
-    def _admit_answer(self, command: TakeResult, sizes: Sequence[int]) -> tuple[Admitted, Announce]:
+    def _admit_answer(
+        self, command: TakeResult, sizes: Sequence[int]
+    ) -> tuple[ValidatedRequest, ModelAvailable]:
         """Check that a function returned what it declared. The room is the reply's alone.
 
         Raises:
@@ -352,7 +362,7 @@ class Inference:
         declared = announced.stage.answer(announced.manifest)
         as_model = msgspec.structs.replace(announced, stage=None, manifest=declared)
         try:
-            found = admission.check_infer(
+            found = validation.check_infer(
                 _as_request(command), sizes, as_model, self.models.max_bytes
             )
         except InvalidInput as error:
@@ -362,7 +372,7 @@ class Inference:
             ) from None
         return replace(found, input_bytes=0, reply_bytes=found.input_bytes), announced
 
-    def go_on(self, pending: Pending, answer: Answer) -> Answer | None:
+    def go_on(self, pending: Pending, answer: Reply) -> Reply | None:
         """Pass a model's result to its postprocessing function, or to the next step of a chain.
         None: the answer follows later."""
         found = self._go_behind(pending, answer) if pending.after or pending.bill else answer
@@ -371,7 +381,7 @@ class Inference:
         pending.bill = None
         return self._step_done(pending, pending.run, found)
 
-    def _step_done(self, pending: Pending, run: Run, answer: Answer) -> Answer | None:
+    def _step_done(self, pending: Pending, run: Run, answer: Reply) -> Reply | None:
         """End a step of a chain: its outputs stay in the pool until their last use."""
         step, number = run.chain.steps[len(run.bills)], len(run.bills) + 1
         answer = self.requests.checked(pending, answer)
@@ -379,9 +389,9 @@ class Inference:
         if error is None and not is_last and (pending.is_cancelled or pending.client.is_gone):
             error = Cancelled("cancelled by the caller")
         if error is not None:
-            self.take(CancelAsked(token=pending.token))
-            return Answer(token=answer.token, error=chains.of_step(error, pending, step))
-        run.bills[step.name] = answer.timing or Bill()
+            self.take(CancelRequest(token=pending.token))
+            return Reply(token=answer.token, error=chains.of_step(error, pending, step))
+        run.bills[step.name] = answer.timing or RequestTiming()
         made = {f"{step.name}.{one.name}": one for one in answer.outputs}
         run.values |= made
         if pending.room is not None:
@@ -409,31 +419,38 @@ class Inference:
             kept = run.chain.needed(number + 1).intersection(step.inputs.values())
             is_copied = bool(kept) and announced.manifest.mode == "module"
             room = pending.room = self._pool.reserve(
-                run.event.caller, admitted.input_bytes if is_copied else 0, admitted.reply_bytes,
+                run.event.caller,
+                admitted.input_bytes if is_copied else 0,
+                admitted.reply_bytes,
                 run.event.tenant,
-            )  # fmt: skip
+            )
         except PipeSwitchError as error:
             self._end_run(pending, error)
             return
-        placed = room.place(admitted.inputs) if is_copied else [
-            msgspec.structs.replace(values[item.frame], name=item.name) for item in admitted.inputs
-        ]  # fmt: skip
+        inputs = admitted.inputs
+        placed = room.place(inputs) if is_copied else _as_inputs(inputs, values)
         event = msgspec.structs.replace(
-            run.event, model=announced.model, digest=announced.manifest.digest,
+            run.event,
+            model=announced.model,
+            digest=announced.manifest.digest,
             priority=announced.priority if run.priority is None else run.priority,
-            inputs=tuple(placed), reply_offset_bytes=room.reply_offset_bytes,
-            reply_bytes=room.reply_bytes, lineage=announced.lineage,
-            arrived_at_ms=None if number else run.event.arrived_at_ms, is_later=number > 0,
+            inputs=tuple(placed),
+            reply_offset_bytes=room.reply_offset_bytes,
+            reply_bytes=room.reply_bytes,
+            registration_id=announced.registration_id,
+            arrived_at_ms=None if number else run.event.arrived_at_ms,
+            is_chain_continuation=number > 0,
             follows=number + 1 < len(run.chain.steps),
-        )  # fmt: skip
+        )
         if announced.stage is not None and announced.stage.after:
             pending.after = event
         if not is_copied:
             self.take(event)
             return
         memory = self._pool.memory_of(room)
-        payload = [memory[values[item.frame].offset_bytes :][: item.size_bytes]
-                   for item in admitted.inputs]  # fmt: skip
+        payload = [
+            memory[values[item.frame].offset_bytes :][: item.size_bytes] for item in admitted.inputs
+        ]
 
         def taken(error: PipeSwitchError | None) -> None:
             if error is None:
@@ -445,10 +462,10 @@ class Inference:
 
     def _end_run(self, pending: Pending, error: PipeSwitchError) -> None:
         """Answer a request whose step is not possible."""
-        self.take(CancelAsked(token=pending.token))  # if it is waited for there
-        self.answer(Answer(token=pending.token, error=error))
+        self.take(CancelRequest(token=pending.token))  # if it is waited for there
+        self.answer(Reply(token=pending.token, error=error))
 
-    def _go_behind(self, pending: Pending, answer: Answer) -> Answer | None:
+    def _go_behind(self, pending: Pending, answer: Reply) -> Reply | None:
         if pending.after is None:
             if pending.bill is None or answer.timing is None:
                 return answer
@@ -460,9 +477,9 @@ class Inference:
         answer = self.requests.checked(pending, answer)
         event, pending.after, pending.bill = pending.after, None, answer.timing
         if answer.error is not None:
-            self.take(CancelAsked(token=pending.token))  # if it is waited for there
+            self.take(CancelRequest(token=pending.token))  # if it is waited for there
             return answer
-        self.take(msgspec.structs.replace(event, is_after=True, inputs=answer.outputs))
+        self.take(msgspec.structs.replace(event, is_postprocess=True, inputs=answer.outputs))
         return None
 
 
@@ -473,3 +490,8 @@ def _as_request(command: TakeResult) -> RequestHeader:
         for number, one in enumerate(command.outputs)
     )
     return RequestHeader(v=VERSION, op="infer", id="0", model=command.model, inputs=inputs)
+
+
+def _as_inputs(inputs: Sequence[Any], values: Sequence[SlabTensor]) -> list[SlabTensor]:
+    """Return a step's values under the names of the next step's inputs."""
+    return [msgspec.structs.replace(values[item.frame], name=item.name) for item in inputs]

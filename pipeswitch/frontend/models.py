@@ -6,10 +6,10 @@ from collections.abc import Hashable, Sequence
 from typing import Final
 
 from ..ipc.messages.base import ModelName
-from ..scheduler.events import Announce
+from ..scheduler.events import ModelAvailable
 from ..wire.frames import RequestHeader
-from . import admission
-from .admission import Admitted
+from . import validation
+from .validation import ValidatedRequest
 
 MAX_FITTING: Final = 256  # shapes of all models that are not checked again
 
@@ -20,11 +20,13 @@ class Models:
     def __init__(self, max_bytes: int) -> None:
         """``max_bytes``: of all inputs of a request."""
         self.max_bytes = max_bytes
-        self.current: dict[str, Announce] = {}
-        self.versions: dict[tuple[str, int], Announce] = {}
-        self._fitting: dict[Hashable, Admitted] = {}  # shapes that were checked, by model and sizes
+        self.current: dict[str, ModelAvailable] = {}
+        self.versions: dict[tuple[str, int], ModelAvailable] = {}
+        self._fitting: dict[
+            Hashable, ValidatedRequest
+        ] = {}  # shapes that were checked, by model and sizes
 
-    def announce(self, announced: Announce) -> None:
+    def announce(self, announced: ModelAvailable) -> None:
         """Add a version of a model, or make another one current."""
         self._fitting.clear()
         base = announced.base or announced.model
@@ -37,7 +39,7 @@ class Models:
         self.versions = {k: one for k, one in self.versions.items() if one.model != model}
         self.current = {k: one for k, one in self.current.items() if one.model != model}
 
-    def find(self, name: str, version: int) -> Announce:
+    def find(self, name: str, version: int) -> ModelAvailable:
         """Return a model's current version (0), or another.
 
         Raises:
@@ -45,23 +47,25 @@ class Models:
         """
         announced = self.current.get(name)
         if announced is None:
-            raise admission.model_not_found(name, self.current)
+            raise validation.model_not_found(name, self.current)
         return self.version(name, version) if version else announced
 
-    def version(self, name: str, version: int) -> Announce:
+    def version(self, name: str, version: int) -> ModelAvailable:
         """Return one version of a model.
 
         Raises:
             InvalidInput: it is gone; the text names the others.
         """
-        return admission.find_version(name, version, self.versions)
+        return validation.find_version(name, version, self.versions)
 
-    def admit(self, header: RequestHeader, sizes: Sequence[int], announced: Announce) -> Admitted:
+    def admit(
+        self, header: RequestHeader, sizes: Sequence[int], announced: ModelAvailable
+    ) -> ValidatedRequest:
         """Return ``admission.check_infer``'s result, cached for equal requests."""
         key = (announced.model, announced.stage is None, header.inputs, *sizes)
         admitted = self._fitting.get(key)
         if admitted is None:
-            admitted = admission.check_infer(header, sizes, announced, self.max_bytes)
+            admitted = validation.check_infer(header, sizes, announced, self.max_bytes)
             if len(self._fitting) >= MAX_FITTING:
                 self._fitting.clear()
             self._fitting[key] = admitted

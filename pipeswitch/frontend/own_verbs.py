@@ -12,10 +12,9 @@ from ..base.config import Config
 from ..base.errors import Cancelled, InvalidInput, PipeSwitchError, ServerUnavailable
 from ..programs.graphs.bundle import read_bundle
 from ..programs.interface.layout import BUNDLE_FILE
-from ..scheduler.events import CancelAsked
+from ..scheduler.events import CancelRequest
 from ..wire.frames import RequestHeader
-from . import admission
-from .admission import Body
+from . import validation
 from .generations import Generations
 from .inference import Inference
 from .requests import Pending
@@ -23,6 +22,7 @@ from .sequences.generation import facts_of
 from .transport.clients import Client
 from .transport.sessions import Sessions
 from .uploads import CREDIT_CHUNKS, Uploads
+from .validation import Body
 
 Handler = Callable[[Client, RequestHeader, Sequence[Any]], None]
 
@@ -61,7 +61,7 @@ class OwnVerbs:
             pending.is_cancelled = True
         else:
             pending.is_cancelled = pending.run is not None  # no step follows
-            self._take(CancelAsked(token=pending.token))
+            self._take(CancelRequest(token=pending.token))
 
     def _cancel(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
         body = Body("cancel", header.body)
@@ -77,14 +77,14 @@ class OwnVerbs:
 
     def _ask_sequences(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
         body = Body("sequences", header.body)
-        caller = admission.tenant_of(body, client.standing.tenant)
+        caller = validation.tenant_of(body, client.principal.tenant)
         ends = body.text("end", "")
         body.done()
         if ends:
             token = self._sequences.end(ends, caller)
             if token is not None:
                 self.take_back(self._requests.waiting(token))
-        is_all = client.standing.may_operate and not caller
+        is_all = client.principal.may_operate and not caller
         rows = self._sequences.rows(None if is_all else caller)
         self._outbox.reply(client, header.id, body={"sequences": rows})
 
@@ -164,6 +164,6 @@ class OwnVerbs:
             header,
             tensors[0] if tensors else b"",
             reply,
-            tenant=client.standing.tenant,
+            tenant=client.principal.tenant,
         )
         client.upload_chunks += 1

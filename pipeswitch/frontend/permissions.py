@@ -153,9 +153,13 @@ STAGE_HINTS: Final = {
 
 
 def check_function(
-    what: str, function: str, declared: Mapping[str, Any], *, is_owner: bool,
+    what: str,
+    function: str,
+    declared: Mapping[str, Any],
+    *,
+    is_owner: bool,
     allow_code: Sequence[str],
-) -> None:  # fmt: skip
+) -> None:
     """Check a stage's ``package.module:function`` and its declared values: both or none.
 
     Args:

@@ -13,19 +13,19 @@ from typing import Any, Final
 
 import msgspec
 
+from ..base.bytes_tensors import BYTES
 from ..base.errors import InvalidInput
-from ..base.roles import OWNER, URGENT_PRIORITY, Role, Standing
-from ..base.texts import BYTES
-from ..base.units import printable
+from ..base.roles import OWNER, URGENT_PRIORITY, Principal, Role
+from ..base.units import escape_control_chars
 from ..ipc.messages.base import ModelName
 from ..programs.interface.layout import ITEM_BYTES
-from ..programs.interface.nesting import check_takes
 from ..programs.interface.packing import PRECISIONS
+from ..programs.interface.pytree import check_takes
 from ..programs.spec import DEFAULT_MAX_BATCH, DEFAULT_SEQUENCES, BuildSpec, stage_of
-from ..scheduler.events import RegisterAsked, Token, VersionAsked
+from ..scheduler.events import RegisterModelRequest, Token, VersionRequest
 from ..wire.register_request import Extent, RegisterRequest, Signature
-from .admission import check_name, priority_number
 from .permissions import CheckedSource, Rules, check_function, check_source
+from .validation import check_name, priority_number
 
 DTYPES: Final = tuple(ITEM_BYTES)
 NO_RULES: Final = Rules()  # no code and no uploads: the owner needs no permission
@@ -60,7 +60,7 @@ def check(request: RegisterRequest) -> None:
 
 def _check_signature(field: str, signature: Signature, dtypes: Sequence[str]) -> None:
     for name, (shape, dtype) in signature.items():
-        if printable(name, keep="") != name:
+        if escape_control_chars(name, keep="") != name:
             raise InvalidInput(f"register: {field}: name {name[:80]!r} has control characters")
         if dtype not in dtypes or not all(map(_is_extent, shape)):
             raise InvalidInput(
@@ -113,17 +113,17 @@ def registration(
     token: Token,
     model: str,
     request: RegisterRequest,
-    standing: Standing = OWNER,
+    principal: Principal = OWNER,
     rules: Rules = NO_RULES,
-) -> RegisterAsked | VersionAsked:
+) -> RegisterModelRequest | VersionRequest:
     """Return the event of a registration, or raise the error of the first check that fails."""
     check_name(model, "model")
     check(request)
-    source = check_origin(request, standing.require, rules, is_owner=standing.is_owner)
+    source = check_origin(request, principal.require, rules, is_owner=principal.is_owner)
     if request.as_version:
         spec = msgspec.msgpack.encode(BuildSpec(name=model, source="", weights=source.weights))
-        name, tenant = ModelName(model), standing.tenant
-        return VersionAsked(token=token, model=name, spec=spec, tenant=tenant)
+        name, tenant = ModelName(model), principal.tenant
+        return VersionRequest(token=token, model=name, spec=spec, tenant=tenant)
     fields = msgspec.structs.asdict(request)
     del fields["priority"], fields["pin"], fields["as_version"]  # not part of the build
     fields["max_batch"] = fields["max_batch"] or (
@@ -137,14 +137,14 @@ def registration(
     for path in source.owner_files:
         facts = os.stat(path)  # the same path with other bytes is another model
         digest.update(f"{facts.st_size}:{facts.st_mtime_ns}".encode())
-    return RegisterAsked(
+    return RegisterModelRequest(
         token=token,
         model=ModelName(model),
         spec=spec,
         spec_digest=digest.hexdigest(),
         priority=priority_number(request.priority, default=1),
         is_pinned=request.pin,
-        tenant=standing.tenant,
+        tenant=principal.tenant,
         devices=request.devices,
         stage=stage_of(spec),
     )

@@ -16,24 +16,40 @@ from typing import Any, Final
 
 from ..base.config import LogConfig
 from ..base.errors import Cancelled, RemoteProtocolError
-from ..base.units import printable
-from ..scheduler.events import Answer, Publish
+from ..base.units import escape_control_chars
+from ..scheduler.events import Publish, Reply
 
 _logger = logging.getLogger(__name__)
 
 FILE_NAME: Final = "requests.jsonl"
 LINES_PER_MINUTE: Final = 10  # of each kind of failure
-NEWS: Final = frozenset((
-    "model.registered", "model.unregistered", "model.version", "job.submitted", "job.placed",
-    "job.done", "job.cancelled",
-))  # fmt: skip
-BAD_NEWS: Final = frozenset((
-    "model.refused", "model.quarantined", "model.publish_failed", "model.prepare_failed",
-    "job.failed", "job.persist_failed", "worker.died", "worker.daemon_died", "queue.policy_failed",
-))  # fmt: skip
+NEWS: Final = frozenset(
+    (
+        "model.registered",
+        "model.unregistered",
+        "model.version",
+        "job.submitted",
+        "job.placed",
+        "job.done",
+        "job.cancelled",
+    )
+)
+BAD_NEWS: Final = frozenset(
+    (
+        "model.refused",
+        "model.quarantined",
+        "model.publish_failed",
+        "model.prepare_failed",
+        "job.failed",
+        "job.persist_failed",
+        "worker.died",
+        "worker.daemon_died",
+        "queue.policy_failed",
+    )
+)
 
 
-class Complaints:
+class RateLimitedLog:
     """Warnings in the server's log: at most LINES_PER_MINUTE of a kind, whatever clients send."""
 
     count = 0  # of messages that were not of the protocol
@@ -50,7 +66,7 @@ class Complaints:
             self._unsaid[kind] += 1
             return
         written.append(now_ms)
-        told = [printable(one, keep="") if isinstance(one, str) else one for one in args]
+        told = [escape_control_chars(one, keep="") if isinstance(one, str) else one for one in args]
         _logger.warning(f"{text} unsaid=%d", *told, self._unsaid.pop(kind, 0))
 
     def add(self, who: str, error: RemoteProtocolError) -> None:
@@ -63,7 +79,7 @@ class Complaints:
 class RequestLog:
     """Log of finished inferences, of all failures, and of refusals."""
 
-    def __init__(self, folder: Path, settings: LogConfig, complaints: Complaints) -> None:
+    def __init__(self, folder: Path, settings: LogConfig, complaints: RateLimitedLog) -> None:
         self._share, self._complaints = settings.requests, complaints
         self.is_on = settings.requests > 0
         self._file = logging.handlers.RotatingFileHandler(
@@ -72,7 +88,7 @@ class RequestLog:
         self._file.handleError = self._lost  # type: ignore[method-assign]
         self.close = self._file.close
 
-    def note(self, answer: Answer, *, is_sent: bool = True, **known: Any) -> None:
+    def note(self, answer: Reply, *, is_sent: bool = True, **known: Any) -> None:
         """Log the end of a request; ``known``: first fields of its line."""
         error, outcome = answer.error, "ok" if is_sent else "undeliverable"
         if error is not None:

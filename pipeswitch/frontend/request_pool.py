@@ -2,8 +2,8 @@
 
 One sealed memfd, mapped here and by every worker (``workers/inference/pool.py``): a payload is
 copied into it once, and a large reply goes to its client from it. An accepted inference holds a
-``Room``: a slab with its inputs, released when its answer is known, and a slab for its reply,
-released when it has left. Each caller has a share of the pool for all its sessions together.
+``PoolAllocation``: a slab with its inputs, released when its answer is known, and a slab for its
+reply, released when it has left. Each caller has a share of the pool for all its sessions together.
 
 Owned by the frontend and used by its thread alone, except ``fill``.
 """
@@ -19,18 +19,18 @@ import msgspec
 import numpy as np
 
 from ..base.errors import QueueFull
-from ..base.shares import Shares
+from ..base.quotas import FairQuota
 from ..ipc.messages.base import SlabTensor
 from ..ipc.sparse import give_back, keep_only
 from ..programs.interface.layout import aligned
 from ..wire.slabs import SLAB_ALIGN_BYTES, SlabPool
-from .admission import CheckedInput
+from .validation import CheckedInput
 
 NUMPY_BYTES: Final = 64 << 10  # from there on to let other threads run is worth numpy's calls
 _RELEASED: Final = -1  # no slab lies there, so releasing it again is a KeyError
 
 
-class Room(msgspec.Struct, kw_only=True, eq=False):
+class PoolAllocation(msgspec.Struct, kw_only=True, eq=False):
     """Slabs of the pool that one request holds. Offsets are bytes from the pool's start."""
 
     holder: str  # whose share it is of: who asks
@@ -97,7 +97,7 @@ class RequestPool:
         self._file_of = file_of
         self._files = {"": _File(descriptor)}
         self._slabs = SlabPool(len(self.memory))
-        self._shares = Shares(self._slabs.capacity_bytes)
+        self._shares = FairQuota(self._slabs.capacity_bytes)
         self.share_bytes = max(self._shares.left(""), 1)  # one's that is alone
         self.on_release: Callable[[], None] | None = None  # somebody waits for room
         self.give_up: Callable[[], bool] = lambda: False  # evicts a cached block
@@ -107,7 +107,7 @@ class RequestPool:
         """File that tenants share, or the owner's."""
         return self._files[""].memory
 
-    def memory_of(self, room: Room | None) -> memoryview:
+    def memory_of(self, room: PoolAllocation | None) -> memoryview:
         """Return the file with the room; None: any."""
         return self._files[room.tenant if room is not None else ""].memory
 
@@ -123,7 +123,9 @@ class RequestPool:
 
     # ---- room ----------------------------------------------------------------------------------
 
-    def reserve(self, holder: str, input_bytes: int, reply_bytes: int, tenant: str = "") -> Room:
+    def reserve(
+        self, holder: str, input_bytes: int, reply_bytes: int, tenant: str = ""
+    ) -> PoolAllocation:
         """Allocate room for a request's inputs and its reply, or for neither, in a tenant's file.
 
         Raises:
@@ -145,7 +147,7 @@ class RequestPool:
         if self._file_of is not None:
             for offset in (input_offset, reply_offset):
                 self._files[tenant].slabs[offset] = self._slabs.size_of(offset)
-        return Room(
+        return PoolAllocation(
             holder=holder,
             held_bytes=wanted_bytes,
             counted_bytes=counted_bytes,
@@ -238,7 +240,7 @@ class RequestPool:
             taken = [(start, start + size) for start, size in file.slabs.items()]
             keep_only(file.descriptor, taken, len(file.memory))
 
-    def release_inputs(self, room: Room) -> None:
+    def release_inputs(self, room: PoolAllocation) -> None:
         """Free the inputs' slab: their last reader is done. KeyError: it was released before."""
         offset, room.input_offset_bytes = room.input_offset_bytes, _RELEASED
         size_bytes = self._slabs.size_of(offset)
@@ -248,7 +250,7 @@ class RequestPool:
         if self._file_of is not None:
             self._give_back(room.tenant, offset)
 
-    def release_reply(self, room: Room) -> None:
+    def release_reply(self, room: PoolAllocation) -> None:
         """Release the reply's slab, the last of its room, and the room's part of its share.
 
         KeyError: it was released before.

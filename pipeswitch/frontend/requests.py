@@ -19,14 +19,14 @@ from ..base.errors import PipeSwitchError, QueueFull, TaskFailed
 from ..base.failpoints import reach
 from ..ipc.messages.base import ModelName, SlabTensor
 from ..programs.interface.chains import Chain
-from ..scheduler.events import Answer, InferArrived, Token
-from ..wire.bill import Bill
+from ..scheduler.events import InferArrived, Reply, Token
 from ..wire.frames import RequestHeader
+from ..wire.request_timing import RequestTiming
 from .request_log import RequestLog
-from .request_pool import RequestPool, Room
+from .request_pool import PoolAllocation, RequestPool
 from .sequences.caches import Caches
 from .sequences.generation import Generation
-from .sequences.held import Held
+from .sequences.sequence import SequenceState
 from .transport.clients import Client, Counters, Outcome, Outgoing
 from .transport.replies import answer_frames, output_outside
 
@@ -43,8 +43,8 @@ class Run(msgspec.Struct, kw_only=True, eq=False):
     event: InferArrived  # as it came; each step's is made of it
     priority: int | None  # that it asked for; None: each model's own
     values: dict[str, SlabTensor]  # that later steps read
-    rooms: list[tuple[Room, Set[str]]]  # in the pool, each with the values that lie there
-    bills: dict[str, Bill] = {}  # of the steps that are over
+    rooms: list[tuple[PoolAllocation, Set[str]]]  # in the pool, each with the values that lie there
+    bills: dict[str, RequestTiming] = {}  # of the steps that are over
 
 
 class Pending(msgspec.Struct, kw_only=True, eq=False):
@@ -56,7 +56,7 @@ class Pending(msgspec.Struct, kw_only=True, eq=False):
     model: ModelName
     client: Client
     counts: list[Counters]  # that it is counted in
-    room: Room | None = None  # an inference's, in the pool
+    room: PoolAllocation | None = None  # an inference's, in the pool
     uploads: tuple[str, ...] = ()  # a registration's, which stay until it is answered
     commit: int = -1  # a descriptor: the area that a job from elsewhere is to have
     is_copying: bool = False  # its payload is on the way into the pool
@@ -65,9 +65,9 @@ class Pending(msgspec.Struct, kw_only=True, eq=False):
     bytes_in: int = 0
     trace_id: str = ""
     after: InferArrived | None = None  # its outputs go to a function, which makes the answer
-    bill: Bill | None = None  # of the model, whose outputs are there
+    bill: RequestTiming | None = None  # of the model, whose outputs are there
     run: Run | None = None  # of a chain: how far it is
-    sequence: Held | None = None  # that it goes on with
+    sequence: SequenceState | None = None  # that it goes on with
     generation: Generation | None = None
 
 
@@ -87,7 +87,9 @@ class Requests:
         """Token of the request that is accepted next."""
         return Token(self._last_token + 1)
 
-    def accept(self, client: Client, header: RequestHeader, room: Room | None = None) -> Pending:
+    def accept(
+        self, client: Client, header: RequestHeader, room: PoolAllocation | None = None
+    ) -> Pending:
         """Accept a request: from here on it needs exactly one final answer, and owns its room."""
         self._last_token += 1
         counts = [client.counts, self.counts]
@@ -116,9 +118,12 @@ class Requests:
         self.counts.rejected += 1
         self.inference.rejected += header.op in INFERS
         self._log.note(
-            Answer(token=Token(0), error=error), op=header.op, request_id=header.id,
-            tenant=client.standing.tenant, model=header.model[:MAX_NAME_CHARS],
-        )  # fmt: skip
+            Reply(token=Token(0), error=error),
+            op=header.op,
+            request_id=header.id,
+            tenant=client.principal.tenant,
+            model=header.model[:MAX_NAME_CHARS],
+        )
         self.queue_full_count += isinstance(error, QueueFull)
 
     def find(self, token: Token) -> Pending | None:
@@ -151,14 +156,14 @@ class Requests:
                 self.pool.release_reply(room)
         run.rooms = [(room, names) for room, names in run.rooms if not needed.isdisjoint(names)]
 
-    def progress(self, pending: Pending, answer: Answer) -> Outgoing:
+    def progress(self, pending: Pending, answer: Reply) -> Outgoing:
         """Return the message of an answer that is not final."""
         frames = answer_frames(
             pending.request_id, pending.client.session, answer, self.pool.memory_of(pending.room)
         )
         return Outgoing(frames=frames)
 
-    def end(self, pending: Pending, answer: Answer) -> Outgoing | None:
+    def end(self, pending: Pending, answer: Reply) -> Outgoing | None:
         """Return the message of a final answer; None: its client is gone. The request ends here.
 
         It is counted, and its reply's slab is free, when the message has left or is lost.
@@ -186,17 +191,17 @@ class Requests:
             on_end=functools.partial(self._ended, pending, answer),
         )
 
-    def checked(self, pending: Pending, answer: Answer) -> Answer:
+    def checked(self, pending: Pending, answer: Reply) -> Reply:
         """Return the answer, or an error if it names bytes outside of its own reply."""
         room = pending.room
         at, size = (room.reply_offset_bytes, room.reply_bytes) if room is not None else (0, 0)
         if bad_output := output_outside(answer.outputs, at, size):
             _logger.error("request=%s output refused cause=%s", pending.request_id, bad_output)
             error = TaskFailed(f"{pending.model}: the worker's output does not fit: {bad_output}")
-            return Answer(token=answer.token, error=error)
+            return Reply(token=answer.token, error=error)
         return answer
 
-    def _ended(self, pending: Pending, answer: Answer, is_sent: bool) -> None:
+    def _ended(self, pending: Pending, answer: Reply, is_sent: bool) -> None:
         """Remove a request whose answer has left, or never will: nothing refers to it any more."""
         outcome: Outcome = "ok" if answer.error is None else "error"
         name = outcome if is_sent else "undeliverable"
@@ -211,7 +216,12 @@ class Requests:
             self.read(pending.run)
         if pending.op in INFERS and (self._log.is_on or answer.error is not None):
             self._log.note(
-                answer, is_sent=is_sent, op=pending.op, request_id=pending.request_id,
-                tenant=pending.caller, model=pending.model, trace_id=pending.trace_id,
+                answer,
+                is_sent=is_sent,
+                op=pending.op,
+                request_id=pending.request_id,
+                tenant=pending.caller,
+                model=pending.model,
+                trace_id=pending.trace_id,
                 bytes_in=pending.bytes_in,
-            )  # fmt: skip
+            )

@@ -28,14 +28,14 @@ from typing import Any, Final
 
 from ..base.errors import HostStoreFull, InvalidInput, PipeSwitchError, QueueFull
 from ..base.failpoints import reach
-from ..base.lane import Failed, Lane, Work
 from ..base.machine import sync_directory
-from ..base.shares import Shares
+from ..base.quotas import FairQuota
+from ..base.worker_thread import Failed, Work, WorkerThread
 from ..programs.spec import files_of
 from ..wire.frames import CHUNK_BYTES, RequestHeader
-from .admission import Body, tenant_of
 from .disk import PARTIAL, Disk
 from .permissions import DIGEST
+from .validation import Body, tenant_of
 
 _logger = logging.getLogger(__name__)
 
@@ -112,10 +112,10 @@ class Uploads:
         self._pins: Counter[str] = Counter()  # file names in registrations; under the lock, too
         self._partials: dict[_Key, _Partial] = {}
         self._whole: dict[str, _Whole] = {}  # by name, the first uploaded first
-        self._bytes = Shares(KEPT_UPLOADS * max_upload_bytes, "bytes of uploads")
-        self._places = Shares(MAX_FILES, "uploads")
-        self._open_places = Shares(MAX_PARTIALS, "unfinished uploads")
-        self._writer = Lane("pipeswitch-uploads")
+        self._bytes = FairQuota(KEPT_UPLOADS * max_upload_bytes, "bytes of uploads")
+        self._places = FairQuota(MAX_FILES, "uploads")
+        self._open_places = FairQuota(MAX_PARTIALS, "unfinished uploads")
+        self._writer = WorkerThread("pipeswitch-uploads")
 
     def start(self) -> None:
         """Create the folder, and remove an earlier server's files."""
@@ -165,7 +165,7 @@ class Uploads:
         )
 
     def run_later(self, work: Work, failed: Failed = lambda _: None) -> None:
-        """Do other file work on the writer's thread, like ``Lane.put``."""
+        """Do other file work on the writer's thread, like ``WorkerThread.put``."""
         self._writer.put(work, failed)
 
     def remove(self, paths: Sequence[Path]) -> None:

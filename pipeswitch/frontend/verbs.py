@@ -15,19 +15,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ..base.errors import InvalidInput
-from ..base.roles import Role, Standing
-from ..base.units import printable
+from ..base.roles import Principal, Role
+from ..base.units import escape_control_chars
 from ..ipc.messages.base import JobName, ModelName
 from ..job import known_offload, size_of
 from ..programs.interface.chains import Sources, Steps
 from ..scheduler import events as ev
 from ..wire.frames import RequestHeader
 from ..wire.register_request import RegisterRequest
-from . import admission, permissions
-from .admission import Body
+from . import permissions, validation
 from .job_files import PIECES
 from .permissions import Rules as Rules
 from .registration import registration
+from .validation import Body
 
 _logger = logging.getLogger(__name__)
 
@@ -49,35 +49,35 @@ class Question:
     """Request as its verb parses it."""
 
     def __init__(
-        self, header: RequestHeader, token: ev.Token, standing: Standing, rules: Rules
+        self, header: RequestHeader, token: ev.Token, principal: Principal, rules: Rules
     ) -> None:
         self.op = header.op
         self.model = ModelName(header.model)
         self.token = token  # of the event
         self.body = Body(header.op, header.body)
-        self.standing = standing
+        self.principal = principal
         self.rules = rules
 
     @property
     def own_tenant(self) -> str | None:
         """Tenant whose models the client may change; None: every tenant."""
-        return None if self.standing.may_operate else self.standing.tenant
+        return None if self.principal.may_operate else self.principal.tenant
 
 
-Event = ev.Asked | ev.DrainAsked
+Event = ev.ClientRequest | ev.DrainRequest
 Parser = Callable[[Question], Event | LogPiece]
 """Takes the fields that it knows of the body; others are refused after it."""
 
 
 def ask(
-    header: RequestHeader, token: ev.Token, standing: Standing, rules: Rules
+    header: RequestHeader, token: ev.Token, principal: Principal, rules: Rules
 ) -> Event | LogPiece:
     """Parse a request into an event, for a client that has the verb's role.
 
     Raises:
         PipeSwitchError: a field is missing, unknown or out of range, or not allowed here.
     """
-    question = Question(header, token, standing, rules)
+    question = Question(header, token, principal, rules)
     parse = VERBS[header.op].parse
     if parse is None:
         raise InvalidInput(f"{header.op} is no question to the scheduler")
@@ -87,42 +87,42 @@ def ask(
 
 
 def _register(q: Question) -> Event:
-    standing = replace(q.standing, tenant=admission.tenant_of(q.body, q.standing.tenant))
+    principal = replace(q.principal, tenant=validation.tenant_of(q.body, q.principal.tenant))
     request: RegisterRequest = q.body.rest(RegisterRequest)
-    return registration(q.token, q.model, request, standing, q.rules)
+    return registration(q.token, q.model, request, principal, q.rules)
 
 
 def _chain(q: Question) -> Event:
     steps: Any = q.body.of_type("steps", Steps)
     returns: dict[str, str] = q.body.of_type("outputs", Sources, {})
     for step in steps:
-        admission.check_name(step.name or step.model, "step")
+        validation.check_name(step.name or step.model, "step")
     named = [name for step in steps for name in step.inputs.values()]
-    if odd := [name for name in (*named, *returns) if printable(name, keep="") != name]:
+    if odd := [name for name in (*named, *returns) if escape_control_chars(name, keep="") != name]:
         raise InvalidInput(f"chain: name {odd[0]!r} has control characters")
-    return ev.ChainAsked(
+    return ev.ChainRequest(
         token=q.token,
-        model=ModelName(admission.check_name(q.model, "chain")),
+        model=ModelName(validation.check_name(q.model, "chain")),
         steps=steps,
         returns=returns,
-        tenant=admission.tenant_of(q.body, q.standing.tenant),
+        tenant=validation.tenant_of(q.body, q.principal.tenant),
     )
 
 
 def _train(q: Question) -> Event:
-    job = JobName(admission.check_name(q.body.text("name"), "job"))
+    job = JobName(validation.check_name(q.body.text("name"), "job"))
     entry = permissions.check_entry(
-        q.body.text("entry"), is_owner=q.standing.is_owner, allow_code=q.rules.allow_code
+        q.body.text("entry"), is_owner=q.principal.is_owner, allow_code=q.rules.allow_code
     )
     share = q.body.text("share", "")
-    return ev.TrainAsked(
+    return ev.TrainRequest(
         token=q.token,
         job=job,
         entry=entry,
         args=q.body.texts("args"),
-        priority=admission.priority_number(q.body.text("priority", ""), default=2),
-        tenant=q.standing.tenant,
-        share=share and admission.check_name(share, "share"),
+        priority=validation.priority_number(q.body.text("priority", ""), default=2),
+        tenant=q.principal.tenant,
+        share=share and validation.check_name(share, "share"),
         devices=q.body.texts("devices"),
         defaults=_defaults_of_steps(q),
         resumes=q.body.flag("resumes"),
@@ -139,10 +139,10 @@ def _defaults_of_steps(q: Question) -> tuple[tuple[str, str], ...]:
 
 
 def _publish(q: Question) -> Event:
-    name = ModelName(admission.check_name(q.model, "model"))
-    job = JobName(admission.check_name(q.body.text("job"), "job"))
+    name = ModelName(validation.check_name(q.model, "model"))
+    job = JobName(validation.check_name(q.body.text("job"), "job"))
     step = q.body.count("step") if q.body.has("step") else -1
-    return ev.PublishAsked(
+    return ev.PublishRequest(
         token=q.token, model=name, job=job, step=step, part=q.body.text("part", "")
     )
 
@@ -150,21 +150,21 @@ def _publish(q: Question) -> Event:
 def _rollback(q: Question) -> Event:
     version = q.body.count("version", 0)
     share = q.body.count("share", high=100) if q.body.has("share") else -1
-    return ev.RollbackAsked(
+    return ev.RollbackRequest(
         token=q.token, model=q.model, version=version, share=share, tenant=q.own_tenant
     )
 
 
 def _unregister(q: Question) -> Event:
-    return ev.UnregisterAsked(token=q.token, model=q.model, tenant=q.own_tenant)
+    return ev.UnregisterRequest(token=q.token, model=q.model, tenant=q.own_tenant)
 
 
 def _pin(q: Question) -> Event:
-    return ev.PinAsked(token=q.token, model=q.model, pin=q.op == "load")
+    return ev.PinRequest(token=q.token, model=q.model, pin=q.op == "load")
 
 
 def _job(q: Question) -> Event | LogPiece:
-    job = JobName(admission.check_name(q.body.text("name"), "job"))
+    job = JobName(validation.check_name(q.body.text("name"), "job"))
     action: Any = q.body.text("action")
     if action in PIECES:
         return LogPiece(job=job, kind=action, offset_bytes=q.body.count("offset_bytes", 0))
@@ -173,18 +173,18 @@ def _job(q: Question) -> Event | LogPiece:
             f"job: action {action[:40]!r} is none of {', '.join((*JOB_ACTIONS, *PIECES))}"
         )
     to = q.body.text("to") if action == "move" else ""
-    return ev.JobAsked(token=q.token, job=job, action=action, to=to)
+    return ev.JobRequest(token=q.token, job=job, action=action, to=to)
 
 
 def _profile(q: Question) -> Event:
-    return ev.ProfileAsked(token=q.token, model=q.model, batches=q.body.counts("batches"))
+    return ev.ProfileRequest(token=q.token, model=q.model, batches=q.body.counts("batches"))
 
 
 def _ping(q: Question) -> Event:
     """Parse ``ping``; without a body the loop itself answers it, even without a session."""
     if not q.body.flag("deep"):
         raise InvalidInput("ping: deep is true, or there is no body")
-    return ev.PingAsked(token=q.token)
+    return ev.PingRequest(token=q.token)
 
 
 def _query(q: Question) -> Event:
@@ -202,7 +202,7 @@ def _query(q: Question) -> Event:
 def _stop(q: Question) -> Event:
     grace_ms = q.body.number("drain_ms", 30_000.0, MAX_DRAIN_MS)
     _logger.info("stop asked grace_ms=%.0f", grace_ms)
-    return ev.DrainAsked(token=q.token, grace_ms=grace_ms)
+    return ev.DrainRequest(token=q.token, grace_ms=grace_ms)
 
 
 @dataclass(frozen=True)

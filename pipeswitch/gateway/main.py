@@ -35,15 +35,15 @@ from ..wire.tokens import owner_token, read_tokens
 from ..wire.tracing import open_tracer
 from .admin.api import Api
 from .admin.ui import Page
-from .callers import Callers
-from .http.feed import Feed
+from .auth import Authenticator
+from .curve_listener import CurveListener
+from .http.event_stream import EventLog
 from .http.server import HttpServer, Limits
-from .keyed import KeyedDoor
+from .offload import Shared, started_pool
 from .rest import Rest, refuse
-from .serving.regions import Regions
 from .serving.service import Service
+from .serving.shared_memory import SharedMemoryRegions
 from .serving.upstream import Upstream
-from .sharing import Shared, started_pool
 
 TOKENS_EVERY_S: Final = 1.0
 ORPHAN_S: Final = 60.0  # how long a gateway waits for the next server
@@ -82,10 +82,10 @@ def main(descriptor: int) -> None:
     connections = settings.max_connections + (2 * keyed.max_connections if keyed else 0)
     _raise_open_files_limit(connections + SPARE_FILES)
     # Beyond it a request fails, or this process, which is started again: never the machine.
-    most_bytes = MEMORY_BYTES + MEMORY_BODIES * settings.max_body_bytes
-    most_bytes += 2 * (keyed.client_bytes + keyed.max_message_bytes) if keyed else 0
-    most_bytes += MEMORY_BYTES if settings.cluster else 0  # threads of connections to nodes
-    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
+    max_bytes = MEMORY_BYTES + MEMORY_BODIES * settings.max_body_bytes
+    max_bytes += 2 * (keyed.client_bytes + keyed.max_message_bytes) if keyed else 0
+    max_bytes += MEMORY_BYTES if settings.cluster else 0  # threads of connections to nodes
+    resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, max_bytes))
     asyncio.run(_serve(settings, channel, descriptors))
 
 
@@ -104,12 +104,12 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
 
     loop.add_reader(channel.fileno(), orphaned)  # the controller sends no more: it is gone
     upstream = Upstream(settings.address, settings.cluster)
-    door: KeyedDoor | None = None
+    door: CurveListener | None = None
     if settings.keyed is not None:
         owners = GATEWAY_KEY if settings.cluster else ""
-        door = KeyedDoor(descriptors[-1], settings.keyed, settings.address, owners=owners)
+        door = CurveListener(descriptors[-1], settings.keyed, settings.address, owners=owners)
     # Without a token to show, all callers are on this machine.
-    regions = None if settings.needs_token else Regions(settings.max_body_bytes)
+    regions = None if settings.needs_token else SharedMemoryRegions(settings.max_body_bytes)
     nv_metrics, tracer = settings.nv_metrics, open_tracer("pipeswitch")
     service = Service(upstream, has_nv_metrics=nv_metrics, regions=regions, tracer=tracer)
     service.text_processes = settings.text_processes
@@ -120,7 +120,7 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
         connections=settings.max_connections,
         connections_per_address=settings.max_connections // 2,
     )
-    api = Api(upstream, Feed(), version=service.version, allow_code=settings.allow_code)
+    api = Api(upstream, EventLog(), version=service.version, allow_code=settings.allow_code)
     shared = Shared(limits.waiting_bytes, limits.answer_bytes)
     http = HttpServer(Rest(service, callers, api, Page(), shared.aside), limits, shared, refuse)
     async with contextlib.AsyncExitStack() as stack:
@@ -165,8 +165,8 @@ async def _listen(
     stack.callback(server.close)
 
 
-def _callers(settings: GatewaySettings) -> Callers:
-    return Callers(
+def _callers(settings: GatewaySettings) -> Authenticator:
+    return Authenticator(
         roles=address_roles(settings.roles),
         tokens=read_tokens(Path(settings.tokens)) if settings.tokens else {},
         needs_token=settings.needs_token,
@@ -176,7 +176,7 @@ def _callers(settings: GatewaySettings) -> Callers:
     )
 
 
-async def _follow(tokens: str, callers: Callers, http: HttpServer) -> None:
+async def _follow(tokens: str, callers: Authenticator, http: HttpServer) -> None:
     """Tokens that are given or taken count soon. A file that is no good changes nothing."""
     seen: tuple[int, ...] = ()
     while True:

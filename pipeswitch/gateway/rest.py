@@ -12,20 +12,20 @@ import msgspec
 from msgspec.structs import replace
 
 from ..base.errors import InvalidInput, PipeSwitchError, ServerUnavailable
-from ..base.roles import Standing
+from ..base.roles import Principal
 from ..base.units import nearest
 from .admin.api import PREFIX, Api
 from .admin.ui import Page
-from .callers import Callers
+from .auth import Authenticator
 from .decoding import decode_json
-from .http.server import Answer, Head, Work, answered, json_answer, refusal
+from .http.server import Head, Response, Work, answered, json_answer, refusal
+from .http_errors import MethodNotAllowed, NotFound, TooLarge, WrongHost, body_of, status_of
+from .offload import OffloadThread
 from .openai.completions import PREFIX as TEXT_PREFIX
 from .openai.completions import Completions, refused
-from .refusals import MethodNotAllowed, NotFound, TooLarge, WrongHost, body_of, status_of
 from .serving import oip
+from .serving.model_stats import PHASES
 from .serving.service import Service
-from .serving.tally import PHASES
-from .sharing import Aside
 
 JSON_LENGTH: Final = "Inference-Header-Content-Length"
 OF_MODEL: Final = re.compile("/v2/models/([^/]*)(?:/versions/([^/]*))?(?:/([^/]*))?")
@@ -44,7 +44,7 @@ class Rest:
     """Paths to verbs. Called with a request's head; see ``http.Admit``."""
 
     def __init__(
-        self, service: Service, callers: Callers, api: Api, page: Page, aside: Aside
+        self, service: Service, callers: Authenticator, api: Api, page: Page, aside: OffloadThread
     ) -> None:
         self._service = service
         self._completions = completions = Completions(service, aside)
@@ -52,7 +52,7 @@ class Rest:
         self._callers = callers
         self._api = api
         self._page = page
-        self._fixed: Mapping[str, tuple[str, Callable[..., Awaitable[Answer]]]] = {
+        self._fixed: Mapping[str, tuple[str, Callable[..., Awaitable[Response]]]] = {
             "/health": ("GET", self._ready),  # where clients of vLLM look
             "/metrics": ("GET", self._metrics),
             "/v2": ("GET", self._about),
@@ -62,7 +62,7 @@ class Rest:
             "/v2/models/stats": ("GET", self._all_statistics),
             "/v2/repository/index": ("POST", self._index),
         }
-        self._of_model: Mapping[str, tuple[str, Callable[..., Awaitable[Answer]]]] = {
+        self._of_model: Mapping[str, tuple[str, Callable[..., Awaitable[Response]]]] = {
             "": ("GET", _told(service.metadata)),
             "ready": ("GET", self._model_ready),
             "config": ("GET", _told(service.config)),
@@ -72,20 +72,20 @@ class Rest:
             "generate_stream": ("POST", partial(completions.generate, is_stream=True)),
         }
 
-    def __call__(self, head: Head) -> Work | Answer:
+    def __call__(self, head: Head) -> Work | Response:
         """Return the work that a request asks for, or the refusal."""
         asked, origin = self._admitted(head), head.headers.get("origin", "")
         if origin not in self._callers.origins:
             return asked
-        if isinstance(asked, Answer):
+        if isinstance(asked, Response):
             return _shown_to(origin, asked)
 
-        async def work(body: Any) -> Answer:
+        async def work(body: Any) -> Response:
             return _shown_to(origin, await answered(asked, body, head.path, refuse))
 
         return work
 
-    def _admitted(self, head: Head) -> Work | Answer:
+    def _admitted(self, head: Head) -> Work | Response:
         try:
             self._check_site(head)
             if head.method == "OPTIONS" and ASKED in head.headers and self._callers.origins:
@@ -95,7 +95,9 @@ class Rest:
                 return shown
             is_probe = HEALTH.fullmatch(head.path)
             token = head.headers.get("authorization", "")
-            return self._work(head, Callers.PROBE if is_probe else self._callers.standing(token))
+            return self._work(
+                head, Authenticator.PROBE if is_probe else self._callers.principal(token)
+            )
         except PipeSwitchError as error:
             return refuse(head.path, error)
 
@@ -112,7 +114,7 @@ class Rest:
             allow = f'to allow it: [gateway] origins = ["{origin[:80]}"]'
             raise WrongHost(f"a page of {origin[:80]!r} may not ask here", hint=allow)
 
-    def _work(self, head: Head, caller: Standing) -> Work:
+    def _work(self, head: Head, caller: Principal) -> Work:
         path = head.path.rstrip("/")
         if path == PREFIX or path.startswith(f"{PREFIX}/"):
             return self._api.find(head, caller)
@@ -151,17 +153,17 @@ class Rest:
 
     # ---- the server ----------------------------------------------------------------------------
 
-    def _of_regions(self, caller: Standing, name: str, action: str, head: Head) -> Work:
+    def _of_regions(self, caller: Principal, name: str, action: str, head: Head) -> Work:
         regions = self._service.regions
 
-        async def status(body: Any) -> Answer:
+        async def status(body: Any) -> Response:
             return json_answer(regions.rows(caller, name))
 
-        async def register(body: Any) -> Answer:
+        async def register(body: Any) -> Response:
             regions.register(caller, name, _object(body))
             return json_answer({})
 
-        async def unregister(body: Any) -> Answer:
+        async def unregister(body: Any) -> Response:
             regions.unregister(caller, name)
             return json_answer({})
 
@@ -173,61 +175,61 @@ class Rest:
         _check_method(head, "GET" if action == "status" else "POST")
         return verbs[action]
 
-    def _settings(self, caller: Standing, head: Head, model: str | None = None) -> Work:
+    def _settings(self, caller: Principal, head: Head, model: str | None = None) -> Work:
         if head.method != "POST":
             _check_method(head, "GET")
 
-        async def work(body: Any) -> Answer:
+        async def work(body: Any) -> Response:
             wanted = _object(body) if head.method == "POST" else {}
             return json_answer(await self._service.settings(caller, wanted, model))
 
         return work
 
-    async def _about(self, caller: Standing, head: Head, body: Any) -> Answer:
+    async def _about(self, caller: Principal, head: Head, body: Any) -> Response:
         return json_answer(self._service.about())
 
-    async def _metrics(self, caller: Standing, head: Head, body: Any) -> Answer:
+    async def _metrics(self, caller: Principal, head: Head, body: Any) -> Response:
         text, kind = await self._service.metrics(caller, head.headers.get("accept", ""))
-        return Answer(parts=[text], content_type=kind)
+        return Response(parts=[text], content_type=kind)
 
-    async def _live(self, caller: Standing, head: Head, body: Any) -> Answer:
+    async def _live(self, caller: Principal, head: Head, body: Any) -> Response:
         return _state({"live": await self._service.is_live()}, _soon("the server does not answer"))
 
-    async def _ready(self, caller: Standing, head: Head, body: Any) -> Answer:
+    async def _ready(self, caller: Principal, head: Head, body: Any) -> Response:
         return _state({"ready": await self._service.is_ready()}, _soon("the server is not ready"))
 
-    async def _models(self, caller: Standing, head: Head, body: Any) -> Answer:
+    async def _models(self, caller: Principal, head: Head, body: Any) -> Response:
         return json_answer({"models": [row["name"] for row in await self._service.index(caller)]})
 
-    async def _all_statistics(self, caller: Standing, head: Head, body: Any) -> Answer:
+    async def _all_statistics(self, caller: Principal, head: Head, body: Any) -> Response:
         return json_answer(await self._service.statistics(caller))
 
-    async def _index(self, caller: Standing, head: Head, body: Any) -> Answer:
+    async def _index(self, caller: Principal, head: Head, body: Any) -> Response:
         ready_only = oip.flag("ready", _object(body))
         return json_answer(await self._service.index(caller, ready_only=ready_only))
 
-    async def _load(self, caller: Standing, model: str, body: Any) -> Answer:
+    async def _load(self, caller: Principal, model: str, body: Any) -> Response:
         parameters = _object(body).get("parameters") or {}
         if not isinstance(parameters, Mapping):
             raise InvalidInput("parameters is no object")
         await self._service.load(caller, model, parameters)
         return json_answer({})
 
-    async def _unload(self, caller: Standing, model: str, body: Any) -> Answer:
+    async def _unload(self, caller: Principal, model: str, body: Any) -> Response:
         await self._service.unload(caller, model)
         return json_answer({})
 
     # ---- a model -------------------------------------------------------------------------------
 
     async def _model_ready(
-        self, caller: Standing, model: str, version: str, head: Head, body: Any
-    ) -> Answer:
+        self, caller: Principal, model: str, version: str, head: Head, body: Any
+    ) -> Response:
         refusal = await self._service.why_not_ready(caller, model, version)
         return _state({"name": model, "ready": refusal is None}, refusal)
 
     async def _infer(
-        self, caller: Standing, model: str, version: str, head: Head, body: Any
-    ) -> Answer:
+        self, caller: Principal, model: str, version: str, head: Head, body: Any
+    ) -> Response:
         json_bytes = _json_length(head)
         if json_bytes == 0:
             asked = oip.raw_request(body, await self._service.row(caller, model))
@@ -245,22 +247,22 @@ class Rest:
             parts, json_bytes = oip.encode_answer(*answer)
         headers = [("Server-Timing", _server_timing(bill))]
         if json_bytes is None:
-            return Answer(parts=parts, headers=headers)
+            return Response(parts=parts, headers=headers)
         headers.append((JSON_LENGTH, str(json_bytes)))
-        return Answer(parts=parts, content_type=oip.BINARY_TYPE, headers=headers)
+        return Response(parts=parts, content_type=oip.BINARY_TYPE, headers=headers)
 
 
-def refuse(path: str, error: PipeSwitchError) -> Answer:
+def refuse(path: str, error: PipeSwitchError) -> Response:
     """Return an error in OpenAI's form below ``/v1``, else in our own."""
     is_text = f"{path}/".startswith(f"{TEXT_PREFIX}/")
     return refused(error) if is_text else refusal(error)
 
 
-def _preflight(wished: str) -> Answer:
+def _preflight(wished: str) -> Response:
     """Return what a page of an allowed origin may do: it may send any headers, since clients of
     OpenAI's kind each have their own."""
     headers = f"{HEADERS}, {wished}" if NAMES.fullmatch(wished) else HEADERS
-    return Answer(
+    return Response(
         headers=(
             ("Access-Control-Allow-Methods", "GET, POST, DELETE"),
             ("Access-Control-Allow-Headers", headers),
@@ -269,16 +271,18 @@ def _preflight(wished: str) -> Answer:
     )
 
 
-def _told(verb: Callable[[Standing, str, str], Awaitable[Any]]) -> Callable[..., Awaitable[Answer]]:
+def _told(
+    verb: Callable[[Principal, str, str], Awaitable[Any]],
+) -> Callable[..., Awaitable[Response]]:
     """Return a verb that replies with the service's JSON for a model, unchanged."""
 
-    async def run(caller: Standing, model: str, version: str, head: Head, body: Any) -> Answer:
+    async def run(caller: Principal, model: str, version: str, head: Head, body: Any) -> Response:
         return json_answer(await verb(caller, model, version))
 
     return run
 
 
-def _shown_to(origin: str, answer: Answer) -> Answer:
+def _shown_to(origin: str, answer: Response) -> Response:
     """Return an answer that a page of that site may read."""
     allow = ("Access-Control-Allow-Origin", origin), ("Access-Control-Expose-Headers", TOLD)
     return replace(answer, headers=[*answer.headers, *allow, ("Vary", "Origin")])
@@ -294,7 +298,7 @@ def _soon(why: str) -> ServerUnavailable:
     return ServerUnavailable(why, hint="ask again in a moment")
 
 
-def _state(facts: dict[str, Any], error: PipeSwitchError | None) -> Answer:
+def _state(facts: dict[str, Any], error: PipeSwitchError | None) -> Response:
     """Return a health endpoint's answer: the facts, and a refusal's fields if one is False."""
     if error is None or all(facts.values()):
         return json_answer(facts)

@@ -43,8 +43,12 @@ class SharedLoader:
         """
         _refuse(loader, name)
         self._loader, self._name, self._seed, self._step, self._ring = (
-            loader, name, seed, step, ring
-        )  # fmt: skip
+            loader,
+            name,
+            seed,
+            step,
+            ring,
+        )
         self._facts = {
             "samples": str(len(loader.dataset)),
             "batch_size": str(loader.batch_size),

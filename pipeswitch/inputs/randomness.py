@@ -16,9 +16,7 @@ import torch
 MAX_LOOKED_AT: Final = 500  # objects, on the way from a loader to the generators behind it
 MAX_DEPTH: Final = 5
 MAX_PARTS: Final = 32  # of a list or dict: longer ones are data
-GENERATORS: Final = (
-    torch.Generator, np.random.Generator, np.random.RandomState, random.Random
-)  # fmt: skip
+GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class Unchanged:

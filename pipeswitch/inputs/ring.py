@@ -23,7 +23,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from ..base import tagged
+from ..base import state_codec
 from ..base.errors import InvalidInput
 from .table import SHARERS_BYTE, Entry, Found, Label, Load, Table, Wait, differs
 
@@ -182,15 +182,18 @@ class Ring:
 
     def _lent(self, entry: Entry, *, was_found: bool) -> Lent:
         own = mmap.mmap(
-            self._descriptor, entry.size_bytes, flags=mmap.MAP_PRIVATE,
-            prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=HEAD_BYTES + entry.offset_bytes,
-        )  # fmt: skip
+            self._descriptor,
+            entry.size_bytes,
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            offset=HEAD_BYTES + entry.offset_bytes,
+        )
         self._held[entry.id] = weakref.ref(own)
         everything = torch.frombuffer(own, dtype=torch.uint8)
         size = int.from_bytes(own[:8], "little")
         content = json.loads(own[8 : 8 + size])
         blobs = [everything[start : start + size] for start, size in content["places"]]
-        return Lent(tagged.decode(content["data"], blobs), [everything], was_found=was_found)
+        return Lent(state_codec.decode(content["data"], blobs), [everything], was_found=was_found)
 
     def _keep_what_is_old(self) -> None:
         """A batch that is gone is held no more. Of those the script keeps, the last is what its
@@ -250,9 +253,9 @@ class Ring:
         return True
 
 
-def _encoded(batch: Any) -> tuple[Any, list[tagged.Attachment]]:
+def _encoded(batch: Any) -> tuple[Any, list[state_codec.Attachment]]:
     try:
-        return tagged.encode(batch)
+        return state_codec.encode(batch)
     except InvalidInput as error:
         error.hint = (
             "let the loader's collate_fn return tensors, numpy arrays, numbers and texts, in "
@@ -262,7 +265,7 @@ def _encoded(batch: Any) -> tuple[Any, list[tagged.Attachment]]:
 
 
 def _laid_out(
-    data: Any, parts: list[tagged.Attachment]
+    data: Any, parts: list[state_codec.Attachment]
 ) -> tuple[bytes, list[tuple[int, int]], int]:
     """The batch's head, where its attachments lie behind it, and the size in whole pages."""
     head = json.dumps({"data": data, "places": []}).encode()
@@ -276,7 +279,7 @@ def _laid_out(
     return len(head).to_bytes(8, "little") + head, places, -(-offset // PAGE_BYTES) * PAGE_BYTES
 
 
-def _bytes_of(part: tagged.Attachment) -> Any:
+def _bytes_of(part: state_codec.Attachment) -> Any:
     """Return a tensor's bytes, without a copy if it is contiguous and on the cpu."""
     source = part.source
     if isinstance(source, torch.Tensor) and source.device.type == "cpu" and source.numel():
@@ -288,7 +291,7 @@ def _bytes_of(part: tagged.Attachment) -> Any:
 
 def _same(found: Any, own: Any) -> bool:
     """Bit by bit."""
-    (data, parts), (own_data, own_parts) = tagged.encode(found), tagged.encode(own)
+    (data, parts), (own_data, own_parts) = state_codec.encode(found), state_codec.encode(own)
     if data != own_data:
         return False
     return all(a.read() == b.read() for a, b in zip(parts, own_parts, strict=True))

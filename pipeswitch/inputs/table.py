@@ -102,9 +102,8 @@ class Table(msgspec.Struct):
             SharedInputRefused: its loader differs from that of a live subscriber.
         """
         others = [
-            row for row in self.rows
-            if row.loader == label.loader and row.subscriber != subscriber
-        ]  # fmt: skip
+            row for row in self.rows if row.loader == label.loader and row.subscriber != subscriber
+        ]
         same_place = [entry for entry in self.entries if entry.label.place == label.place]
         entry = next((entry for entry in same_place if entry.label.order == label.order), None)
         if others:
@@ -112,9 +111,8 @@ class Table(msgspec.Struct):
             if same_place and entry is None:
                 raise differs(label, others[0].job, f"the samples of batch {label.index}")
         self.rows = [
-            row for row in self.rows
-            if (row.subscriber, row.loader) != (subscriber, label.loader)
-        ]  # fmt: skip
+            row for row in self.rows if (row.subscriber, row.loader) != (subscriber, label.loader)
+        ]
         row = Row(subscriber, job, label.loader, facts, label.number, list(held))
         self.rows.append(row)
         if entry is None:
@@ -182,12 +180,15 @@ class Table(msgspec.Struct):
         number = entry.label.number
         return min(
             (
-                number - row.number for row in self.rows
-                if row.loader == entry.label.loader and row.number <= number
-                and entry.id not in row.held and row.subscriber != entry.loading
+                number - row.number
+                for row in self.rows
+                if row.loader == entry.label.loader
+                and row.number <= number
+                and entry.id not in row.held
+                and row.subscriber != entry.loading
             ),
             default=math.inf,
-        )  # fmt: skip
+        )
 
     def _gap(self, staying: Sequence[Entry], size_bytes: int) -> int | None:
         """The first place between those that stay."""
@@ -211,7 +212,8 @@ def differs(label: Label, job: str, what: str) -> SharedInputRefused:
 def _refuse_others(label: Label, facts: dict[str, str], other: Row) -> None:
     unlike = [
         f"{name} {value} here, {other.facts.get(name)} there"
-        for name, value in facts.items() if other.facts.get(name) != value
-    ]  # fmt: skip
+        for name, value in facts.items()
+        if other.facts.get(name) != value
+    ]
     if unlike:
         raise differs(label, other.job, ", ".join(unlike))

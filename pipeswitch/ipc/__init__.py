@@ -1,1 +1,1 @@
-"""Between our own processes: messages, the channel that carries them, the board."""
+"""Between our own processes: messages, the channel that carries them, the control page."""

@@ -144,8 +144,8 @@ class Gate:
         with self._changed:
             if self._state is GateState.STOPPING and not self.waits_for_boundary:
                 self._acknowledge(where, GateState.PARKED)
-            is_after, self._is_after_boundary = self._is_after_boundary, False
-            if is_after and self._state in (GateState.STOPPED, GateState.PARKED):
+            is_postprocess, self._is_after_boundary = self._is_after_boundary, False
+            if is_postprocess and self._state in (GateState.STOPPED, GateState.PARKED):
                 return self.after_boundary
             self._take_device(where)
             self._refresh()
@@ -169,9 +169,9 @@ class Gate:
                 self._take_up_grant()
             elif self._state is GateState.RUNNING:
                 self._state = GateState.AWAY
-            is_after, self._is_after_boundary = self._is_after_boundary, False
+            is_postprocess, self._is_after_boundary = self._is_after_boundary, False
             self._refresh()
-        if is_after:
+        if is_postprocess:
             self.after_boundary()
 
     def pause(self, timeout_s: float) -> None:
@@ -221,7 +221,7 @@ class Gate:
         return self._state is GateState.STOPPING and self._at_boundary and not self.is_evicting
 
     @property
-    def lets_copy(self) -> bool:
+    def allows_copies(self) -> bool:
         """No request has asked for the device: at most another job computes."""
         if self._state is GateState.STOPPING:
             return self.waits_for_boundary

@@ -31,8 +31,8 @@ from .profile import (
     Profile,
 )
 
-LEAST_REPEATS: Final = 5  # of each kind of trial
-MOST_REPEATS: Final = 25  # of a short one: more samples, steadier medians
+MIN_REPEATS: Final = 5  # of each kind of trial
+MAX_REPEATS: Final = 25  # of a short one: more samples, steadier medians
 BLOCK_MS: Final = 1000.0  # about so long is spent on trials of one kind
 ONE_SHOT: Final[Plan] = (0,)
 
@@ -135,7 +135,7 @@ class Measurement:
         self._identity = identity
         self._plan = plan
         self._predict = predict
-        self._repeats = LEAST_REPEATS
+        self._repeats = MIN_REPEATS
         self._runs: dict[Trial, list[Run]] = defaultdict(list)
         self._profile: Profile | None = None
         self._planned: Plan = ()
@@ -182,7 +182,7 @@ class Measurement:
             self._runs[trial].append(run)
         if not self._done:
             fitting = int(BLOCK_MS / max(run.makespan_ms, 1.0))
-            self._repeats = min(max(fitting, LEAST_REPEATS), MOST_REPEATS)
+            self._repeats = min(max(fitting, MIN_REPEATS), MAX_REPEATS)
             self._trials = self._first_trials()
         self._done += 1
         if self._done == len(self._trials) and self._profile is None:
@@ -287,8 +287,13 @@ class Measurement:
         the same layers computed as many groups and as one."""
         finest, batch = self._program.finest, self._batches[0]
         gaps = [ms for run in self._resident(finest, batch) for ms in run.gaps_ms]
-        wakes = [ms for trial, runs in self._runs.items() if trial.is_cold
-                 for run in runs for ms in run.wakes_ms]  # fmt: skip
+        wakes = [
+            ms
+            for trial, runs in self._runs.items()
+            if trial.is_cold
+            for run in runs
+            for ms in run.wakes_ms
+        ]
         fine = [sum(run.compute_ms) for run in self._resident(finest, batch)]
         whole = [sum(run.compute_ms) for run in self._resident(ONE_SHOT, batch)]
         launch = 0.0

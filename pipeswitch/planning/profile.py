@@ -171,8 +171,12 @@ def _check(profile: Profile) -> None:
     if not count or not profile.batches:
         raise ProfileError("it has no layers or no batch")
     for batch in profile.batches:
-        columns = (batch.switch_ms, batch.switch_spread_ms, batch.resident_ms,
-                   batch.resident_spread_ms)  # fmt: skip
+        columns = (
+            batch.switch_ms,
+            batch.switch_spread_ms,
+            batch.resident_ms,
+            batch.resident_spread_ms,
+        )
         if batch.batch < 1 or any(len(column) != count for column in columns):
             raise ProfileError(f"batch {batch.batch}: not one time for each of {count} layers")
         _check_times(f"batch {batch.batch}", [ms for column in columns for ms in column])

@@ -18,19 +18,19 @@ from .grouping import Plan, spans
 
 
 @dataclass(frozen=True)
-class Landings:
+class StagingLayout:
     """The places of a model's groups in its window, in order of execution."""
 
     offsets: tuple[int, ...]  # from the window's start
     waits: tuple[int, ...]  # so many groups must have computed before its copy begins; 0: none
     kept: frozenset[int]  # these stay
-    kept_bytes: int  # of the window's second part, where they lie
+    resident_bytes: int  # of the window's second part, where they lie
     size_bytes: int  # of the window
 
 
 def land(
     sizes_bytes: Sequence[int], until: Sequence[int], window_bytes: int, unit_bytes: int
-) -> Landings | None:
+) -> StagingLayout | None:
     """Places in a window of that size; None where it is too small.
 
     The ring holds two landings at least: a group may be copied while the one before it computes.
@@ -50,22 +50,22 @@ def land(
     third = max((size for i, size in enumerate(sizes) if i not in needed), default=0)
     spread = _spread(sizes, needed, max(0, spare - third))
     for kept in (spread, needed):
-        kept_bytes = sum(sizes[index] for index in kept)
-        for ring_bytes in (window_bytes - kept_bytes, least):
+        resident_bytes = sum(sizes[index] for index in kept)
+        for ring_bytes in (window_bytes - resident_bytes, least):
             ring = _ring(sizes, until, kept, ring_bytes)
             if ring is not None:
-                return _placed(sizes, kept, kept_bytes, ring, window_bytes)
+                return _placed(sizes, kept, resident_bytes, ring, window_bytes)
     raise AssertionError("the least ring was found, and is not found again")
 
 
 def least_window(
-    sizes_bytes: Sequence[int], until: Sequence[int], most_bytes: int, unit_bytes: int
+    sizes_bytes: Sequence[int], until: Sequence[int], max_bytes: int, unit_bytes: int
 ) -> int:
-    """The smallest window of which ``land`` makes something; more than ``most_bytes``: such a
+    """The smallest window of which ``land`` makes something; more than ``max_bytes``: such a
     one is too small."""
     sizes = [-(-size // unit_bytes) * unit_bytes for size in sizes_bytes]
     needed = frozenset(i for i, last in enumerate(until) if last > i + 1)
-    least = _least_ring(sizes, until, needed, most_bytes, unit_bytes)
+    least = _least_ring(sizes, until, needed, max_bytes, unit_bytes)
     return sum(sizes[index] for index in needed) + least
 
 
@@ -101,14 +101,14 @@ def _least_ring(
     sizes: Sequence[int],
     until: Sequence[int],
     kept: frozenset[int],
-    most_bytes: int,
+    max_bytes: int,
     unit_bytes: int,
 ) -> int:
     """Return the smallest ring found: it begins with the largest two neighbours and grows by a
     fraction of itself, so that no client's claim can make the search long."""
     streams = [size for index, size in enumerate(sizes) if index not in kept]
     ring_bytes = max(map(sum, pairwise((0, *streams))), default=0)
-    while ring_bytes <= most_bytes and _ring(sizes, until, kept, ring_bytes) is None:
+    while ring_bytes <= max_bytes and _ring(sizes, until, kept, ring_bytes) is None:
         ring_bytes += max(unit_bytes, ring_bytes // 16 // unit_bytes * unit_bytes)
     return ring_bytes
 
@@ -117,23 +117,23 @@ def _spread(sizes: Sequence[int], needed: frozenset[int], budget_bytes: int) -> 
     """Return the groups that stay: those that must, then an even share of each part of the model
     with the first group first; the rest of the budget goes to the first groups that fit."""
     total = sum(size for index, size in enumerate(sizes) if index not in needed)
-    kept, kept_bytes, seen = set(needed), 0, 0
+    kept, resident_bytes, seen = set(needed), 0, 0
     for only_due in (True, False):
         for index, size in enumerate(sizes):
             if index in kept:
                 continue
-            is_due = not only_due or kept_bytes * total <= budget_bytes * seen
+            is_due = not only_due or resident_bytes * total <= budget_bytes * seen
             seen += size
-            if is_due and kept_bytes + size <= budget_bytes:
+            if is_due and resident_bytes + size <= budget_bytes:
                 kept.add(index)
-                kept_bytes += size
+                resident_bytes += size
     return frozenset(kept)
 
 
 def _placed(
-    sizes: Sequence[int], kept: frozenset[int], kept_bytes: int, ring: Ring, window_bytes: int
-) -> Landings:
-    offsets, position = [], window_bytes - kept_bytes
+    sizes: Sequence[int], kept: frozenset[int], resident_bytes: int, ring: Ring, window_bytes: int
+) -> StagingLayout:
+    offsets, position = [], window_bytes - resident_bytes
     for index, size in enumerate(sizes):
         if index in kept:
             offsets.append(position)
@@ -141,10 +141,10 @@ def _placed(
         else:
             offsets.append(ring[index][0])
     waits = tuple(ring[index][1] if index in ring else 0 for index in range(len(sizes)))
-    return Landings(tuple(offsets), waits, kept, kept_bytes, window_bytes)
+    return StagingLayout(tuple(offsets), waits, kept, resident_bytes, window_bytes)
 
 
-def pass_ms(plan: Plan, costs: LayerCosts, landings: Landings) -> float:
+def pass_ms(plan: Plan, costs: LayerCosts, landings: StagingLayout) -> float:
     """From the start of the first copy to the end of the last group, with what stays in place: the
     longer of link and compute, and the bubble between them."""
     link_ms = device_ms = 0.0

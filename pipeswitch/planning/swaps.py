@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final, Literal
 
-LEAST_BYTES: Final = 4096  # smaller ones stay: a copy costs more than they hold
+MIN_BYTES: Final = 4096  # smaller ones stay: a copy costs more than they hold
 MAX_TRIES: Final = 32  # of how many of the best to send
 POPULATION: Final = 16
 CHILDREN: Final = 1000  # of the genetic search, where time allows
@@ -53,7 +53,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lane:
+class LinkQueue:
     """Link that carries the copies of one direction."""
 
     bytes_per_ms: float
@@ -63,7 +63,7 @@ class Lane:
         return self.call_ms + size_bytes / self.bytes_per_ms
 
 
-Lanes = tuple[Lane, Lane]  # out, in
+Lanes = tuple[LinkQueue, LinkQueue]  # out, in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,9 @@ class _Run:
         self._place: list[Place] = [""] * len(step.sizes_bytes)
         self._lanes = {"leaving": lanes[0], "coming": lanes[1]}
         self._queues: dict[str, deque[tuple[int, float]]] = {  # storage, asked for at
-            "leaving": deque(), "coming": deque()
-        }  # fmt: skip
+            "leaving": deque(),
+            "coming": deque(),
+        }
         self._free_ms = {"leaving": 0.0, "coming": 0.0}
         self._now_ms = 0.0
         self._held = 0
@@ -130,8 +131,11 @@ class _Run:
         self._used.add(storage)
         if not self._is_turned:
             self._is_turned = True
-            away = (one for one in self._rank.keys() - self._used
-                    if self._place[one] in ("host", "leaving"))  # fmt: skip
+            away = (
+                one
+                for one in self._rank.keys() - self._used
+                if self._place[one] in ("host", "leaving")
+            )
             self._ahead = sorted(away, key=self._rank.__getitem__)
         self._look_ahead()
         while self._place[storage] == "coming":
@@ -215,9 +219,12 @@ def forecast(
     if not run.is_possible():
         return None
     return Forecast(
-        leaving=frozenset(leaving), wait_ms=run.wait_ms, peak_bytes=run.peak,
-        moved_bytes=run.moved, fetches=tuple(run.fetches),
-    )  # fmt: skip
+        leaving=frozenset(leaving),
+        wait_ms=run.wait_ms,
+        peak_bytes=run.peak,
+        moved_bytes=run.moved,
+        fetches=tuple(run.fetches),
+    )
 
 
 def order_of_use(step: Step) -> tuple[int, ...]:
@@ -246,9 +253,9 @@ def plan(
     return _Search(step, budget_bytes, lanes, found, Random(0)).best(is_over)
 
 
-def least_bytes(step: Step) -> int:
+def min_bytes(step: Step) -> int:
     """The least budget that can be kept: all that may leave does."""
-    lanes = (Lane(bytes_per_ms=1.0),) * 2
+    lanes = (LinkQueue(bytes_per_ms=1.0),) * 2
     unlimited = forecast(step, (), 1 << 62, lanes)
     assert unlimited is not None
     low, high, leaving = 0, unlimited.peak_bytes, _ranked(step, lanes)
@@ -270,8 +277,9 @@ def hiding(step: Step, budget_bytes: int, lanes: Lanes) -> list[Forecast]:
         found = forecast(step, ranked[:middle], budget_bytes, lanes)
         low, high = (low, middle) if found else (middle + 1, high)
     stride = max(1, (len(ranked) - low) // MAX_TRIES)
-    tried = [forecast(step, ranked[:n], budget_bytes, lanes)
-             for n in range(low, len(ranked) + 1, stride)]  # fmt: skip
+    tried = [
+        forecast(step, ranked[:n], budget_bytes, lanes) for n in range(low, len(ranked) + 1, stride)
+    ]
     return [one for one in tried if one is not None]
 
 
@@ -285,7 +293,7 @@ def farthest(step: Step, budget_bytes: int) -> set[int]:
         for one in reversed(order):
             if sum(sizes[storage] for storage in here) <= budget_bytes:
                 break
-            if one in here - {event.storage} and sizes[one] >= LEAST_BYTES:
+            if one in here - {event.storage} and sizes[one] >= MIN_BYTES:
                 here.remove(one)
                 leaving.add(one)
     return leaving
@@ -341,5 +349,5 @@ def _ranked(step: Step, lanes: Lanes) -> list[int]:
         elif event.what == "use" and event.storage not in slack_ms:
             copies_ms = sum(lane.copy_ms(step.sizes_bytes[event.storage]) for lane in lanes)
             slack_ms[event.storage] = now_ms - saved_ms[event.storage] - copies_ms
-    large = [storage for storage in slack_ms if step.sizes_bytes[storage] >= LEAST_BYTES]
+    large = [storage for storage in slack_ms if step.sizes_bytes[storage] >= MIN_BYTES]
     return sorted(large, key=slack_ms.__getitem__, reverse=True)

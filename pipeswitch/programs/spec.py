@@ -20,10 +20,10 @@ from .graphs.operators import checked_by
 from .interface.dims import extent_text
 from .interface.layout import BUNDLE_FILE as BUNDLE_FILE
 from .interface.layout import Manifest
-from .interface.nesting import Tree
 from .interface.packing import DERIVED_FILE
+from .interface.processors import Processor, stage
+from .interface.pytree import Tree
 from .interface.signature import signature_text
-from .interface.stages import Stage, stage
 
 DEFAULT_MAX_BATCH: Final = 64
 DEFAULT_SEQUENCES: Final = 8  # of a language model in one step
@@ -85,7 +85,7 @@ def devices_of(spec: bytes) -> tuple[str, ...]:
         return ()
 
 
-def stage_of(spec: bytes) -> Stage | None:
+def stage_of(spec: bytes) -> Processor | None:
     """Return the stage around an encoded spec's model; None if it has none or is not a spec."""
     try:
         decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
@@ -114,9 +114,10 @@ def with_state(manifest: Manifest, state: Mapping[str, tuple[str, int]]) -> Mani
         for kind, known, wanted in (("input", inputs, name), ("output", outputs, source)):
             if wanted not in known:
                 raise RegistrationRefused(
-                    "state", f'there is no {kind} "{wanted[:80]}"',
+                    "state",
+                    f'there is no {kind} "{wanted[:80]}"',
                     hint=f"its {kind}s are {', '.join(known)}",
-                )  # fmt: skip
+                )
         into, out = inputs[name], outputs[source]
         shapes = [list(into.shape), list(out.shape)]
         if axis >= 0 and all(axis < len(shape) for shape in shapes):
@@ -137,7 +138,7 @@ def with_state(manifest: Manifest, state: Mapping[str, tuple[str, int]]) -> Mani
     return msgspec.structs.replace(manifest, extra={**manifest.extra, "state": dict(state)})
 
 
-def joined_as(manifest: Manifest, spec: BuildSpec) -> tuple[int, float] | None:
+def batched_as(manifest: Manifest, spec: BuildSpec) -> tuple[int, float] | None:
     """Return the batch limit of joined requests and the delay; None: each runs alone.
 
     Requests that may be padded are joined, up to the program's largest batch.
@@ -148,10 +149,10 @@ def joined_as(manifest: Manifest, spec: BuildSpec) -> tuple[int, float] | None:
     return (high, 0.0) if manifest.pads and high > low else None
 
 
-def is_joined_as_asked(manifest: Manifest, spec: bytes) -> bool:
+def is_batched_as_requested(manifest: Manifest, spec: bytes) -> bool:
     """Return True if a model's requests are batched as an encoded spec says."""
     found = manifest.batching
-    asked = joined_as(manifest, msgspec.msgpack.decode(spec, type=BuildSpec))
+    asked = batched_as(manifest, msgspec.msgpack.decode(spec, type=BuildSpec))
     return asked == (found and (found.limit, found.delay_ms))
 
 

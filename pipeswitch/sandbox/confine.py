@@ -61,11 +61,26 @@ def libraries() -> list[Path]:
     found = {Path(path) for path in sysconfig.get_paths().values()}
     found |= {Path(sys.prefix), Path(sys.base_prefix), *map(Path, filter(None, sys.path))}
     system = (
-        "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache",
-        "/etc/localtime", "/dev/null", "/dev/urandom", "/dev/zero", "/proc/self", "/proc/cpuinfo",
-        "/proc/meminfo", "/proc/stat", "/proc/sys/vm", "/proc/sys/kernel", "/sys/devices/system",
-        "/sys/fs/cgroup", "/sys/kernel/mm",
-    )  # fmt: skip
+        "/usr/lib",
+        "/usr/lib64",
+        "/lib",
+        "/lib64",
+        "/usr/share/zoneinfo",
+        "/etc/ld.so.cache",
+        "/etc/localtime",
+        "/dev/null",
+        "/dev/urandom",
+        "/dev/zero",
+        "/proc/self",
+        "/proc/cpuinfo",
+        "/proc/meminfo",
+        "/proc/stat",
+        "/proc/sys/vm",
+        "/proc/sys/kernel",
+        "/sys/devices/system",
+        "/sys/fs/cgroup",
+        "/sys/kernel/mm",
+    )
     return [*sorted(found), *map(Path, system)]
 
 

@@ -11,18 +11,52 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
-NAMES: Final = frozenset({
-    "PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV",
-    "LD_LIBRARY_PATH", "LD_PRELOAD", "GLIBC_TUNABLES",
-    "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_TF32_OVERRIDE",
-    # where a build looks for a configuration that was fetched before
-    "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE",
-    "TRANSFORMERS_CACHE", "TRANSFORMERS_OFFLINE",
-})  # fmt: skip
+NAMES: Final = frozenset(
+    {
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "LANG",
+        "LANGUAGE",
+        "TZ",
+        "TMPDIR",
+        "VIRTUAL_ENV",
+        "LD_LIBRARY_PATH",
+        "LD_PRELOAD",
+        "GLIBC_TUNABLES",
+        "NVIDIA_VISIBLE_DEVICES",
+        "NVIDIA_DRIVER_CAPABILITIES",
+        "NVIDIA_TF32_OVERRIDE",
+        # where a build looks for a configuration that was fetched before
+        "XDG_CACHE_HOME",
+        "HF_HOME",
+        "HF_HUB_CACHE",
+        "HUGGINGFACE_HUB_CACHE",
+        "HF_HUB_OFFLINE",
+        "TRANSFORMERS_CACHE",
+        "TRANSFORMERS_OFFLINE",
+    }
+)
 PREFIXES: Final = (
-    "PIPESWITCH_", "LC_", "PYTHON", "MALLOC_", "TORCH", "PYTORCH_", "ATEN_", "OMP_", "GOMP_",
-    "KMP_", "MKL_", "DNNL_", "ONEDNN_", "OPENBLAS_", "CUDA_", "CUBLAS_", "CUDNN_",
-)  # fmt: skip
+    "PIPESWITCH_",
+    "LC_",
+    "PYTHON",
+    "MALLOC_",
+    "TORCH",
+    "PYTORCH_",
+    "ATEN_",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "DNNL_",
+    "ONEDNN_",
+    "OPENBLAS_",
+    "CUDA_",
+    "CUBLAS_",
+    "CUDNN_",
+)
 """Our own settings, which name files of secrets and hold none, and what Python, torch and their
 libraries read when they are imported."""
 

@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from ..base.errors import PipeSwitchError
-from ..ipc.messages.base import Epoch, ModelName
+from ..ipc.messages.base import ModelName, OpId
 from ..planning.profile import UNKNOWN_DEVICE, Identity
-from .events import Answer, Asked, Command, Publish, Token
-from .policies.guard import Judge
+from .events import ClientRequest, Command, Publish, Reply, Token
+from .policies.guard import PolicyGuard
 
-E = TypeVar("E", bound=Asked)
+E = TypeVar("E", bound=ClientRequest)
 P = TypeVar("P")  # a part
 
 # What may be another since the parts were asked last (docs/adr/0038-agenda.md).
 QUEUE: Final = 1  # the requests that wait, and their order
 TURN: Final = 2  # what is dispatched, computes, or has ended
 WORKERS: Final = 4  # which processes there are, and what they have loaded
-PLACES: Final = 8  # what lies on a device, or is on its way there
+RESIDENCY: Final = 8  # what lies on a device, or is on its way there
 JOBS: Final = 16
 MEASURED: Final = 32  # what profiles are made of
 STAGES: Final = 64
@@ -31,10 +31,12 @@ DUE: Final = 256  # it is time for a request: to be dispatched, or to be refused
 HUNG: Final = 512  # it is time to see whether a task hangs
 REST: Final = 1024  # all that has no bit of its own
 ALL: Final = 2 * REST - 1
-URGENT: Final = QUEUE | TURN | WORKERS | PLACES | JOBS | DUE  # what a device's next task hangs on
+URGENT: Final = (
+    QUEUE | TURN | WORKERS | RESIDENCY | JOBS | DUE
+)  # what a device's next task hangs on
 
 
-class Part:
+class Component:
     """Part of the scheduler that may have something to do after an event, and says after which.
 
     Attributes:
@@ -150,7 +152,7 @@ class Core:
     """State that every part needs and no device owns: time, counters, commands, shutdown."""
 
     settings: SchedulerSettings
-    judge: Judge
+    judge: PolicyGuard
     drain_at_ms: float | None = None
     drain_tokens: list[Token] = field(default_factory=list)
     has_left: bool = False
@@ -162,26 +164,26 @@ class Core:
     going_on: set[Token] = field(
         default_factory=set
     )  # computed; the frontend will say what is next
-    edition: int = 0  # grows when a model becomes ready or gets other groups
-    touched: int = ALL  # the bits of what changed since the parts were asked
+    models_generation: int = 0  # grows when a model becomes ready or gets other groups
+    dirty: int = ALL  # the bits of what changed since the parts were asked
     pins: dict[ModelName, None] = field(default_factory=dict)  # models that are to be pinned
     wakeups: Wakeups = field(default_factory=Wakeups)
 
-    def next_epoch(self) -> Epoch:
+    def next_op_id(self) -> OpId:
         """Return a number never used before: the name of a dispatch, lease, transfer or turn."""
         self.last_epoch += 1
-        return Epoch(self.last_epoch)
+        return OpId(self.last_epoch)
 
     def emit(self, command: Command) -> None:
         self.out.append(command)
 
     def answer(self, token: Token, /, **body: Any) -> None:
         """Send the final, good answer of a request that returns no tensors."""
-        self.emit(Answer(token=token, body=body))
+        self.emit(Reply(token=token, body=body))
 
     def refuse(self, token: Token, error: PipeSwitchError) -> None:
         """Send the final, bad answer."""
-        self.emit(Answer(token=token, error=error))
+        self.emit(Reply(token=token, error=error))
 
     def answer_all(self, tokens: list[Token], /, **body: Any) -> None:
         """Send the same final answer to all of ``tokens``, and clear them."""
@@ -206,12 +208,12 @@ class Core:
     def is_draining(self) -> bool:
         return self.drain_at_ms is not None
 
-    def look_again(self, at_ms: float, bits: int = ALL) -> None:
+    def wake_at(self, at_ms: float, bits: int = ALL) -> None:
         """Request a Tick at that instant, for the parts that wait for these bits."""
         self.wakeups.add(at_ms, bits)
 
 
-def takes(kind: type[E]) -> Callable[[Callable[[P, E], None]], Callable[[P, E], None]]:
+def handles(kind: type[E]) -> Callable[[Callable[[P, E], None]], Callable[[P, E], None]]:
     """Mark the method of a part that handles each event of this kind and answers its client."""
 
     def marked(method: Callable[[P, E], None]) -> Callable[[P, E], None]:
@@ -221,7 +223,7 @@ def takes(kind: type[E]) -> Callable[[Callable[[P, E], None]], Callable[[P, E], 
     return marked
 
 
-def takers(*parts: object) -> dict[type[Asked], Callable[[Any], None]]:
+def handler_table(*parts: object) -> dict[type[ClientRequest], Callable[[Any], None]]:
     """Return the marked methods of these parts, by event."""
     return {
         method.takes: getattr(part, name)

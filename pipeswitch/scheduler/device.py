@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from ..ipc.messages import worker as worker_msg
-from ..ipc.messages.base import Epoch, Message, Pong, StepCommitted
+from ..ipc.messages.base import Message, OpId, Pong, StepCommitted
 from ..ipc.messages.daemon import CommitPersisted, DaemonFault, DaemonReady, Scrubbed, TransmitEnded
-from .core import HUNG, TURN, URGENT, Core, Part, SchedulerSettings
+from .core import HUNG, TURN, URGENT, Component, Core, SchedulerSettings
 from .events import Address, Exited, Received
+from .memory.allocators import ArenaAllocator, HostStoreAllocator
 from .memory.commits import Commits
 from .memory.leases import Leases, Slices
-from .memory.ledgers import Arena, Store
 from .memory.plans import Plans
 from .memory.residency import Residents
-from .processes.fleet import Fleet
 from .processes.health import Health
+from .processes.worker_pool import WorkerPool
+from .requests.completion import TaskCompletion
 from .requests.dispatch import Dispatch, Turns
-from .requests.endings import Endings
 from .state.device_state import DeviceState
 from .state.records import Worker
 from .state.states import (
@@ -35,11 +35,16 @@ class Device:
     needs."""
 
     def __init__(
-        self, core: Core, settings: SchedulerSettings, store: Store, jobs: Jobs, label: str = ""
+        self,
+        core: Core,
+        settings: SchedulerSettings,
+        store: HostStoreAllocator,
+        jobs: Jobs,
+        label: str = "",
     ) -> None:
         self.core = core
         self.state = state = DeviceState(core, settings, len(jobs.homes), label)
-        self.arena = Arena(state)
+        self.arena = ArenaAllocator(state)
         self.residents = Residents(state, self.arena)
         self.slices = Slices(state, self.arena, self.residents)
         self.commits = Commits(state, self.arena, store)
@@ -49,9 +54,9 @@ class Device:
         self.training = Training(state, self.slices, self.jobs, self.leases, self.commits)
         self.turns = Turns(state)
         self.dispatch = Dispatch(state, self.arena, self.residents, self.training, self.turns)
-        self.endings = Endings(state, self.residents)
+        self.endings = TaskCompletion(state, self.residents)
         self.plans = Plans(state, self.residents)
-        self.fleet = Fleet(state)
+        self.worker_pool = WorkerPool(state)
         self.health = Health(state)
 
     # -- its processes ------------------------------------------------------------------------
@@ -71,29 +76,29 @@ class Device:
             case worker_msg.InferenceDone() as message:
                 self.endings.done(worker, message)
                 self.turns.give()
-                self.fleet.served_well()
+                self.worker_pool.served_well()
                 if message.is_clean:
-                    self._cleaned(worker, message.epoch)
+                    self._cleaned(worker, message.op_id)
             case worker_msg.InferenceFailed() as message:
                 self.endings.failed(worker, message)
                 self.turns.give()
-            case worker_msg.Cleaned(epoch=epoch):
-                self._cleaned(worker, epoch)
-            case worker_msg.SteppedAside(epoch=epoch):
-                self.turns.stepped_aside(worker, epoch)
+            case worker_msg.WorkerClean(op_id=op_id):
+                self._cleaned(worker, op_id)
+            case worker_msg.Yielded(op_id=op_id):
+                self.turns.stepped_aside(worker, op_id)
                 self.turns.give()
-            case worker_msg.Parked() as message:
+            case worker_msg.JobParked() as message:
                 if self.training.parked(worker, message):
                     self.turns.passed(message.next_turn)
                 self.turns.give()
-            case worker_msg.Back() as message:
+            case worker_msg.JobReady() as message:
                 self.training.back(worker, message)
             case worker_msg.WorkerReady(pid=pid):
-                self.fleet.worker_ready(worker, pid)
-            case Pong(epoch=epoch):
-                self.health.worker_answered(worker, epoch)
+                self.worker_pool.worker_ready(worker, pid)
+            case Pong(op_id=op_id):
+                self.health.worker_answered(worker, op_id)
             case worker_msg.ModelPrepared() as message:
-                self.fleet.prepared(worker, message)
+                self.worker_pool.prepared(worker, message)
             case worker_msg.LeaseRequest() as message:
                 self.leases.requested(worker, message)
             case worker_msg.HostRequest() as message:
@@ -101,7 +106,7 @@ class Device:
             case worker_msg.CommitStep() as message:
                 self.commits.commit(worker, message)
             case worker_msg.JobReport() as message:
-                job = self.state.job_of(worker, message.epoch)
+                job = self.state.job_of(worker, message.op_id)
                 if job is not None:
                     self.jobs.report(job, message)
                     self.training.reported(job)
@@ -111,13 +116,13 @@ class Device:
             case _:
                 self.state.kill(worker, f"it sent a {type(event.message).__name__}")
 
-    def _cleaned(self, worker: Worker, epoch: Epoch) -> None:
-        if worker.task_epoch == epoch and worker.state.state is WorkerState.CLEANING:
-            worker.state.apply(WorkerEvent.CLEANED, f"epoch {epoch}")
+    def _cleaned(self, worker: Worker, op_id: OpId) -> None:
+        if worker.dispatch_id == op_id and worker.state.state is WorkerState.CLEANING:
+            worker.state.apply(WorkerEvent.CLEANED, f"epoch {op_id}")
 
     def hears(self, source: Address) -> bool:
         """Return True if this is the daemon that lives now."""
-        return source == self.state.daemon.address and self.fleet.is_daemon_alive
+        return source == self.state.daemon.address and self.worker_pool.is_daemon_alive
 
     def from_daemon(self, message: Message) -> None:
         """Handle a message about this device from the current memory daemon."""
@@ -125,22 +130,22 @@ class Device:
             case TransmitEnded():
                 self.residents.transmit_ended(message)
             case DaemonReady(pid=pid):
-                self.fleet.daemon_ready(pid)
+                self.worker_pool.daemon_ready(pid)
                 self.commits.daemon_ready()
-            case Scrubbed(epoch=epoch):
-                self.slices.scrubbed(epoch)
+            case Scrubbed(op_id=op_id):
+                self.slices.scrubbed(op_id)
             case StepCommitted():
                 self.commits.committed(message)
-                self.fleet.served_well()
-            case Pong(epoch=epoch):
-                self.health.daemon_answered(epoch)
+                self.worker_pool.served_well()
+            case Pong(op_id=op_id):
+                self.health.daemon_answered(op_id)
             case CommitPersisted():
                 self.commits.persisted(message)
             case DaemonFault():
                 self.core.counts["daemon_faults"] += 1
-                self.slices.refused(message.epoch)
-                self.residents.refused(message.epoch, message.reason)
-                self.commits.refused(message.epoch, message.reason)
+                self.slices.refused(message.op_id)
+                self.residents.refused(message.op_id, message.reason)
+                self.commits.refused(message.op_id, message.reason)
             case _:
                 self.core.counts["stale_messages"] += 1
 
@@ -151,8 +156,8 @@ class Device:
             return
         # A job's process leaves after its JobEnded: that is no death.
         ended_well = event.status == 0 and worker.state.state is WorkerState.RETIRING
-        self.endings.worker_died(worker, event.status, event.begun_epoch)
-        self.fleet.worker_exited(worker, event.status, ended_well=ended_well)
+        self.endings.worker_died(worker, event.status, event.begun_op_id)
+        self.worker_pool.worker_exited(worker, event.status, ended_well=ended_well)
         self.training.worker_died(worker, event.status)
         self.turns.give()
 
@@ -162,7 +167,7 @@ class Device:
         self.arena.device_lost()
         self.residents.device_lost()
         self.commits.daemon_died()
-        self.fleet.daemon_died(event.status)
+        self.worker_pool.daemon_died(event.status)
 
     # -- after every event --------------------------------------------------------------------
 
@@ -173,18 +178,18 @@ class Device:
         self.turns.give()
         return URGENT
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Component]:
         """Return all parts that may have something to do, in the order of their calls."""
         return [
-            Part(self.advance, is_urgent=True),
-            Part(self.dispatch.keep_order),
-            Part(self.dispatch.look_ahead),
-            Part(self.plans.apply),
-            Part(self.training.pump),
-            Part(self.residents.bring_pinned),
-            Part(self.slices.scrub_again),
-            Part(self._kill_hung),
-            Part(self.fleet.pump),
+            Component(self.advance, is_urgent=True),
+            Component(self.dispatch.keep_order),
+            Component(self.dispatch.look_ahead),
+            Component(self.plans.apply),
+            Component(self.training.pump),
+            Component(self.residents.bring_pinned),
+            Component(self.slices.scrub_again),
+            Component(self._kill_hung),
+            Component(self.worker_pool.pump),
         ]
 
     def _kill_hung(self) -> int:
@@ -254,7 +259,7 @@ class Device:
         for activation in tasks:
             worker = state.workers[activation.slot]
             assert worker.is_alive, f"a request waits for dead worker {worker.slot}"
-            assert worker.task_epoch == activation.epoch, f"worker {worker.slot} has another task"
+            assert worker.dispatch_id == activation.op_id, f"worker {worker.slot} has another task"
         if state.owner.running is not None:
             for token in state.owner.running.tokens:
                 assert state.requests[token].state.state is TaskState.RUNNING

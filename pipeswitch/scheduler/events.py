@@ -16,18 +16,18 @@ from typing import Any, Literal, NewType
 import msgspec
 
 from ..base.errors import PipeSwitchError
-from ..ipc.messages.base import Epoch, JobName, Message, ModelName, SlabTensor, Slot, Turn
-from ..ipc.messages.worker import Choosing
+from ..ipc.messages.base import JobName, Message, ModelName, OpId, SlabTensor, Slot, Turn
+from ..ipc.messages.worker import SamplingParams
 from ..planning.profile import Found, Profile
 from ..programs.interface.chains import Chain, Step
 from ..programs.interface.layout import Manifest
-from ..programs.interface.stages import Stage
-from ..wire.bill import Bill
+from ..programs.interface.processors import Processor
+from ..wire.request_timing import RequestTiming
 
 Token = NewType("Token", int)
 
 
-class _Told(msgspec.Struct, frozen=True, kw_only=True):
+class _Message(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all events: created in a fifth of a frozen dataclass's time, ten for each request."""
 
 
@@ -40,7 +40,7 @@ class Address(msgspec.Struct, frozen=True):
     Attributes:
         device: Index of the device, for a daemon or a worker.
         slot: Index among the workers of a device, or among the stages.
-        generation: Number of the process in its slot; a builder's is the build's epoch.
+        generation: Number of the process in its slot; a builder's is the build's operation id.
     """
 
     kind: ProcessKind
@@ -52,13 +52,13 @@ class Address(msgspec.Struct, frozen=True):
 # ---- events: from clients (frontend) ---------------------------------------------------------
 
 
-class Asked(_Told, frozen=True):
+class ClientRequest(_Message, frozen=True):
     """Base of events that need one final answer. One part takes each kind (``core.takes``)."""
 
     token: Token
 
 
-class InferArrived(Asked, frozen=True):
+class InferArrived(ClientRequest, frozen=True):
     """A checked request; its tensors lie in the pool, room for its reply is taken."""
 
     request_id: str
@@ -72,17 +72,23 @@ class InferArrived(Asked, frozen=True):
     caller: str = ""  # who asks: Standing.tenant of its client; empty: the server's owner
     connection: str = ""  # the caller's session, or its address over the gateway
     tenant: str = ""  # Announce's: in whose file of the pool they lie
-    lineage: int = 0  # Announce's: any of its versions does as well; 0: it asked for this one
+    registration_id: int = (
+        0  # Announce's: any of its versions does as well; 0: it asked for this one
+    )
     arrived_at_ms: float | None = None  # when it was read from its client; None: now
-    is_after: bool = False  # its model has computed: ``inputs`` go to the function behind that
-    is_later: bool = False  # a later step of a chain: what was accepted is finished
+    is_postprocess: bool = (
+        False  # its model has computed: ``inputs`` go to the function behind that
+    )
+    is_chain_continuation: bool = False  # a later step of a chain: what was accepted is finished
     follows: bool = False  # and another step will come
     sequence: int = 0  # whose step it is; 0: it stands alone
-    choosing: Choosing | None = None  # of a generation: it takes as many runs as it needs
-    after: Epoch = Epoch(0)  # the run that answered its step before
+    sampling_params: SamplingParams | None = (
+        None  # of a generation: it takes as many runs as it needs
+    )
+    after: OpId = OpId(0)  # the run that answered its step before
 
 
-class Prepared(_Told, frozen=True):
+class Prepared(_Message, frozen=True):
     """End of ``TakeResult``: a request's inputs lie in the pool, or an error says why not."""
 
     token: Token
@@ -94,38 +100,38 @@ class Prepared(_Told, frozen=True):
     error: PipeSwitchError | None = None
 
 
-class NextRun(_Told, frozen=True):
-    """Next run of a generation; without ``choosing`` it waits, since its cache has no room or is
-    being copied."""
+class NextRun(_Message, frozen=True):
+    """Next run of a generation; without ``sampling_params`` it waits, since its cache has no room
+    or is being copied."""
 
     token: Token
     inputs: tuple[SlabTensor, ...] = ()
     reply_offset_bytes: int = 0
     reply_bytes: int = 0
-    choosing: Choosing | None = None
+    sampling_params: SamplingParams | None = None
     sequence: int = 0
-    after: Epoch = Epoch(0)
+    after: OpId = OpId(0)
 
 
-class NextRuns(_Told, frozen=True):
+class NextRuns(_Message, frozen=True):
     """Answer to ``RunEnded``, or the next run of a generation that waited."""
 
     runs: tuple[NextRun, ...]
 
 
-class PrefetchHint(_Told, frozen=True):
+class PrefetchHint(_Message, frozen=True):
     """A large payload for ``model`` is on its way (no answer is owed)."""
 
     model: ModelName
 
 
-class CancelAsked(_Told, frozen=True):
+class CancelRequest(_Message, frozen=True):
     """The client takes an infer/register request back, or its connection is gone."""
 
     token: Token
 
 
-class RegisterAsked(Asked, frozen=True):
+class RegisterModelRequest(ClientRequest, frozen=True):
     model: ModelName
     spec: bytes  # msgpack of programs.build.BuildSpec
     spec_digest: str  # same name and same spec again is a no-op
@@ -136,10 +142,10 @@ class RegisterAsked(Asked, frozen=True):
     devices: tuple[str, ...] = ()  # that may serve it; none named: all
     is_known: bool = False  # of an earlier server, as the journal has it
     restored: Manifest | None = None  # then: requests come, and wait for the build
-    stage: Stage | None = None  # what makes its inputs; None: its clients
+    stage: Processor | None = None  # what makes its inputs; None: its clients
 
 
-class VersionAsked(Asked, frozen=True):
+class VersionRequest(ClientRequest, frozen=True):
     """Request to serve a file of weights as a model's next version; answered when it serves."""
 
     model: ModelName
@@ -147,7 +153,7 @@ class VersionAsked(Asked, frozen=True):
     tenant: str = ""  # whose model it must be; empty: anybody's
 
 
-class ChainAsked(Asked, frozen=True):
+class ChainRequest(ClientRequest, frozen=True):
     model: ModelName  # the chain's name
     steps: tuple[Step, ...] = ()
     returns: dict[str, str] = {}
@@ -155,7 +161,7 @@ class ChainAsked(Asked, frozen=True):
     restored: Chain | None = None  # of an earlier server, as the journal has it
 
 
-class PublishAsked(Asked, frozen=True):
+class PublishRequest(ClientRequest, frozen=True):
     """Request to serve a job's newest commit as a model's next version; answered when it serves."""
 
     model: ModelName
@@ -164,19 +170,19 @@ class PublishAsked(Asked, frozen=True):
     part: str = ""  # of what it trains; empty: the only one that fits
 
 
-class RollbackAsked(Asked, frozen=True):
+class RollbackRequest(ClientRequest, frozen=True):
     model: ModelName
     version: int = 0  # 0: the newest before the current one
     share: int = -1  # percent of requests that shall be its; -1: all, it becomes the current one
-    tenant: str | None = None  # as UnregisterAsked's
+    tenant: str | None = None  # as UnregisterRequest's
 
 
-class UnregisterAsked(Asked, frozen=True):
+class UnregisterRequest(ClientRequest, frozen=True):
     model: ModelName
     tenant: str | None = None  # only when it is this one's; None: whosever it is
 
 
-class PinAsked(Asked, frozen=True):
+class PinRequest(ClientRequest, frozen=True):
     """``load`` (pin, bring to the device, pardon a quarantined model) and ``unload`` (unpin)."""
 
     model: ModelName
@@ -191,7 +197,7 @@ class LoadedCommit(msgspec.Struct, frozen=True):
     descriptor: int = -1  # the frontend's, until its asker is answered
 
 
-class TrainAsked(Asked, frozen=True):
+class TrainRequest(ClientRequest, frozen=True):
     job: JobName
     entry: str
     args: tuple[str, ...]
@@ -208,7 +214,7 @@ class TrainAsked(Asked, frozen=True):
     last_step: int = 0  # that its last process did
 
 
-class JobAsked(Asked, frozen=True):
+class JobRequest(ClientRequest, frozen=True):
     """Request about a job. ``wait`` is answered when the job is final, ``export`` when its
     newest commit is on disk, ``move`` when the job has arrived; the others when the job's
     state has changed."""
@@ -219,7 +225,7 @@ class JobAsked(Asked, frozen=True):
     loaded: LoadedCommit | None = None  # of ``resume``: the answer to ``LoadCommits``
 
 
-class Query(Asked, frozen=True):
+class Query(ClientRequest, frozen=True):
     """A listing; answered from the scheduler's own state, so it is consistent."""
 
     what: Literal["models", "show", "ps", "jobs", "stats", "trace", "plan"]
@@ -229,7 +235,7 @@ class Query(Asked, frozen=True):
     all_versions: bool = False  # of ``models``
 
 
-class ProfileAsked(Asked, frozen=True):
+class ProfileRequest(ClientRequest, frozen=True):
     """Measure a model layer by layer on an idle device, with the client's requests; the final
     answer is the profile."""
 
@@ -237,11 +243,11 @@ class ProfileAsked(Asked, frozen=True):
     batches: tuple[int, ...] = ()  # empty: the one its requests come with
 
 
-class PingAsked(Asked, frozen=True):
+class PingRequest(ClientRequest, frozen=True):
     """Ping every process; answered with the times of the processes that reply."""
 
 
-class DrainAsked(_Told, frozen=True):
+class DrainRequest(_Message, frozen=True):
     """Stop admitting, finish what was accepted, then leave. A second one leaves at once."""
 
     token: Token | None
@@ -251,7 +257,7 @@ class DrainAsked(_Told, frozen=True):
 # ---- events: from processes (watcher) --------------------------------------------------------
 
 
-class Received(_Told, frozen=True):
+class Received(_Message, frozen=True):
     """Message from a process, possibly from a replaced one: compare its generation.
 
     Attributes:
@@ -265,26 +271,34 @@ class Received(_Told, frozen=True):
     profiles: tuple[Found, ...] = ()
 
 
-class Exited(_Told, frozen=True):
+class Exited(_Message, frozen=True):
     """A process was reaped: it writes nothing any more, and all its messages were received."""
 
     source: Address
     status: int
-    begun_epoch: int | None = None  # the last task that a worker began to compute; None: unknown
+    begun_op_id: int | None = None  # the last task that a worker began to compute; None: unknown
 
 
-class Tick(_Told, frozen=True):
+class Tick(_Message, frozen=True):
     """Time has passed; the loop sends one when ``next_wakeup_ms`` is reached."""
 
 
 Event = (
-    Asked | Prepared | NextRuns | PrefetchHint | CancelAsked | DrainAsked | Received | Exited | Tick
+    ClientRequest
+    | Prepared
+    | NextRuns
+    | PrefetchHint
+    | CancelRequest
+    | DrainRequest
+    | Received
+    | Exited
+    | Tick
 )
 
 # ---- commands --------------------------------------------------------------------------------
 
 
-class Spawn(_Told, frozen=True):
+class Spawn(_Message, frozen=True):
     """Start a process, and kill the previous one in the same slot.
 
     ``StartBuild`` starts builders: a build needs a specification, and starts zero to two processes.
@@ -293,7 +307,7 @@ class Spawn(_Told, frozen=True):
     target: Address
 
 
-class Send(_Told, frozen=True):
+class Send(_Message, frozen=True):
     """Send a message to a process; drop it if the process has exited.
 
     Attributes:
@@ -309,29 +323,29 @@ class Send(_Told, frozen=True):
     tenant: str = ""
 
 
-class Kill(_Told, frozen=True):
+class Kill(_Message, frozen=True):
     """Send SIGKILL; ``Exited`` follows when the process is reaped."""
 
     target: Address
     reason: str = ""
 
 
-class RaiseTurn(_Told, frozen=True):
-    """Write the board's turn word and ring the worker's bell."""
+class RaiseTurn(_Message, frozen=True):
+    """Write the control page's turn word and ring the worker's bell."""
 
     target: Address
     turn: Turn
 
 
-class Interrupt(_Told, frozen=True):
+class Interrupt(_Message, frozen=True):
     """Write the worker's stop word. A streaming model's pass then steps aside between two groups,
     and a run of several steps ends between two steps."""
 
     target: Address
-    epoch: Epoch
+    op_id: OpId
 
 
-class TakeResult(_Told, frozen=True):
+class TakeResult(_Message, frozen=True):
     """Copy what a function returned to its request's place in the pool, if the model takes it or it
     is the answer that was declared.
 
@@ -343,29 +357,29 @@ class TakeResult(_Told, frozen=True):
     model: ModelName
     function: str
     outputs: tuple[SlabTensor, ...]  # in the memory of the slot
-    is_after: bool = False  # it is the answer
+    is_postprocess: bool = False  # it is the answer
 
 
-class StartBuild(_Told, frozen=True):
+class StartBuild(_Message, frozen=True):
     model: ModelName
-    epoch: Epoch
+    op_id: OpId
     spec: bytes
     tenant: str = ""  # whose disk it takes
 
 
-class DropPublished(_Told, frozen=True):
+class DropPublished(_Message, frozen=True):
     """Remove the copy of a commit from which a version was, or would have been, made."""
 
     directory: str
 
 
-class SweepPrograms(_Told, frozen=True):
+class SweepPrograms(_Message, frozen=True):
     """Remove the files that only removed models needed; no build runs."""
 
     digests: frozenset[str]  # of the models that stay
 
 
-class CreateCommits(_Told, frozen=True):
+class CreateCommits(_Message, frozen=True):
     """Create the job's commit memfd (header + two slots); the controller keeps it."""
 
     job: JobName
@@ -374,32 +388,32 @@ class CreateCommits(_Told, frozen=True):
     is_on_disk: bool = False  # that file is the job's own already
 
 
-class LoadCommits(_Told, frozen=True):
+class LoadCommits(_Message, frozen=True):
     """Read an ended job's commit from disk, then post the request again with it."""
 
-    asked: JobAsked
+    asked: JobRequest
 
 
-class DropCommits(_Told, frozen=True):
+class DropCommits(_Message, frozen=True):
     """Give back the job's commit memfd; what is on disk stays."""
 
     job: JobName
 
 
-class CountSharers(_Told, frozen=True):
+class CountSharers(_Message, frozen=True):
     """Number of unfinished jobs that share an input: a lone job shares nothing that it loads."""
 
     group: str  # as in RunJob
     jobs: int
 
 
-class RemoveJob(_Told, frozen=True):
+class RemoveJob(_Message, frozen=True):
     """Remove what an ended job left on disk: commits, log, history."""
 
     job: JobName
 
 
-class Announce(_Told, frozen=True):
+class ModelAvailable(_Message, frozen=True):
     """Command to the frontend: accept requests for this model, with this signature."""
 
     model: ModelName
@@ -409,34 +423,34 @@ class Announce(_Told, frozen=True):
     base: str = ""  # the name that requests use; empty: the model's
     version: int = 1
     is_current: bool = True  # requests without a number are its
-    lineage: int = 0  # equal for all versions of one registration, and for no other's
-    stage: Stage | None = None  # what makes its inputs of those that clients send
+    registration_id: int = 0  # equal for all versions of one registration, and for no other's
+    stage: Processor | None = None  # what makes its inputs of those that clients send
     chain: Chain | None = None  # it is none: its steps' models are asked, at their own priority
 
 
-class Retract(_Told, frozen=True):
+class ModelRemoved(_Message, frozen=True):
     model: ModelName
 
 
-class Answer(_Told, frozen=True):
+class Reply(_Message, frozen=True):
     """One reply to a client. Exactly one without ``more`` per token; outputs lie in the pool."""
 
     token: Token
     body: dict[str, Any] = {}
     outputs: tuple[SlabTensor, ...] = ()
-    timing: Bill | None = None  # of an inference
+    timing: RequestTiming | None = None  # of an inference
     error: PipeSwitchError | None = None
     more: bool = False
 
 
-class RunEnded(_Told, frozen=True):
+class RunEnded(_Message, frozen=True):
     """Command to the frontend: these generations need more runs. The frontend appends their
     cache rows and answers with one ``NextRuns``; until then their next batch is not formed."""
 
-    answers: tuple[Answer, ...]
+    answers: tuple[Reply, ...]
 
 
-class Publish(_Told, frozen=True):
+class Publish(_Message, frozen=True):
     """An event for subscribers: topic (``switch. model. job. worker. queue.``) and record."""
 
     topic: str
@@ -451,17 +465,17 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     begin_ms: float
     end_ms: float
     args: dict[str, Any] = {}
-    flow: int = 0  # epoch: draws arrows request -> switch -> groups
+    flow: int = 0  # operation id: draws arrows request -> switch -> groups
     event: int = 0  # number of the event that caused it
 
 
-class Spans(_Told, frozen=True):
+class Spans(_Message, frozen=True):
     """Completed timeline intervals: runs and copies with their groups, training cycles."""
 
     spans: list[Span]
 
 
-class Journal(_Told, frozen=True):
+class Journal(_Message, frozen=True):
     """Record that must survive the server: models and jobs (state_dir/journal).
 
     ``accepts``: requests to be answered after the write. If it fails they are refused instead, and
@@ -472,19 +486,19 @@ class Journal(_Told, frozen=True):
     accepts: tuple[Token, ...] = ()
 
 
-class SaveProfile(_Told, frozen=True):
+class SaveProfile(_Message, frozen=True):
     """Save a profile in the state directory; the next server restores it."""
 
     profile: Profile
 
 
-class Warn(_Told, frozen=True):
+class LogWarning(_Message, frozen=True):
     """One line for the operator, in the server's log."""
 
     text: str
 
 
-class Leave(_Told, frozen=True):
+class Shutdown(_Message, frozen=True):
     """Stop the server: everything is drained (status 0) or it cannot go on (non-zero)."""
 
     status: int
@@ -492,8 +506,28 @@ class Leave(_Told, frozen=True):
 
 
 Command = (
-    Spawn | Send | Kill | RaiseTurn | Interrupt | StartBuild | TakeResult | CreateCommits
-    | LoadCommits | DropCommits | CountSharers | RemoveJob | Announce | Retract | Answer | RunEnded
+    Spawn
+    | Send
+    | Kill
+    | RaiseTurn
+    | Interrupt
+    | StartBuild
+    | TakeResult
+    | CreateCommits
+    | LoadCommits
+    | DropCommits
+    | CountSharers
+    | RemoveJob
+    | ModelAvailable
+    | ModelRemoved
+    | Reply
+    | RunEnded
     | Publish
-    | Spans | DropPublished | Journal | SweepPrograms | SaveProfile | Warn | Leave
-)  # fmt: skip
+    | Spans
+    | DropPublished
+    | Journal
+    | SweepPrograms
+    | SaveProfile
+    | LogWarning
+    | Shutdown
+)

@@ -1,9 +1,10 @@
 """The scheduler: ``handle(event, now_ms) -> [command]``. No thread, clock, socket or torch.
 
 The live server, the simulator and the model checker run this very object. It owns all records:
-``Core`` has time, numbers and commands; ``Machine`` the models and the host store; each ``Device``
-its workers, requests, jobs and bytes. Each part owns one concern: of the machine ``admission``
-(requests), ``registry`` (models) and ``listing`` (rows); ``Device`` names the parts of a device.
+``Core`` has time, numbers and commands; ``ServerState`` the models and the host store; each
+``Device`` its workers, requests, jobs and bytes. Each part owns one concern: of the machine
+``admission`` (requests), ``registry`` (models) and ``listing`` (rows); ``Device`` names the parts
+of a device.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from .core import (
     TURN,
     URGENT,
     WORKERS,
+    Component,
     Core,
-    Part,
     SchedulerSettings,
     Wakeups,
-    takers,
+    handler_table,
 )
-from .listing import Listing
-from .machine import Machine
+from .introspection import Introspection
+from .migrations import JobMigrations
 from .models.builds import BuildQueue
 from .models.publishing import Publishing
 from .models.registry import Registry
-from .moves import Moves
 from .policies import Policy, make_policy
-from .policies.guard import Judge
+from .policies.guard import PolicyGuard
 from .processes.health import Pings
 from .profiling.sessions import Profiling
 from .requests.admission import Admission
+from .server_state import ServerState
 from .state.versions import Versions
 from .training.job_requests import JobRequests
 
@@ -55,16 +56,16 @@ CHANGES: Final[Mapping[type, int]] = {
     ev.Query: 0,
     ev.Tick: 0,
     ev.PrefetchHint: 0,
-    ev.PingAsked: PINGS,
+    ev.PingRequest: PINGS,
     Pong: PINGS,
     worker_msg.InferenceDone: QUEUE | TURN,
     worker_msg.InferenceFailed: QUEUE | TURN,
-    worker_msg.Cleaned: TURN,
+    worker_msg.WorkerClean: TURN,
     daemon_msg.TransmitEnded: 0,
     worker_msg.JobReport: 0,
     worker_msg.CommitStep: 0,
-    worker_msg.Parked: TURN | WORKERS | JOBS,
-    worker_msg.Back: JOBS,
+    worker_msg.JobParked: TURN | WORKERS | JOBS,
+    worker_msg.JobReady: JOBS,
 }
 
 
@@ -72,16 +73,19 @@ class Scheduler:
     """Decides everything; performs nothing."""
 
     def __init__(
-        self, settings: SchedulerSettings, policy: str | Policy = "priority",
-        max_wait_ms: float = 2000.0, devices: Sequence[SchedulerSettings] = (),
-    ) -> None:  # fmt: skip
+        self,
+        settings: SchedulerSettings,
+        policy: str | Policy = "priority",
+        max_wait_ms: float = 2000.0,
+        devices: Sequence[SchedulerSettings] = (),
+    ) -> None:
         """``devices``: the settings of each; if empty, one device with ``settings``."""
         if isinstance(policy, str):
             policy = make_policy(policy, max_wait_ms=max_wait_ms)
-        judge = Judge(policy, max_wait_ms)
+        judge = PolicyGuard(policy, max_wait_ms)
         judge.when_failed(self._policy_failed)
         self.core = Core(settings, judge)
-        self.machine = Machine(self.core, devices)
+        self.machine = ServerState(self.core, devices)
         self.versions = Versions(self.core, self.machine.models, self.machine.served)
         self.admission = Admission(
             self.core,
@@ -95,43 +99,52 @@ class Scheduler:
         )
         self.publishing = Publishing(self.core, self.machine, self.registry, self.versions)
         self.job_requests = JobRequests(self.core, self.machine.jobs)
-        self.moves = Moves(self.core, self.machine.devices, self.machine.jobs)
+        self.moves = JobMigrations(self.core, self.machine.devices, self.machine.jobs)
         self.pings = Pings(self.core, [device.health for device in self.machine.devices])
         self.profiling = Profiling(self.core, self.machine, self.versions)
-        self.listing = Listing(
-            self.core, self.machine, self.versions, self.admission.stages,
+        self.listing = Introspection(
+            self.core,
+            self.machine,
+            self.versions,
+            self.admission.stages,
             self.registry.names.failed,
-        )  # fmt: skip
-        self._takers = takers(
-            self.registry, self.registry.names, self.registry.chains, self.publishing,
-            self.job_requests, self.pings, self.profiling, self.listing,
-        )  # fmt: skip
+        )
+        self._takers = handler_table(
+            self.registry,
+            self.registry.names,
+            self.registry.chains,
+            self.publishing,
+            self.job_requests,
+            self.pings,
+            self.profiling,
+            self.listing,
+        )
         self._parts = self._in_order()
         self._seen = 0  # the bits that the urgent parts have seen, and no others yet
 
-    def _in_order(self) -> tuple[Part, ...]:
+    def _in_order(self) -> tuple[Component, ...]:
         """Return all parts that may have work after an event, in the order of their calls."""
         admission = self.admission
         return (
-            Part(self.publishing.pump),
-            Part(self.registry.pump),
-            Part(admission.stages.advance),
-            Part(admission.rehome),
-            Part(admission.relieve),
-            Part(self.moves.rehome),
-            Part(self.moves.pump),
+            Component(self.publishing.pump),
+            Component(self.registry.pump),
+            Component(admission.stages.advance),
+            Component(admission.reassign),
+            Component(admission.relieve),
+            Component(self.moves.reassign),
+            Component(self.moves.pump),
             *(part for device in self.machine.devices for part in device.parts()),
-            Part(self.profiling.pump),
-            Part(self.job_requests.pump),
-            Part(self.pings.pump),
-            Part(self._watch_drain),
+            Component(self.profiling.pump),
+            Component(self.job_requests.pump),
+            Component(self.pings.pump),
+            Component(self._watch_drain),
         )
 
     def start(self, now_ms: float) -> list[ev.Command]:
         """Return the first commands: spawn the memory daemon."""
         self.core.now_ms = self.listing.born_at_ms = now_ms
         for device in self.machine.devices:
-            device.fleet.start()
+            device.worker_pool.start()
         out, self.core.out = self.core.out, []
         return out
 
@@ -147,7 +160,7 @@ class Scheduler:
         """
         core = self.core
         core.now_ms = max(core.now_ms, now_ms)
-        core.touched |= core.wakeups.forget_until(core.now_ms) | self._changes(event)
+        core.dirty |= core.wakeups.forget_until(core.now_ms) | self._changes(event)
         if core.has_left:
             self._refuse_late(event)
         else:
@@ -156,8 +169,8 @@ class Scheduler:
                 is_urgent = event.source.kind == "worker"
             else:
                 is_urgent = isinstance(event, ev.InferArrived | ev.NextRuns | ev.Prepared | ev.Tick)
-            if is_urgent and core.touched & URGENT:
-                self._seen, core.touched = core.touched, 0
+            if is_urgent and core.dirty & URGENT:
+                self._seen, core.dirty = core.dirty, 0
                 for device in self.machine.devices:
                     device.advance()
         out, core.out = core.out, []
@@ -210,7 +223,7 @@ class Scheduler:
         match event:
             case ev.InferArrived():
                 self.admission.arrived(event)
-            case ev.Asked():
+            case ev.ClientRequest():
                 self._ask(event)
             case ev.Prepared():
                 self.admission.prepared(event)
@@ -230,12 +243,12 @@ class Scheduler:
                 self._from_builder(event)
             case ev.PrefetchHint(model=name):
                 machine.prefetch(self.versions.resolve(name))
-            case ev.CancelAsked():
+            case ev.CancelRequest():
                 if not self.admission.cancel(event):
                     self.registry.cancel(event)
                     self.publishing.cancel(event.token)
                     self.profiling.cancel(event.token)
-            case ev.DrainAsked():
+            case ev.DrainRequest():
                 self._drain(event)
             case ev.Exited(ev.Address("worker", index)):
                 machine.devices[index].worker_exited(event)
@@ -248,7 +261,7 @@ class Scheduler:
             case ev.Tick():
                 pass  # each event is a look at the clock
 
-    def _ask(self, event: ev.Asked) -> None:
+    def _ask(self, event: ev.ClientRequest) -> None:
         """Pass a request to its part, and reply with the raised error unless it is a bug."""
         try:
             self._takers[type(event)](event)
@@ -274,8 +287,8 @@ class Scheduler:
                 self.registry.store_from(None)
             case daemon_msg.DaemonFault() as message:
                 device.from_daemon(message)
-                self.registry.refused(message.epoch, message.reason)
-                self.publishing.refused(message.epoch, message.reason)
+                self.registry.refused(message.op_id, message.reason)
+                self.publishing.refused(message.op_id, message.reason)
                 device.state.publish("worker.daemon_fault", reason=message.reason)
             case message:
                 device.from_daemon(message)
@@ -305,12 +318,12 @@ class Scheduler:
 
     def _policy_failed(self, name: str, why: str) -> None:
         text = f'policy "{name}" failed and is replaced by "priority": {why}'
-        self.core.emit(ev.Warn(text=text))
+        self.core.emit(ev.LogWarning(text=text))
         self.core.publish("queue.policy_failed", policy=name, reason=why)
 
     # -- drain --------------------------------------------------------------------------------
 
-    def _drain(self, event: ev.DrainAsked) -> None:
+    def _drain(self, event: ev.DrainRequest) -> None:
         """Finish accepted requests, commit jobs and leave; on a second call leave at once."""
         core = self.core
         if event.token is not None:
@@ -319,7 +332,7 @@ class Scheduler:
             self._leave("asked twice")
             return
         core.drain_at_ms = core.now_ms + event.grace_ms
-        core.look_again(core.drain_at_ms)
+        core.wake_at(core.drain_at_ms)
         self.machine.jobs.drain()
         self.profiling.refuse_all(ServerUnavailable("the server is draining"))
         core.publish("worker.draining", grace_ms=event.grace_ms)
@@ -354,14 +367,14 @@ class Scheduler:
         self.job_requests.refuse_all(error)
         core.answer_all(core.drain_tokens, reason=reason, lost=lost)
         core.wakeups = Wakeups()
-        core.emit(ev.Leave(status=status, reason=reason))
+        core.emit(ev.Shutdown(status=status, reason=reason))
 
     def _refuse_late(self, event: ev.Event) -> None:
         """Refuse a request that comes after the end; nothing else is done any more."""
         match event:
-            case ev.Asked(token=token):
+            case ev.ClientRequest(token=token):
                 self.core.refuse(token, ServerUnavailable("the server has stopped"))
-            case ev.DrainAsked(token=token) if token is not None:
+            case ev.DrainRequest(token=token) if token is not None:
                 self.core.answer(token, reason="the server has stopped")
             case _:
                 pass
@@ -371,14 +384,14 @@ class Scheduler:
     def _pump(self) -> None:
         """Call the parts that wait for touched state, until nothing more follows."""
         core = self.core
-        while core.touched or self._seen:
+        while core.dirty or self._seen:
             seen, self._seen = self._seen, 0
-            touched, core.touched = core.touched, 0
+            dirty, core.dirty = core.dirty, 0
             for part in self._parts:
                 if core.has_left:
-                    core.touched = 0
+                    core.dirty = 0
                     return
-                new = touched | core.touched
+                new = dirty | core.dirty
                 if part.wants & (new if part.is_urgent else new | seen):
                     part.wants = part.ask() | REST
 
@@ -391,7 +404,7 @@ class Scheduler:
             known = len(core.wakeups)
             part.wants = part.ask() | REST
             assert not core.out, f"{part.ask} was not asked: {core.out}"
-            assert not core.touched, f"{part.ask} was not asked: {core.touched:b} changed"
+            assert not core.dirty, f"{part.ask} was not asked: {core.dirty:b} changed"
             assert known == len(core.wakeups), f"{part.ask} was not asked: it waits for an instant"
 
     def check(self) -> None:

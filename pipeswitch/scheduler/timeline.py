@@ -86,9 +86,14 @@ class Timeline:
         ]
         for name, track in tracks.items():
             events.append(
-                {"ph": "M", "pid": PROCESS_ID, "tid": track, "name": "thread_name",
-                 "args": {"name": name}}
-            )  # fmt: skip
+                {
+                    "ph": "M",
+                    "pid": PROCESS_ID,
+                    "tid": track,
+                    "name": "thread_name",
+                    "args": {"name": name},
+                }
+            )
         began: set[int] = set()
         for span in sorted(spans, key=lambda span: span.begin_ms):
             events.append(_complete(span, tracks[span.track]))
@@ -100,8 +105,9 @@ class Timeline:
 
 def _short(spans: Sequence[Span]) -> bytes:
     """Encode the spans in at most ``MOST_BYTES``, whatever their names and arguments are."""
-    short = [replace(span, name=_plain(span.name), track=_plain(span.track), args={})
-             for span in spans]  # fmt: skip
+    short = [
+        replace(span, name=_plain(span.name), track=_plain(span.track), args={}) for span in spans
+    ]
     packed = _encoder.encode(short)
     while len(packed) > MOST_BYTES:
         short = short[: len(short) // 2]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from ..ipc.messages.base import JobName, ModelName
-from ..ipc.messages.worker import Choosing
+from ..ipc.messages.worker import SamplingParams
 from ..scheduler import events as ev
 from .costs import Training
 from .device import require
@@ -39,7 +39,7 @@ class SimulatedClients:
         self.open.add(token)
         return token
 
-    def answered(self, answer: ev.Answer) -> None:
+    def answered(self, answer: ev.Reply) -> None:
         require(answer.token in self.open, f"token {answer.token} is answered twice (I1)")
         if not answer.more:
             self.open.discard(answer.token)
@@ -59,9 +59,16 @@ class SimulatedClients:
         known = self._scene.programs.setdefault(model, program)
         spec, token = known.manifest.digest, self.token()
         self._handle(
-            ev.RegisterAsked(token=token, model=model, spec=spec.encode(), spec_digest=spec,
-                             priority=priority, is_pinned=pin, devices=devices)
-        )  # fmt: skip
+            ev.RegisterModelRequest(
+                token=token,
+                model=model,
+                spec=spec.encode(),
+                spec_digest=spec,
+                priority=priority,
+                is_pinned=pin,
+                devices=devices,
+            )
+        )
         return token
 
     def infer(
@@ -72,22 +79,30 @@ class SimulatedClients:
         deadline_ms: float | None = None,
         caller: str = "",
         connection: str = "",
-        choosing: Choosing | None = None,
+        sampling_params: SamplingParams | None = None,
     ) -> ev.Token:
-        """Send a request; the deadline counts from now. With ``choosing`` it is a generation."""
+        """Send a request; the deadline counts from now. With ``sampling_params`` it is a
+        generation."""
         token, now_ms = self.token(), self._scene.clock.now_ms
-        if choosing is not None:
-            self.left[token] = choosing.left
+        if sampling_params is not None:
+            self.left[token] = sampling_params.left
         program = self._scene.programs.get(model)
         self._handle(
             ev.InferArrived(
-                token=token, request_id=f"r{token}", model=model,
-                digest=program.manifest.digest if program is not None else "", priority=priority,
+                token=token,
+                request_id=f"r{token}",
+                model=model,
+                digest=program.manifest.digest if program is not None else "",
+                priority=priority,
                 deadline_at_ms=None if deadline_ms is None else now_ms + deadline_ms,
-                inputs=(), reply_offset_bytes=0, reply_bytes=0, caller=caller,
-                connection=connection, choosing=choosing,
+                inputs=(),
+                reply_offset_bytes=0,
+                reply_bytes=0,
+                caller=caller,
+                connection=connection,
+                sampling_params=sampling_params,
             )
-        )  # fmt: skip
+        )
         return token
 
     def run_ended(self, command: ev.RunEnded) -> None:
@@ -97,7 +112,7 @@ class SimulatedClients:
             require(answer.token in self.open, f"token {answer.token} goes on after its answer")
             left = self.left[answer.token] - len(answer.body["tokens"])
             self.left[answer.token] = left
-            runs.append(ev.NextRun(token=answer.token, choosing=Choosing(left=left)))
+            runs.append(ev.NextRun(token=answer.token, sampling_params=SamplingParams(left=left)))
         self._handle(ev.NextRuns(runs=tuple(runs)))
 
     def train(
@@ -107,7 +122,7 @@ class SimulatedClients:
         self._scene.scripts.setdefault(job, training)
         token = self.token()
         self._handle(
-            ev.TrainAsked(
+            ev.TrainRequest(
                 token=token, job=job, entry="", args=(), priority=priority, devices=devices
             )
         )
@@ -116,5 +131,5 @@ class SimulatedClients:
     def ask(self, job: JobName, action: Action) -> ev.Token:
         """Send an action for a job, and return its token."""
         token = self.token()
-        self._handle(ev.JobAsked(token=token, job=job, action=action))
+        self._handle(ev.JobRequest(token=token, job=job, action=action))
         return token

@@ -85,7 +85,7 @@ def _check_order(order: Order, one: Waiting, view: View, chance: Random) -> None
     assert order.rank(one, view) == rank, f"rank of {one} changes"
     until_ms = min(order.stays_until_ms(one, view), view.now_ms + FAR_MS)
     assert until_ms >= view.now_ms, f"rank of {one} stays until {until_ms}, before {view.now_ms}"
-    overdue_at_ms = one.arrived_at_ms + order.patience_ms  # it is looked at again then
+    overdue_at_ms = one.arrived_at_ms + order.aging_ms  # it is looked at again then
     if overdue_at_ms > view.now_ms:
         until_ms = min(until_ms, overdue_at_ms)
     later_ms = view.now_ms + chance.random() * 0.99 * (until_ms - view.now_ms)
@@ -100,7 +100,7 @@ def _check_patience(order: Order, old: Waiting, chance: Random) -> None:
     new = _request(chance, 1.0)._replace(arrived_at_ms=now_ms, deadline_at_ms=now_ms + 1.0)
     assert order.rank(old, view) < order.rank(new, view), f"{new} goes before {old} for ever"
     if not order.window:
-        assert not order.may_overtake(new, old, view), f"{new} overtakes {old} for ever"
+        assert not order.may_backfill(new, old, view), f"{new} overtakes {old} for ever"
 
 
 def _check_window(order: Order, view: View, chance: Random) -> None:
@@ -124,9 +124,12 @@ def _check_costs(policy: Policy, view: View, chance: Random) -> None:
 def _check_life(policy: Policy, max_wait_ms: float, chance: Random) -> None:
     """Check that the policy answers every request to six models of which two fit."""
     settings = SchedulerSettings(
-        arena_bytes=12 * MIB, store_bytes=64 * MIB, words=WORDS, max_queue=2 * REQUESTS,
+        arena_bytes=12 * MIB,
+        store_bytes=64 * MIB,
+        words=WORDS,
+        max_queue=2 * REQUESTS,
         max_queue_per_model=2 * REQUESTS,
-    )  # fmt: skip
+    )
     scheduler = Scheduler(settings, policy, max_wait_ms)
     world = World(scheduler, costs=Costs(to_device=Link(bytes_per_ms=MIB)))
     for index in range(6):

@@ -7,7 +7,7 @@ from collections import deque
 from functools import partial
 
 from ..ipc.messages import daemon as daemon_msg
-from ..ipc.messages.base import Epoch, JobName, Message, Ping, Pong, StepCommitted
+from ..ipc.messages.base import JobName, Message, OpId, Ping, Pong, StepCommitted
 from .clock import Move
 from .device import Span, User, Violation, region_of, require
 from .process import Process
@@ -37,7 +37,9 @@ class SimulatedDaemon(Process):
         self.copies: deque[Transmission] = deque()
         self.is_half = False  # the commit that is copied
         self._lanes: dict[str, deque[Message]] = {}
-        self._areas: dict[JobName, tuple[Epoch, int]] = {}  # the last commit's epoch and number
+        self._areas: dict[
+            JobName, tuple[OpId, int]
+        ] = {}  # the last commit's operation id and number
 
     def users(self) -> list[User]:
         """Return every range that it writes."""
@@ -56,8 +58,11 @@ class SimulatedDaemon(Process):
     def stores(self) -> list[Span]:
         """Ranges of the host store that it has still to fill."""
         orders = [*self.inbox.get("control", ()), *self._lanes.get("store", ())]
-        return [Span(order.store_offset_bytes, order.store_offset_bytes + order.size_bytes)
-                for order in orders if isinstance(order, daemon_msg.StoreModel)]  # fmt: skip
+        return [
+            Span(order.store_offset_bytes, order.store_offset_bytes + order.size_bytes)
+            for order in orders
+            if isinstance(order, daemon_msg.StoreModel)
+        ]
 
     @property
     def areas(self) -> set[JobName]:
@@ -97,13 +102,13 @@ class SimulatedDaemon(Process):
 
     def _control(self, message: Message) -> None:
         match message:
-            case daemon_msg.CancelTransmit(epoch=epoch):
+            case daemon_msg.CancelTransmit(op_id=op_id):
                 for copy in self.copies:
-                    copy.is_cancelled |= copy.order.epoch == epoch
-            case Ping(epoch=epoch):
-                self.say("out", Pong(epoch=epoch))
+                    copy.is_cancelled |= copy.order.op_id == op_id
+            case Ping(op_id=op_id):
+                self.say("out", Pong(op_id=op_id))
             case daemon_msg.OpenCommits(job=job):
-                self._areas.setdefault(job, (Epoch(0), 0))
+                self._areas.setdefault(job, (OpId(0), 0))
             case daemon_msg.CloseCommits(job=job):
                 self._areas.pop(job, None)
             case daemon_msg.StoreModel():
@@ -112,7 +117,7 @@ class SimulatedDaemon(Process):
                 self._lanes.setdefault("to-host", deque()).append(message)
             case daemon_msg.CommitCopy():
                 if self.accepts(message):
-                    self._areas[message.job] = (message.epoch, message.number)
+                    self._areas[message.job] = (message.op_id, message.number)
                     self._lanes.setdefault("to-host", deque()).append(message)
             case daemon_msg.PersistCommit(job=job):
                 require(job in self._areas, f"nothing of {job} to persist")
@@ -123,7 +128,7 @@ class SimulatedDaemon(Process):
     def accepts(self, order: daemon_msg.CommitCopy) -> bool:
         """Return True if a commit is new; otherwise the world is violated."""
         require(order.job in self._areas, f"a commit of {order.job} without an area")
-        is_new = (order.epoch, order.number) > self._areas[order.job]
+        is_new = (order.op_id, order.number) > self._areas[order.job]
         require(is_new, f"commit {order.number} is copied again")
         return True
 
@@ -155,11 +160,19 @@ class SimulatedDaemon(Process):
         first = self.scene.costs.to_device.copy_ms(order.groups[0].size_bytes)
         started_at_ms = ends[0] - first if ends else copy.asked_at_ms
         sent = order.groups[: len(ends)]
-        self.say("out", daemon_msg.TransmitEnded(
-            model=order.model, epoch=order.epoch, is_complete=is_complete, group_count=len(ends),
-            copied_bytes=sum(group.size_bytes for group in sent), started_at_ms=started_at_ms,
-            ended_at_ms=ends[-1] if ends else started_at_ms, group_ends_at_ms=tuple(ends),
-        ))  # fmt: skip
+        self.say(
+            "out",
+            daemon_msg.TransmitEnded(
+                model=order.model,
+                op_id=order.op_id,
+                is_complete=is_complete,
+                group_count=len(ends),
+                copied_bytes=sum(group.size_bytes for group in sent),
+                started_at_ms=started_at_ms,
+                ended_at_ms=ends[-1] if ends else started_at_ms,
+                group_ends_at_ms=tuple(ends),
+            ),
+        )
 
     # -- lanes ---------------------------------------------------------------------------------
 
@@ -188,30 +201,38 @@ class SimulatedDaemon(Process):
             return
         queue.popleft()
         match message:
-            case daemon_msg.StoreModel(model=model, epoch=epoch):
+            case daemon_msg.StoreModel(model=model, op_id=op_id):
                 if scene.choices.happens("store_error", model):
                     self.say(
-                        "out", daemon_msg.StoreFailed(model=model, epoch=epoch, reason="corrupt")
+                        "out", daemon_msg.StoreFailed(model=model, op_id=op_id, reason="corrupt")
                     )
                 else:
                     took_ms = self._work_ms(message)
                     self.say(
-                        "out", daemon_msg.ModelStored(model=model, epoch=epoch, load_ms=took_ms)
+                        "out", daemon_msg.ModelStored(model=model, op_id=op_id, load_ms=took_ms)
                     )
-            case daemon_msg.Scrub(epoch=epoch):
+            case daemon_msg.Scrub(op_id=op_id):
                 scene.device.zero(slice_of(message))
-                self.say("out", daemon_msg.Scrubbed(epoch=epoch))
-            case daemon_msg.CommitCopy(job=job, epoch=epoch, number=number, step=step):
+                self.say("out", daemon_msg.Scrubbed(op_id=op_id))
+            case daemon_msg.CommitCopy(job=job, op_id=op_id, number=number, step=step):
                 self.is_half = False
                 if job in scene.commits:  # else the job ended meanwhile, and its memfd with it
                     scene.commits[job].flip(step, scene.device.slice_at(slice_of(message)))
-                self.say("out", StepCommitted(job=job, epoch=epoch, number=number, step=step,
-                                             copy_ms=self._work_ms(message)))  # fmt: skip
-            case daemon_msg.PersistCommit(job=job, epoch=epoch):
+                self.say(
+                    "out",
+                    StepCommitted(
+                        job=job,
+                        op_id=op_id,
+                        number=number,
+                        step=step,
+                        copy_ms=self._work_ms(message),
+                    ),
+                )
+            case daemon_msg.PersistCommit(job=job, op_id=op_id):
                 error = "disk full" if scene.choices.happens("persist_error", job) else ""
                 step = scene.commits[job].step if job in scene.commits else -1
                 self.say(
-                    "out", daemon_msg.CommitPersisted(job=job, epoch=epoch, step=step, error=error)
+                    "out", daemon_msg.CommitPersisted(job=job, op_id=op_id, step=step, error=error)
                 )
             case _:
                 raise Violation(f"no lane takes {message}")

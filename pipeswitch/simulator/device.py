@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..ipc.messages.base import Epoch, ModelName
+from ..ipc.messages.base import ModelName, OpId
 from ..ipc.messages.daemon import GroupCopy, TransmitModel
 from ..ipc.messages.worker import RunInference
 from ..scheduler.state.device_state import WORD_BYTES
@@ -94,7 +94,7 @@ class SimulatedArea:
 
 
 class Device:
-    """Bytes of models and slices, arrival words, and the two words of the board.
+    """Bytes of models and slices, arrival words, and the two words of the control page.
 
     Its values are replaced, never changed, so a state of the world can be saved.
     """
@@ -106,12 +106,12 @@ class Device:
 
     def clear(self) -> None:
         """Clear the memory, which is gone with the daemon that owned it."""
-        self.words: dict[int, Epoch] = {}
-        self.computed = (0, 0)  # of a model that streams: its copy's epoch, how many groups
+        self.words: dict[int, OpId] = {}
+        self.computed = (0, 0)  # of a model that streams: its copy's operation id, how many groups
         self.contents: dict[ModelName, Held] = {}  # what lies there, or is on its way
         self.slices: dict[int, Image] = {}  # those that were written, by offset
         self.intact: dict[ModelName, Span] = {}  # what of a last complete copy is still there
-        self.cancelled: frozenset[Epoch] = frozenset()  # copies that may end before all has arrived
+        self.cancelled: frozenset[OpId] = frozenset()  # copies that may end before all has arrived
         self.dirty: tuple[Span, ...] = ()  # a dead job's bytes, not zeroed yet
 
     def claim(self, span: Span, why: str, users: Iterable[User]) -> None:
@@ -133,7 +133,7 @@ class Device:
         start = order.arena_offset_bytes
         require(start >= word_count * WORD_BYTES, "a model over the arrival words")
         intact = self.intact.get(order.model, NOWHERE)
-        for group in kept_groups(order):
+        for group in resident_groups(order):
             end = group.arena_offset_bytes + _true_size(order, group, program)
             require(
                 intact.start <= group.arena_offset_bytes and end <= intact.end,
@@ -146,18 +146,18 @@ class Device:
     def arrived(self, order: TransmitModel, group: GroupCopy) -> None:
         """Note the arrival of a group's bytes, then of its word."""
         held = self.contents.get(order.model)
-        if held is not None and held.order.epoch == order.epoch:
+        if held is not None and held.order.op_id == order.op_id:
             self.contents = {**self.contents, order.model: Held(held.order, held.done + 1)}
-        self.words = {**self.words, group.word: order.epoch}
+        self.words = {**self.words, group.word: order.op_id}
 
     def completed(self, order: TransmitModel) -> None:
         """Note that all groups have arrived."""
         held = self.contents.get(order.model)
-        if held is not None and held.order.epoch == order.epoch:
+        if held is not None and held.order.op_id == order.op_id:
             self.intact = {**self.intact, order.model: region_of(order)}
 
     def has_arrived(self, order: RunInference, group: int) -> bool:
-        return self.words.get(order.first_word + group) == order.residency_epoch
+        return self.words.get(order.first_word + group) == order.residency_id
 
     def check_order(self, order: RunInference, group_count: int) -> None:
         """Require that a worker's model is on the device, or on its way, as the order says."""
@@ -165,8 +165,8 @@ class Device:
         require(held is not None, f"{order.model} does not lie in the arena")
         assert held is not None
         sent = held.order
-        require(sent.epoch == order.residency_epoch, f"stale epoch for {order.model}")
-        is_whole = order.model in self.intact or sent.epoch not in self.cancelled
+        require(sent.op_id == order.residency_id, f"stale epoch for {order.model}")
+        is_whole = order.model in self.intact or sent.op_id not in self.cancelled
         require(is_whole, f"the copy of {order.model} was cancelled")
         require(sent.arena_offset_bytes == order.arena_offset_bytes, "another region")
         require(sent.groups[0].word == order.first_word, "other arrival words")
@@ -175,7 +175,7 @@ class Device:
     def check_read(self, order: RunInference, group: int) -> None:
         """Require that a group is there when a worker computes with it."""
         held = self.contents.get(order.model)
-        is_there = held is not None and held.order.epoch == order.residency_epoch
+        is_there = held is not None and held.order.op_id == order.residency_id
         require(is_there, f"{order.model} is read after its eviction (I4)")
         assert held is not None
         require(held.done > group, f"group {group} of {order.model} is read and not there (I4)")
@@ -183,7 +183,7 @@ class Device:
     def has_room(self, order: TransmitModel, group: int) -> bool:
         """Return True if a streaming model's group may land: the group there has computed."""
         count = order.waits[group] if order.waits else 0
-        return not count or (self.computed[0] == order.epoch and self.computed[1] >= count)
+        return not count or (self.computed[0] == order.op_id and self.computed[1] >= count)
 
     def slice_at(self, span: Span) -> Image:
         return self.slices.get(span.start, ZEROS)
@@ -215,7 +215,7 @@ def region_of(order: TransmitModel) -> Span:
     return Span(start, start + order.region_bytes)
 
 
-def kept_groups(order: TransmitModel) -> list[GroupCopy]:
+def resident_groups(order: TransmitModel) -> list[GroupCopy]:
     """Return the groups that are not sent again."""
     return [group for group in order.groups if not group.size_bytes]
 

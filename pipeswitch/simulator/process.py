@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
 
-from ..ipc.messages.base import Epoch, JobName, Message, ModelName
+from ..ipc.messages.base import JobName, Message, ModelName, OpId
 from ..ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
 from ..scheduler.events import Address, StartBuild
 from .clock import Clock, Move, Plans
@@ -18,7 +18,12 @@ from .device import Device, SimulatedArea
 from .programs import Program
 
 Chance = Literal[
-    "build_error", "builder_dies", "store_error", "copy_error", "persist_error", "prepare_error",
+    "build_error",
+    "builder_dies",
+    "store_error",
+    "copy_error",
+    "persist_error",
+    "prepare_error",
     "early_error",  # a request fails before it has the device
     "infer_error",
     "hang",  # a request begins and never ends
@@ -30,7 +35,7 @@ Chance = Literal[
     "swallow",  # a script neither parks nor unwinds
     "linger",  # a process does not leave after its script
     "takes_along",  # a worker dies with its memory daemon
-]  # fmt: skip
+]
 
 
 class Choices(Protocol):
@@ -71,12 +76,16 @@ class Process:
         reap: takes its end.
     """
 
-    begun: Epoch | None = None  # the last task that a worker began to compute
+    begun: OpId | None = None  # the last task that a worker began to compute
 
     def __init__(
-        self, name: str, address: Address, scene: Scene,
-        tell: Callable[[Any, Message], None], reap: Callable[[Any], None],
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        address: Address,
+        scene: Scene,
+        tell: Callable[[Any, Message], None],
+        reap: Callable[[Any], None],
+    ) -> None:
         self.name = name
         self.address = address
         self.scene = scene
@@ -154,7 +163,7 @@ class SimulatedBuilder(Process):
     """Simulated builder: finds the model's program in the scene's library."""
 
     def __init__(self, order: StartBuild, *of_process: object) -> None:
-        address = Address("builder", generation=order.epoch)
+        address = Address("builder", generation=order.op_id)
         super().__init__("builder", address, *of_process)  # type: ignore[arg-type]
         self.order = order
 
@@ -162,16 +171,18 @@ class SimulatedBuilder(Process):
         return [Move("main", "builds", self.scene.costs.build_ms, self._build)]
 
     def _build(self) -> None:
-        model, epoch = self.order.model, self.order.epoch
+        model, op_id = self.order.model, self.order.op_id
         happens = self.scene.choices.happens
         if happens("builder_dies", model):
             self.end(1)
             return
         if happens("build_error", model):
-            self.say("out", BuildFailed(
-                model=model, epoch=epoch, error="RegistrationRefused", message="no"))  # fmt: skip
+            self.say(
+                "out",
+                BuildFailed(model=model, op_id=op_id, error="RegistrationRefused", message="no"),
+            )
         else:
             digest = self.scene.programs[model].manifest.digest
-            self.say("out", BuildProgress(model=model, epoch=epoch, stage="export", fraction=0.5))
-            self.say("out", BuildDone(model=model, epoch=epoch, digest=digest))
+            self.say("out", BuildProgress(model=model, op_id=op_id, stage="export", fraction=0.5))
+            self.say("out", BuildDone(model=model, op_id=op_id, digest=digest))
         self.end(0)

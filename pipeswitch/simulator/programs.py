@@ -33,33 +33,54 @@ class Program:
 
 
 def manifest_of(
-    digest: str, layer_bytes: Sequence[int], plan: tuple[int, ...],
+    digest: str,
+    layer_bytes: Sequence[int],
+    plan: tuple[int, ...],
     batching: Batching | None = None,
-) -> Manifest:  # fmt: skip
+) -> Manifest:
     """Return a manifest with layers of one tensor each; sizes are multiples of ALIGNMENT_BYTES."""
     offsets = [0, *accumulate(layer_bytes)]
     tensors = tuple(
-        TensorSpec(name=f"t{i}", dtype="uint8", shape=(size,), offset_bytes=offsets[i],
-                   size_bytes=size, file_offset_bytes=offsets[i])
+        TensorSpec(
+            name=f"t{i}",
+            dtype="uint8",
+            shape=(size,),
+            offset_bytes=offsets[i],
+            size_bytes=size,
+            file_offset_bytes=offsets[i],
+        )
         for i, size in enumerate(layer_bytes)
-    )  # fmt: skip
+    )
     layers = tuple(LayerSpec(i, i + 1, 1) for i in range(len(tensors)))
     return Manifest(
-        digest=digest, mode="graph", mode_reason="", source="test", total_bytes=offsets[-1],
-        tensors=tensors, groups=cut(layers, tensors, offsets[-1], plan), inputs=(), outputs=(),
-        layers=layers, batching=batching, extra={"last_readers": list(range(len(tensors)))},
-    )  # fmt: skip
+        digest=digest,
+        mode="graph",
+        mode_reason="",
+        source="test",
+        total_bytes=offsets[-1],
+        tensors=tensors,
+        groups=cut(layers, tensors, offsets[-1], plan),
+        inputs=(),
+        outputs=(),
+        layers=layers,
+        batching=batching,
+        extra={"last_readers": list(range(len(tensors)))},
+    )
 
 
 def program_of(
-    digest: str, total_bytes: int, *, groups: int = 2, layers_per_group: int = 2,
-    layer_ms: float = 0.0, profiles: tuple[Found, ...] = (), batching: Batching | None = None,
-) -> Program:  # fmt: skip
+    digest: str,
+    total_bytes: int,
+    *,
+    groups: int = 2,
+    layers_per_group: int = 2,
+    layer_ms: float = 0.0,
+    profiles: tuple[Found, ...] = (),
+    batching: Batching | None = None,
+) -> Program:
     """Return a program of equal groups of equal layers."""
     count = groups * layers_per_group
     size = total_bytes // count // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     plan = tuple(range(0, count, layers_per_group))
     manifest = manifest_of(digest, (size,) * count, plan, batching)
-    return Program(
-        manifest=manifest, plan=plan, layer_ms=(layer_ms,) * count, profiles=profiles
-    )  # fmt: skip
+    return Program(manifest=manifest, plan=plan, layer_ms=(layer_ms,) * count, profiles=profiles)

@@ -68,15 +68,22 @@ class PaperModel:
         sizes = tuple(aligned(size, ALIGNMENT_BYTES) for size in self.layer_bytes)
         return Program(
             manifest=manifest_of(f"d-{self.name}", sizes, self.plan, self.batching),
-            plan=self.plan, layer_ms=self.layer_ms, row_share=self.row_share,
-        )  # fmt: skip
+            plan=self.plan,
+            layer_ms=self.layer_ms,
+            row_share=self.row_share,
+        )
 
 
 def paper_model(name: str, profile: Profile) -> PaperModel:
     """Return a model with the measured times, in the groups that are planned from them."""
     costs, plan = costs_of(profile), plan_of(profile)
-    return PaperModel(name=name, layer_bytes=costs.layer_bytes, layer_ms=costs.compute_ms,
-                      plan=plan, row_share=_row_share(profile))  # fmt: skip
+    return PaperModel(
+        name=name,
+        layer_bytes=costs.layer_bytes,
+        layer_ms=costs.compute_ms,
+        plan=plan,
+        row_share=_row_share(profile),
+    )
 
 
 def _row_share(profile: Profile) -> float:
@@ -106,8 +113,12 @@ class PaperJob:
 
     def script(self) -> Training:
         """Return the script for the simulated world."""
-        return Training(steps=self.steps, step_ms=self.step_ms, slice_bytes=self.memory_bytes,
-                        state_bytes=self.memory_bytes)  # fmt: skip
+        return Training(
+            steps=self.steps,
+            step_ms=self.step_ms,
+            slice_bytes=self.memory_bytes,
+            state_bytes=self.memory_bytes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +148,13 @@ class Trained:
 def trained(job: PaperJob, jct_ms: float, row: Mapping[str, Any]) -> Trained:
     """Return a job's end. ``row``: its last row of ``pipeswitch jobs``."""
     return Trained(
-        name=job.name, at_ms=job.at_ms, jct_ms=jct_ms, trained_ms=1000.0 * row["trained_s"],
-        preempted_ms=1000.0 * row["preempted_s"], evictions=row["evictions"],
-    )  # fmt: skip
+        name=job.name,
+        at_ms=job.at_ms,
+        jct_ms=jct_ms,
+        trained_ms=1000.0 * row["trained_s"],
+        preempted_ms=1000.0 * row["preempted_s"],
+        evictions=row["evictions"],
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,11 +266,15 @@ def serial(setting: Setting, models: Sequence[PaperModel], arrivals: Sequence[Ar
     leaves."""
     link = setting.costs.to_device
     jobs = [
-        Job(model=models[arrival.model].name, compute_ms=models[arrival.model].compute_ms,
+        Job(
+            model=models[arrival.model].name,
+            compute_ms=models[arrival.model].compute_ms,
             load_ms=link.copy_ms(models[arrival.model].size_bytes),
-            size_bytes=models[arrival.model].size_bytes, arrived_at_ms=arrival.at_ms)
+            size_bytes=models[arrival.model].size_bytes,
+            arrived_at_ms=arrival.at_ms,
+        )
         for arrival in arrivals
-    ]  # fmt: skip
+    ]
     memory = Memory(capacity_bytes=setting.memory_bytes, is_prefetching=False, is_belady=False)
     turns = run(jobs, range(len(jobs)), memory)
     took_ms = [turn.ends_at_ms - job.arrived_at_ms for turn, job in zip(turns, jobs, strict=True)]
@@ -263,14 +282,19 @@ def serial(setting: Setting, models: Sequence[PaperModel], arrivals: Sequence[Ar
         job for turn, job in zip(turns, jobs, strict=True) if turn.load_begins_at_ms is not None
     ]
     return Outcome(
-        requests=len(jobs), latency_ms=tuple(took_ms), refused={}, switches=len(loads),
-        in_slo=sum(ms <= setting.slo_ms + job.compute_ms + NEAR_MS
-                   for ms, job in zip(took_ms, jobs, strict=True)),
+        requests=len(jobs),
+        latency_ms=tuple(took_ms),
+        refused={},
+        switches=len(loads),
+        in_slo=sum(
+            ms <= setting.slo_ms + job.compute_ms + NEAR_MS
+            for ms, job in zip(took_ms, jobs, strict=True)
+        ),
         copied_bytes=sum(job.size_bytes for job in loads),
         busy_ms=sum(job.compute_ms for job in jobs),
         makespan_ms=max((turn.ends_at_ms for turn in turns), default=0.0),
         order=tuple(range(len(jobs))),
-    )  # fmt: skip
+    )
 
 
 class Models(dict[int, PaperModel]):
@@ -302,10 +326,13 @@ class Replay(World):
     """One server, and the requests of a trace that come to it. ``models``: all possible ones."""
 
     def __init__(
-        self, setting: Setting, models: Models, jobs: Sequence[PaperJob] = (),
+        self,
+        setting: Setting,
+        models: Models,
+        jobs: Sequence[PaperJob] = (),
         watch: Callable[[int], None] | None = None,
         take_span: Callable[[ev.Spans], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._setting, self.models, self.jobs = setting, models, jobs
         self._watch, self._take_span = watch, take_span
         self.asked: dict[ev.Token, Asked] = {}
@@ -326,18 +353,26 @@ class Replay(World):
             + aligned(words * WORD_BYTES, REGION_ALIGN_BYTES),
             store_bytes=sum(aligned(m.size_bytes, REGION_ALIGN_BYTES) for m in first) * 2 * tiles
             + sum(commits),
-            words=words, max_queue=ENDLESS, max_queue_per_model=ENDLESS,
-            max_waiting_builds=4 * len(first) + 4, max_models_per_client=ENDLESS,
-            admission=setting.admission, look_ahead=setting.look_ahead, training=setting.training,
+            words=words,
+            max_queue=ENDLESS,
+            max_queue_per_model=ENDLESS,
+            max_waiting_builds=4 * len(first) + 4,
+            max_models_per_client=ENDLESS,
+            admission=setting.admission,
+            look_ahead=setting.look_ahead,
+            training=setting.training,
             prepares=setting.prepares,
-        )  # fmt: skip
+        )
         super().__init__(
-            Scheduler(settings, setting.own() if setting.own else setting.policy,
-                      setting.max_wait_ms,
-                      [replace(settings, device=f"cpu:{i}") for i in range(setting.devices)]),
+            Scheduler(
+                settings,
+                setting.own() if setting.own else setting.policy,
+                setting.max_wait_ms,
+                [replace(settings, device=f"cpu:{i}") for i in range(setting.devices)],
+            ),
             costs=setting.costs,
             is_checked=False,
-        )  # fmt: skip
+        )
 
     def serve(self, models: Iterable[PaperModel], until_ms: float = math.inf) -> None:
         """Register the models, and run until that instant."""
@@ -389,13 +424,13 @@ class Replay(World):
             if self._take_span is not None:
                 self._take_span(command)
             return
-        if isinstance(command, ev.Warn):
+        if isinstance(command, ev.LogWarning):
             self.warnings.append(command.text)
-        if isinstance(command, ev.Answer) and not command.more:
+        if isinstance(command, ev.Reply) and not command.more:
             self._answered(command)
         super()._perform(command)
 
-    def _answered(self, answer: ev.Answer) -> None:
+    def _answered(self, answer: ev.Reply) -> None:
         job = self._training.pop(answer.token, None)
         if job is not None:
             if answer.error is not None:
@@ -414,15 +449,15 @@ class Replay(World):
         else:
             assert answer.timing is not None
             model, took_ms = self.models[arrival.model], self.now_ms - at_ms
-            own_ms, joined = self._own_ms(arrival, step), answer.timing.joined
-            shared = 1.0 - (joined - 1) * (1.0 - model.row_share) / joined
+            own_ms, batched = self._own_ms(arrival, step), answer.timing.batched
+            shared = 1.0 - (batched - 1) * (1.0 - model.row_share) / batched
             self.busy_ms += own_ms - model.compute_ms * (1.0 - shared)
             is_in_time &= took_ms <= self._setting.slo_ms + own_ms + NEAR_MS
             if step:
                 self.between_ms.append(took_ms)
             else:
                 self.latency_ms[number] = took_ms
-                self.order.append((answer.timing.epoch, number))
+                self.order.append((answer.timing.op_id, number))
             if step + 1 < arrival.tokens:
                 soon = Asked(number, arrival, self.now_ms, step + 1, is_in_time)
                 self.clock.at(self.now_ms, partial(self.ask, soon))
@@ -439,7 +474,8 @@ def outcome(servers: Sequence[Replay], requests: int, devices: int = 1) -> Outco
     latency_ms = {n: ms for server in servers for n, ms in server.latency_ms.items()}
     jobs = tuple(first.trained[job.name] for job in first.jobs)
     return Outcome(
-        requests=requests, latency_ms=tuple(latency_ms[n] for n in sorted(latency_ms)),
+        requests=requests,
+        latency_ms=tuple(latency_ms[n] for n in sorted(latency_ms)),
         between_ms=tuple(sorted(ms for server in servers for ms in server.between_ms)),
         in_slo=sum(server.in_slo for server in servers),
         refused=dict(sum((server.refused for server in servers), Counter[str]())),
@@ -447,9 +483,11 @@ def outcome(servers: Sequence[Replay], requests: int, devices: int = 1) -> Outco
         copied_bytes=sum(count["transmitted_bytes"] for count in counts),
         busy_ms=sum(server.busy_ms for server in servers) + sum(job.trained_ms for job in jobs),
         makespan_ms=max(0.0, max(server.last_ms for server in servers) - first.begin_ms),
-        order=tuple(number for _, number in sorted(first.order)), jobs=jobs,
-        warnings=tuple(text for server in servers for text in server.warnings), devices=devices,
-    )  # fmt: skip
+        order=tuple(number for _, number in sorted(first.order)),
+        jobs=jobs,
+        warnings=tuple(text for server in servers for text in server.warnings),
+        devices=devices,
+    )
 
 
 def quantile_ms(outcome: Outcome, fraction: float) -> float:

@@ -27,9 +27,10 @@ Phase = Literal[
     "waiting",  # the commit under way reads the parameters
     "writing",  # half of the parameters are written
     "fetching",  # between two steps
-    "unwinding", "finishing",  # evicted; through: what is not committed is, then it ends
+    "unwinding",
+    "finishing",  # evicted; through: what is not committed is, then it ends
     "over",
-]  # fmt: skip
+]
 COMPUTES: Final = (GateState.RUNNING, GateState.STOPPING)
 
 
@@ -127,14 +128,22 @@ class SimulatedScript:
         self._left_ms = max(0.0, self._left_ms - (now_ms - self._computes_since_ms))
         if next_turn:
             self._scene.device.turn = next_turn
-        self._say("signal", worker_msg.Parked(
-            epoch=self.order.epoch, turn=Turn(turn), next_turn=Turn(next_turn), where=where,
-            asked_at_ms=now_ms, parked_at_ms=now_ms))  # fmt: skip
+        self._say(
+            "signal",
+            worker_msg.JobParked(
+                op_id=self.order.op_id,
+                turn=Turn(turn),
+                next_turn=Turn(next_turn),
+                where=where,
+                asked_at_ms=now_ms,
+                parked_at_ms=now_ms,
+            ),
+        )
 
     def _back(self, turn: int, is_blocked: bool) -> None:
         self._say(
             "signal",
-            worker_msg.Back(epoch=self.order.epoch, turn=Turn(turn), is_blocked=is_blocked),
+            worker_msg.JobReady(op_id=self.order.op_id, turn=Turn(turn), is_blocked=is_blocked),
         )
 
     # -- main thread ---------------------------------------------------------------------------
@@ -166,8 +175,11 @@ class SimulatedScript:
                 what, act = "writes", self._write
             case "waiting" | "unwinding" | "finishing":
                 is_possible = self.is_commit_over
-                what, act = ("waits", self._wait) if self.phase == "waiting" else (
-                    "commits", self._commit_and_end)  # fmt: skip
+                what, act = (
+                    ("waits", self._wait)
+                    if self.phase == "waiting"
+                    else ("commits", self._commit_and_end)
+                )
             case "over":
                 is_possible = False
         return [Move("main", what, cost_ms, lambda: self._do(act))] if is_possible else []
@@ -182,9 +194,14 @@ class SimulatedScript:
 
     def _ask_lease(self) -> None:
         self.phase = "leasing"
-        self._say("task", worker_msg.LeaseRequest(
-            epoch=self.order.epoch, slice_bytes=self._plan.slice_bytes,
-            state_bytes=self._plan.state_bytes))  # fmt: skip
+        self._say(
+            "task",
+            worker_msg.LeaseRequest(
+                op_id=self.order.op_id,
+                slice_bytes=self._plan.slice_bytes,
+                state_bytes=self._plan.state_bytes,
+            ),
+        )
 
     def _begin(self) -> None:
         if self.lease is None:  # evicted while it waited
@@ -196,7 +213,7 @@ class SimulatedScript:
             require(is_whole, f"it resumes from {self.saved} (I2)")
             self._set(self.saved)
             self.committed = self.saved.step
-        self._say("task", worker_msg.JobReport(epoch=self.order.epoch, kind="started", values={}))
+        self._say("task", worker_msg.JobReport(op_id=self.order.op_id, kind="started", values={}))
         if self.gate.is_evicting:
             self.gate.check("boundary")
         self._next_batch()
@@ -243,10 +260,13 @@ class SimulatedScript:
         self.gate.in_optimizer_step = False
         self._set(Image(first, after_step(second, step), step + 1))
         self.phase = "fetching"
-        values = {"step": step + 1, "left": self._plan.steps - step - 1,
-                  "away_ms": round(self._plan.loader_ms)}  # fmt: skip
+        values = {
+            "step": step + 1,
+            "left": self._plan.steps - step - 1,
+            "away_ms": round(self._plan.loader_ms),
+        }
         self._say(
-            "task", worker_msg.JobReport(epoch=self.order.epoch, kind="progress", values=values)
+            "task", worker_msg.JobReport(op_id=self.order.op_id, kind="progress", values=values)
         )
         if self.is_due:
             self._begin_commit()
@@ -263,8 +283,15 @@ class SimulatedScript:
         self.in_flight, self.is_acknowledged = self.step, False
         self.number += 1
         self._committed_at_ms = self._scene.clock.now_ms
-        self._say("task", worker_msg.CommitStep(epoch=self.order.epoch, number=self.number,
-                                     step=self.in_flight, ranges=self._plan.ranges))  # fmt: skip
+        self._say(
+            "task",
+            worker_msg.CommitStep(
+                op_id=self.order.op_id,
+                number=self.number,
+                step=self.in_flight,
+                ranges=self._plan.ranges,
+            ),
+        )
 
     def _finish_commit(self) -> None:
         if self.in_flight >= 0:
@@ -283,7 +310,7 @@ class SimulatedScript:
         self.gate.leave()
         self.is_stubborn = self._scene.choices.happens("linger", self.order.job)
         self._say(
-            "task", worker_msg.JobEnded(epoch=self.order.epoch, outcome=outcome, step=self.step)
+            "task", worker_msg.JobEnded(op_id=self.order.op_id, outcome=outcome, step=self.step)
         )
         self.phase = "over"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from ..ipc.messages import worker as worker_msg
-from ..ipc.messages.base import Epoch, Message, Ping, Pong, SlabTensor, Turn
+from ..ipc.messages.base import Message, OpId, Ping, Pong, SlabTensor, Turn
 from ..scheduler.events import Address
-from ..scheduler.state.records import NO_EPOCH
+from ..scheduler.state.records import NO_OP_ID
 from .clock import Move
 from .device import Span, User, Violation, region_of, require
 from .process import Process
@@ -60,11 +60,11 @@ class SimulatedWorker(Process):
         self.runs_code: bool | None = None
         self.inference: SimulatedInference | None = None
         self.script: SimulatedScript | None = None
-        self.begun: Epoch | None = NO_EPOCH  # its word on the board; None: not known
+        self.begun: OpId | None = NO_OP_ID  # its word on the control page; None: not known
         self.lease: Span | None = None  # promised or its own, until it is reaped
         self._preparing: worker_msg.PrepareModel | None = None
-        self._cleaning = NO_EPOCH
-        self._job_epoch = NO_EPOCH  # of the RunJob on its way to it or in it
+        self._cleaning = NO_OP_ID
+        self._job_op_id = NO_OP_ID  # of the RunJob on its way to it or in it
 
     @property
     def computes(self) -> bool:
@@ -97,16 +97,16 @@ class SimulatedWorker(Process):
         require(may_hear, f"{self.name} is used before it is ready")
         match message:
             case worker_msg.RunInference(model=model, plan=plan):
-                require(not self._job_epoch, f"a request for a job's process: {self.name}")
+                require(not self._job_op_id, f"a request for a job's process: {self.name}")
                 require(not self.orders, f"two tasks on {self.name}")
                 program = self.scene.programs[model]
                 self.scene.device.check_order(message, len(plan) or len(program.plan))
-            case worker_msg.RunJob(epoch=epoch):
-                require(not self.orders and not self._job_epoch, f"{self.name} is taken")
-                self._job_epoch = epoch
+            case worker_msg.RunJob(op_id=op_id):
+                require(not self.orders and not self._job_op_id, f"{self.name} is taken")
+                self._job_op_id = op_id
             case worker_msg.GrantTurn() if self.script is not None:
                 require(not self.script.computes, "granted what it never gave up")
-        if isinstance(message, OF_A_JOB) and message.epoch != self._job_epoch:
+        if isinstance(message, OF_A_JOB) and message.op_id != self._job_op_id:
             raise Violation(f"{message} names another dispatch")
         super().hear(channel, message)
 
@@ -137,8 +137,8 @@ class SimulatedWorker(Process):
         self.say("task", worker_msg.WorkerReady(slot=self.slot, pid=100 + self.slot))
 
     def _cleaned(self) -> None:
-        self.say("task", worker_msg.Cleaned(epoch=self._cleaning))
-        self._cleaning = NO_EPOCH
+        self.say("task", worker_msg.WorkerClean(op_id=self._cleaning))
+        self._cleaning = NO_OP_ID
 
     @property
     def may_hear(self) -> bool:
@@ -151,7 +151,7 @@ class SimulatedWorker(Process):
     def _hears(self, message: Message) -> None:
         """Handle a message on the termination thread, whatever the task does."""
         if isinstance(message, Ping):
-            self.say("signal", Pong(epoch=message.epoch))
+            self.say("signal", Pong(op_id=message.op_id))
         elif self.script is not None:
             self.script.hears(message)
 
@@ -159,8 +159,12 @@ class SimulatedWorker(Process):
         order, self._preparing = self._preparing, None
         assert order is not None
         error = "no" if self.scene.choices.happens("prepare_error", order.model) else ""
-        self.say("task", worker_msg.ModelPrepared(
-            model=order.model, digest=order.digest, plan=order.plan, error=error))  # fmt: skip
+        self.say(
+            "task",
+            worker_msg.ModelPrepared(
+                model=order.model, digest=order.digest, plan=order.plan, error=error
+            ),
+        )
 
     def _takes(self, message: Message) -> None:
         match message:
@@ -181,8 +185,8 @@ class SimulatedWorker(Process):
 
     def _receives(self, order: worker_msg.RunInference) -> None:
         happens, program = self.scene.choices.happens, self.scene.programs[order.model]
-        batch, prompts = 1 + len(order.joined), self.scene.prompts
-        names = [order.request_id, *(one.request_id for one in order.joined)]
+        batch, prompts = 1 + len(order.batched), self.scene.prompts
+        names = [order.request_id, *(one.request_id for one in order.batched)]
         more = sum(prompts.get(name, 0.0) for name in names)
         costs_ms = program.group_ms(order.plan, batch, more)
         self.inference = SimulatedInference(order, costs_ms, self.scene.clock.now_ms)
@@ -194,11 +198,11 @@ class SimulatedWorker(Process):
         """Return the move for the next group that has arrived, between the turn and the answer."""
         order, device = task.order, self.scene.device
         if not task.has_begun:
-            is_its_turn = device.turn == order.epoch
+            is_its_turn = device.turn == order.op_id
             return [Move("main", "begins", 0.0, self._begins)] if is_its_turn else []
         if task.hangs:
             return []
-        is_asked = device.stop_words.get(self.slot) == order.epoch
+        is_asked = device.stop_words.get(self.slot) == order.op_id
         if order.landings and is_asked and 0 < task.next_group < len(task.costs_ms):
             return [Move("main", "steps aside", 0.0, partial(self._steps_aside, task))]
         if task.next_group == len(task.costs_ms):
@@ -210,16 +214,16 @@ class SimulatedWorker(Process):
     def _begins(self) -> None:
         task = self.inference
         assert task is not None
-        task.has_begun, self.begun = True, task.order.epoch
+        task.has_begun, self.begun = True, task.order.op_id
         if not task.begins_at_ms:
             task.turn_at_ms = self.scene.clock.now_ms
 
     def _steps_aside(self, task: SimulatedInference) -> None:
-        device, epoch = self.scene.device, task.order.epoch
-        require(device.turn == epoch, "it gives away what it has not")
+        device, op_id = self.scene.device, task.order.op_id
+        require(device.turn == op_id, "it gives away what it has not")
         device.turn, task.has_begun = Turn(0), False
-        device.stop_words = {**device.stop_words, self.slot: NO_EPOCH}
-        self.say("task", worker_msg.SteppedAside(epoch=epoch))
+        device.stop_words = {**device.stop_words, self.slot: NO_OP_ID}
+        self.say("task", worker_msg.Yielded(op_id=op_id))
 
     def _computes_group(self) -> None:
         task, scene = self.inference, self.scene
@@ -227,7 +231,7 @@ class SimulatedWorker(Process):
         scene.device.check_read(task.order, task.next_group)
         task.computed(scene.clock.now_ms)
         if task.order.landings:
-            scene.device.computed = (task.order.residency_epoch, task.next_group)
+            scene.device.computed = (task.order.residency_id, task.next_group)
         if scene.choices.happens("poison", task.order.model):
             self.end(-11)
 
@@ -242,37 +246,46 @@ class SimulatedWorker(Process):
         computed_ms = sum(task.costs_ms)
         first_ms, last_ms = task.begins_at_ms[0], task.ends_at_ms[-1]
         done = worker_msg.InferenceDone(
-            epoch=order.epoch, outputs=(output_of(order),),
-            joined_outputs=tuple((output_of(one),) for one in order.joined),
+            op_id=order.op_id,
+            outputs=(output_of(order),),
+            batched_outputs=tuple((output_of(one),) for one in order.batched),
             tokens=self._tokens(order),
             turn_at_ms=task.turn_at_ms,
-            first_group_at_ms=first_ms, ended_at_ms=last_ms,
-            stall_ms=max(0.0, last_ms - task.turn_at_ms - computed_ms), is_clean=is_clean,
-            group_begins_at_ms=tuple(task.begins_at_ms), group_ends_at_ms=tuple(task.ends_at_ms),
-        )  # fmt: skip
+            first_group_at_ms=first_ms,
+            ended_at_ms=last_ms,
+            stall_ms=max(0.0, last_ms - task.turn_at_ms - computed_ms),
+            is_clean=is_clean,
+            group_begins_at_ms=tuple(task.begins_at_ms),
+            group_ends_at_ms=tuple(task.ends_at_ms),
+        )
         self._ends(order, done)
         if is_clean:
-            self._cleaning = NO_EPOCH
+            self._cleaning = NO_OP_ID
 
     def _tokens(self, order: worker_msg.RunInference) -> tuple[tuple[int, ...], ...]:
         """Return as many tokens as each request allows, or one when the stop word says so."""
-        is_asked = self.scene.device.stop_words.get(self.slot) == order.epoch
-        choosing = [order.choosing, *(one.choosing for one in order.joined)]
-        steps = min([1 if is_asked else one.steps for one in choosing if one], default=0)
-        count = [min(steps, one.left) if one and not one.is_piece else 0 for one in choosing]
-        return tuple((1,) * one for one in count) if any(choosing) else ()
+        is_asked = self.scene.device.stop_words.get(self.slot) == order.op_id
+        sampling_params = [order.sampling_params, *(one.sampling_params for one in order.batched)]
+        steps = min([1 if is_asked else one.steps for one in sampling_params if one], default=0)
+        count = [min(steps, one.left) if one and not one.is_piece else 0 for one in sampling_params]
+        return tuple((1,) * one for one in count) if any(sampling_params) else ()
 
     def _fails(self, error: str, text: str) -> None:
         assert self.inference is not None
         order = self.inference.order
-        self._ends(order, worker_msg.InferenceFailed(epoch=order.epoch, error=error, message=text))
+        self._ends(order, worker_msg.InferenceFailed(op_id=order.op_id, error=error, message=text))
 
     def _ends(self, order: worker_msg.RunInference, message: Message) -> None:
-        self.inference, self._cleaning = None, order.epoch
+        self.inference, self._cleaning = None, order.op_id
         self.say("task", message)
 
 
-def output_of(order: worker_msg.RunInference | worker_msg.JoinedRequest) -> SlabTensor:
+def output_of(order: worker_msg.RunInference | worker_msg.BatchedRequest) -> SlabTensor:
     """Return a tensor whose name says to which request it belongs."""
-    return SlabTensor(name=order.request_id, dtype="uint8", shape=(1,),
-                      offset_bytes=order.reply_offset_bytes, size_bytes=1)  # fmt: skip
+    return SlabTensor(
+        name=order.request_id,
+        dtype="uint8",
+        shape=(1,),
+        offset_bytes=order.reply_offset_bytes,
+        size_bytes=1,
+    )

@@ -48,8 +48,9 @@ class Processes(ABC):
         self.scene = Scene(choices=choices, costs=costs)
         others = range(1, len(scheduler.machine.devices))
         self.scenes = [
-            self.scene, *(replace(self.scene, device=Device(), index=index) for index in others)
-        ]  # fmt: skip
+            self.scene,
+            *(replace(self.scene, device=Device(), index=index) for index in others),
+        ]
         self.clock, self.device = self.scene.clock, self.scene.device
         self.daemons: dict[int, Any] = {}  # by device: each a SimulatedDaemon
         self.workers: dict[Slot, SimulatedWorker] = {}  # by ``key_of``
@@ -125,8 +126,8 @@ class Processes(ABC):
                 for other in self.daemons.values():
                     for span in other.stores if other is not None else ():
                         require(not image.overlaps(span), "two daemons write the host store (I4)")
-            case CancelTransmit(epoch=epoch):
-                scene.device.cancelled |= {epoch}
+            case CancelTransmit(op_id=op_id):
+                scene.device.cancelled |= {op_id}
             case Scrub():
                 require_unused(slice_of(message), "zeroing a slice", self.users(scene.index))
             case _:
@@ -227,13 +228,17 @@ class World(Processes):
     """
 
     def __init__(
-        self, scheduler: Scheduler, *, choices: Choices | None = None, costs: Costs | None = None,
+        self,
+        scheduler: Scheduler,
+        *,
+        choices: Choices | None = None,
+        costs: Costs | None = None,
         is_checked: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(scheduler, choices or Faithful(), costs or Costs())
         self.clients = SimulatedClients(self.scene, self.handle)
         self.on_disk: dict[JobName, SimulatedArea] = {}  # of jobs that are over
-        self._asked_again: list[ev.JobAsked] = []  # with a commit that was read from disk
+        self._asked_again: list[ev.JobRequest] = []  # with a commit that was read from disk
         self.slot_bytes: dict[JobName, int] = {}  # of each job's newest area
         self.left: int | None = None  # the status with which the server ended
         self.story: deque[tuple[float, str, Any]] = deque(maxlen=TOLD)
@@ -332,7 +337,7 @@ class World(Processes):
         target = getattr(command, "target", None)
         self._touched.add(target.device if target is not None else 0)
         match command:
-            case ev.Answer():
+            case ev.Reply():
                 self.clients.answered(command)
             case ev.RunEnded():
                 self.clients.run_ended(command)
@@ -342,9 +347,9 @@ class World(Processes):
                 self._to_worker(command)
             case ev.RaiseTurn(target, turn):
                 self.scenes[target.device].device.turn = turn
-            case ev.Interrupt(target, epoch):
+            case ev.Interrupt(target, op_id):
                 device = self.scenes[target.device].device
-                device.stop_words = {**device.stop_words, target.slot: epoch}
+                device.stop_words = {**device.stop_words, target.slot: op_id}
             case ev.Spawn(ev.Address("daemon", index) as target):
                 require(self.daemons.get(index) is None, "there are two memory daemons")
                 require(not self.workers_of(index), "workers outlive their memory daemon")
@@ -379,7 +384,7 @@ class World(Processes):
                 loaded = ev.LoadedCommit(self.slot_bytes[asked.job], self.on_disk[asked.job].step)
                 again = msgspec.structs.replace(asked, loaded=loaded)
                 self._asked_again.append(again)
-            case ev.Leave(status=status):
+            case ev.Shutdown(status=status):
                 require(self.left is None, "it leaves twice")
                 self.left = status
             case _:
@@ -392,4 +397,4 @@ class World(Processes):
 
 def _replies_of(order: RunInference) -> set[str]:
     """Return the requests whose outputs are written."""
-    return {order.request_id, *(one.request_id for one in order.joined)}
+    return {order.request_id, *(one.request_id for one in order.batched)}

@@ -19,7 +19,7 @@ import msgspec
 
 from ..base.codec import encoded
 from ..base.errors import RemoteProtocolError
-from .bill import Bill
+from .request_timing import RequestTiming
 
 MAGIC: Final = b"PSW1"
 VERSION: Final = 1
@@ -84,7 +84,7 @@ class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     status: Status
     session: str = ""
     more: bool = False
-    timing: Bill | None = None  # of an inference
+    timing: RequestTiming | None = None  # of an inference
     outputs: tuple[WireTensor, ...] = ()
     body: dict[str, Any] = {}
     error: WireError | None = None

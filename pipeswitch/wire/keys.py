@@ -21,7 +21,7 @@ from typing import Final
 
 from ..base.config import NAME_PATTERN
 from ..base.errors import AlreadyExists, ConfigError, InvalidInput, ModelNotFound
-from ..base.roles import LEAST, Role, Standing, in_order, parse_roles
+from ..base.roles import LEAST, Principal, Role, in_order, parse_roles
 from .private import check_private, check_secret, check_trusted, private_directory
 
 KEY_CHARACTERS: Final = 40  # 32 bytes in Z85
@@ -311,13 +311,13 @@ class AllowList:
         self._roles = roles
         self._lock = threading.Lock()
         self._seen: tuple[int, int] | None = None  # the folder's inode and mtime_ns
-        self._standings: Mapping[bytes, Standing] = {}
+        self._standings: Mapping[bytes, Principal] = {}
 
     def callback(self, domain: str, key: bytes) -> bool:
         """pyzmq's credentials provider: may this public key (Z85) come in? Never raises."""
         return key in self.standings()
 
-    def standings(self) -> Mapping[bytes, Standing]:
+    def standings(self) -> Mapping[bytes, Principal]:
         """Return each client's standing by its key; none if the folder cannot be read."""
         with self._lock:
             try:
@@ -325,7 +325,7 @@ class AllowList:
                 stamp = (facts.st_ino, facts.st_mtime_ns)
                 if stamp != self._seen:
                     self._standings = {
-                        admitted.key: Standing(tenant=name, roles=self._roles | admitted.roles)
+                        admitted.key: Principal(tenant=name, roles=self._roles | admitted.roles)
                         for name, admitted in self._folder.admitted().items()
                     }
                     # A change within the same tick of the file system's clock has no new stamp.

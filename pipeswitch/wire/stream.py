@@ -47,7 +47,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     descriptors: tuple[int, ...] = ()
 
 
-class Share:
+class ShmSegment:
     """Memory of a local client and the server, by one of the two.
 
     ``place`` and ``free`` are of one's own half; ``find`` is of the other's.
@@ -103,7 +103,7 @@ class Stream:
         self._takes_descriptors = takes_descriptors
         # Of a message:
         self.max_bytes = frames.MAX_HEADER_BYTES + frames.MAX_TENSORS * max_part_bytes
-        self.share: Share | None = None
+        self.share: ShmSegment | None = None
         self._buffer = bytearray(FIRST_READ_BYTES)
         self._start = self._end = 0  # what of it is not parsed yet
         self._message: Message | None = None  # whose parts are being read

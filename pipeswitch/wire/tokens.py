@@ -11,7 +11,7 @@ from typing import Final
 
 from ..base.config import NAME_PATTERN
 from ..base.errors import ConfigError, InvalidInput
-from ..base.roles import Standing, parse_roles
+from ..base.roles import Principal, parse_roles
 from .private import check_private, check_secret
 
 MIN_TOKEN: Final = 16  # characters: fewer can be guessed
@@ -42,7 +42,7 @@ def owner_token(path: Path) -> str:
     return token
 
 
-def read_tokens(path: Path) -> dict[str, Standing]:
+def read_tokens(path: Path) -> dict[str, Principal]:
     """A file of lines ``NAME TOKEN ROLE,ROLE``, which only its owner may read.
 
     Raises:
@@ -53,20 +53,20 @@ def read_tokens(path: Path) -> dict[str, Standing]:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"tokens {path}: {error}") from None
-    found: dict[str, Standing] = {}
+    found: dict[str, Principal] = {}
     for number, line in enumerate(lines, 1):
         words = line.split("#")[0].split()
         if words:
-            token, standing = _token_of(words, f"{path}:{number}")
+            token, principal = _token_of(words, f"{path}:{number}")
             if token in found:
                 raise ConfigError(f"{path}:{number}: this token is there twice")
-            found[token] = standing
+            found[token] = principal
     if not found:
         raise ConfigError(f"{path} holds no token", hint=f"lines of {EXAMPLE}")
     return found
 
 
-def _token_of(words: list[str], where: str) -> tuple[str, Standing]:
+def _token_of(words: list[str], where: str) -> tuple[str, Principal]:
     if len(words) not in (2, 3) or not re.fullmatch(NAME_PATTERN, words[0]):
         raise ConfigError(f"{where}: not of the form {EXAMPLE}")
     name, token = words[:2]
@@ -79,4 +79,4 @@ def _token_of(words: list[str], where: str) -> tuple[str, Standing]:
         roles = parse_roles(words[2].split(",") if len(words) == 3 else ())
     except InvalidInput as error:
         raise ConfigError(f"{where}: {error}") from None
-    return token, Standing(tenant=name, roles=roles)
+    return token, Principal(tenant=name, roles=roles)

@@ -16,17 +16,20 @@ from concurrent.futures import CancelledError, Future
 from functools import cache
 from typing import Any, Final
 
-from .bill import PARTS
+from .request_timing import PARTS
 
 _logger = logging.getLogger(__name__)
 
 # A request's spans, one behind the other, and their times in the bill; ``out`` is what is left of
 # the total. Waits for groups lie between those that computed: they are told as one.
 ORDER: Final = (
-    ("preprocess", "preprocess_ms"), ("queue", "queue_ms"), ("switch", "switch_ms"),
-    ("groups", "stall_ms"), ("compute", "compute_ms"),
+    ("preprocess", "preprocess_ms"),
+    ("queue", "queue_ms"),
+    ("switch", "switch_ms"),
+    ("groups", "stall_ms"),
+    ("compute", "compute_ms"),
     ("postprocess", "postprocess_ms"),
-)  # fmt: skip
+)
 ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 

@@ -34,9 +34,14 @@ def main() -> int:
         _say(f"policy {policy}")
         with tempfile.TemporaryDirectory(prefix="pipeswitch-chaos-") as folder:
             report = reports[policy] = chaos(
-                Path(folder), asked.minutes * 60, asked.seed, _say, log.write_text,
-                policy=policy, faults=asked.faults,
-            )  # fmt: skip
+                Path(folder),
+                asked.minutes * 60,
+                asked.seed,
+                _say,
+                log.write_text,
+                policy=policy,
+                faults=asked.faults,
+            )
         _say(json.dumps({k: v for k, v in report.items() if k != "recovery"}, indent=1))
         if is_bad(report):
             _say(f"what the server said is in {log}")

@@ -120,8 +120,9 @@ class Load:
         client.register("cell", self._cell, example_inputs=example, state=CELL)
         example = (torch.zeros(1, 3, 8), torch.zeros(1, 5, 8))
         dynamic = {"x": {1: ("length", 1, 8)}, "past": {1: ("past", 1, 100)}}
-        client.register("recalls", self._recalls, example_inputs=example, dynamic=dynamic,
-                        state=RECALLS)  # fmt: skip
+        client.register(
+            "recalls", self._recalls, example_inputs=example, dynamic=dynamic, state=RECALLS
+        )
         client.register(TALKER, self._talker, generate=True, precision="exact")
         assert (
             client.generate(TALKER, self._prompts[0], max_new_tokens=1).text == ""

@@ -38,9 +38,15 @@ Say = Callable[[str], object]
 
 
 def chaos(
-    folder: Path, seconds: float, seed: int, say: Say, keep_log: Say = lambda _: None,
-    *, policy: str = "priority", faults: int = 0,
-) -> dict[str, Any]:  # fmt: skip
+    folder: Path,
+    seconds: float,
+    seed: int,
+    say: Say,
+    keep_log: Say = lambda _: None,
+    *,
+    policy: str = "priority",
+    faults: int = 0,
+) -> dict[str, Any]:
     """Run and judge; the report as the JSON file has it.
 
     Args:

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from pipeswitch.base import tagged
+from pipeswitch.base import state_codec
 from pipeswitch.base.errors import InvalidInput, RemoteProtocolError
 from pipeswitch.commits.area import CommitArea
 from pipeswitch.commits.files import RECORD_NAME, CommitRecord, load_commit
@@ -60,7 +60,7 @@ def _read(raw: bytes) -> None:
         return
     blobs = [image[start : start + size] for start, size in ranges.values()]
     with contextlib.suppress(InvalidInput):
-        tagged.decode(content["meta"], blobs)
+        state_codec.decode(content["meta"], blobs)
 
 
 @functools.cache
@@ -92,8 +92,16 @@ def _load(record: bytes, head: bytes, image: bytes) -> None:
 
 
 def _content() -> dict[str, Any]:
-    state, _ = tagged.encode({"lr": 0.1, "step": 7, "big": 1 << 60, "inf": float("inf"),
-                              "names": ("a", b"b"), "seen": {1, 2}})  # fmt: skip
+    state, _ = state_codec.encode(
+        {
+            "lr": 0.1,
+            "step": 7,
+            "big": 1 << 60,
+            "inf": float("inf"),
+            "names": ("a", b"b"),
+            "seen": {1, 2},
+        }
+    )
     entry = {"dtype": "float32", "shape": [2, 2], "stride": [2, 1], "offset": 64, "size": 16}
     meta = {"list": [state, {"tensor": ["float32", [2, 2], 0]}, {"array": ["<f4", [4], 0]}]}
     return {

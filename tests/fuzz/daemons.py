@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 
 from pipeswitch.base.errors import RemoteProtocolError
-from pipeswitch.base.lane import Failed, Work
+from pipeswitch.base.worker_thread import Failed, Work
 from pipeswitch.commits.area import HEADER_BYTES, create_area
 from pipeswitch.ipc.channel import decode_message, encode_message
 from pipeswitch.ipc.messages import daemon as daemon_msg
-from pipeswitch.ipc.messages.base import ByteRange, Epoch, Exit, JobName, Message, ModelName, Ping
+from pipeswitch.ipc.messages.base import ByteRange, Exit, JobName, Message, ModelName, OpId, Ping
 from pipeswitch.memory_daemon import daemon as daemon_module
 from pipeswitch.memory_daemon.daemon import Daemon
 
@@ -41,7 +41,7 @@ class _Pages:
         self._arena = bytearray(ARENA_BYTES)
         self._store = bytearray(STORE_BYTES)
         self._live: dict[
-            Epoch, tuple[daemon_msg.TransmitModel, Callable[[daemon_msg.TransmitEnded], None]]
+            OpId, tuple[daemon_msg.TransmitModel, Callable[[daemon_msg.TransmitEnded], None]]
         ] = {}
 
     def export_descriptors(self) -> list[int]:
@@ -68,22 +68,27 @@ class _Pages:
             _within("word", group.word, 1, WORDS)
             if group.arena_offset_bytes < WORDS * 4:
                 raise AssertionError("a copy over the arrival words")
-        self._live[order.epoch] = (order, on_end)
+        self._live[order.op_id] = (order, on_end)
 
-    def cancel(self, epoch: Epoch) -> None:
-        if epoch in self._live:
-            self._end(epoch, is_complete=False)
+    def cancel(self, op_id: OpId) -> None:
+        if op_id in self._live:
+            self._end(op_id, is_complete=False)
 
     def finish(self) -> None:
-        for epoch in list(self._live):
-            self._end(epoch, is_complete=True)
+        for op_id in list(self._live):
+            self._end(op_id, is_complete=True)
 
-    def _end(self, epoch: Epoch, *, is_complete: bool) -> None:
-        order, on_end = self._live.pop(epoch)
+    def _end(self, op_id: OpId, *, is_complete: bool) -> None:
+        order, on_end = self._live.pop(op_id)
         ended = daemon_msg.TransmitEnded(
-            model=order.model, epoch=epoch, is_complete=is_complete, group_count=len(order.groups),
-            copied_bytes=0, started_at_ms=0.0, ended_at_ms=0.0,
-        )  # fmt: skip
+            model=order.model,
+            op_id=op_id,
+            is_complete=is_complete,
+            group_count=len(order.groups),
+            copied_bytes=0,
+            started_at_ms=0.0,
+            ended_at_ms=0.0,
+        )
         on_end(ended)
 
     def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
@@ -99,8 +104,8 @@ class _Pages:
         _within("scrub", offset_bytes, size_bytes, ARENA_BYTES)
 
     def close(self) -> None:
-        for epoch in list(self._live):
-            self._end(epoch, is_complete=False)
+        for op_id in list(self._live):
+            self._end(op_id, is_complete=False)
 
 
 def _within(what: str, start: int, size: int, limit: int) -> None:
@@ -154,12 +159,12 @@ def run(data: bytes) -> None:
     device, control = _Pages(), _Control()
     control.packets = split_frames(data)
     os.pwrite(_area(), bytes(HEADER_BYTES), 0)  # a job's area as it is made: nothing committed
-    lane, daemon_module.Lane = daemon_module.Lane, _Lane  # type: ignore[misc, assignment]
+    lane, daemon_module.WorkerThread = daemon_module.WorkerThread, _Lane  # type: ignore[misc, assignment]
     try:
         parts: Any = (device, control)
         served = Daemon(*parts, words=WORDS)
     finally:
-        daemon_module.Lane = lane  # type: ignore[misc]
+        daemon_module.WorkerThread = lane  # type: ignore[misc]
     served.run()
     device.finish()
     if served._guard.live_reads(0, STORE_BYTES) is not None:
@@ -180,30 +185,36 @@ def seeds() -> list[bytes]:
         for i in range(3)
     )
     transmit = daemon_msg.TransmitModel(
-        model=model, epoch=Epoch(3), arena_offset_bytes=4096, region_bytes=2048, groups=groups
+        model=model, op_id=OpId(3), arena_offset_bytes=4096, region_bytes=2048, groups=groups
     )
     store = daemon_msg.StoreModel(
-        model=model, epoch=Epoch(2), directory="d", store_offset_bytes=0, size_bytes=1536
+        model=model, op_id=OpId(2), directory="d", store_offset_bytes=0, size_bytes=1536
     )
     commit = daemon_msg.CommitCopy(
         job=job,
-        epoch=Epoch(5),
+        op_id=OpId(5),
         number=1,
         step=1,
         slice_offset_bytes=8192,
         slice_bytes=4096,
         ranges=tuple(ByteRange(offset_bytes=at, size_bytes=8) for at in (0, 128)),
     )
-    persist = daemon_msg.PersistCommit(job=job, epoch=Epoch(5), directory="d")
+    persist = daemon_msg.PersistCommit(job=job, op_id=OpId(5), directory="d")
     opened = daemon_msg.OpenCommits(job=job, slot_bytes=SLOT_BYTES)
     return [
-        _input(store, transmit, daemon_msg.CancelTransmit(epoch=Epoch(3)),
-               Ping(epoch=Epoch(4))),
-        _input(transmit, msgspec.structs.replace(transmit, epoch=Epoch(9)), store),
-        _input(opened, commit, msgspec.structs.replace(commit, number=2, step=2), commit, persist,
-               daemon_msg.CloseCommits(job=job), commit),
-        _input(daemon_msg.Scrub(epoch=Epoch(7), offset_bytes=8192, size_bytes=4096), Exit()),
-    ]  # fmt: skip
+        _input(store, transmit, daemon_msg.CancelTransmit(op_id=OpId(3)), Ping(op_id=OpId(4))),
+        _input(transmit, msgspec.structs.replace(transmit, op_id=OpId(9)), store),
+        _input(
+            opened,
+            commit,
+            msgspec.structs.replace(commit, number=2, step=2),
+            commit,
+            persist,
+            daemon_msg.CloseCommits(job=job),
+            commit,
+        ),
+        _input(daemon_msg.Scrub(op_id=OpId(7), offset_bytes=8192, size_bytes=4096), Exit()),
+    ]
 
 
 TARGET = Target(
@@ -225,7 +236,7 @@ TARGET = Target(
         "m",
         "j",
         "type",
-        "epoch",
+        "op_id",
         "number",
         "groups",
         "ranges",

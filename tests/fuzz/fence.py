@@ -42,15 +42,24 @@ PAGE: Final = mmap.PAGESIZE
 SLOT_PAGES: Final = 16
 SLOTS: Final = 24
 PATTERNS: Final = (0x5A, 0xA7)
-PLACES, VALUES = 8, 8  # of accepted arguments: other places and strides, and values for each
+RESIDENCY, VALUES = 8, 8  # of accepted arguments: other places and strides, and values for each
 TRIES: Final = 8  # until arguments are accepted
 REGIONS: Final = 20_000  # of a child's large allocations; the kernel has room for some 30,000
 FLOATS: Final = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DTYPES: Final = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64)
 LAST_CALL_BYTES: Final = 4096
 ODD_FLOATS: Final = (
-    float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 3e38, -1e30, 2.0**31, -(2.0**63), 1e-40,
-)  # fmt: skip
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    0.0,
+    -0.0,
+    3e38,
+    -1e30,
+    2.0**31,
+    -(2.0**63),
+    1e-40,
+)
 ODD_INTEGERS: Final = (-(1 << 63), -(1 << 31), 1 << 31, 1 << 40, 1 << 62, (1 << 63) - 1)
 ODDITY: Final = 1 / 16  # how often values, and numbers among the arguments, are of these
 WITHOUT_END: Final = frozenset({"sections"})  # a view for each, until the memory is full
@@ -583,8 +592,11 @@ class Child:
         wanted = [target for target in TARGETS if target.startswith(f"aten.{only}")]
         self._calls = [(target, resolve(target)) for target in wanted]
         self._behind = {target: guarded(call) for target, call in self._calls}
-        self._asked = {target: contracted(_Asked(call._schema)) for target, call in self._calls
-                       if not target.startswith("aten.sym_")}  # fmt: skip
+        self._asked = {
+            target: contracted(_Asked(call._schema))
+            for target, call in self._calls
+            if not target.startswith("aten.sym_")
+        }
         perturb = ctypes.CDLL(None)
         self._pattern = getattr(perturb, "fence_pattern", lambda byte: perturb.mallopt(-6, byte))
         self._regions = ctypes.c_uint64()
@@ -629,7 +641,7 @@ class Child:
         self._last[: len(text) + 1] = text + b"\0"
         rng, before = random.Random(seed), self.done[target]
         with contextlib.suppress(ValueError):
-            for _ in range(PLACES):
+            for _ in range(RESIDENCY):
                 self._call(target, call, given, tensors_of(promised), rng)
         return self.done[target] > before
 
@@ -784,8 +796,7 @@ def main() -> int:
     parser.add_argument("--child", nargs=2, type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child(*options.child, options.seed, options.seconds, options.only,
-              is_inner=options.inner)  # fmt: skip
+        child(*options.child, options.seed, options.seconds, options.only, is_inner=options.inner)
         return 0
     report = fuzz(options.seconds, options.seed, options.only, is_inner=options.inner)
     if options.out:

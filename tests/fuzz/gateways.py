@@ -17,16 +17,16 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from pipeswitch.base.errors import InvalidInput, ModelNotFound
-from pipeswitch.base.roles import Role, Standing
+from pipeswitch.base.roles import Principal, Role
 from pipeswitch.gateway.admin.api import Api
 from pipeswitch.gateway.admin.ui import Page
-from pipeswitch.gateway.callers import Callers
+from pipeswitch.gateway.auth import Authenticator
 from pipeswitch.gateway.http import server as http
-from pipeswitch.gateway.http.feed import Feed
+from pipeswitch.gateway.http.event_stream import EventLog
+from pipeswitch.gateway.offload import OffloadThread
 from pipeswitch.gateway.rest import Rest, refuse
 from pipeswitch.gateway.serving.oip import InferRequest, Output
 from pipeswitch.gateway.serving.service import Service
-from pipeswitch.gateway.sharing import Aside
 
 from .target import Codec, Target, join_frames, split_frames
 
@@ -34,16 +34,22 @@ PEER = "127.0.0.1"
 TOKEN = "the-token-of-an-operator"
 LIMITS = http.Limits(head_bytes=1500, body_bytes=1200, waiting_bytes=2400)
 TURNS = 6  # of the loop, behind each piece; a stream takes as many to end
-MOST_TURNS = 400  # until all is answered that can be
+MAX_TURNS = 400  # until all is answered that can be
 LATE_S = 1e6  # after all limits in seconds
 HANGS_UP = b"\0"  # a frame of this byte alone
 HEAD_LINE = re.compile(rb"HTTP/1\.1 \d{3} [ -~]+|[\w-]+: [\t -~\x80-\xff]*")
 ROW: dict[str, Any] = {
-    "name": "m", "version": 1, "versions": [1], "state": "ready", "batch": [1, 8],
+    "name": "m",
+    "version": 1,
+    "versions": [1],
+    "state": "ready",
+    "batch": [1, 8],
     "batching": None,
-    "inputs": {"x": [["batch", 4], "float32"]}, "outputs": {"y": [["batch", 4], "float32"]},
-    "current": True, "share": 0,
-}  # fmt: skip
+    "inputs": {"x": [["batch", 4], "float32"]},
+    "outputs": {"y": [["batch", 4], "float32"]},
+    "current": True,
+    "share": 0,
+}
 
 
 class Upstream:
@@ -94,7 +100,7 @@ class Wire(asyncio.Transport):
         self.written: list[bytes] = []
         self.is_reading, self.is_closed, self.has_ended = True, False, False
         self.unread = 0
-        self.protocol: http.Connection | None = None
+        self.protocol: http.HttpConnection | None = None
 
     def write(self, data: Any) -> None:
         assert not self.is_closed
@@ -138,9 +144,9 @@ class _Gate:
         upstream: Any = Upstream()
         self.loop = asyncio.new_event_loop()
         atexit.register(self.loop.close)
-        self.feed = Feed()
-        operator = Standing(tenant="o", roles=frozenset(Role))
-        callers = Callers(
+        self.feed = EventLog()
+        operator = Principal(tenant="o", roles=frozenset(Role))
+        callers = Authenticator(
             roles=[Role.INFER, Role.URGENT],
             tokens={TOKEN: operator},
             needs_token=False,
@@ -148,22 +154,22 @@ class _Gate:
         )
         self.service = Service(upstream)
         api = Api(upstream, self.feed, version=self.service.version, allow_code=())
-        self._rest = Rest(self.service, callers, api, Page(), Aside())
+        self._rest = Rest(self.service, callers, api, Page(), OffloadThread())
         self.server = http.HttpServer(self._admit, LIMITS, refuse=refuse)
         self.statuses: list[int] = []
         self.escaped: list[str] = []
 
-    def _admit(self, head: http.Head) -> http.Work | http.Answer:
+    def _admit(self, head: http.Head) -> http.Work | http.Response:
         work = self._rest(head)
-        if isinstance(work, http.Answer):
+        if isinstance(work, http.Response):
             return self._checked(head, work)
 
-        async def run(body: Any) -> http.Answer:
+        async def run(body: Any) -> http.Response:
             return self._checked(head, await http.answered(work, body, head.path, refuse))
 
         return run
 
-    def _checked(self, head: http.Head, answer: http.Answer) -> http.Answer:
+    def _checked(self, head: http.Head, answer: http.Response) -> http.Response:
         self.statuses.append(answer.status)
         if answer.status >= 400:
             told = json.loads(b"".join(answer.parts))
@@ -198,10 +204,10 @@ class _Gate:
         self._check(wire.written)
         return wire.written
 
-    async def _feed(self, connection: http.Connection, wire: Wire, frame: bytes) -> None:
+    async def _feed(self, connection: http.HttpConnection, wire: Wire, frame: bytes) -> None:
         rest = memoryview(frame)
         while len(rest) and not wire.is_closed:
-            for _ in range(MOST_TURNS):
+            for _ in range(MAX_TURNS):
                 if wire.is_reading or wire.is_closed:
                     break
                 await asyncio.sleep(0)
@@ -276,17 +282,27 @@ def seeds() -> list[bytes]:
     x = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2.5, -3, 1e9]}
     ask = {"id": "7", "inputs": [x], "parameters": {"priority": 1, "timeout": 10_000_000}}
     body = json.dumps(ask).encode()
-    raw = {"inputs": [{**x, "parameters": {"binary_data_size": 16}}],
-           "outputs": [{"name": "x", "parameters": {"binary_data": True}}]}  # fmt: skip
+    raw = {
+        "inputs": [{**x, "parameters": {"binary_data_size": 16}}],
+        "outputs": [{"name": "x", "parameters": {"binary_data": True}}],
+    }
     raw["inputs"][0].pop("data")
     head = json.dumps(raw).encode()
     length = f"Inference-Header-Content-Length: {len(head)}"
     infer = "POST /v2/models/m/infer"
     source = b'{"source": "torchvision:resnet18", "weights": "random:1", "max_batch": 8}'
     gets = (
-        "", "/health/live", "/health/ready", "/models", "/models/stats", "/models/m",
-        "/models/m/ready", "/models/m/config", "/models/m/versions/1/stats", "/no/such",
-    )  # fmt: skip
+        "",
+        "/health/live",
+        "/health/ready",
+        "/models",
+        "/models/stats",
+        "/models/m",
+        "/models/m/ready",
+        "/models/m/config",
+        "/models/m/versions/1/stats",
+        "/no/such",
+    )
     return [
         join_frames([request(infer, body)] * 3),
         join_frames([request(infer, head + bytes(16), length)]),
@@ -298,21 +314,42 @@ def seeds() -> list[bytes]:
         join_frames([request("POST /v2/repository/index", b'{"ready": true}')]),
         join_frames([request("POST /v2/repository/models/m/load", b"{}", token=TOKEN)]),
         join_frames([request("HEAD /ui"), request("GET /metrics", token=TOKEN)]),
-        join_frames([request("POST /api/models/n", source, "Content-Type: application/json",
-                             token=TOKEN)]),
-        join_frames([request("POST /api/models/n?pin=true", b"bundle",
-                             "Content-Type: application/octet-stream", token=TOKEN)]),
+        join_frames(
+            [request("POST /api/models/n", source, "Content-Type: application/json", token=TOKEN)]
+        ),
+        join_frames(
+            [
+                request(
+                    "POST /api/models/n?pin=true",
+                    b"bundle",
+                    "Content-Type: application/octet-stream",
+                    token=TOKEN,
+                )
+            ]
+        ),
         join_frames([request("GET /api/jobs/j/logs?follow=true&offset=-5", token=TOKEN)]),
-        join_frames([request("GET /api/events?topics=job.", b"", "Last-Event-ID: a-1",
-                             token=TOKEN)]),
+        join_frames(
+            [request("GET /api/events?topics=job.", b"", "Last-Event-ID: a-1", token=TOKEN)]
+        ),
         join_frames([request("DELETE /api/models/m", token=TOKEN), request("GET /api/ps")]),
         join_frames([request("POST /v2/models/m/infer", body, "Expect: 100-continue")]),
-        join_frames([request("POST /v1/chat/completions", b'{"model": "m", "messages": [{"role": '
-                             b'"user", "content": [{"text": "a"}]}], "stop": ["b"], "n": 1}')]),
-        join_frames([request("POST /v1/completions", b'{"model": "m", "prompt": [[1, 2]]}'),
-                     request("POST /v2/models/m/generate", b'{"text_input": "a"}')]),
+        join_frames(
+            [
+                request(
+                    "POST /v1/chat/completions",
+                    b'{"model": "m", "messages": [{"role": '
+                    b'"user", "content": [{"text": "a"}]}], "stop": ["b"], "n": 1}',
+                )
+            ]
+        ),
+        join_frames(
+            [
+                request("POST /v1/completions", b'{"model": "m", "prompt": [[1, 2]]}'),
+                request("POST /v2/models/m/generate", b'{"text_input": "a"}'),
+            ]
+        ),
         join_frames([b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", b"x"]),
-    ]  # fmt: skip
+    ]
 
 
 TARGET = Target(

@@ -18,13 +18,30 @@ from .target import JSON_TEXT, Target
 
 WEIGHT_SHAPES = ((3, 4), (3,), (2, 2, 2))
 SOME_OPERATORS = (
-    "aten.add.Tensor", "aten.add_.Tensor", "aten.relu_.default", "aten.cat.default",
-    "aten.index.Tensor", "aten.permute.default", "aten.expand.default", "aten.select.int",
-    "aten.slice.Tensor", "aten.conv2d.default", "aten.layer_norm.default", "aten.full.default",
-    "aten.arange.start_step", "aten.repeat.default", "aten.einsum.default", "aten.topk.default",
-    "aten.batch_norm.default", "aten.embedding.default", "aten.stack.default", "aten.pad.default",
-    "aten.upsample_nearest2d.vec", "aten.matmul.default", "aten.unflatten.int",
-)  # fmt: skip
+    "aten.add.Tensor",
+    "aten.add_.Tensor",
+    "aten.relu_.default",
+    "aten.cat.default",
+    "aten.index.Tensor",
+    "aten.permute.default",
+    "aten.expand.default",
+    "aten.select.int",
+    "aten.slice.Tensor",
+    "aten.conv2d.default",
+    "aten.layer_norm.default",
+    "aten.full.default",
+    "aten.arange.start_step",
+    "aten.repeat.default",
+    "aten.einsum.default",
+    "aten.topk.default",
+    "aten.batch_norm.default",
+    "aten.embedding.default",
+    "aten.stack.default",
+    "aten.pad.default",
+    "aten.upsample_nearest2d.vec",
+    "aten.matmul.default",
+    "aten.unflatten.int",
+)
 
 
 def run(data: bytes) -> None:
@@ -49,12 +66,17 @@ def _known_weights() -> list[torch.Tensor]:
 
 def seeds() -> list[bytes]:
     first = program()
-    second = {**program(), "weights": ["w", "b", "c"], "nodes": [
-        ["aten.linear.default", [{"v": 0}, {"v": 1}, {"v": 2}], {}],
-        ["aten.cat.default", [[{"v": 4}, {"v": 4}], 1], {}],
-        ["aten.layer_norm.default", [{"v": 5}, [6]], {}],
-        ["aten.slice.Tensor", [{"v": 6}, 1, 0, 3], {}],
-    ], "results": [7]}  # fmt: skip
+    second = {
+        **program(),
+        "weights": ["w", "b", "c"],
+        "nodes": [
+            ["aten.linear.default", [{"v": 0}, {"v": 1}, {"v": 2}], {}],
+            ["aten.cat.default", [[{"v": 4}, {"v": 4}], 1], {}],
+            ["aten.layer_norm.default", [{"v": 5}, [6]], {}],
+            ["aten.slice.Tensor", [{"v": 6}, 1, 0, 3], {}],
+        ],
+        "results": [7],
+    }
     return [json.dumps(graph).encode() for graph in (first, second)]
 
 

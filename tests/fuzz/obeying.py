@@ -13,16 +13,16 @@ from typing import Any
 
 from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.commits.area import create_area
-from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.channel import decode_message, encode_message
+from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.gate import Gate, GateState
 from pipeswitch.ipc.messages import worker as worker_msg
 from pipeswitch.ipc.messages.base import (
-    Epoch,
     Exit,
     JobName,
     Message,
     ModelName,
+    OpId,
     SlabTensor,
     Slot,
     StepCommitted,
@@ -125,30 +125,44 @@ def run(data: bytes) -> None:
 
 
 _RUN_JOB = worker_msg.RunJob(
-    epoch=Epoch(1), turn=Turn(0), job=JobName("j"), entry="a.py", args=(), log_path="",
-    slot_bytes=SLOT_BYTES, commit_every_ms=1.0,
-)  # fmt: skip
+    op_id=OpId(1),
+    turn=Turn(0),
+    job=JobName("j"),
+    entry="a.py",
+    args=(),
+    log_path="",
+    slot_bytes=SLOT_BYTES,
+    commit_every_ms=1.0,
+)
 
 
 def seeds() -> list[bytes]:
     """A job's life, and a request."""
-    epoch = Epoch(1)
+    op_id = OpId(1)
     x = SlabTensor(name="x", dtype="float32", shape=(2, 4), offset_bytes=4096, size_bytes=32)
     mask = SlabTensor(name="mask", dtype="bool", shape=(2, 2), offset_bytes=4608, size_bytes=4)
     infer = worker_msg.RunInference(
-        epoch=Epoch(2), request_id="r", model=ModelName("m"), digest="d", directory="",
-        arena_offset_bytes=0, first_word=0, residency_epoch=epoch, inputs=(x, mask),
-        reply_offset_bytes=8192, reply_bytes=4096,
-    )  # fmt: skip
+        op_id=OpId(2),
+        request_id="r",
+        model=ModelName("m"),
+        digest="d",
+        directory="",
+        arena_offset_bytes=0,
+        first_word=0,
+        residency_id=op_id,
+        inputs=(x, mask),
+        reply_offset_bytes=8192,
+        reply_bytes=4096,
+    )
     job: list[Message] = [
-        worker_msg.GrantTurn(epoch=epoch, turn=Turn(2)),
-        worker_msg.StopTask(epoch=epoch, turn=Turn(2), next_turn=Turn(3), next_slot=Slot(1)),
-        worker_msg.StopTask(epoch=epoch, turn=Turn(4), next_turn=Turn(5), next_slot=Slot(0)),
-        worker_msg.GrantTurn(epoch=epoch, turn=Turn(4)),
-        worker_msg.LeaseGranted(epoch=epoch, offset_bytes=0, size_bytes=4096),
-        worker_msg.LeaseRefused(epoch=epoch, error="OutOfDeviceMemory", message="no"),
-        StepCommitted(job=JobName("j"), epoch=epoch, number=0, step=1, copy_ms=1.0),
-        worker_msg.EvictTask(epoch=epoch),
+        worker_msg.GrantTurn(op_id=op_id, turn=Turn(2)),
+        worker_msg.StopTask(op_id=op_id, turn=Turn(2), next_turn=Turn(3), next_slot=Slot(1)),
+        worker_msg.StopTask(op_id=op_id, turn=Turn(4), next_turn=Turn(5), next_slot=Slot(0)),
+        worker_msg.GrantTurn(op_id=op_id, turn=Turn(4)),
+        worker_msg.LeaseGranted(op_id=op_id, offset_bytes=0, size_bytes=4096),
+        worker_msg.LeaseRefused(op_id=op_id, error="OutOfDeviceMemory", message="no"),
+        StepCommitted(job=JobName("j"), op_id=op_id, number=0, step=1, copy_ms=1.0),
+        worker_msg.EvictTask(op_id=op_id),
     ]
     requests: list[Message] = [infer, worker_msg.ForgetModel(model=ModelName("m")), Exit()]
     return [join_frames([encode_message(one) for one in part]) for part in (job, requests)]

@@ -42,15 +42,33 @@ def _has_nan(value: Any) -> bool:
 def seeds() -> list[bytes]:
     """One of each kind."""
     settings = [
-        DaemonSettings(device="cpu", arena_bytes=1, store_bytes=1, words=1, link_bytes_per_s=0.0,
-                       options=b"\x80"),
-        WorkerSettings(slot=Slot(0), device="cpu", arena_bytes=1, words=1, pool_bytes=1, threads=1,
-                       bell_count=1, options=b"\x80"),
-    ]  # fmt: skip
+        DaemonSettings(
+            device="cpu",
+            arena_bytes=1,
+            store_bytes=1,
+            words=1,
+            link_bytes_per_s=0.0,
+            options=b"\x80",
+        ),
+        WorkerSettings(
+            slot=Slot(0),
+            device="cpu",
+            arena_bytes=1,
+            words=1,
+            pool_bytes=1,
+            threads=1,
+            doorbell_count=1,
+            options=b"\x80",
+        ),
+    ]
     fork = Fork(ticket=1, kind="worker", name="w", settings=encode_message(settings[1]))
     messages = [*settings, fork, Exit(), *workers.worker_messages()]
-    others = [frame for part in (daemons, obeying) for seed in part.seeds()
-              for frame in split_frames(seed)]  # fmt: skip
+    others = [
+        frame
+        for part in (daemons, obeying)
+        for seed in part.seeds()
+        for frame in split_frames(seed)
+    ]
     return sorted({*map(encode_message, messages), *others})
 
 
@@ -64,6 +82,6 @@ TARGET = Target(
         decode=msgspec.msgpack.decode,
         encode=msgspec.msgpack.encode,
     ),
-    words=("type", "epoch", "GroupCopy", "ByteRange", "values", "data"),
+    words=("type", "op_id", "GroupCopy", "ByteRange", "values", "data"),
     max_bytes=1024,
 )

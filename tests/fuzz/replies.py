@@ -7,7 +7,6 @@ from typing import Any
 from pipeswitch.base.errors import PipeSwitchError, RemoteProtocolError
 from pipeswitch.client.calls import _error, _reply
 from pipeswitch.client.tensors import from_reply
-from pipeswitch.wire.bill import Bill
 from pipeswitch.wire.frames import (
     MAGIC,
     ReplyHeader,
@@ -17,10 +16,11 @@ from pipeswitch.wire.frames import (
     encode_header,
     pack_dict,
 )
+from pipeswitch.wire.request_timing import RequestTiming
 
 from .target import MSGPACK_FRAMES, Target, join_frames, split_frames
 
-BILL = Bill(queue_ms=1.0, switch_ms=2.0, resident=True, preempted="job", worker=1)
+BILL = RequestTiming(queue_ms=1.0, switch_ms=2.0, resident=True, preempted="job", worker=1)
 
 
 def run(data: bytes) -> None:

@@ -21,14 +21,14 @@ from typing import Any
 
 from pipeswitch.base.config import Config, ServerConfig
 from pipeswitch.base.errors import ServerUnavailable
-from pipeswitch.base.lane import Failed, Lane, Work
-from pipeswitch.base.roles import ANYONE, OWNER, Role, Standing
+from pipeswitch.base.roles import ANYONE, OWNER, Principal, Role
+from pipeswitch.base.worker_thread import Failed, Work, WorkerThread
 from pipeswitch.frontend.frontend import Frontend
+from pipeswitch.frontend.transport.connection_manager import ClientConnection, ClientSegments
 from pipeswitch.frontend.transport.listeners import Listener
-from pipeswitch.frontend.transport.peers import Shares, StreamPeer
-from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import ModelName
-from pipeswitch.scheduler.events import Announce, Answer, Event, InferArrived
+from pipeswitch.scheduler.events import Event, InferArrived, ModelAvailable, Reply
 from pipeswitch.wire.frames import (
     INLINE,
     MAGIC,
@@ -52,8 +52,8 @@ CLOCK_MS = 1e6
 
 def _listener(*, is_owner: bool) -> Listener:
     sock = socket.create_server(("127.0.0.1", 0))
-    standing = OWNER if is_owner else Standing(tenant=ANYONE, roles=frozenset(Role))
-    return Listener(sock=sock, address="", standing=standing)
+    principal = OWNER if is_owner else Principal(tenant=ANYONE, roles=frozenset(Role))
+    return Listener(sock=sock, address="", principal=principal)
 
 
 class _Connection:
@@ -64,7 +64,7 @@ class _Connection:
         self.theirs = socket.create_connection(listener.sock.getsockname())
         ours, _ = listener.sock.accept()
         limit = ServerConfig().max_message_bytes
-        self._peer = StreamPeer(ours, listener.standing, limit, gate.sessions.peers.shares)
+        self._peer = ClientConnection(ours, listener.principal, limit, gate.sessions.peers.shares)
         gate.sessions.peers.all.add(self._peer)
         if not self._peer.is_owners:
             gate.sessions.connections.add(self._peer, CLOCK_MS / 1000)
@@ -97,7 +97,7 @@ class _Connection:
         self.theirs.close()
 
 
-class _IdleLane(Lane):
+class _IdleLane(WorkerThread):
     """Lane that does no work: whoever gave it is answered by ``_clean_up``."""
 
     def __init__(self) -> None:
@@ -125,10 +125,10 @@ class _Gate(Frontend):
         self.uploads._writer = self._lane = _IdleLane()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.owner, self.stranger = _listener(is_owner=True), _listener(is_owner=False)
-        self.sessions.peers.shares = Shares(0)
+        self.sessions.peers.shares = ClientSegments(0)
         for name in ("m", "resnet-50"):
             model = ModelName(name)
-            announced = Announce(model=model, manifest=manifest_of(), priority=1)
+            announced = ModelAvailable(model=model, manifest=manifest_of(), priority=1)
             self.perform(announced)
         for listener in (self.owner, self.stranger):
             weakref.finalize(self, listener.sock.close)
@@ -160,7 +160,7 @@ class _Gate(Frontend):
         while self._calls:
             self._calls.popleft()()
         for token in self.requests.tokens():
-            self._answer(Answer(token=token, error=ServerUnavailable("it is only a test")))
+            self._answer(Reply(token=token, error=ServerUnavailable("it is only a test")))
         os.eventfd_write(self._wake, 1)
         os.eventfd_read(self._wake)
 
@@ -213,13 +213,32 @@ def seeds() -> list[bytes]:
     mask = WireTensor(name="mask", dtype="bool", shape=(2, 2), frame=1)
     infer: dict[str, Any] = {"op": "infer", "model": "m", "inputs": (x, mask)}
     digest = "0" * 64
-    register = {"source": "torchvision:resnet18", "weights": "random:1", "max_batch": 8,
-                "inputs": {"x": [[1, 3, 224, 224], "float32"]}, "pin": True,
-                "priority": "high"}  # fmt: skip
+    register = {
+        "source": "torchvision:resnet18",
+        "weights": "random:1",
+        "max_batch": 8,
+        "inputs": {"x": [[1, 3, 224, 224], "float32"]},
+        "pin": True,
+        "priority": "high",
+    }
     train = {"name": "job", "entry": "allowed.module:main", "args": ["--lr", "1"]}
-    plain = [_message(op=op, model="m") for op in
-             ("hello", "prefetch", "unregister", "load", "unload", "models", "show", "ps", "jobs",
-              "stats", "plan", "ping")]  # fmt: skip
+    plain = [
+        _message(op=op, model="m")
+        for op in (
+            "hello",
+            "prefetch",
+            "unregister",
+            "load",
+            "unload",
+            "models",
+            "show",
+            "ps",
+            "jobs",
+            "stats",
+            "plan",
+            "ping",
+        )
+    ]
     return [
         _message(bytes(32), bytes(4), **infer, deadline_ms=100.0, priority="high"),
         *plain,
@@ -230,8 +249,10 @@ def seeds() -> list[bytes]:
         _message(op="register", model="new", body={"source": "a.b:c"}, is_owner=True),
         _message(op="train", body=train),
         _message(op="train", body={**train, "entry": "/no/such/file.py"}, is_owner=True),
-        *(_message(op="job", body={"name": "job", "action": action})
-          for action in ("show", "pause", "resume", "cancel", "wait", "logs")),
+        *(
+            _message(op="job", body={"name": "job", "action": action})
+            for action in ("show", "pause", "resume", "cancel", "wait", "logs")
+        ),
         _message(op="trace", body={"seconds": 1.0}),
         _message(op="events", body={"topics": ["job."]}),
         _message(op="caller", body={"tenant": "a", "roles": ["infer"]}, is_owner=True),
@@ -247,7 +268,7 @@ def seeds() -> list[bytes]:
         join_frames([pack_table([])]),
         join_frames([FAMILIAR, pack_table([]), pack_table([(1, INLINE)], 1)]),
         join_frames([b"\xff" + bytes(8) + b"\x7f\x03"]),
-    ]  # fmt: skip
+    ]
 
 
 TARGET = Target(

@@ -144,9 +144,11 @@ def minimise(name: str, corpus: Path) -> int:
         merged = Path(folder)
         subprocess.run(
             [sys.executable, "-m", f"{__package__}.child", name, "-merge=1", folder, str(corpus)],
-            cwd=Path(__file__).parents[2], check=True, stdout=subprocess.DEVNULL,
+            cwd=Path(__file__).parents[2],
+            check=True,
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
         shutil.rmtree(kept, ignore_errors=True)
         kept.mkdir(parents=True)
         for path in sorted(merged.iterdir()):

@@ -3,8 +3,8 @@
 An input is frames. The first byte of each says who speaks (low two bits: the slot; 3: whichever
 has a job or a request) and how:
 
-* a hostile worker: the rest is its message. Its epochs and turns of 0 become the ones that are
-  current for that slot, so that a message is taken for one in time;
+* a hostile worker: the rest is its message. Its operation ids and turns of 0 become the ones that
+  are current for that slot, so that a message is taken for one in time;
 * the worker as it should be: it does what it was told to;
 * a hostile builder; a client; the clock; the death of a worker.
 
@@ -28,10 +28,10 @@ from pipeswitch.ipc.channel import decode_message, encode_message
 from pipeswitch.ipc.messages import worker as worker_msg
 from pipeswitch.ipc.messages.base import (
     ByteRange,
-    Epoch,
     JobName,
     Message,
     ModelName,
+    OpId,
     Ping,
     Pong,
     SlabTensor,
@@ -89,9 +89,13 @@ class Stage(World):
 
     def __init__(self) -> None:
         settings = SchedulerSettings(
-            arena_bytes=64 * MIB, store_bytes=64 * MIB, words=64, standby=1, max_queue=4,
+            arena_bytes=64 * MIB,
+            store_bytes=64 * MIB,
+            words=64,
+            standby=1,
+            max_queue=4,
             restart_backoff_ms=100.0,
-        )  # fmt: skip
+        )
         super().__init__(Scheduler(settings, "priority", 2000.0), is_checked=False)
         self.state = self.scheduler.machine.devices[0].state
         self._rest()
@@ -181,8 +185,8 @@ class Stage(World):
         process = self.workers.get(slot)
         if process is None:
             return
-        task_epoch = self.state.workers[slot].task_epoch
-        process.begun = None if not rest else Epoch(task_epoch if rest[0] & 1 else 0)
+        dispatch_id = self.state.workers[slot].dispatch_id
+        process.begun = None if not rest else OpId(dispatch_id if rest[0] & 1 else 0)
         process.end(-11)
         self.reap_worker(process)
         self._rest()
@@ -203,8 +207,11 @@ class Stage(World):
         if worker is None:
             return message
         job = self.state.jobs.get(worker.job) if worker.job is not None else None
-        now = {"epoch": worker.task_epoch, "next_turn": self.state.owner.promised.get(slot, 0),
-               "turn": job.turn if job is not None else 0}  # fmt: skip
+        now = {
+            "op_id": worker.dispatch_id,
+            "next_turn": self.state.owner.promised.get(slot, 0),
+            "turn": job.turn if job is not None else 0,
+        }
         fields = {key: number for key, number in now.items() if getattr(message, key, 1) == 0}
         return msgspec.structs.replace(message, **fields)
 
@@ -217,8 +224,8 @@ class Stage(World):
             return  # its manifest is read from disk first
         registrations = self.scheduler.registry.registrations
         asked = registrations.get(getattr(message, "model", MODELS[0]))
-        if asked is not None and getattr(message, "epoch", 1) == 0:
-            message = msgspec.structs.replace(message, epoch=asked.build_epoch)
+        if asked is not None and getattr(message, "op_id", 1) == 0:
+            message = msgspec.structs.replace(message, op_id=asked.build_id)
         self.hear(ev.Received(ev.Address("builder"), message))
 
     def _client(self, rest: bytes) -> None:
@@ -242,10 +249,15 @@ def _encode(command: ev.Command) -> None:
             _timeline().add(command)
         case ev.Journal(entry=entry):
             msgspec.json.encode(entry)
-        case ev.Answer():
+        case ev.Reply():
             output_outside(command.outputs, 4096, 4096)
-            reply_frames("id", body=command.body, timing=command.timing, error=command.error,
-                         more=command.more)  # fmt: skip
+            reply_frames(
+                "id",
+                body=command.body,
+                timing=command.timing,
+                error=command.error,
+                more=command.more,
+            )
         case _:
             pass
 
@@ -257,68 +269,87 @@ def _infer(token: ev.Token, model: ModelName, job: JobName, other: ev.Token) -> 
     deadline_at_ms = 1e4 if other & 2 else None
     slab = SlabTensor(name="x", dtype="float32", shape=(1, 4), offset_bytes=0, size_bytes=16)
     return ev.InferArrived(
-        token=token, request_id=f"r{token}", model=model, digest=model * 64, priority=1,
-        deadline_at_ms=deadline_at_ms, inputs=(slab,), reply_offset_bytes=4096, reply_bytes=4096,
-    )  # fmt: skip
+        token=token,
+        request_id=f"r{token}",
+        model=model,
+        digest=model * 64,
+        priority=1,
+        deadline_at_ms=deadline_at_ms,
+        inputs=(slab,),
+        reply_offset_bytes=4096,
+        reply_bytes=4096,
+    )
 
 
 def _train(token: ev.Token, model: ModelName, job: JobName, other: ev.Token) -> ev.Event:
-    return ev.TrainAsked(token=token, job=job, entry="/a.py", args=(), priority=2)
+    return ev.TrainRequest(token=token, job=job, entry="/a.py", args=(), priority=2)
 
 
 def _asked(action: Any) -> Make:
-    return lambda token, _, job, __: ev.JobAsked(token=token, job=job, action=action)
+    return lambda token, _, job, __: ev.JobRequest(token=token, job=job, action=action)
 
 
 _VERBS: Final[tuple[Make, ...]] = (
     _infer,
     _train,
-    lambda token, model, job, other: ev.CancelAsked(token=other),
+    lambda token, model, job, other: ev.CancelRequest(token=other),
     _asked("pause"),
     _asked("resume"),
     _asked("cancel"),
     _asked("wait"),
-    lambda token, model, job, other: ev.UnregisterAsked(token=token, model=model),
-    lambda token, model, job, other: ev.PinAsked(token=token, model=model, pin=bool(other & 2)),
-    lambda token, model, job, other: ev.PingAsked(token=token),
-    lambda token, model, job, other: ev.ProfileAsked(token=token, model=model),
+    lambda token, model, job, other: ev.UnregisterRequest(token=token, model=model),
+    lambda token, model, job, other: ev.PinRequest(token=token, model=model, pin=bool(other & 2)),
+    lambda token, model, job, other: ev.PingRequest(token=token),
+    lambda token, model, job, other: ev.ProfileRequest(token=token, model=model),
     lambda token, model, job, other: ev.Query(token=token, what="stats"),
     lambda token, model, job, other: ev.Query(token=token, what="ps"),
     lambda token, model, job, other: ev.Query(token=token, what="show", name=model),
     lambda token, model, job, other: ev.Query(token=token, what="jobs"),
     lambda token, model, job, other: ev.PrefetchHint(model=model),
-    lambda token, model, job, other: ev.RegisterAsked(
+    lambda token, model, job, other: ev.RegisterModelRequest(
         token=token, model=model, spec=b"s", spec_digest="s", priority=1, is_pinned=False
     ),
-    lambda token, model, job, other: ev.DrainAsked(token=token, grace_ms=1000.0),
+    lambda token, model, job, other: ev.DrainRequest(token=token, grace_ms=1000.0),
 )
 
 
 def _obedience(message: Message, has_job: bool) -> list[Message]:
     """What a worker answers."""
     match message:
-        case worker_msg.RunInference(epoch=epoch, plan=plan):
+        case worker_msg.RunInference(op_id=op_id, plan=plan):
             times = tuple(float(i) for i in range(len(plan) or 2))
             return [
                 worker_msg.InferenceDone(
-                    epoch=epoch, outputs=(), turn_at_ms=0.0,
-                    first_group_at_ms=0.0, ended_at_ms=1.0, stall_ms=0.0, is_clean=True,
-                    group_begins_at_ms=times, group_ends_at_ms=tuple(t + 1.0 for t in times),
+                    op_id=op_id,
+                    outputs=(),
+                    turn_at_ms=0.0,
+                    first_group_at_ms=0.0,
+                    ended_at_ms=1.0,
+                    stall_ms=0.0,
+                    is_clean=True,
+                    group_begins_at_ms=times,
+                    group_ends_at_ms=tuple(t + 1.0 for t in times),
                 )
-            ]  # fmt: skip
+            ]
         case worker_msg.PrepareModel(model=model, digest=digest, plan=plan):
             return [worker_msg.ModelPrepared(model=model, digest=digest, plan=plan)]
-        case worker_msg.RunJob(epoch=epoch):
-            return [worker_msg.LeaseRequest(epoch=epoch, slice_bytes=MIB, state_bytes=MIB)]
-        case worker_msg.StopTask(epoch=epoch, turn=turn, next_turn=next_turn) if has_job:
+        case worker_msg.RunJob(op_id=op_id):
+            return [worker_msg.LeaseRequest(op_id=op_id, slice_bytes=MIB, state_bytes=MIB)]
+        case worker_msg.StopTask(op_id=op_id, turn=turn, next_turn=next_turn) if has_job:
             return [
-                worker_msg.Parked(epoch=epoch, turn=turn, next_turn=next_turn, where="forward",
-                           asked_at_ms=0.0, parked_at_ms=1.0)
-            ]  # fmt: skip
-        case worker_msg.EvictTask(epoch=epoch) if has_job:
-            return [worker_msg.JobEnded(epoch=epoch, outcome="preempted", step=1)]
-        case Ping(epoch=epoch):
-            return [Pong(epoch=epoch)]
+                worker_msg.JobParked(
+                    op_id=op_id,
+                    turn=turn,
+                    next_turn=next_turn,
+                    where="forward",
+                    asked_at_ms=0.0,
+                    parked_at_ms=1.0,
+                )
+            ]
+        case worker_msg.EvictTask(op_id=op_id) if has_job:
+            return [worker_msg.JobEnded(op_id=op_id, outcome="preempted", step=1)]
+        case Ping(op_id=op_id):
+            return [Pong(op_id=op_id)]
         case _:
             return []
 
@@ -352,37 +383,52 @@ def _asks(verb: int, number: int = 0) -> bytes:
 
 def worker_messages() -> list[Message]:
     """Each message of a worker once, in time (zeros)."""
-    epoch, model = Epoch(0), MODELS[0]
+    op_id, model = OpId(0), MODELS[0]
     slab = SlabTensor(name="y", dtype="float32", shape=(1, 4), offset_bytes=4096, size_bytes=16)
     return [
         worker_msg.InferenceDone(
-            epoch=epoch, outputs=(slab,), turn_at_ms=0.0,
-            first_group_at_ms=0.0, ended_at_ms=1.0, stall_ms=0.0, is_clean=True,
-            group_begins_at_ms=(0.0, 1.0), group_ends_at_ms=(1.0, 2.0),
+            op_id=op_id,
+            outputs=(slab,),
+            turn_at_ms=0.0,
+            first_group_at_ms=0.0,
+            ended_at_ms=1.0,
+            stall_ms=0.0,
+            is_clean=True,
+            group_begins_at_ms=(0.0, 1.0),
+            group_ends_at_ms=(1.0, 2.0),
         ),
         worker_msg.InferenceFailed(
-            epoch=epoch, error="TaskFailed", message="no", data={"type": "E"}
+            op_id=op_id, error="TaskFailed", message="no", data={"type": "E"}
         ),
-        worker_msg.InferenceFailed(epoch=epoch, error="Other", message="no", data={"text": "E"}),
-        worker_msg.Cleaned(epoch=epoch),
-        worker_msg.Parked(epoch=epoch, turn=Turn(0), next_turn=Turn(0), where="forward",
-                   asked_at_ms=0.0, parked_at_ms=1.0),
+        worker_msg.InferenceFailed(op_id=op_id, error="Other", message="no", data={"text": "E"}),
+        worker_msg.WorkerClean(op_id=op_id),
+        worker_msg.JobParked(
+            op_id=op_id,
+            turn=Turn(0),
+            next_turn=Turn(0),
+            where="forward",
+            asked_at_ms=0.0,
+            parked_at_ms=1.0,
+        ),
         worker_msg.WorkerReady(slot=Slot(0), pid=1),
         worker_msg.ModelPrepared(model=model, digest=model * 64),
-        worker_msg.LeaseRequest(epoch=epoch, slice_bytes=MIB, state_bytes=MIB),
-        worker_msg.HostRequest(epoch=epoch, size_bytes=MIB),
-        worker_msg.CommitStep(epoch=epoch, number=1, step=1,
-                       ranges=(ByteRange(offset_bytes=0, size_bytes=8),)),
-        worker_msg.JobReport(epoch=epoch, kind="progress",
-                      values={"step": 3, "epoch": 1, "log": {"a": 1}}),
-        worker_msg.JobReport(epoch=epoch, kind="warning", values={"text": "careful", "step": 1}),
-        worker_msg.JobReport(epoch=epoch, kind="nan_loss",
-                      values={"name": "l", "value": "nan", "step": 1}),
-        worker_msg.JobEnded(epoch=epoch, outcome="done", step=4),
-        worker_msg.JobEnded(epoch=epoch, outcome="failed", step=4, error_type="E", error_text="t"),
-        worker_msg.JobEnded(epoch=epoch, outcome="preempted", step=4),
-        Pong(epoch=epoch),
-    ]  # fmt: skip
+        worker_msg.LeaseRequest(op_id=op_id, slice_bytes=MIB, state_bytes=MIB),
+        worker_msg.HostRequest(op_id=op_id, size_bytes=MIB),
+        worker_msg.CommitStep(
+            op_id=op_id, number=1, step=1, ranges=(ByteRange(offset_bytes=0, size_bytes=8),)
+        ),
+        worker_msg.JobReport(
+            op_id=op_id, kind="progress", values={"step": 3, "epoch": 1, "log": {"a": 1}}
+        ),
+        worker_msg.JobReport(op_id=op_id, kind="warning", values={"text": "careful", "step": 1}),
+        worker_msg.JobReport(
+            op_id=op_id, kind="nan_loss", values={"name": "l", "value": "nan", "step": 1}
+        ),
+        worker_msg.JobEnded(op_id=op_id, outcome="done", step=4),
+        worker_msg.JobEnded(op_id=op_id, outcome="failed", step=4, error_type="E", error_text="t"),
+        worker_msg.JobEnded(op_id=op_id, outcome="preempted", step=4),
+        Pong(op_id=op_id),
+    ]
 
 
 def seeds() -> list[bytes]:
@@ -394,8 +440,8 @@ def seeds() -> list[bytes]:
         frame = _hostile(BUSY, message)
         found.append(join_frames([*pressed, infer, frame, *pressed, infer]))
         found.append(join_frames([*pressed, train, *pressed, frame, infer, frame, *pressed]))
-    failed = BuildFailed(model=MODELS[1], epoch=Epoch(0), error="InvalidInput", message="no")
-    progress = BuildProgress(model=MODELS[1], epoch=Epoch(0), stage="s", fraction=0.5)
+    failed = BuildFailed(model=MODELS[1], op_id=OpId(0), error="InvalidInput", message="no")
+    progress = BuildProgress(model=MODELS[1], op_id=OpId(0), stage="s", fraction=0.5)
     builder = [_says(Who.BUILDER, 0, encode_message(message)) for message in (progress, failed)]
     found.append(join_frames([*builder, _asks(7, 1), *builder]))
     every = [_asks(verb, 1) for verb in range(len(_VERBS) - 1)]
@@ -409,7 +455,32 @@ TARGET = Target(
     run=run,
     seeds=seeds,
     codec=TAGGED_FRAMES,
-    words=("topic", "self", "message", "hint", "data", "step", "epoch", "number", "log", "text",
-           "progress", "warning", "nan_loss", "job", "m", "n", "j", "type", "Parked", "JobEnded",
-           "InferenceDone", "JobReport", "LeaseRequest", "CommitStep", "forward", "done"),
-)  # fmt: skip
+    words=(
+        "topic",
+        "self",
+        "message",
+        "hint",
+        "data",
+        "step",
+        "op_id",
+        "number",
+        "log",
+        "text",
+        "progress",
+        "warning",
+        "nan_loss",
+        "job",
+        "m",
+        "n",
+        "j",
+        "type",
+        "Parked",
+        "JobEnded",
+        "InferenceDone",
+        "JobReport",
+        "LeaseRequest",
+        "CommitStep",
+        "forward",
+        "done",
+    ),
+)

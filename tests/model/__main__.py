@@ -61,11 +61,17 @@ class _Found:
             if report.violation:
                 _say(tell(scope, report.path, report.violation))
             self.failed += not report.is_exhausted or bool(report.violation)
-            self.row["scopes"].append({
-                "name": scope.name, "states": report.states, "transitions": report.transitions,
-                "seconds": round(report.wall_s, 1), "cpu_seconds": round(report.cpu_s, 1),
-                "violation": report.violation or None, "is_exhausted": report.is_exhausted,
-            })  # fmt: skip
+            self.row["scopes"].append(
+                {
+                    "name": scope.name,
+                    "states": report.states,
+                    "transitions": report.transitions,
+                    "seconds": round(report.wall_s, 1),
+                    "cpu_seconds": round(report.cpu_s, 1),
+                    "violation": report.violation or None,
+                    "is_exhausted": report.is_exhausted,
+                }
+            )
 
     def plant(self) -> None:
         """Every seeded bug, and the story of how it was found."""

@@ -17,53 +17,81 @@ from pipeswitch.scheduler.device import Device
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state import records
 from pipeswitch.scheduler.state.device_owner import DeviceOwner
-from pipeswitch.scheduler.state.fair_queue import Accounts, Charge
+from pipeswitch.scheduler.state.fair_queue import CallerQueue, Charge
 from pipeswitch.scheduler.state.predictions import Predictions
 from pipeswitch.scheduler.state.queue import Queue
-from pipeswitch.scheduler.state.regions import Owner, Region, Regions
+from pipeswitch.scheduler.state.regions import Owner, Region, RegionAllocator
 from pipeswitch.scheduler.state.states import OwnerState, Residency
 
 from .frozen import Add, Codec, Next, Still
 
 SHOWN_OF_JOB = (
-    "progress.step", "progress.epoch_index", "progress.suspensions", "progress.evictions",
-    "progress.restarts", "progress.beside", "progress.reported_epoch", "progress.steps_recomputed",
-    "progress.last_log", "progress.steps_per_s", "progress.error", "progress.why",
+    "progress.step",
+    "progress.epoch_index",
+    "progress.suspensions",
+    "progress.evictions",
+    "progress.restarts",
+    "progress.beside",
+    "progress.reported_op_id",
+    "progress.steps_recomputed",
+    "progress.last_log",
+    "progress.steps_per_s",
+    "progress.error",
+    "progress.why",
     "progress.missed_at",  # no scope has a hundred stops
-    "memory.blocked_at_ms", "memory.beside_blocked",  # nor five steps
-    "timing.last_ran_at_ms", "timing.parked_at_ms", "timing.preempted_ms",
+    "memory.blocked_at_ms",
+    "memory.beside_blocked",  # nor five steps
+    "timing.last_ran_at_ms",
+    "timing.parked_at_ms",
+    "timing.preempted_ms",
     "timing.reported_trained_ms",
     # The default order does not read these.
-    "progress.steps_left", "timing.trained_ms", "timing.counted_from_ms",
-    "born_epoch",  # tells the messages of an older job of that name; none has two jobs here
-)  # fmt: skip
-ORDERED_OF_JOB = ("place", "epoch", "memory.persist_epoch", "memory.copying_epoch")
+    "progress.steps_left",
+    "timing.trained_ms",
+    "timing.counted_from_ms",
+    "created_op_id",  # tells the messages of an older job of that name; none has two jobs here
+)
+ORDERED_OF_JOB = ("place", "op_id", "memory.persist_id", "memory.copy_id")
 SHOWN_OF_REPLICA = (
-    "transfer.started_at_ms", "transfer.ended_at_ms",
+    "transfer.started_at_ms",
+    "transfer.ended_at_ms",
     "transfer.report",  # profiles are made of it, and nothing is measured in this world
-)  # fmt: skip
+)
 
 MODEL = Codec(records.Model, drop=("reason", "last_batch"))
 REPLICA = Codec(
-    records.Replica, drop=("model", *SHOWN_OF_REPLICA), parts=(records.Grouping, records.Transfer)
+    records.DeviceModel,
+    drop=("model", *SHOWN_OF_REPLICA),
+    parts=(records.Grouping, records.Transfer),
 )
 REQUEST = Codec(records.Request, parts=(records.Batching, records.Forecast, records.Steps))
 JOB = Codec(
-    records.Job, drop=SHOWN_OF_JOB, ordered=ORDERED_OF_JOB,
+    records.Job,
+    drop=SHOWN_OF_JOB,
+    ordered=ORDERED_OF_JOB,
     parts=(records.JobSpec, records.JobProgress, records.JobMemory, records.JobTiming),
-)  # fmt: skip
+)
 WORKER = Codec(records.Worker, drop=("generation",))
 SHOWN_OF_TASK = ("dispatched_at_ms", "charge")  # these are the accounts'
-ACTIVATION = Codec(records.Activation, drop=SHOWN_OF_TASK)
+ACTIVATION = Codec(records.RunningTask, drop=SHOWN_OF_TASK)
 
 OF_CORE = ("has_left", "drain_at_ms", "now_ms", "counts", "last_epoch", "wakeups", "pins")
 OF_STATE = (
-    "replicas", "requests", "queue", "early", "between", "jobs", "workers", "owner",
+    "replicas",
+    "requests",
+    "queue",
+    "early",
+    "between",
+    "jobs",
+    "workers",
+    "owner",
     "predictions",  # nothing is measured (see ``Known``)
     "accounts",
-    "served", "spent_us",  # are only shown
-    "pinned", "sending",  # follow from the replicas
-)  # fmt: skip
+    "served",
+    "spent_us",  # are only shown
+    "pinned",
+    "sending",  # follow from the replicas
+)
 OF_FLEET = ("is_daemon_alive", "_daemon_deaths", "_daemon_respawn_at_ms")
 
 
@@ -83,7 +111,7 @@ class Known(Predictions):
         return 1.0
 
 
-class Equal(Accounts):
+class Equal(CallerQueue):
     """Every run takes as long. Nothing is kept where there is one caller: it has all turns."""
 
     def __init__(self, is_shared: bool) -> None:
@@ -96,16 +124,20 @@ class Equal(Accounts):
     def died(self, charge: Charge, now_ms: float) -> float:
         return -math.inf  # no time passes
 
-    def freeze(self, *tasks: records.Activation | None) -> Any:
+    def freeze(self, *tasks: records.RunningTask | None) -> Any:
         charges = [task.charge if task is not None else None for task in tasks]
         return self.is_shared and (
             tuple([(one.caller, tuple(one.tags.items()), one.running) for one in self]),
             tuple(self._clock.items()),
-            tuple([c and (*c[:2], tuple([(a.caller, part) for a, part in c.parts.items()]))
-                   for c in charges]),
-        )  # fmt: skip
+            tuple(
+                [
+                    c and (*c[:2], tuple([(a.caller, part) for a, part in c.parts.items()]))
+                    for c in charges
+                ]
+            ),
+        )
 
-    def thaw(self, frozen: Any, *tasks: records.Activation | None) -> None:
+    def thaw(self, frozen: Any, *tasks: records.RunningTask | None) -> None:
         """After the queue, which says who waits."""
         accounts, clock, charges = frozen or ((), (), ())
         for caller, tags, running in accounts:
@@ -148,7 +180,7 @@ class _Records:
         return self._thaw(frozen, n, self._templates[key])
 
 
-def _freeze_regions(regions: Regions, e: Add) -> Any:
+def _freeze_regions(regions: RegionAllocator, e: Add) -> Any:
     found = []
     for region in regions:
         owner = region.owner
@@ -160,7 +192,7 @@ def _freeze_regions(regions: Regions, e: Add) -> Any:
     return tuple(found)
 
 
-def _thaw_regions(regions: Regions, frozen: Any, n: Next) -> None:
+def _thaw_regions(regions: RegionAllocator, frozen: Any, n: Next) -> None:
     regions.clear()
     total = 0
     for offset, size, kind, name in frozen:
@@ -178,10 +210,14 @@ class Brain:
         self.scheduler = scheduler
         machine = scheduler.machine
         known = {
-            "core": OF_CORE, "state": OF_STATE, "fleet": OF_FLEET, "machine": ("models",),
-            "versions": ("models",), "admission": ("_models",),
+            "core": OF_CORE,
+            "state": OF_STATE,
+            "worker_pool": OF_FLEET,
+            "machine": ("models",),
+            "versions": ("models",),
+            "admission": ("_models",),
             "daemon": ("generation", "pid", "is_ready", "is_given_up"),
-        }  # fmt: skip
+        }
         parts = [*vars(scheduler).items(), ("store", machine.store)]
         parts = [(name, part) for name, part in parts if not name.startswith("_")]
         for device in machine.devices:
@@ -195,10 +231,10 @@ class Brain:
         )
         self._jobs = _Records(JOB, (None, records.Job(records.JobSpec("", "", (), 1))))
         self._workers = _Records(WORKER, (None, records.Worker(0)))
-        self._tasks = _Records(ACTIVATION, (None, records.Activation(0, 0, (), "", 0.0, False)))
+        self._tasks = _Records(ACTIVATION, (None, records.RunningTask(0, 0, (), "", 0.0, False)))
 
     def freeze(self, e: Add) -> Any:
-        """The scheduler's state as a tuple; its epochs go to ``e``.
+        """The scheduler's state as a tuple; its operation ids go to ``e``.
 
         Generations are the caller's to rank: he knows which late messages name them.
         """
@@ -217,7 +253,7 @@ class Brain:
         )
 
     def _freeze_device(self, device: Device, e: Add) -> Any:
-        state, fleet = device.state, device.fleet
+        state, worker_pool = device.state, device.worker_pool
         requests, jobs, replicas = self._requests, self._jobs, self._replicas[state.index]
         workers, tasks, owner = self._workers, self._tasks, state.owner
         promised = sorted(owner.promised.items())
@@ -233,9 +269,9 @@ class Brain:
             state.daemon.is_ready,
             state.daemon.is_given_up,
             _freeze_regions(device.arena.regions, e),
-            fleet.is_daemon_alive,
-            fleet._daemon_deaths,
-            fleet._daemon_respawn_at_ms,
+            worker_pool.is_daemon_alive,
+            worker_pool._daemon_deaths,
+            worker_pool._daemon_respawn_at_ms,
             tuple([request.token for request in state.early]),
             tuple([replicas.freeze(one, e, name) for name, one in state.replicas.items()]),
             state.accounts.freeze(owner.running, owner.pending, owner.yielded),
@@ -265,11 +301,27 @@ class Brain:
     def _thaw_device(
         self, device: Device, frozen: Any, n: Next, generations: Sequence[int]
     ) -> None:
-        core, state, fleet = self.scheduler.core, device.state, device.fleet
-        (requests, queue, jobs, workers, running, pending, yielded, holder,
-         state.daemon.is_ready, state.daemon.is_given_up, arena, fleet.is_daemon_alive,
-         fleet._daemon_deaths, fleet._daemon_respawn_at_ms, early, replicas,
-         accounts, between) = frozen  # fmt: skip
+        core, state, worker_pool = self.scheduler.core, device.state, device.worker_pool
+        (
+            requests,
+            queue,
+            jobs,
+            workers,
+            running,
+            pending,
+            yielded,
+            holder,
+            state.daemon.is_ready,
+            state.daemon.is_given_up,
+            arena,
+            worker_pool.is_daemon_alive,
+            worker_pool._daemon_deaths,
+            worker_pool._daemon_respawn_at_ms,
+            early,
+            replicas,
+            accounts,
+            between,
+        ) = frozen
         state.requests = {t[0]: self._requests.thaw(t, n) for t in requests}
         state.accounts = Equal(state.accounts.is_shared)
         state.queue, state.early = Queue(core.judge, state.accounts), Queue()

@@ -20,65 +20,102 @@ from pipeswitch.ipc.messages.daemon import (
     TransmitModel,
 )
 from pipeswitch.ipc.messages.worker import (
-    Back,
-    Choosing,
-    Cleaned,
+    BatchedRequest,
     CommitStep,
     EvictTask,
     GrantTurn,
     InferenceDone,
     JobEnded,
-    JoinedRequest,
+    JobParked,
+    JobReady,
     LeaseGranted,
     LeaseRequest,
-    Parked,
     RunInference,
     RunJob,
-    SteppedAside,
+    SamplingParams,
     StopTask,
+    WorkerClean,
     WorkerReady,
+    Yielded,
 )
 
-from .frozen import EPOCHS, Add, Next
+from .frozen import OP_IDS, Add, Next
 
-Body = tuple[str, tuple[Any, ...]]  # name and fields, without epochs and turns
+Body = tuple[str, tuple[Any, ...]]  # name and fields, without operation ids and turns
 
 IMAGE_BYTES: Final = 3  # of the model's training state: see ``commits``
 _RANGES: Final = (ByteRange(offset_bytes=0, size_bytes=IMAGE_BYTES),)
 # What never matters here is not carried: these values stand for it.
 _FIXED: Final[dict[type[Message], dict[str, Any]]] = {
     RunInference: {
-        "digest": "", "directory": "", "inputs": (), "reply_offset_bytes": 0, "reply_bytes": 0,
+        "digest": "",
+        "directory": "",
+        "inputs": (),
+        "reply_offset_bytes": 0,
+        "reply_bytes": 0,
     },
     RunJob: {
-        "entry": "", "args": (), "log_path": "", "commit_every_ms": float("inf"),
-        "restarts": 0, "steps_recomputed": 0,
+        "entry": "",
+        "args": (),
+        "log_path": "",
+        "commit_every_ms": float("inf"),
+        "restarts": 0,
+        "steps_recomputed": 0,
     },
     InferenceDone: {
-        "turn_at_ms": 0.0, "first_group_at_ms": 0.0, "ended_at_ms": 0.0,
-        "stall_ms": 0.0, "group_begins_at_ms": (), "group_ends_at_ms": (),
+        "turn_at_ms": 0.0,
+        "first_group_at_ms": 0.0,
+        "ended_at_ms": 0.0,
+        "stall_ms": 0.0,
+        "group_begins_at_ms": (),
+        "group_ends_at_ms": (),
     },
-    Parked: {"asked_at_ms": 0.0, "parked_at_ms": 0.0},
+    JobParked: {"asked_at_ms": 0.0, "parked_at_ms": 0.0},
     CommitStep: {"ranges": _RANGES},
     CommitCopy: {"ranges": _RANGES},
     StepCommitted: {"copy_ms": 0.0},
     JobEnded: {"step": 0, "error_type": "", "error_text": ""},
     TransmitEnded: {
-        "copied_bytes": 0, "started_at_ms": 0.0, "ended_at_ms": 0.0, "group_ends_at_ms": (),
+        "copied_bytes": 0,
+        "started_at_ms": 0.0,
+        "ended_at_ms": 0.0,
+        "group_ends_at_ms": (),
     },
     DaemonReady: {"pid": 1},
-}  # fmt: skip
+}
 _CARRIED: Final = (
-    RunInference, RunJob, StopTask, GrantTurn, EvictTask, LeaseGranted, WorkerReady,
-    InferenceDone, Cleaned, Parked, LeaseRequest, CommitStep, CommitCopy, Scrub,
-    StepCommitted, JobEnded, TransmitModel, TransmitEnded, Scrubbed, DaemonReady,
-    CommitPersisted, SteppedAside, Back,
-)  # fmt: skip
+    RunInference,
+    RunJob,
+    StopTask,
+    GrantTurn,
+    EvictTask,
+    LeaseGranted,
+    WorkerReady,
+    InferenceDone,
+    WorkerClean,
+    JobParked,
+    LeaseRequest,
+    CommitStep,
+    CommitCopy,
+    Scrub,
+    StepCommitted,
+    JobEnded,
+    TransmitModel,
+    TransmitEnded,
+    Scrubbed,
+    DaemonReady,
+    CommitPersisted,
+    Yielded,
+    JobReady,
+)
 _NESTED: Final[dict[str, tuple[type, int]]] = {  # of what, and how deep in tuples
-    "groups": (GroupCopy, 1), "outputs": (SlabTensor, 1), "joined": (JoinedRequest, 1),
-    "joined_outputs": (SlabTensor, 2), "choosing": (Choosing, 0),
-}  # fmt: skip
-_OF_COMMITS: Final = (CommitStep, CommitCopy, StepCommitted)  # their epochs are compared
+    "groups": (GroupCopy, 1),
+    "outputs": (SlabTensor, 1),
+    "batched": (BatchedRequest, 1),
+    "batched_outputs": (SlabTensor, 2),
+    "sampling_params": (SamplingParams, 0),
+}
+_OF_COMMITS: Final = (CommitStep, CommitCopy, StepCommitted)  # their operation ids are compared
 
 
 class _Kind:
@@ -88,9 +125,10 @@ class _Kind:
         self.kind = kind
         self.fixed = _FIXED.get(kind, {})
         names = [name for name in kind.__struct_fields__ if name not in self.fixed]
-        annotations = {k: v for base in kind.__mro__ for k, v in vars(base).get(
-            "__annotations__", {}).items()}  # fmt: skip
-        self.epochs = tuple(name for name in names if annotations[name] in EPOCHS)
+        annotations = {
+            k: v for base in kind.__mro__ for k, v in vars(base).get("__annotations__", {}).items()
+        }
+        self.epochs = tuple(name for name in names if annotations[name] in OP_IDS)
         self.is_ordered = tuple(
             annotations[name] == "Turn" or kind in _OF_COMMITS for name in self.epochs
         )
@@ -105,7 +143,7 @@ def _packed(value: Any, depth: int) -> Any:
     if depth:
         return tuple([_packed(part, depth - 1) for part in value])
     parts = astuple(value) if value is not None else ()
-    return tuple([_packed(one, 0) if isinstance(one, Choosing) else one for one in parts])
+    return tuple([_packed(one, 0) if isinstance(one, SamplingParams) else one for one in parts])
 
 
 def _unpacked(value: Any, kind: type, depth: int) -> Any:
@@ -114,14 +152,14 @@ def _unpacked(value: Any, kind: type, depth: int) -> Any:
     if not value:
         return None
     fields = dict(zip(kind.__struct_fields__, value, strict=True))  # type: ignore[attr-defined]
-    if "choosing" in fields:
-        fields["choosing"] = _unpacked(fields["choosing"] or (), Choosing, 0)
+    if "sampling_params" in fields:
+        fields["sampling_params"] = _unpacked(fields["sampling_params"] or (), SamplingParams, 0)
     return kind(**fields)
 
 
 @cache
 def _pack(message: Message) -> tuple[Body, tuple[int, ...]]:
-    """The message as plain values, and its epochs; those that are ordered are negative."""
+    """The message as plain values, and its operation ids; those that are ordered are negative."""
     name = type(message).__name__
     known = _KINDS[name]
     fields = [getattr(message, field) for field in known.plain]
@@ -155,12 +193,12 @@ def plain(message: Message) -> Any:
 
 
 def freeze_items(messages: Iterable[Message], e: Add) -> Any:
-    """A channel as plain values; its epochs go to ``e``."""
+    """A channel as plain values; its operation ids go to ``e``."""
     frozen = []
     for message in messages:
         body, epochs = _pack(message)
-        for epoch in epochs:
-            e(epoch)
+        for op_id in epochs:
+            e(op_id)
         frozen.append(body)
     return tuple(frozen)
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from pipeswitch.base.errors import Cancelled, DeadlineExceeded, PipeSwitchError, ServerUnavailable
 from pipeswitch.ipc.messages.base import JobName, ModelName
-from pipeswitch.ipc.messages.worker import Choosing, RunInference
+from pipeswitch.ipc.messages.worker import RunInference, SamplingParams
 from pipeswitch.scheduler import events as ev
 from pipeswitch.simulator.clients import Action, SimulatedClients
 from pipeswitch.simulator.costs import Training
@@ -57,17 +57,49 @@ class Clients(SimulatedClients):
 
     def freeze(self) -> Any:
         return (
-            tuple(sorted(self.open)), self.asked, self.is_trained, self.is_paused, self.pauses,
-            self.cancels, self.hints, self.drains, self.pins, self.moves, self.deadlines,
-            self.cancelled, self.drained, self.turns, self.waits, self.ended, self.parked,
-            self.parks, tuple(self.left.items()),
-        )  # fmt: skip
+            tuple(sorted(self.open)),
+            self.asked,
+            self.is_trained,
+            self.is_paused,
+            self.pauses,
+            self.cancels,
+            self.hints,
+            self.drains,
+            self.pins,
+            self.moves,
+            self.deadlines,
+            self.cancelled,
+            self.drained,
+            self.turns,
+            self.waits,
+            self.ended,
+            self.parked,
+            self.parks,
+            tuple(self.left.items()),
+        )
 
     def thaw(self, frozen: Any) -> None:
-        (still_open, self.asked, self.is_trained, self.is_paused, self.pauses, self.cancels,
-         self.hints, self.drains, self.pins, self.moves, self.deadlines, self.cancelled,
-         self.drained, self.turns, self.waits, self.ended, self.parked, self.parks,
-         left) = frozen  # fmt: skip
+        (
+            still_open,
+            self.asked,
+            self.is_trained,
+            self.is_paused,
+            self.pauses,
+            self.cancels,
+            self.hints,
+            self.drains,
+            self.pins,
+            self.moves,
+            self.deadlines,
+            self.cancelled,
+            self.drained,
+            self.turns,
+            self.waits,
+            self.ended,
+            self.parked,
+            self.parks,
+            left,
+        ) = frozen
         self.left = dict(left)
         self.open = set(still_open)
 
@@ -122,8 +154,8 @@ class Clients(SimulatedClients):
         if caller:
             self.waits += ((self.asked, len(self.turns)),)
         deadline_ms = DEADLINE_MS if has_deadline else None
-        choosing = Choosing(left=scope.runs) if scope.runs else None
-        self.infer(model, deadline_ms=deadline_ms, caller=caller, choosing=choosing)
+        sampling_params = SamplingParams(left=scope.runs) if scope.runs else None
+        self.infer(model, deadline_ms=deadline_ms, caller=caller, sampling_params=sampling_params)
 
     def run_ended(self, command: ev.RunEnded) -> None:
         """The frontend hears of it later: other events may come before."""
@@ -140,7 +172,9 @@ class Clients(SimulatedClients):
         """The frontend says what they compute next; one of them may have no room."""
         (runs, *rest) = self.ended
         self.ended = tuple(rest)
-        found = [ev.NextRun(token=ev.Token(t), choosing=Choosing(left=n)) for t, n in runs]
+        found = [
+            ev.NextRun(token=ev.Token(t), sampling_params=SamplingParams(left=n)) for t, n in runs
+        ]
         if is_parked:
             self.parks -= 1
             self.parked += (runs[0],)
@@ -151,7 +185,7 @@ class Clients(SimulatedClients):
         """One that waited for room has it, even if it was taken back meanwhile."""
         token, left = self.parked[index]
         self.parked = self.parked[:index] + self.parked[index + 1 :]
-        run = ev.NextRun(token=ev.Token(token), choosing=Choosing(left=left))
+        run = ev.NextRun(token=ev.Token(token), sampling_params=SamplingParams(left=left))
         self._world.handle(ev.NextRuns(runs=(run,)))
 
     def do_pause(self) -> None:
@@ -163,7 +197,7 @@ class Clients(SimulatedClients):
         to = f"cpu:{self.moves % 2}"
         self.moves -= 1
         self._next_token = MOVE
-        self._world.handle(ev.JobAsked(token=self.token(), job=JOB, action="move", to=to))
+        self._world.handle(ev.JobRequest(token=self.token(), job=JOB, action="move", to=to))
 
     def do_resume(self) -> None:
         self.is_paused = False
@@ -177,7 +211,7 @@ class Clients(SimulatedClients):
         """A client takes its request back, or has gone."""
         self.cancels -= 1
         self.cancelled += (token,)
-        self._world.handle(ev.CancelAsked(token=ev.Token(token)))
+        self._world.handle(ev.CancelRequest(token=ev.Token(token)))
 
     def do_hint(self, index: int) -> None:
         """A large request is on its way; perhaps it never comes."""
@@ -189,7 +223,7 @@ class Clients(SimulatedClients):
         self.pins -= 1
         self._next_token = PIN
         self._world.handle(
-            ev.PinAsked(token=self.token(), model=self._world.model_name(0), pin=True)
+            ev.PinRequest(token=self.token(), model=self._world.model_name(0), pin=True)
         )
 
     def do_drain(self) -> None:
@@ -197,7 +231,7 @@ class Clients(SimulatedClients):
         grace_ms = self._world.scope.grace_ms
         self.drains -= 1
         self.drained = (self.asked, self._world.now_ms + grace_ms)
-        self._world.handle(ev.DrainAsked(token=None, grace_ms=grace_ms))
+        self._world.handle(ev.DrainRequest(token=None, grace_ms=grace_ms))
 
     def leave(self) -> None:
         """The server stops: every token was answered before."""
@@ -205,7 +239,7 @@ class Clients(SimulatedClients):
 
     def check_dispatch(self, order: RunInference) -> None:
         """Requests are sent to a worker: not when their clients have given up on them."""
-        for one in (order, *order.joined):
+        for one in (order, *order.batched):
             token = int(one.request_id.removeprefix("r"))
             at_ms = dict(self.deadlines).get(token, math.inf)
             require(self._world.now_ms < at_ms, f"request r{token} is begun after its deadline")
@@ -229,10 +263,11 @@ class Clients(SimulatedClients):
         scope = self._world.scope
         return any(
             model == (scope.asks[token - 1] if scope.asks else self._world.model_name(token - 1))
-            for token in self.open if token < TRAIN
-        )  # fmt: skip
+            for token in self.open
+            if token < TRAIN
+        )
 
-    def answered(self, answer: ev.Answer) -> None:
+    def answered(self, answer: ev.Reply) -> None:
         """An answer goes out: the first for its token, and the right one."""
         super().answered(answer)
         token = int(answer.token)

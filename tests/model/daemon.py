@@ -78,7 +78,7 @@ class Daemon(SimulatedDaemon):
         guard = TransmitGuard(
             arena_bytes=scope.arena_bytes, store_bytes=scope.store_bytes, words=scope.words
         )
-        guard._live = {copy.order.epoch: copy.order for copy in self.copies}
+        guard._live = {copy.order.op_id: copy.order for copy in self.copies}
         guard.accept(order)
 
     def accepts(self, order: daemon_msg.CommitCopy) -> bool:
@@ -102,16 +102,19 @@ def freeze_daemon(daemon: Daemon | None, e: Add) -> Any:
     if daemon is None:
         return None
     areas = sorted(daemon._areas.items())
-    for _, (epoch, _) in areas:
-        e(-epoch)
+    for _, (op_id, _) in areas:
+        e(-op_id)
     last = daemon.last_order
     return (
-        daemon.is_ready, daemon.is_half, tuple([(job, number) for job, (_, number) in areas]),
+        daemon.is_ready,
+        daemon.is_half,
+        tuple([(job, number) for job, (_, number) in areas]),
         freeze_items([copy.order for copy in daemon.copies], e),
         tuple([(copy.is_cancelled, copy.done) for copy in daemon.copies]),
-        freeze_items(daemon._lanes.get(TO_HOST, ()), e), freeze_items(daemon.out.get(OUT, ()), e),
+        freeze_items(daemon._lanes.get(TO_HOST, ()), e),
+        freeze_items(daemon.out.get(OUT, ()), e),
         freeze_items(() if last is None else (last,), e),
-    )  # fmt: skip
+    )
 
 
 def thaw_daemon(frozen: Any, n: Next, daemon: Daemon) -> None:

@@ -13,22 +13,27 @@ from .frozen import Add, Next
 def freeze_device(device: Device, e: Add) -> Any:
     e(-device.turn)
     words = sorted(device.words.items())
-    for _, epoch in words:
-        e(epoch)
+    for _, op_id in words:
+        e(op_id)
     held = device.contents.values()
     e(device.computed[0])
     stops = sorted(device.stop_words.items())
-    for _, epoch in stops:
-        e(epoch)
+    for _, op_id in stops:
+        e(op_id)
     return (
         tuple([slot for slot, _ in stops]),
         device.computed[1],
-        tuple([word for word, _ in words]), freeze_items([one.order for one in held], e),
-        tuple([(one.done, one.order.model in device.intact, one.order.epoch in device.cancelled)
-               for one in held]),
+        tuple([word for word, _ in words]),
+        freeze_items([one.order for one in held], e),
+        tuple(
+            [
+                (one.done, one.order.model in device.intact, one.order.op_id in device.cancelled)
+                for one in held
+            ]
+        ),
         tuple([(at, tuple(image)) for at, image in sorted(device.slices.items())]),
         tuple([tuple(span) for span in sorted(device.dirty)]),
-    )  # fmt: skip
+    )
 
 
 def thaw_device(frozen: Any, n: Next) -> Device:
@@ -43,7 +48,7 @@ def thaw_device(frozen: Any, n: Next) -> Device:
         if is_intact:
             device.intact[order.model] = region_of(order)
         if is_cancelled:
-            device.cancelled |= {order.epoch}
+            device.cancelled |= {order.op_id}
     device.slices = {at: Image(*image) for at, image in slices}
     device.dirty = tuple([Span(*span) for span in dirty])
     return device

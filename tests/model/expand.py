@@ -17,11 +17,24 @@ from .scope import Scope
 from .world import World
 
 # What may happen and need not: rest is reached without any of it.
-FAULTS = frozenset({
-    "kill", "kill_early", "struck_early", "kill_daemon", "suspect", "tells_twice",
-    "hears_twice", "daemon_hears_again", "daemon_tells_twice",
-    "cancel", "drain", "hint", "passes", "cycle",
-})  # fmt: skip
+FAULTS = frozenset(
+    {
+        "kill",
+        "kill_early",
+        "struck_early",
+        "kill_daemon",
+        "suspect",
+        "tells_twice",
+        "hears_twice",
+        "daemon_hears_again",
+        "daemon_tells_twice",
+        "cancel",
+        "drain",
+        "hint",
+        "passes",
+        "cycle",
+    }
+)
 
 CHUNK = 64  # states that go to a process at once
 GARBAGE_EVERY = 100_000  # objects: nearly all that is made here is no garbage, or falls at once
@@ -29,7 +42,7 @@ DIGEST_BYTES = 12  # two of 10^6 states share one with a chance below 10^-16
 
 # That a process remembers of the scheduler, some 3 KiB each. With a quarter of what a scope has,
 # it takes half as long again.
-MOST_MOMENTS = 150_000
+MAX_MOMENTS = 150_000
 
 State = tuple[int, bytes]  # where it is at home (see ``Moment.home``), and the state
 Edge = tuple[Action, bytes, State | None]  # the state's digest; the state when it is news
@@ -61,7 +74,7 @@ class Expander:
     def expand(self, frozen: bytes) -> Expanded:
         """Every successor of one state."""
         world, found = self.world, Expanded()
-        world.recall.forget(MOST_MOMENTS)
+        world.recall.forget(MAX_MOMENTS)
         state = marshal.loads(frozen)
         world.thaw(state)
         possible, later = actions(world), jumps(world)
@@ -160,10 +173,11 @@ class Elsewhere:
                 return False
             chunk = source.pop()
             self._pools[which].apply_async(
-                _expand, ([frozen for _, (_, frozen) in chunk],),
+                _expand,
+                ([frozen for _, (_, frozen) in chunk],),
                 callback=lambda found: answers.put((which, chunk, found)),
                 error_callback=lambda error: answers.put((which, chunk, error)),
-            )  # fmt: skip
+            )
             return True
 
         under_way = sum(give(which) for which in range(count) for _ in range(2))

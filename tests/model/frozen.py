@@ -1,9 +1,9 @@
 """Turns live records into plain tuples and back: what makes a state comparable.
 
-Epochs, turns and process generations mean nothing by themselves. So epochs are taken out in a
-fixed order and numbered anew; states that differ only in how high they have counted are one state.
-Those that are compared by size somewhere are taken out negative, and stay so in a frozen state:
-what was not touched since it was thawed is as frozen as it was.
+Operation ids, turns and process generations mean nothing by themselves. So operation ids are taken
+out in a fixed order and numbered anew; states that differ only in how high they have counted are
+one state. Those that are compared by size somewhere are taken out negative, and stay so in a frozen
+state: what was not touched since it was thawed is as frozen as it was.
 
 The code is made from each class's annotations. A field whose annotation says nothing here must
 keep the value it had at the start; when it changes, the model refuses to go on: it would merge
@@ -22,8 +22,8 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from pipeswitch.ipc.messages.worker import Choosing
-from pipeswitch.planning.streaming import Landings
+from pipeswitch.ipc.messages.worker import SamplingParams
+from pipeswitch.planning.streaming import StagingLayout
 from pipeswitch.scheduler.state.records import Runs
 from pipeswitch.scheduler.state.states import StateMachine
 
@@ -31,16 +31,32 @@ Add = Callable[[int], None]
 Next = Callable[[], int]
 Freeze = Callable[[Any, Add], Any]
 Thaw = Callable[[Any, Next], Any]
-Kept = tuple[bytes, tuple[int, ...]]  # marshalled, and its epochs: see ``frozen_part``
+Kept = tuple[bytes, tuple[int, ...]]  # marshalled, and its operation ids: see ``frozen_part``
 
-PLAIN = frozenset({
-    "int", "float", "str", "bool", "int | None", "float | None", "bool | None", "Slot",
-    "Slot | None", "Token",
-    "ModelName", "JobName", "JobName | None", "ModelName | None", "Wanted",
-    "tuple[int, ...]", "tuple[str, ...]", "tuple[Token, ...]",
-})  # fmt: skip
+PLAIN = frozenset(
+    {
+        "int",
+        "float",
+        "str",
+        "bool",
+        "int | None",
+        "float | None",
+        "bool | None",
+        "Slot",
+        "Slot | None",
+        "Token",
+        "ModelName",
+        "JobName",
+        "JobName | None",
+        "ModelName | None",
+        "Wanted",
+        "tuple[int, ...]",
+        "tuple[str, ...]",
+        "tuple[Token, ...]",
+    }
+)
 LISTS = frozenset({"list[Token]", "list[JobName]"})
-EPOCHS = frozenset({"Epoch", "Turn"})
+OP_IDS = frozenset({"OpId", "Turn"})
 
 
 class UnknownField(Exception):
@@ -52,7 +68,7 @@ class Codec:
 
     Args:
         drop: fields that are only shown: no decision reads them.
-        ordered: epochs that are compared by size somewhere; turns always are.
+        ordered: operation ids that are compared by size somewhere; turns always are.
         parts: classes of fields that are records themselves. Their fields are named with a dot.
 
     Attributes:
@@ -61,9 +77,13 @@ class Codec:
     """
 
     def __init__(
-        self, kind: type, *, drop: tuple[str, ...] = (), ordered: tuple[str, ...] = (),
+        self,
+        kind: type,
+        *,
+        drop: tuple[str, ...] = (),
+        ordered: tuple[str, ...] = (),
         parts: tuple[type, ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.kind = kind
         self.drop = drop
         self.parts: dict[str, type] = {}  # by field; "": the record itself
@@ -77,9 +97,9 @@ class Codec:
             "new": kind.__new__,
             "StateMachine": StateMachine,
             "lands": lands,
-            "choosing": lambda t: t and Choosing(steps=t[0], left=t[1]),
+            "sampling_params": lambda t: t and SamplingParams(steps=t[0], left=t[1]),
             "runs": lambda t: t and Runs(0.0, None, None, *t),
-            "landings": lambda t: t and Landings(*t[:2], frozenset(t[2]), *t[3:]),
+            "landings": lambda t: t and StagingLayout(*t[:2], frozenset(t[2]), *t[3:]),
         }
         known = {part.__name__: part for part in parts}
         self._fields("", kind, known)
@@ -101,7 +121,7 @@ class Codec:
     def _field(self, name: str, annotation: str) -> None:
         if annotation in PLAIN:
             self._value(name, f"o.{name}", "{}")
-        elif annotation in EPOCHS:
+        elif annotation in OP_IDS:
             is_ordered = annotation == "Turn" or name in self._ordered
             self._lines_out.append(f"e({'-' if is_ordered else ''}o.{name})")
             self._epochs_in.append(f"{_slot(name)} = n()")
@@ -111,10 +131,12 @@ class Codec:
             self._value(name, f"tuple(sorted(o.{name}))", "set({})")
         elif annotation.startswith("dict[ModelName, "):
             self._value(name, f"tuple(sorted(o.{name}.items()))", "dict({})")
-        elif annotation == "Landings | None":
+        elif annotation == "StagingLayout | None":
             self._value(name, f"lands(o.{name})", "landings({})")
-        elif annotation == "Choosing | None":
-            self._value(name, f"o.{name} and (o.{name}.steps, o.{name}.left)", "choosing({})")
+        elif annotation == "SamplingParams | None":
+            self._value(
+                name, f"o.{name} and (o.{name}.steps, o.{name}.left)", "sampling_params({})"
+            )
         elif annotation == "Runs | None":  # the rest is only shown
             shown = f"o.{name} and (o.{name}.is_returning, o.{name}.is_cancelled)"
             self._value(name, shown, "runs({})")
@@ -175,9 +197,9 @@ def _slot(name: str) -> str:
     return f"d_{path}[{field!r}]"
 
 
-def lands(of: Landings | None) -> Any:
+def lands(of: StagingLayout | None) -> Any:
     """The landings of a model that streams as plain values."""
-    return of and (of.offsets, of.waits, tuple(sorted(of.kept)), of.kept_bytes, of.size_bytes)
+    return of and (of.offsets, of.waits, tuple(sorted(of.kept)), of.resident_bytes, of.size_bytes)
 
 
 class Still:
@@ -209,39 +231,40 @@ class Still:
                 )
 
 
-@cache  # one transition's epochs look like another's: a few thousand lists in a whole scope
+@cache  # one transition's operation ids look like another's: a few thousand lists in a whole scope
 def renumbered(epochs: tuple[int, ...]) -> tuple[int, ...]:
-    """The epochs with new numbers; those that are compared by size are negative, also afterwards.
+    """The operation ids with new numbers; those that are compared by size are negative, also
+    afterwards.
 
     1. None (0) stays none.
     2. Values that are compared by size somewhere keep their order.
     3. Of the others only equality matters: they are numbered in the order they are met, and one
-       that nothing else names is as good as none. New epochs are larger than all, so it can never
-       be met again.
+       that nothing else names is as good as none. New operation ids are larger than all, so it can
+       never be met again.
     """
-    ordered = sorted({-epoch for epoch in epochs if epoch < 0})
-    numbers = {0: 0} | {epoch: rank for rank, epoch in enumerate(ordered, start=1)}
+    ordered = sorted({-op_id for op_id in epochs if op_id < 0})
+    numbers = {0: 0} | {op_id: rank for rank, op_id in enumerate(ordered, start=1)}
     counts = Counter(epochs)
     result = []
-    for epoch in epochs:
-        value = abs(epoch)
+    for op_id in epochs:
+        value = abs(op_id)
         if value not in numbers:
-            if counts[epoch] == 1:
+            if counts[op_id] == 1:
                 result.append(0)
                 continue
             numbers[value] = len(numbers)
-        result.append(-numbers[value] if epoch < 0 else numbers[value])
+        result.append(-numbers[value] if op_id < 0 else numbers[value])
     return tuple(result)
 
 
 def frozen_part(freeze: Freeze, part: Any) -> Kept:
-    """A part of the world as bytes and epochs; both stay the same until the part changes."""
+    """A part of the world as bytes and operation ids; both stay the same until the part changes."""
     epochs: list[int] = []
     # Version 2 writes no references, so the bytes depend on the values alone.
     return marshal.dumps(freeze(part, epochs.append), 2), tuple(epochs)
 
 
 def reader(epochs: tuple[int, ...]) -> Next:
-    """Gives the epochs back in the order in which they were taken out."""
+    """Gives the operation ids back in the order in which they were taken out."""
     numbers: Iterator[int] = map(abs, epochs)
     return numbers.__next__

@@ -43,7 +43,7 @@ def _without(kind: type) -> Callable[[Handle, ev.Event], list[ev.Command]]:
 
 def _answers_twice(handle: Handle, event: ev.Event) -> list[ev.Command]:
     commands = handle(event)
-    return commands + [one for one in commands if isinstance(one, ev.Answer) and one.outputs]
+    return commands + [one for one in commands if isinstance(one, ev.Reply) and one.outputs]
 
 
 def _suspects_are_dead(handle: Handle, event: ev.Event) -> list[ev.Command]:
@@ -66,9 +66,9 @@ def _names_the_next_step(handle: Handle, event: ev.Event) -> list[ev.Command]:
 
 def _exchanges_outputs(handle: Handle, event: ev.Event) -> list[ev.Command]:
     match event:
-        case ev.Received(message=InferenceDone(joined_outputs=[other, *others]) as done):
+        case ev.Received(message=InferenceDone(batched_outputs=[other, *others]) as done):
             done = msgspec.structs.replace(
-                done, outputs=other, joined_outputs=(done.outputs, *others)
+                done, outputs=other, batched_outputs=(done.outputs, *others)
             )
             event = msgspec.structs.replace(event, message=done)
         case _:
@@ -119,15 +119,24 @@ MUTANTS = (
     Mutant("a dead worker is not replaced", KILLED, _without(ev.Spawn)),
     Mutant("workers outlive their memory daemon", DAEMON_KILLED, _without(ev.Kill)),
     Mutant("a commit is not copied", COMMITTED, _without(CommitCopy)),
-    Mutant("a commit is not written to disk before the server leaves",
-           replace(PREEMPTED, requests=0, drains=1), _without(PersistCommit)),
+    Mutant(
+        "a commit is not written to disk before the server leaves",
+        replace(PREEMPTED, requests=0, drains=1),
+        _without(PersistCommit),
+    ),
     Mutant("a commit has the number of another step", COMMITTED, _names_the_next_step),
     Mutant("a request is answered twice", PREEMPTED, _answers_twice),
-    Mutant("a suspect is taken for dead before it is reaped",
-           replace(PREEMPTED, steps=1, suspicions=1), _suspects_are_dead),
+    Mutant(
+        "a suspect is taken for dead before it is reaped",
+        replace(PREEMPTED, steps=1, suspicions=1),
+        _suspects_are_dead,
+    ),
     Mutant("joined requests read each other's answers", JOINED, _exchanges_outputs),
     Mutant("a generation is forgotten when its run has ended", GENERATED, _without(ev.RunEnded)),
     Mutant("a generation is answered before its last token", GENERATED, _answers_early),
-    Mutant("a request is begun after its deadline",
-           replace(PREEMPTED, requests=2, deadlines=1), _forgets_deadlines),
-)  # fmt: skip
+    Mutant(
+        "a request is begun after its deadline",
+        replace(PREEMPTED, requests=2, deadlines=1),
+        _forgets_deadlines,
+    ),
+)

@@ -20,9 +20,18 @@ from .frozen import Kept, frozen_part, reader
 FIRST_EPOCH: Final = 1000  # what is new is larger than all that has been renumbered
 # The other commands only inform.
 PERFORMED: Final = (
-    ev.Spawn, ev.Send, ev.Kill, ev.RaiseTurn, ev.Interrupt, ev.Answer, ev.RunEnded,
-    ev.CreateCommits, ev.DropCommits, ev.StartBuild, ev.Leave,
-)  # fmt: skip
+    ev.Spawn,
+    ev.Send,
+    ev.Kill,
+    ev.RaiseTurn,
+    ev.Interrupt,
+    ev.Reply,
+    ev.RunEnded,
+    ev.CreateCommits,
+    ev.DropCommits,
+    ev.StartBuild,
+    ev.Shutdown,
+)
 Generations = tuple[tuple[int, ...], ...]  # of each device: the daemon's, then the slots'
 # What follows: commands, what ``check`` says to it, and the state after it.
 Consequence = tuple[tuple[ev.Command, ...], AssertionError | None, "Moment"]
@@ -124,10 +133,12 @@ class Recall:
             return frozen[0]
 
         kept = frozen_part(freeze, self._brain)
-        generations = tuple([
-            (state.daemon.generation, *[w.generation for w in state.workers.values()])
-            for state in [device.state for device in machine.devices]
-        ])  # fmt: skip
+        generations = tuple(
+            [
+                (state.daemon.generation, *[w.generation for w in state.workers.values()])
+                for state in [device.state for device in machine.devices]
+            ]
+        )
         return self._moment(kept, frozen[0], generations, core.last_epoch)
 
     def _moment(self, kept: Kept, frozen: Any, generations: Generations, last_epoch: int) -> Moment:
@@ -141,8 +152,12 @@ class Recall:
     def _load(self) -> None:
         moment = self.moment
         assert self._brain is not None
-        self._brain.thaw(marshal.loads(moment.kept[0]), reader(moment.kept[1]),
-                         moment.last_epoch, moment.generations)  # fmt: skip
+        self._brain.thaw(
+            marshal.loads(moment.kept[0]),
+            reader(moment.kept[1]),
+            moment.last_epoch,
+            moment.generations,
+        )
 
 
 __all__ = ["Moment", "Recall"]

@@ -90,12 +90,21 @@ class Scope:
         """The scope in one line."""
         steps, devices = self.steps * self.has_job, self.devices * (self.devices > 1)
         parts = [
-            f"{steps} steps", f"{self.requests} requests", f"{self.kills} kills",
-            f"{self.suspicions} false suspicions", f"{self.daemon_kills} daemon deaths",
-            f"{self.late} late messages", f"{self.pauses} pauses",
-            f"{self.repeats} repeated messages", f"{self.deadlines} deadlines",
-            f"{self.cancels} cancels", f"{self.hints} hints", f"{self.drains} drains",
-            f"{self.moves} moves", f"{self.pins} pins", f"{devices} devices",
+            f"{steps} steps",
+            f"{self.requests} requests",
+            f"{self.kills} kills",
+            f"{self.suspicions} false suspicions",
+            f"{self.daemon_kills} daemon deaths",
+            f"{self.late} late messages",
+            f"{self.pauses} pauses",
+            f"{self.repeats} repeated messages",
+            f"{self.deadlines} deadlines",
+            f"{self.cancels} cancels",
+            f"{self.hints} hints",
+            f"{self.drains} drains",
+            f"{self.moves} moves",
+            f"{self.pins} pins",
+            f"{devices} devices",
             f"arena {self.arena_mib} MiB",
-        ]  # fmt: skip
+        ]
         return f"{self.name}: " + ", ".join(part for part in parts if not part.startswith("0 "))

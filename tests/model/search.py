@@ -97,10 +97,13 @@ class Exploration:
         if report.is_exhausted:
             self._require_ways_out()
         report.wall_s = time.monotonic() - began_s
-        mine, theirs = (resource.getrusage(who) for who in
-                        (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))  # fmt: skip
-        report.cpu_s = sum(part for usage in (mine, theirs)
-                           for part in (usage.ru_utime, usage.ru_stime)) - began_cpu_s  # fmt: skip
+        mine, theirs = (
+            resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        )
+        report.cpu_s = (
+            sum(part for usage in (mine, theirs) for part in (usage.ru_utime, usage.ru_stime))
+            - began_cpu_s
+        )
         children_kib = self._processes * theirs.ru_maxrss * (self._processes > 1)
         report.peak_mib = (mine.ru_maxrss + children_kib) // 1024
         return report
@@ -117,8 +120,10 @@ class Exploration:
             return
         context = multiprocessing.get_context("fork")
         with ExitStack() as stack:
-            pools = [stack.enter_context(context.Pool(1, begin_process, (self.scope,)))
-                     for _ in range(self._processes)]  # fmt: skip
+            pools = [
+                stack.enter_context(context.Pool(1, begin_process, (self.scope,)))
+                for _ in range(self._processes)
+            ]
             yield Elsewhere(pools)
             for pool in pools:
                 pool.close()

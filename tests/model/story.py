@@ -24,7 +24,7 @@ _SCRIPTS: Final = {
     "fetches": "goes on after the boundary between two steps",
     "commits": "is through, or unwinds: commits what is not committed, or ends",
     "leaves": "leaves: its process exits",
-}  # fmt: skip
+}
 _AGAIN: Final = ", and it will be heard again"
 _PLAIN: Final = {
     "train": "A client submits a training job.",
@@ -113,11 +113,11 @@ def _of_worker(world: World, kind: str, rest: list[Any]) -> str:
         return f"{who} starts the script, from the commit that is there now, and asks for a slice."
     if task.has_begun:
         return f"{who} computes group {task.next_group} of {task.order.model}."
-    return f"{who} sees its turn {task.order.epoch} and begins request {task.order.request_id}."
+    return f"{who} sees its turn {task.order.op_id} and begins request {task.order.request_id}."
 
 
 def _message(message: Any) -> str:
-    fields = ("model", "step", "number", "epoch", "turn", "next_turn", "outcome", "residency_epoch")
+    fields = ("model", "step", "number", "op_id", "turn", "next_turn", "outcome", "residency_id")
     shown = [f"{name} {getattr(message, name)}" for name in fields if hasattr(message, name)]
     return f"{type(message).__name__}({', '.join(shown)})"
 
@@ -138,7 +138,7 @@ def order_of(world: World, command: Any) -> str | None:
             return f"kill {who}{where}: {reason}"
         case ev.Spawn():
             return f"a new process for {who}{where}"
-        case ev.Answer(token=token, error=error):
+        case ev.Reply(token=token, error=error):
             return f"answer token {token}: {'ok' if error is None else error}"
         case ev.RunEnded(answers=answers):
             return f"more to do: tokens {[int(one.token) for one in answers]}"

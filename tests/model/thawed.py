@@ -16,8 +16,7 @@ class Thawed:
 
     def __init__(self, world: Any, frozen: Any) -> None:
         bodies, counts, rest, epochs = frozen
-        (slots, ghosts, self._areas, self._clients, self._left, self._budgets,
-         generations) = rest  # fmt: skip
+        (slots, ghosts, self._areas, self._clients, self._left, self._budgets, generations) = rest
         parts: list[Kept] = []
         begin = 0
         for body, count in zip(bodies, counts, strict=True):
@@ -28,8 +27,9 @@ class Thawed:
         )
         ranked = {
             key_of(index, Slot(slot)): rank
-            for index, of in enumerate(generations) for slot, rank in enumerate(of)
-        }  # fmt: skip
+            for index, of in enumerate(generations)
+            for slot, rank in enumerate(of)
+        }
         self._workers = {
             key: world.worker_of(parts[i], key, ranked[key][0])
             for i, key in enumerate(slots, start=1)
@@ -60,8 +60,14 @@ class Thawed:
             scene.commits = commits
         world.kept_devices = self._kept_devices.copy()
         world.clients.thaw(self._clients)
-        (world.kills, world.daemon_kills, world.suspicions, world.late,
-         world.repeats, world.cycles) = self._budgets  # fmt: skip
+        (
+            world.kills,
+            world.daemon_kills,
+            world.suspicions,
+            world.late,
+            world.repeats,
+            world.cycles,
+        ) = self._budgets
 
 
 __all__ = ["Thawed"]

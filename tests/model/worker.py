@@ -95,24 +95,30 @@ def copied(queues: dict[str, deque[Message]]) -> dict[str, deque[Message]]:
 
 def freeze_worker(worker: Worker, e: Add) -> Any:
     e(worker.begun or 0)
-    e(-worker._job_epoch)
+    e(-worker._job_op_id)
     task, script = worker.inference, worker.script
     return (
-        worker.slot, worker.is_ready, worker.is_doomed, worker.status,
+        worker.slot,
+        worker.is_ready,
+        worker.is_doomed,
+        worker.status,
         None if worker.lease is None else tuple(worker.lease),
-        tuple([freeze_items(queue, e) if (queue := queues.get(channel)) else ()
-               for queues in (worker.inbox, worker.out) for channel in (TASK, SIGNAL)]),
-        None if task is None else (
-            freeze_items((task.order,), e), task.has_begun, task.next_group),
+        tuple(
+            [
+                freeze_items(queue, e) if (queue := queues.get(channel)) else ()
+                for queues in (worker.inbox, worker.out)
+                for channel in (TASK, SIGNAL)
+            ]
+        ),
+        None if task is None else (freeze_items((task.order,), e), task.has_begun, task.next_group),
         None if script is None else _freeze_script(script, e),
-    )  # fmt: skip
+    )
 
 
 def thaw_worker(frozen: Any, n: Next, worker: Worker) -> None:
     """``worker``: a new one in that slot."""
-    worker.begun, worker._job_epoch = n(), n()  # type: ignore[assignment]
-    (_, worker.is_ready, worker.is_doomed, worker.status, lease, queues, task,
-     script) = frozen  # fmt: skip
+    worker.begun, worker._job_op_id = n(), n()  # type: ignore[assignment]
+    (_, worker.is_ready, worker.is_doomed, worker.status, lease, queues, task, script) = frozen
     worker.lease = None if lease is None else Span(*lease)
     found = [deque(thaw_items(queue, n)) for queue in queues]
     worker.inbox = {TASK: found[0], SIGNAL: found[1]}
@@ -130,29 +136,51 @@ def thaw_worker(frozen: Any, n: Next, worker: Worker) -> None:
 
 def _freeze_script(script: SimulatedScript, e: Add) -> Any:
     saved = script.saved
-    e(-script.order.epoch)
+    e(-script.order.op_id)
     return (
-        script.order.job, script.phase, None if script.lease is None else tuple(script.lease),
+        script.order.job,
+        script.phase,
+        None if script.lease is None else tuple(script.lease),
         None if saved is None else tuple(saved),
-        script.committed, script.in_flight, script.number, script.is_acknowledged,
+        script.committed,
+        script.in_flight,
+        script.number,
+        script.is_acknowledged,
         _freeze_gate(script.gate, e),
-    )  # fmt: skip
+    )
 
 
 def _thaw_script(frozen: Any, n: Next, worker: Worker) -> SimulatedScript:
-    order = RunJob(epoch=n(), turn=NO_TURN, job=frozen[0], entry="", args=(), log_path="",
-                   slot_bytes=0, commit_every_ms=math.inf)  # fmt: skip
+    order = RunJob(
+        op_id=n(),
+        turn=NO_TURN,
+        job=frozen[0],
+        entry="",
+        args=(),
+        log_path="",
+        slot_bytes=0,
+        commit_every_ms=math.inf,
+    )
     saved = None if frozen[3] is None else Image(*frozen[3])
     script = SimulatedScript(order, worker.scene, worker.say, saved)
-    (_, script.phase, lease, _, script.committed, script.in_flight, script.number,
-     script.is_acknowledged, gate) = frozen  # fmt: skip
+    (
+        _,
+        script.phase,
+        lease,
+        _,
+        script.committed,
+        script.in_flight,
+        script.number,
+        script.is_acknowledged,
+        gate,
+    ) = frozen
     script.lease = None if lease is None else Span(*lease)
     script.gate = _thaw_gate(gate, n, Gate(script._parked, BELL))
     return script
 
 
 def _freeze_gate(gate: Gate, e: Add) -> Any:
-    """The real gate's state; its epochs are turns."""
+    """The real gate's state; its operation ids are turns."""
     e(-gate._turn)
     e(-gate._granted)
     for pair in (gate._accepted, gate._future):
@@ -160,15 +188,26 @@ def _freeze_gate(gate: Gate, e: Add) -> Any:
             e(-pair[0])
             e(-pair[1])
     return (
-        gate._state.value, gate._accepted is not None, gate._future is not None,
-        gate.is_evicting, gate.is_unwinding, gate.in_optimizer_step, gate._where, gate._at_boundary,
-    )  # fmt: skip
+        gate._state.value,
+        gate._accepted is not None,
+        gate._future is not None,
+        gate.is_evicting,
+        gate.is_unwinding,
+        gate.in_optimizer_step,
+        gate._where,
+        gate._at_boundary,
+    )
 
 
 def _thaw_gate(frozen: Any, n: Next, gate: Gate) -> Gate:
     state, has_accepted, has_future = frozen[:3]
-    (gate.is_evicting, gate.is_unwinding, gate.in_optimizer_step, gate._where,
-     gate._at_boundary) = frozen[3:]  # fmt: skip
+    (
+        gate.is_evicting,
+        gate.is_unwinding,
+        gate.in_optimizer_step,
+        gate._where,
+        gate._at_boundary,
+    ) = frozen[3:]
     gate._state = _STATES[state]
     gate._turn, gate._granted = n(), n()
     gate._accepted = (n(), n()) if has_accepted else None

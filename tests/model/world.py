@@ -15,7 +15,7 @@ from pipeswitch.programs.interface.layout import Batching
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.device import Device
-from pipeswitch.scheduler.memory.ledgers import WORDS
+from pipeswitch.scheduler.memory.allocators import WORDS
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state.queue import Queue
 from pipeswitch.scheduler.state.records import Job
@@ -40,8 +40,21 @@ from .thawed import Thawed
 from .worker import SIGNAL, TASK, Worker, freeze_worker, thaw_worker
 
 NO_DAEMON: Final = frozen_part(freeze_daemon, None)
-OF_CLIENTS: Final = frozenset({"train", "ask", "pause", "resume", "cancel", "hint", "pin", "drain",
-                                "move", "next_runs", "room"})  # fmt: skip
+OF_CLIENTS: Final = frozenset(
+    {
+        "train",
+        "ask",
+        "pause",
+        "resume",
+        "cancel",
+        "hint",
+        "pin",
+        "drain",
+        "move",
+        "next_runs",
+        "room",
+    }
+)
 
 
 class World(simulator.World):
@@ -70,13 +83,19 @@ class World(simulator.World):
         # Of each device: what it was frozen to.
         self.kept_devices: list[tuple[dict[str, Any], Kept]] = [({}, (b"", ()))] * scope.devices
         settings = SchedulerSettings(
-            arena_bytes=scope.arena_bytes, store_bytes=scope.store_bytes, words=scope.words,
-            standby=scope.standby, max_deaths=scope.max_deaths,
+            arena_bytes=scope.arena_bytes,
+            store_bytes=scope.store_bytes,
+            words=scope.words,
+            standby=scope.standby,
+            max_deaths=scope.max_deaths,
             training_cycle_ms=CYCLE_MS if scope.cycles else GRACE_MS,
-            stop_grace_ms=GRACE_MS, evict_grace_ms=GRACE_MS,
-            max_compute_ms=0.0, max_daemon_restarts=scope.daemon_restarts,
-            placement=scope.placement, training=scope.training,
-        )  # fmt: skip
+            stop_grace_ms=GRACE_MS,
+            evict_grace_ms=GRACE_MS,
+            max_compute_ms=0.0,
+            max_daemon_restarts=scope.daemon_restarts,
+            placement=scope.placement,
+            training=scope.training,
+        )
         each = [replace(settings, device=f"cpu:{index}") for index in range(scope.devices)]
         scheduler = Scheduler(settings, devices=each)
         for device in scheduler.machine.devices:
@@ -100,9 +119,11 @@ class World(simulator.World):
             name = self.model_name(index)
             size_bytes, groups = self.scope.size_of(name)
             program = program_of(
-                f"d{name}", size_bytes, groups=groups,
+                f"d{name}",
+                size_bytes,
+                groups=groups,
                 batching=batching if self.scope.batch else None,
-            )  # fmt: skip
+            )
             self.clients.register(name, program, devices=self._allowed(name))
             self._rest()
 
@@ -149,27 +170,35 @@ class World(simulator.World):
         """This state, as bytes: equal bytes are equal states."""
         slots = sorted(self.workers)
         parts = [
-            self.recall.moment.kept, *[_kept(self.workers[slot]) for slot in slots],
+            self.recall.moment.kept,
+            *[_kept(self.workers[slot]) for slot in slots],
             *map(_kept, self.ghosts),
             *[_kept_daemon(self.daemons[scene.index]) for scene in self.scenes],
             *[self._frozen_device(scene) for scene in self.scenes],
-        ]  # fmt: skip
+        ]
         epochs: list[int] = []
         for _, its_epochs in parts:
             epochs += its_epochs
         rest = (
-            tuple(slots), tuple(map(_key, self.ghosts)),
-            tuple([area.freeze() if job in self.scene.commits else None
-                   for job, area in self.areas.items()]),
-            self.clients.freeze(), self.left,
-            (self.kills, self.daemon_kills, self.suspicions, self.late, self.repeats,
-             self.cycles),
+            tuple(slots),
+            tuple(map(_key, self.ghosts)),
+            tuple(
+                [
+                    area.freeze() if job in self.scene.commits else None
+                    for job, area in self.areas.items()
+                ]
+            ),
+            self.clients.freeze(),
+            self.left,
+            (self.kills, self.daemon_kills, self.suspicions, self.late, self.repeats, self.cycles),
             self._generations(),
-        )  # fmt: skip
+        )
         state = (
-            tuple([frozen for frozen, _ in parts]), tuple([len(e) for _, e in parts]), rest,
+            tuple([frozen for frozen, _ in parts]),
+            tuple([len(e) for _, e in parts]),
+            rest,
             renumbered(tuple(epochs)),
-        )  # fmt: skip
+        )
         return marshal.dumps(state, 2)
 
     def _frozen_device(self, scene: Scene) -> Kept:
@@ -179,13 +208,17 @@ class World(simulator.World):
 
     def _generations(self) -> tuple[Any, ...]:
         """Generations by device and slot, ranked among those that anything still names."""
-        return tuple([
-            tuple([
-                self._ranked(generation, key_of(index, Slot(slot)))
-                for slot, generation in enumerate(generations[1:])
-            ])
-            for index, generations in enumerate(self.recall.moment.generations)
-        ])  # fmt: skip
+        return tuple(
+            [
+                tuple(
+                    [
+                        self._ranked(generation, key_of(index, Slot(slot)))
+                        for slot, generation in enumerate(generations[1:])
+                    ]
+                )
+                for index, generations in enumerate(self.recall.moment.generations)
+            ]
+        )
 
     def _ranked(self, generation: int, key: Slot) -> tuple[int, tuple[int, ...]]:
         ghosts = [ghost.address.generation for ghost in self.ghosts if _key(ghost) == key]
@@ -430,9 +463,10 @@ class World(simulator.World):
 
     def perform(self, commands: list[ev.Command]) -> None:
         self._dispatched = {
-            command.message.model for command in commands
+            command.message.model
+            for command in commands
             if isinstance(command, ev.Send) and isinstance(command.message, RunInference)
-        }  # fmt: skip
+        }
         if self.recall.is_live:  # it may be told
             super().perform(commands)
             return
@@ -450,7 +484,7 @@ class World(simulator.World):
 
     def _perform(self, command: ev.Command) -> None:
         match command:
-            case ev.Send() | ev.Answer() | ev.RaiseTurn():
+            case ev.Send() | ev.Reply() | ev.RaiseTurn():
                 pass
             case ev.Kill(ev.Address("worker", index, slot)) if key_of(index, slot) in self.workers:
                 self.own(key_of(index, slot))
@@ -460,7 +494,7 @@ class World(simulator.World):
             case ev.DropCommits(job=job):
                 is_last = self.areas[job].step == self.scope.steps
                 require(is_last, "the job is over and its last step is not committed (I2)")
-            case ev.Leave(reason=reason):
+            case ev.Shutdown(reason=reason):
                 self._leaves(reason)
             case _:
                 pass
@@ -501,10 +535,13 @@ class World(simulator.World):
         if reason == "drained":
             scripts = [w for w in self.workers.values() if w.script and w.script.phase != "over"]
             require(not scripts, "it left while a job was on a worker")
-            readers = [one for daemon in self.daemons.values() if daemon
-                       for one in daemon.readers()]  # fmt: skip
-            require(not any("CommitCopy" in who for who, _ in readers),
-                    "it left while a commit was copied")  # fmt: skip
+            readers = [
+                one for daemon in self.daemons.values() if daemon for one in daemon.readers()
+            ]
+            require(
+                not any("CommitCopy" in who for who, _ in readers),
+                "it left while a commit was copied",
+            )
             for job, area in self.areas.items():
                 if job in self.scene.commits:
                     area.require_on_disk()

@@ -75,8 +75,9 @@ def open_dims(module: nn.Module, example: Inputs, *, has_sides: bool) -> Dynamic
         elif value.dim() == 2 and extents[1] > LENGTHS[-1]:
             found[name] = {1: ("samples", extents[1] // 2, extents[1])}
         elif value.dim() == 4 and has_sides:
-            found[name] = {axis: (f"side{axis}", extents[axis] // 2, extents[axis])
-                           for axis in (2, 3)}  # fmt: skip
+            found[name] = {
+                axis: (f"side{axis}", extents[axis] // 2, extents[axis]) for axis in (2, 3)
+            }
     return found
 
 

@@ -27,16 +27,31 @@ PICTURES: Final = {
     lraspp_mobilenet_v3_large""",
     299: "inception_v3",
 }
-FILMS: Final = {"mc3_18": 112, "r2plus1d_18": 112, "r3d_18": 112, "s3d": 224, "mvit_v1_b": 224,
-                "swin3d_t": 224}  # fmt: skip
+FILMS: Final = {
+    "mc3_18": 112,
+    "r2plus1d_18": 112,
+    "r3d_18": 112,
+    "s3d": 224,
+    "mvit_v1_b": 224,
+    "swin3d_t": 224,
+}
 DETECTORS: Final = """fasterrcnn_mobilenet_v3_large_320_fpn fcos_resnet50_fpn
     keypointrcnn_resnet50_fpn maskrcnn_resnet50_fpn retinanet_resnet50_fpn
     ssdlite320_mobilenet_v3_large ssd300_vgg16 fasterrcnn_resnet50_fpn"""
 
-SIZED: Final = frozenset({
-    "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet",
-    "mobilenet_v2", "resnet18", "squeezenet1_1",
-})  # fmt: skip
+SIZED: Final = frozenset(
+    {
+        "alexnet",
+        "convnext_tiny",
+        "densenet121",
+        "efficientnet_b0",
+        "efficientnet_v2_s",
+        "googlenet",
+        "mobilenet_v2",
+        "resnet18",
+        "squeezenet1_1",
+    }
+)
 """Asked at other sides too; of the others an export would take a minute."""
 OWN_SIDES: Final = {
     f"torchvision {name}"
@@ -46,28 +61,53 @@ OWN_SIDES: Final = {
 } | {"transformers SwinForImageClassification", "transformers YolosForObjectDetection"}
 
 SMALL: Final[Mapping[str, int]] = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
     "vocab_size": 300,
-}  # fmt: skip
+}
 GPT: Final[Mapping[str, int]] = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 300}
 LLAMA: Final = {**SMALL, "num_key_value_heads": 2, "head_dim": 16}
-T5: Final = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4,
-             "vocab_size": 300, "decoder_start_token_id": 0}  # fmt: skip
-BART: Final = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 300,
-               "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 128,
-               "decoder_ffn_dim": 128}  # fmt: skip
+T5: Final = {
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 300,
+    "decoder_start_token_id": 0,
+}
+BART: Final = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "vocab_size": 300,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+}
 PIXELS: Final = {"image_size": 64, "patch_size": 16}
 NO_TOKENS: Final = {name: value for name, value in SMALL.items() if name != "vocab_size"}
-SOUND: Final = {**SMALL, "conv_dim": [32] * 3, "conv_kernel": [10, 3, 3], "conv_stride": [5, 2, 2],
-                "num_feat_extract_layers": 3, "num_conv_pos_embeddings": 16,
-                "num_conv_pos_embedding_groups": 4}  # fmt: skip
+SOUND: Final = {
+    **SMALL,
+    "conv_dim": [32] * 3,
+    "conv_kernel": [10, 3, 3],
+    "conv_stride": [5, 2, 2],
+    "num_feat_extract_layers": 3,
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
+}
 
 TRANSFORMERS: Final[Mapping[str, tuple[Mapping[str, Any], str]]] = {
     "BertForSequenceClassification": (SMALL, "ids"),
     "BertForMaskedLM": (SMALL, "ids"),
     "BertForTokenClassification": (SMALL, "ids"),
     "DistilBertForSequenceClassification": (
-        {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128, "vocab_size": 300}, "ids"),
+        {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128, "vocab_size": 300},
+        "ids",
+    ),
     "RobertaForQuestionAnswering": ({**SMALL, "pad_token_id": 0}, "ids"),
     "AlbertModel": ({**SMALL, "embedding_size": 32}, "ids"),
     "ElectraForPreTraining": ({**SMALL, "embedding_size": 32}, "ids"),
@@ -77,8 +117,16 @@ TRANSFORMERS: Final[Mapping[str, tuple[Mapping[str, Any], str]]] = {
     "GPT2LMHeadModel": (GPT, "ids"),
     "GPTNeoXForCausalLM": (SMALL, "ids"),
     "OPTForCausalLM": (
-        {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 128,
-         "vocab_size": 300, "word_embed_proj_dim": 64}, "ids"),
+        {
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "ffn_dim": 128,
+            "vocab_size": 300,
+            "word_embed_proj_dim": 64,
+        },
+        "ids",
+    ),
     "BloomForCausalLM": ({**GPT, "hidden_size": 64}, "ids"),
     "LlamaForCausalLM": (LLAMA, "ids"),
     "MistralForCausalLM": (LLAMA, "ids"),
@@ -97,23 +145,42 @@ TRANSFORMERS: Final[Mapping[str, tuple[Mapping[str, Any], str]]] = {
     "BeitForImageClassification": ({**NO_TOKENS, **PIXELS}, "pixels"),
     "Dinov2Model": ({**NO_TOKENS, **PIXELS}, "pixels"),
     "ConvNextForImageClassification": (
-        {"hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 1, 1]}, "pixels"),
+        {"hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 1, 1]},
+        "pixels",
+    ),
     "SegformerForSemanticSegmentation": (
-        {"hidden_sizes": [16, 32, 48, 64], "depths": [1] * 4, "decoder_hidden_size": 32}, "pixels"),
+        {"hidden_sizes": [16, 32, 48, 64], "depths": [1] * 4, "decoder_hidden_size": 32},
+        "pixels",
+    ),
     "ResNetForImageClassification": (
-        {"hidden_sizes": [16, 32], "depths": [1, 1], "embedding_size": 16}, "pixels"),
+        {"hidden_sizes": [16, 32], "depths": [1, 1], "embedding_size": 16},
+        "pixels",
+    ),
     "SiglipVisionModel": ({**NO_TOKENS, **PIXELS}, "pixels"),
     "CLIPVisionModel": ({**NO_TOKENS, **PIXELS}, "pixels"),
     "CLIPTextModel": ({**SMALL, "eos_token_id": 2}, "ids"),
     "Qwen2MoeForCausalLM": (
-        {**LLAMA, "num_experts": 4, "moe_intermediate_size": 32,
-         "shared_expert_intermediate_size": 32}, "ids"),
+        {
+            **LLAMA,
+            "num_experts": 4,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+        "ids",
+    ),
     "OlmoeForCausalLM": ({**LLAMA, "num_experts": 4, "num_experts_per_tok": 2}, "ids"),
     "FalconForCausalLM": (SMALL, "ids"),
     "GPTJForCausalLM": ({**GPT, "rotary_dim": 8}, "ids"),
     "GPTNeoForCausalLM": (
-        {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 300,
-         "attention_types": [[["global", "local"], 1]]}, "ids"),
+        {
+            "hidden_size": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "vocab_size": 300,
+            "attention_types": [[["global", "local"], 1]],
+        },
+        "ids",
+    ),
     "Gemma2ForCausalLM": (LLAMA, "ids"),
     "Phi3ForCausalLM": ({**LLAMA, "pad_token_id": 0}, "ids"),
     "StableLmForCausalLM": (LLAMA, "ids"),
@@ -122,22 +189,41 @@ TRANSFORMERS: Final[Mapping[str, tuple[Mapping[str, Any], str]]] = {
     "SqueezeBertModel": ({**SMALL, "embedding_size": 64}, "ids"),
     "ConvBertModel": ({**SMALL, "embedding_size": 64}, "ids"),
     "XLNetModel": (
-        {"d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 128, "vocab_size": 300}, "ids"),
+        {"d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 128, "vocab_size": 300},
+        "ids",
+    ),
     "PegasusForConditionalGeneration": (BART, "both"),
     "MBartForConditionalGeneration": (BART, "both"),
     "SwinForImageClassification": (
-        {"image_size": 64, "patch_size": 4, "embed_dim": 16, "depths": [1, 1],
-         "num_heads": [2, 2], "window_size": 4}, "pixels"),
-    "YolosForObjectDetection": ({**NO_TOKENS, **PIXELS, "image_size": [64, 64],
-                                 "num_detection_tokens": 5}, "pixels"),
+        {
+            "image_size": 64,
+            "patch_size": 4,
+            "embed_dim": 16,
+            "depths": [1, 1],
+            "num_heads": [2, 2],
+            "window_size": 4,
+        },
+        "pixels",
+    ),
+    "YolosForObjectDetection": (
+        {**NO_TOKENS, **PIXELS, "image_size": [64, 64], "num_detection_tokens": 5},
+        "pixels",
+    ),
     "VideoMAEForVideoClassification": ({**NO_TOKENS, **PIXELS, "num_frames": 4}, "frames"),
     "ASTForAudioClassification": ({**NO_TOKENS, "max_length": 64, "num_mel_bins": 32}, "mels"),
     "Wav2Vec2ForCTC": (SOUND, "sound"),
     "HubertForCTC": (SOUND, "sound"),
     "WhisperForConditionalGeneration": (
-        {**BART, "num_mel_bins": 20, "max_source_positions": 50, "pad_token_id": 0,
-         "decoder_start_token_id": 0}, "mel"),
-}  # fmt: skip
+        {
+            **BART,
+            "num_mel_bins": 20,
+            "max_source_positions": 50,
+            "pad_token_id": 0,
+            "decoder_start_token_id": 0,
+        },
+        "mel",
+    ),
+}
 
 
 class Answers(nn.Module):
@@ -262,8 +348,10 @@ def _vision(name: str, *shape: int) -> Made:
 def _small() -> dict[str, Entry]:
     x = torch.randn
     return {
-        "mlp": lambda: (nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 10)),
-                        (x(1, 64),)),
+        "mlp": lambda: (
+            nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 10)),
+            (x(1, 64),),
+        ),
         "lstm": lambda: (Recurrent(nn.LSTM, num_layers=2), (x(1, 9, 16),)),
         "lstm-bidirectional": lambda: (Recurrent(nn.LSTM, bidirectional=True), (x(1, 9, 16),)),
         "gru": lambda: (Recurrent(nn.GRU), (x(1, 9, 16),)),
@@ -272,21 +360,44 @@ def _small() -> dict[str, Entry]:
         "none": lambda: (Nested(), ({"x": x(1, 8), "cache": [(x(1, 8), None)]}, None)),
         "unet": lambda: (UNet(), (x(1, 3, 32, 32),)),
         "recommender": lambda: (Recommender(), (torch.tensor([3]), torch.tensor([7]))),
-        "tcn": lambda: (nn.Sequential(nn.Conv1d(4, 8, 3, padding=2, dilation=2), nn.ReLU(),
-                                      nn.BatchNorm1d(8), nn.AdaptiveAvgPool1d(1), nn.Flatten()),
-                        (x(1, 4, 40),)),
-        "autoencoder": lambda: (nn.Sequential(nn.Conv2d(1, 8, 3, 2, 1), nn.SiLU(),
-                                              nn.ConvTranspose2d(8, 1, 4, 2, 1), nn.Sigmoid()),
-                                (x(1, 1, 28, 28),)),
+        "tcn": lambda: (
+            nn.Sequential(
+                nn.Conv1d(4, 8, 3, padding=2, dilation=2),
+                nn.ReLU(),
+                nn.BatchNorm1d(8),
+                nn.AdaptiveAvgPool1d(1),
+                nn.Flatten(),
+            ),
+            (x(1, 4, 40),),
+        ),
+        "autoencoder": lambda: (
+            nn.Sequential(
+                nn.Conv2d(1, 8, 3, 2, 1), nn.SiLU(), nn.ConvTranspose2d(8, 1, 4, 2, 1), nn.Sigmoid()
+            ),
+            (x(1, 1, 28, 28),),
+        ),
         "transformer-encoder": lambda: (
-            nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2,
-                                  enable_nested_tensor=False), (x(1, 7, 32),)),
-        "pixel-shuffle": lambda: (nn.Sequential(nn.Conv2d(3, 12, 3, 1, 1), nn.PixelShuffle(2),
-                                                nn.PReLU(3)), (x(1, 3, 16, 16),)),
-        "group-norm": lambda: (nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Mish(),
-                                             nn.Upsample(scale_factor=2, mode="bilinear")),
-                               (x(1, 3, 16, 16),)),
-    }  # fmt: skip
+            nn.TransformerEncoder(
+                nn.TransformerEncoderLayer(32, 4, 64, batch_first=True),
+                2,
+                enable_nested_tensor=False,
+            ),
+            (x(1, 7, 32),),
+        ),
+        "pixel-shuffle": lambda: (
+            nn.Sequential(nn.Conv2d(3, 12, 3, 1, 1), nn.PixelShuffle(2), nn.PReLU(3)),
+            (x(1, 3, 16, 16),),
+        ),
+        "group-norm": lambda: (
+            nn.Sequential(
+                nn.Conv2d(3, 8, 3),
+                nn.GroupNorm(2, 8),
+                nn.Mish(),
+                nn.Upsample(scale_factor=2, mode="bilinear"),
+            ),
+            (x(1, 3, 16, 16),),
+        ),
+    }
 
 
 def catalogue() -> dict[str, Entry]:
@@ -305,8 +416,10 @@ def catalogue() -> dict[str, Entry]:
         vision(name, 3, 320, 320)
     for name in TRANSFORMERS:
         found[f"transformers {name}"] = lambda name=name: _transformer(name)  # type: ignore[misc]
-    clip = {"text_config": TRANSFORMERS["CLIPTextModel"][0],
-            "vision_config": TRANSFORMERS["CLIPVisionModel"][0]}  # fmt: skip
+    clip = {
+        "text_config": TRANSFORMERS["CLIPTextModel"][0],
+        "vision_config": TRANSFORMERS["CLIPVisionModel"][0],
+    }
     for name, options, *kinds in (
         ("BertForSequenceClassification", SMALL, "ids"),
         ("GPT2LMHeadModel", GPT, "ids"),

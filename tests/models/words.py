@@ -53,10 +53,17 @@ def published(folder: Path, cls: Any, kind: str = "qwen2", scale: float = 1.0, *
 
     torch.manual_seed(7)
     config = transformers.AutoConfig.for_model(
-        kind, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=128,
-        vocab_size=700, max_position_embeddings=2048, num_key_value_heads=2, bos_token_id=0,
+        kind,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=128,
+        vocab_size=700,
+        max_position_embeddings=2048,
+        num_key_value_heads=2,
+        bos_token_id=0,
         eos_token_id=None,
-    )  # fmt: skip
+    )
     model = cls.from_config(config).eval()
     for parameter in model.parameters():
         parameter.data.mul_(scale if parameter.dim() > 1 else 1.0)

@@ -171,9 +171,16 @@ class Oracle:
         return self._may_store(program)
 
     def did_register(
-        self, name: str, program: Program, row: Mapping[str, Any], *,
-        max_batch: int, priority: str, is_pinned: bool, is_owner: bool,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        program: Program,
+        row: Mapping[str, Any],
+        *,
+        max_batch: int,
+        priority: str,
+        is_pinned: bool,
+        is_owner: bool,
+    ) -> None:
         """It was answered with ``row``. The same registration again changes nothing."""
         old = self.models.get(name)
         if old is not None:

@@ -17,8 +17,10 @@ import pytest
 from pipeswitch import testing
 
 for _name, _file in (
-    ("process_tools", "tools.py"), ("frontend_rig", "frontend_rig.py"), ("keeper", "keeper.py"),
-):  # fmt: skip
+    ("process_tools", "tools.py"),
+    ("frontend_rig", "frontend_rig.py"),
+    ("keeper", "keeper.py"),
+):
     if _name not in sys.modules:
         _spec = importlib.util.spec_from_file_location(_name, Path(__file__).with_name(_file))
         assert _spec is not None
@@ -29,10 +31,18 @@ for _name, _file in (
 
 
 LONGEST = (
-    "test_server_api_stateful", "test_programs_bitexact", "test_training_exact",
-    "test_server_training", "test_server_kills", "test_faults_more", "test_health",
-    "test_versions", "test_tenants", "test_device_conformance", "test_guide",
-)  # fmt: skip
+    "test_server_api_stateful",
+    "test_programs_bitexact",
+    "test_training_exact",
+    "test_server_training",
+    "test_server_kills",
+    "test_faults_more",
+    "test_health",
+    "test_versions",
+    "test_tenants",
+    "test_device_conformance",
+    "test_guide",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -159,8 +159,9 @@ class Tour:
         """Clients and a job as long as the block lasts; then the job's bits, and nothing leaked."""
         self.start_job()
         self._lanes = [
-            Lane(self.stage, "small", self._small), Lane(self.stage, "large", self._large)
-        ]  # fmt: skip
+            Lane(self.stage, "small", self._small),
+            Lane(self.stage, "large", self._large),
+        ]
         try:
             yield
         finally:

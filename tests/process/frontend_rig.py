@@ -19,14 +19,14 @@ import pipeswitch as ps
 from pipeswitch.base.config import Config, ServerConfig
 from pipeswitch.base.roles import Role
 from pipeswitch.frontend.frontend import Frontend, Posted
-from pipeswitch.gateway.keyed import KeyedDoor
-from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.gateway.curve_listener import CurveListener
+from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
 from pipeswitch.ipc.messages.gateway import KeyedSettings
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import Manifest, ValueSpec
 from pipeswitch.scheduler import events as ev
-from pipeswitch.wire.bill import Bill
+from pipeswitch.wire.request_timing import RequestTiming
 
 POOL_BYTES = 8 << 20
 DEADLINE_S = 10.0
@@ -82,7 +82,7 @@ class FakeScheduler:
         self.pool = np.frombuffer(self._mapped(), dtype=np.uint8)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        self.door: KeyedDoor | None = None
+        self.door: CurveListener | None = None
         keyed = self.listeners.keyed(self.config.server)
         if keyed is not None:
             self._open_door(keyed)
@@ -94,7 +94,7 @@ class FakeScheduler:
         async def serve() -> None:
             self._door_loop, self._door_ends = asyncio.get_running_loop(), asyncio.Event()
             descriptor = os.dup(self.listeners.tcp.sock.fileno())
-            self.door = KeyedDoor(descriptor, settings, self.listeners.ipc.address)
+            self.door = CurveListener(descriptor, settings, self.listeners.ipc.address)
             is_open.set()
             await self._door_ends.wait()
             self.door.close()
@@ -108,7 +108,7 @@ class FakeScheduler:
 
     def announce(self, name: str, **options: Any) -> None:
         model = ModelName(name)
-        self.post(ev.Announce(model=model, manifest=manifest(**options), priority=1))
+        self.post(ev.ModelAvailable(model=model, manifest=manifest(**options), priority=1))
 
     def post(self, command: Posted) -> None:
         """From the test's thread; performed when this returns, so what is sent next comes after."""
@@ -145,36 +145,36 @@ class FakeScheduler:
         match event:
             case ev.InferArrived():
                 self.held.append(event) if self.is_holding else self.finish(event)
-            case ev.CancelAsked(token=token):
+            case ev.CancelRequest(token=token):
                 for held in [held for held in self.held if held.token == token]:
                     self.held.remove(held)
-                    post(ev.Answer(token=token, error=ps.Cancelled("cancelled")))
-            case ev.RegisterAsked(token=token, model=model):
-                post(ev.Answer(token=token, body={"stage": "export", "fraction": 0.5}, more=True))
+                    post(ev.Reply(token=token, error=ps.Cancelled("cancelled")))
+            case ev.RegisterModelRequest(token=token, model=model):
+                post(ev.Reply(token=token, body={"stage": "export", "fraction": 0.5}, more=True))
                 self.announce(model)
-                post(ev.Answer(token=token, body={"model": model}))
-            case ev.TrainAsked(token=token, job=job):
-                post(ev.Answer(token=token, body={"job": {"name": job, "state": "queued"}}))
-            case ev.JobAsked(token=token, job=job):
-                post(ev.Answer(token=token, body={"job": {"name": job, "state": "done"}}))
+                post(ev.Reply(token=token, body={"model": model}))
+            case ev.TrainRequest(token=token, job=job):
+                post(ev.Reply(token=token, body={"job": {"name": job, "state": "queued"}}))
+            case ev.JobRequest(token=token, job=job):
+                post(ev.Reply(token=token, body={"job": {"name": job, "state": "done"}}))
             case ev.Query(what="stats", token=token):
-                post(ev.Answer(token=token, body={"queued": 0}))
+                post(ev.Reply(token=token, body={"queued": 0}))
             case ev.Query(what="trace", token=token):
                 events = [{"name": "x" * 100, "ts": n} for n in range(20_000)]
-                post(ev.Answer(token=token, body={"trace": {"traceEvents": events}}))
+                post(ev.Reply(token=token, body={"trace": {"traceEvents": events}}))
             case ev.Query(what=what, token=token):
                 body: dict[str, Any] = {"models": [], "rows": [], "jobs": [], "model": {}}
-                post(ev.Answer(token=token, body={**body, what: []}))
+                post(ev.Reply(token=token, body={**body, what: []}))
             case (
-                ev.PinAsked(token=token)
-                | ev.UnregisterAsked(token=token)
-                | ev.ProfileAsked(token=token)
+                ev.PinRequest(token=token)
+                | ev.UnregisterRequest(token=token)
+                | ev.ProfileRequest(token=token)
             ):
-                post(ev.Answer(token=token, body={}))
-            case ev.PublishAsked(token=token) | ev.RollbackAsked(token=token):
-                post(ev.Answer(token=token, body={}))
-            case ev.DrainAsked(token=token) if token is not None:
-                post(ev.Answer(token=token, body={}))
+                post(ev.Reply(token=token, body={}))
+            case ev.PublishRequest(token=token) | ev.RollbackRequest(token=token):
+                post(ev.Reply(token=token, body={}))
+            case ev.DrainRequest(token=token) if token is not None:
+                post(ev.Reply(token=token, body={}))
 
     def finish(self, event: ev.InferArrived) -> None:
         """y = 2 x, from the request's slab into the reply's."""
@@ -186,8 +186,8 @@ class FakeScheduler:
         output = SlabTensor(
             name="y", dtype="float32", shape=x.shape, offset_bytes=y, size_bytes=size
         )
-        timing = Bill(queue_ms=0.5, switch_ms=1.5, resident=True, worker=0)
-        self.post(ev.Answer(token=event.token, outputs=(output,), timing=timing))
+        timing = RequestTiming(queue_ms=0.5, switch_ms=1.5, resident=True, worker=0)
+        self.post(ev.Reply(token=event.token, outputs=(output,), timing=timing))
 
     def wait_for(self, kind: type, count: int = 1) -> list[Any]:
         return until(lambda: [e for e in self.seen if isinstance(e, kind)], at_least=count)

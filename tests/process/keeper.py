@@ -31,10 +31,15 @@ from pipeswitch.launch import close_others, import_for_children, without_threads
 from pipeswitch.sandbox.environment import harmless
 
 READ_LATE: Final = (
-    "PIPESWITCH_", "XDG_RUNTIME_DIR", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR",
-    "NOTIFY_SOCKET", "WATCHDOG_USEC",
+    "PIPESWITCH_",
+    "XDG_RUNTIME_DIR",
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TMPDIR",
+    "NOTIFY_SOCKET",
+    "WATCHDOG_USEC",
     "HF_HOME",  # not even with ``launch.LATER`` is a hub's package imported
-)  # fmt: skip
+)
 IMPORTED: Final = frozenset({"sitecustomize", "usercustomize", "torch", "torchvision"})
 
 ROOM: Final = "PIPESWITCH_KEEPER_ROOM"

@@ -98,10 +98,17 @@ def test_suspended_evicted_and_killed_at_random_it_ends_bit_equal(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("memory", "store", "kind", "says", "hint"),
-    [("100KiB", "64MiB", "OutOfDeviceMemory", r"may take 100\.00 KiB: .* too much",
-      "activation_memory="),
-     ("1MiB", "2MiB", "HostStoreFull", r"has [01]\.\d MiB left", "--host-store ")],
-)  # fmt: skip
+    [
+        (
+            "100KiB",
+            "64MiB",
+            "OutOfDeviceMemory",
+            r"may take 100\.00 KiB: .* too much",
+            "activation_memory=",
+        ),
+        ("1MiB", "2MiB", "HostStoreFull", r"has [01]\.\d MiB left", "--host-store "),
+    ],
+)
 def test_a_job_over_its_budget_or_the_host_stores_fails_and_says_by_how_much(
     tmp_path: Path, memory: str, store: str, kind: str, says: str, hint: str
 ) -> None:
@@ -126,7 +133,7 @@ def test_a_plan_says_what_a_job_will_do_that_is_limited_by_its_command_line(tmp_
 
     made = json.loads(planned("800KiB").stdout)
     needed, (whole, limited) = made["needed_bytes"], made["plans"]
-    assert made["least_bytes"] < limited["peak_bytes"] <= 800 << 10 < needed
+    assert made["min_bytes"] < limited["peak_bytes"] <= 800 << 10 < needed
     assert whole["offloaded_bytes"] == 0 < limited["offloaded_bytes"]
     assert limited["step_ms"] <= limited["layer_wise_ms"]
     refused = planned("40KiB")

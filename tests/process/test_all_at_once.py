@@ -22,12 +22,15 @@ DISTURBANCES: Final = 200
 DAEMON_DIES: Final = range(30, DISTURBANCES, 45)  # before these
 ARENA: Final = "22MiB"  # 20 and the arrival words
 MODELS: Final = {  # width and depth: 60 MiB stream, the others leave for each other
-    "large": (1024, 15), "middle": (1024, 2), "small": (128, 2),
-}  # fmt: skip
+    "large": (1024, 15),
+    "middle": (1024, 2),
+    "small": (128, 2),
+}
 JOBS: Final = {  # how they offload, and the budget of their activations
-    "limited": ("all", SAVED_BYTES // 2), "planned": ("auto", SAVED_BYTES // 3),
+    "limited": ("all", SAVED_BYTES // 2),
+    "planned": ("auto", SAVED_BYTES // 3),
     "roomy": ("none", 1 << 30),
-}  # fmt: skip
+}
 
 
 class Asked:
@@ -95,14 +98,22 @@ def test_whatever_dies_states_and_answers_are_as_undisturbed_and_all_bytes_come_
             finally:
                 over.set()
             say(f"{answers.result(60)} answers beside")
-        told = {name: tools.until(lambda t=task: figures_of(t.status()), f"figures of {name}", 60.0)
-                for name, task in tasks.items()}  # fmt: skip
+        told = {
+            name: tools.until(lambda t=task: figures_of(t.status()), f"figures of {name}", 60.0)
+            for name, task in tasks.items()
+        }
         tools.until(lambda: checked.count("store_offloaded_bytes"), "what is offloaded is charged")
         for name, task in tasks.items():
             enough[name].write_text(str(task.status()["epoch"] + 3))
         ends = {name: tools.finish(task, 120.0) for name, task in tasks.items()}
-        say(str({name: [row[key] for key in ("step", "restarts", "evictions", "suspensions")]
-                 for name, row in ends.items()}))  # fmt: skip
+        say(
+            str(
+                {
+                    name: [row[key] for key in ("step", "restarts", "evictions", "suspensions")]
+                    for name, row in ends.items()
+                }
+            )
+        )
         for name, figures in told.items():
             assert figures["peak_bytes"] <= JOBS[name][1], name
             assert (figures["offloaded_bytes"] > 0) == (name != "roomy"), figures

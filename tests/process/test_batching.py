@@ -59,14 +59,16 @@ def test_64_waiting_requests_are_one_run_and_each_reads_its_own_rows(
     running: Checked, table: Table
 ) -> None:
     assert running.client.show("table")["batching"] == {
-        "limit": 64, "delay_ms": LONG_MS, "is_exact": True
-    }  # fmt: skip
+        "limit": 64,
+        "delay_ms": LONG_MS,
+        "is_exact": True,
+    }
     runs = running.count("runs")
     inputs = [torch.randint(WORDS, (1, 5)) for _ in range(64)]
     answers = [future.result(30) for future in [running.client.submit("table", x) for x in inputs]]
     for x, answer in zip(inputs, answers, strict=True):
         assert is_bit_equal(answer["y"], eager(table, x))
-        assert (answer.timing.batch, answer.timing.joined) == (64, 64)
+        assert (answer.timing.batch, answer.timing.batched) == (64, 64)
     assert running.count("runs") == runs + 1
 
 
@@ -80,7 +82,7 @@ def test_one_with_a_bad_index_fails_alone(running: Checked, table: Table) -> Non
     for x, future in zip(inputs, futures, strict=True):
         answer = future.result(30)
         assert is_bit_equal(answer["y"], eager(table, x))
-        assert answer.timing.joined == 1
+        assert answer.timing.batched == 1
 
 
 def test_models_whose_requests_cannot_be_joined_are_refused_with_what_to_type(

@@ -17,8 +17,14 @@ from benchmarks.rig import Rig
 from benchmarks.rival import PUBLISHED, Rival
 from benchmarks.setting import Setting
 
-TEXT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "intermediate_size": 64, "vocab_size": 2000}  # fmt: skip
+TEXT = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 2000,
+}
 pytestmark = pytest.mark.slow
 
 

@@ -34,8 +34,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def test_a_build_has_a_limit_of_time_and_of_memory(environment: dict[str, str]) -> None:
-    limits = {"PIPESWITCH_WORKERS__BUILD_TIMEOUT": "6s",
-              "PIPESWITCH_WORKERS__BUILD_MEMORY": "1GiB"}  # fmt: skip
+    limits = {"PIPESWITCH_WORKERS__BUILD_TIMEOUT": "6s", "PIPESWITCH_WORKERS__BUILD_MEMORY": "1GiB"}
     with server(environment={**environment, **limits}) as running, running.client() as client:
         with pytest.raises(ps.RegistrationRefused, match="memory"):
             client.register("greedy", "limited:greedy", inputs=INPUTS)
@@ -52,8 +51,9 @@ def test_an_endless_build_keeps_no_other_client_out_and_its_owner_ends_it(
 
         def register() -> None:
             try:
-                enemy.register("endless", "limited:endless", inputs=INPUTS,
-                               progress=lambda *_: begun.set())  # fmt: skip
+                enemy.register(
+                    "endless", "limited:endless", inputs=INPUTS, progress=lambda *_: begun.set()
+                )
             except ps.PipeSwitchError as error:
                 refused.append(error)
 

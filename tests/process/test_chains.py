@@ -88,10 +88,16 @@ def running(options: dict[str, Any]) -> Iterator[Checked]:
         client, example = checked.client, torch.zeros(2, WIDTH)
         client.register("encoder", mlp(WIDTH, 2, 0), example_inputs=example)
         client.register("head", mlp(WIDTH, 2, 1), example_inputs=example)
-        client.register("reads", mlp(WIDTH, 2, 0), example_inputs=example,
-                        preprocess="chained:read", raw=TEXTS)  # fmt: skip
-        client.register("labels", mlp(WIDTH, 2, 1), example_inputs=example,
-                        postprocess="chained:label", returns=LABELS)  # fmt: skip
+        client.register(
+            "reads", mlp(WIDTH, 2, 0), example_inputs=example, preprocess="chained:read", raw=TEXTS
+        )
+        client.register(
+            "labels",
+            mlp(WIDTH, 2, 1),
+            example_inputs=example,
+            postprocess="chained:label",
+            returns=LABELS,
+        )
         client.register(
             "blocks",
             mlp(WIDTH, 2, 0),
@@ -100,8 +106,9 @@ def running(options: dict[str, Any]) -> Iterator[Checked]:
             raw={"path": (((1, 4096),), "uint8")},
         )
         for name in ("writes", "fails"):
-            client.register(name, "chained:writes", weights="random:0",
-                            inputs={"x": ((1, WIDTH), "float32")})  # fmt: skip
+            client.register(
+                name, "chained:writes", weights="random:0", inputs={"x": ((1, WIDTH), "float32")}
+            )
         client.register_chain("both", STEPS)
         yield checked
 
@@ -157,11 +164,11 @@ def test_texts_in_front_and_labels_behind(running: Checked) -> None:
 
 def test_values_of_two_steps_lie_anywhere_in_the_pool(running: Checked) -> None:
     client, x = running.client, rows(2)
-    client.register("joined", Joined(), example_inputs=(torch.zeros(2, WIDTH),) * 2)
+    client.register("batched", Joined(), example_inputs=(torch.zeros(2, WIDTH),) * 2)
     wanted = {name: client.infer(name, x)["y"] for name in ("encoder", "head")}
     steps = [{"model": "encoder", "inputs": {"x": "x"}}, {"model": "head", "inputs": {"x": "x"}}]
     for first, second in (("encoder", "head"), ("head", "encoder")):
-        last = {"model": "joined", "inputs": {"a": f"{first}.y", "b": f"{second}.y"}}
+        last = {"model": "batched", "inputs": {"a": f"{first}.y", "b": f"{second}.y"}}
         client.register_chain(f"{first}-first", [*steps, last])
         found = client.infer(f"{first}-first", x)["y"]
         assert same(found, np.float32(2) * wanted[first] + wanted[second])
@@ -296,8 +303,9 @@ def test_a_member_that_leaves_is_named_and_what_follows_is_asked_again(running: 
     assert no.value.hint == "pipeswitch register comes SOURCE"
     row = client.show("goes")
     assert (row["state"], row["reason"]) == (
-        "incomplete", 'step "comes" needs "comes", which is not ready'
-    )  # fmt: skip
+        "incomplete",
+        'step "comes" needs "comes", which is not ready',
+    )
     client.register("comes", mlp(WIDTH, 2, 1), example_inputs=example)
     assert same(client.infer("goes", rows())["y"], after_each_other(running, rows()))
     client.unregister("comes")

@@ -61,10 +61,15 @@ class Terminal:
     def __init__(self, running: Checked, *words: str, cwd: Path | None = None) -> None:
         self._ours, theirs = pty.openpty()
         self.process = subprocess.Popen(
-            [*COMMAND, "--host", running.running.ipc_address, *words], stdin=theirs, stdout=theirs,
-            stderr=theirs, start_new_session=True, cwd=cwd, env={**os.environ, "TERM": "dumb"},
+            [*COMMAND, "--host", running.running.ipc_address, *words],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            cwd=cwd,
+            env={**os.environ, "TERM": "dumb"},
             preexec_fn=_own_terminal,
-        )  # fmt: skip
+        )
         os.close(theirs)
         self._text = ""
 
@@ -185,9 +190,12 @@ def test_what_cannot_chat_says_what_to_type(
 
 def test_a_source_gives_a_name_and_a_full_path(tmp_path: Path, monkeypatch: Any) -> None:
     for source, name in (
-        ("hf:Qwen/Qwen3-0.6B", "qwen3-0.6b"), ("hf:gpt2", "gpt2"), ("hf:/a/B c/", "b-c"),
-        ("hf:a/m#GPT2LMHeadModel", "m"), ("hf:.", "chat"),
-    ):  # fmt: skip
+        ("hf:Qwen/Qwen3-0.6B", "qwen3-0.6b"),
+        ("hf:gpt2", "gpt2"),
+        ("hf:/a/B c/", "b-c"),
+        ("hf:a/m#GPT2LMHeadModel", "m"),
+        ("hf:.", "chat"),
+    ):
         assert name_of(source) == name
     (tmp_path / "m").mkdir()
     monkeypatch.chdir(tmp_path)

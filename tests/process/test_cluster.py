@@ -37,8 +37,18 @@ pytestmark = [
 ]
 
 COMMAND = [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()"]
-SMALL = ("--device", "cpu", "--arena", "64MiB", "--host-store", "128MiB", "--standby", "1",
-         "--commit-every", "200ms")  # fmt: skip
+SMALL = (
+    "--device",
+    "cpu",
+    "--arena",
+    "64MiB",
+    "--host-store",
+    "128MiB",
+    "--standby",
+    "1",
+    "--commit-every",
+    "200ms",
+)
 NAMES = ("node-0", "node-1", "node-2")
 REQUESTS = 200
 JOB = """
@@ -68,8 +78,10 @@ class Cluster:
         self.folder, self.pids = folder, dict[str, int]()
         self.process = subprocess.Popen(
             [*COMMAND, "cluster", "up", "--local", "3", "--state-dir", str(folder), "--", *SMALL],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if "3 nodes is ready" not in line:
@@ -79,13 +91,21 @@ class Cluster:
 
         # Ray tries for 20 s: meanwhile the other tests are run.
         self.stranger = subprocess.Popen(
-            [*COMMAND, "cluster", "status"], env={**os.environ, "RAY_AUTH_TOKEN": "0" * 64},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [*COMMAND, "cluster", "status"],
+            env={**os.environ, "RAY_AUTH_TOKEN": "0" * 64},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     def cli(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*COMMAND, *words], env={**os.environ, **environment}, text=True,
-                              capture_output=True, timeout=200)  # fmt: skip
+        return subprocess.run(
+            [*COMMAND, *words],
+            env={**os.environ, **environment},
+            text=True,
+            capture_output=True,
+            timeout=200,
+        )
 
     def status(self) -> dict[str, Any]:
         with connected_ray("auto") as ray:
@@ -163,10 +183,13 @@ def test_of_two_who_register_one_name_the_first_has_it(nodes: Cluster, client: C
         outcomes = [*beside.map(lambda one: register(*one), clients)]
     assert outcomes in ([3, 3, 0], [0, 0, 5])
     wait_for(
-        lambda: {node["name"]: node["models"]["name"][0] for node in nodes.status()["nodes"]
-                 if "name" in node["models"]},
+        lambda: {
+            node["name"]: node["models"]["name"][0]
+            for node in nodes.status()["nodes"]
+            if "name" in node["models"]
+        },
         lambda digests: (len(digests), len({*digests.values()})) == (2, 1),
-    )  # fmt: skip
+    )
     client.unregister("name")
 
 
@@ -193,19 +216,24 @@ class Job:
 
     def has_come(self, nodes: Cluster, step: int) -> str:
         """When so many steps are on the disk of another node too: its own node."""
-        row = wait_for(lambda: job_row(self.client, self.name),
-                       lambda row: row["persisted_step"] >= step)  # fmt: skip
+        row = wait_for(
+            lambda: job_row(self.client, self.name), lambda row: row["persisted_step"] >= step
+        )
         with connected_ray("auto"):  # once
-            wait_for(lambda: nodes.status()["jobs"].get(self.name, {}),
-                     lambda kept: sorted(kept.values()) == ["home", "replica"])  # fmt: skip
+            wait_for(
+                lambda: nodes.status()["jobs"].get(self.name, {}),
+                lambda kept: sorted(kept.values()) == ["home", "replica"],
+            )
         return str(row["node"])
 
     def ends_as_the_whole_one(self) -> None:
         """With the same bits; and no two of its processes have ever run by turns."""
         (self.folder / "let_go").touch()
         assert self.client.task(self.name).wait(120)["state"] == "done"
-        weights = [torch.load(self.folder / f"{one}.pt", weights_only=True)["weight"]
-                   for one in (f"whole-{self.name}", self.name)]  # fmt: skip
+        weights = [
+            torch.load(self.folder / f"{one}.pt", weights_only=True)["weight"]
+            for one in (f"whole-{self.name}", self.name)
+        ]
         assert torch.equal(*weights)
         lives = (self.folder / f"{self.name}.pt.lives").read_text().split()
         assert len([*itertools.groupby(lives)]) == len(set(lives)) > 1
@@ -242,8 +270,10 @@ def test_a_jobs_node_hangs(nodes: Cluster, client: Client, tmp_path: Path) -> No
     (tmp_path / "job.py").unlink()  # its script has come along
     node.suspend()
     try:
-        wait_for(lambda: nodes.status()["jobs"].get("hung", {}),
-                 lambda kept: "home" in kept.values() and to not in kept)  # fmt: skip
+        wait_for(
+            lambda: nodes.status()["jobs"].get("hung", {}),
+            lambda kept: "home" in kept.values() and to not in kept,
+        )
     finally:
         node.resume()
     job.ends_as_the_whole_one()
@@ -330,14 +360,23 @@ def test_tokens_go_on_where_their_node_died(nodes: Cluster, client: Client) -> N
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(7)
     config = transformers.AutoConfig.for_model(
-        "qwen2", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, eos_token_id=None,
-        num_key_value_heads=2, intermediate_size=64, vocab_size=300, max_position_embeddings=128,
-    )  # fmt: skip
+        "qwen2",
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        eos_token_id=None,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        vocab_size=300,
+        max_position_embeddings=128,
+    )
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     assert client.register("chat", model, generate=True, precision="exact")["notes"] == []
     ids = [*range(5, 20)]
-    expected = [token.id for token in client.generate("chat", ids, max_new_tokens=60, seed=3,
-                                                      temperature=1.0)]  # fmt: skip
+    expected = [
+        token.id
+        for token in client.generate("chat", ids, max_new_tokens=60, seed=3, temperature=1.0)
+    ]
     answer = client.generate("chat", ids, max_new_tokens=60, seed=3, temperature=1.0)
     found = [next(answer).id for _ in range(9)]
     (row,) = client.sequences()

@@ -78,8 +78,10 @@ class Asking:
     def __init__(self, kind: str, address: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", ASKING, kind, address],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         self.count, self._last = 0, ""
         self._reading = threading.Thread(target=self._read, daemon=True)
         self._reading.start()
@@ -129,8 +131,9 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def client(nodes: Cluster) -> Iterator[Client]:
     with Client("cluster") as client:
         torch.manual_seed(0)
-        module = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(),
-                                     torch.nn.Linear(64, 4))  # fmt: skip
+        module = torch.nn.Sequential(
+            torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)
+        )
         assert (
             client.register("m", module.eval(), example_inputs=(torch.zeros(1, 8),))["notes"] == []
         )
@@ -152,8 +155,12 @@ def asked(url: str, body: Any = None, method: str | None = None) -> tuple[int, A
 
 def rows_of(nodes: Cluster, model: str = "m") -> tuple[dict[str, dict[str, Any]], list[str]]:
     """The nodes by name, and the holders of a model once it has two."""
-    status = wait_for(nodes.status, lambda found: len(found["nodes"]) == 3
-                      and len(found["models"].get(model, {}).get("nodes", ())) >= 2)  # fmt: skip
+    status = wait_for(
+        nodes.status,
+        lambda found: (
+            len(found["nodes"]) == 3 and len(found["models"].get(model, {}).get("nodes", ())) >= 2
+        ),
+    )
     return {one["name"]: one for one in status["nodes"]}, status["models"][model]["nodes"]
 
 
@@ -182,10 +189,14 @@ def test_what_changes_the_cluster_is_refused_at_one_node(nodes: Cluster, client:
         token = owner_token(nodes.folder / name / OWNER_FILE)
         for path, method, data in (("other", "POST", b"a bundle"), ("m", "DELETE", None)):
             request = urllib.request.Request(
-                f"http://{row['http']}/api/models/{path}", data, method=method,
-                headers={"Authorization": f"Bearer {token}",
-                         "Content-Type": "application/octet-stream"},
-            )  # fmt: skip
+                f"http://{row['http']}/api/models/{path}",
+                data,
+                method=method,
+                headers={
+                    "Authorization": f"Bearer {token}",
+                    "Content-Type": "application/octet-stream",
+                },
+            )
             with pytest.raises(urllib.error.HTTPError) as refused:
                 urllib.request.urlopen(request, timeout=100)
             assert json.loads(refused.value.read())["code"] == "InvalidInput"
@@ -199,9 +210,10 @@ def test_callers_are_the_same_at_the_node_that_computes(nodes: Cluster, client: 
     body = {"model": "chat", "prompt": PROMPT, "max_tokens": 1900, "temperature": 0, "stream": True}
     for name, row in rows.items():
         request = urllib.request.Request(
-            f"http://{row['http']}/v1/completions", json.dumps(body).encode(),
+            f"http://{row['http']}/v1/completions",
+            json.dumps(body).encode(),
             {"Content-Type": "application/json"},
-        )  # fmt: skip
+        )
         with urllib.request.urlopen(request, timeout=100) as answer:
             assert answer.readline().startswith(b"data: ")
             found = sequences(rows)

@@ -28,15 +28,25 @@ from tests.process.figures import publish
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.timeout(1800),  # servers start again, one after the other
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None,
-                       reason="no Ray: pip install 'pipeswitch[ray]'"),
-]  # fmt: skip
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="no Ray: pip install 'pipeswitch[ray]'"
+    ),
+]
 
 CLUSTER = [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()", "cluster"]
 SMALL = ["--device", "cpu", "--arena", "64MiB", "--host-store", "128MiB", "--standby", "1"]
-RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=2",
-       "--min-worker-port=0", "--max-worker-port=0", "--object-store-memory=100000000",
-       "--disable-usage-stats"]  # fmt: skip
+RAY = [
+    sys.executable,
+    "-m",
+    "ray.scripts.scripts",
+    "start",
+    "--block",
+    "--num-cpus=2",
+    "--min-worker-port=0",
+    "--max-worker-port=0",
+    "--object-store-memory=100000000",
+    "--disable-usage-stats",
+]
 RETURN_S = 240.0  # for a killed node, on a busy machine
 REQUESTS, KILLS, REPEATS = 300, 8, 20
 SEED = int(os.environ.get("SEED", "0")) or random.randrange(1, 1 << 30)
@@ -56,8 +66,11 @@ def raylets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[subproces
     with ray_of_its_own(RAY_AUTH_MODE="token", RAY_worker_niceness="0") as (_, started):
 
         def start(*words: str) -> None:
-            made.append(subprocess.Popen([*RAY, *words], stdout=subprocess.PIPE,
-                                         stderr=subprocess.STDOUT, text=True))  # fmt: skip
+            made.append(
+                subprocess.Popen(
+                    [*RAY, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                )
+            )
             assert made[-1].stdout is not None
             lines: list[str] = []
             while "runtime started" not in "".join(lines[-1:]):
@@ -66,8 +79,12 @@ def raylets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[subproces
 
         try:
             port, clients = free_port(), free_port()
-            start("--head", f"--port={port}", f"--ray-client-server-port={clients}",
-                  "--include-dashboard=false")  # fmt: skip
+            start(
+                "--head",
+                f"--port={port}",
+                f"--ray-client-server-port={clients}",
+                "--include-dashboard=false",
+            )
             os.environ["RAY_ADDRESS"] = f"127.0.0.1:{port}"
             for _ in range(2):
                 start(f"--address={os.environ['RAY_ADDRESS']}")
@@ -88,8 +105,9 @@ def raylets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[subproces
 def client(raylets: list[subprocess.Popen[str]]) -> Iterator[Client]:
     with Client("cluster") as made:
         torch.manual_seed(0)
-        module = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(),
-                                     torch.nn.Linear(64, 4)).eval()  # fmt: skip
+        module = torch.nn.Sequential(
+            torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)
+        ).eval()
         until(lambda: len(status()["nodes"]) >= 2, "two nodes", RETURN_S)
         made.register("m", module, example_inputs=(torch.zeros(1, 8),))
         yield made
@@ -171,10 +189,14 @@ def test_kills_of_all_kinds_cost_no_request(
     expected = client.infer("m", X).outputs["y"].tobytes()
     rng = random.Random(SEED)
     kinds: list[Callable[[], None]] = [
-        lambda: kill_server(holders()[0]), lambda: kill_actor(holders()[0]), kill_placement,
-        lambda: kill_server(holders()[-1]), lambda: kill_actor(holders()[-1]), kill_placement,
         lambda: kill_server(holders()[0]),
-    ]  # fmt: skip
+        lambda: kill_actor(holders()[0]),
+        kill_placement,
+        lambda: kill_server(holders()[-1]),
+        lambda: kill_actor(holders()[-1]),
+        kill_placement,
+        lambda: kill_server(holders()[0]),
+    ]
     rng.shuffle(kinds)
     kinds.insert(rng.randrange(3, KILLS), lambda: kill_raylet(raylets[-1]))
     moments = sorted(rng.sample(range(5, REQUESTS - 5), KILLS))
@@ -191,8 +213,14 @@ def test_kills_of_all_kinds_cost_no_request(
             errors.append((number, error))
         waits_s.append(time.monotonic() - began_s)
     late = sum(wait_s > 1.0 for wait_s in waits_s)
-    figures = {"seed": SEED, "requests": REQUESTS, "kills": KILLS, "errors": len(errors),
-               "over_1_s": late, "slowest_s": max(waits_s)}  # fmt: skip
+    figures = {
+        "seed": SEED,
+        "requests": REQUESTS,
+        "kills": KILLS,
+        "errors": len(errors),
+        "over_1_s": late,
+        "slowest_s": max(waits_s),
+    }
     sys.stdout.write(f"{figures}\n")
     publish("cluster_kills", figures)
     assert not errors

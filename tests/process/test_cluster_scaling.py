@@ -27,27 +27,44 @@ from pipeswitch.client.cluster import connected_ray, placement_of, told
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.timeout(900),  # a minute of rest, and machines start one after the other
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None,
-                       reason="no Ray: pip install 'pipeswitch[ray]'"),
-]  # fmt: skip
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="no Ray: pip install 'pipeswitch[ray]'"
+    ),
+]
 
 CLUSTER = [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()", "cluster"]
 IN_FLIGHT = 80  # of each of two clients
-PROVIDER = {"type": "fake_multinode", "use_node_id_as_ip": True, "disable_node_updaters": True,
-            "disable_launch_config_check": True}  # fmt: skip
+PROVIDER = {
+    "type": "fake_multinode",
+    "use_node_id_as_ip": True,
+    "disable_node_updaters": True,
+    "disable_launch_config_check": True,
+}
 LAUNCHER = yaml.safe_load((Path(__file__).parents[2] / "packaging/cluster.yaml").read_text())
 SERVER = LAUNCHER["available_node_types"]["server"]
 SMALL = {"CPU": 1, "object_store_memory": 100_000_000}
-DEFAULTS = ("cluster_synced_files", "rsync_exclude", "rsync_filter", "head_setup_commands",
-            "worker_setup_commands")  # fmt: skip
-FAKE = LAUNCHER | {key: [] for key in DEFAULTS} | {
-    "upscaling_speed": 1.0, "file_mounts_sync_continuously": False,
-    "head_node_type": "ray.head.default", "idle_timeout_minutes": 0.05, "file_mounts": {},
-    "available_node_types": {
-        "ray.head.default": {"resources": {"CPU": 1}, "node_config": {}, "max_workers": 0},
-        "server": SERVER | {"resources": SERVER["resources"] | SMALL},
-    },
-}  # fmt: skip
+DEFAULTS = (
+    "cluster_synced_files",
+    "rsync_exclude",
+    "rsync_filter",
+    "head_setup_commands",
+    "worker_setup_commands",
+)
+FAKE = (
+    LAUNCHER
+    | {key: [] for key in DEFAULTS}
+    | {
+        "upscaling_speed": 1.0,
+        "file_mounts_sync_continuously": False,
+        "head_node_type": "ray.head.default",
+        "idle_timeout_minutes": 0.05,
+        "file_mounts": {},
+        "available_node_types": {
+            "ray.head.default": {"resources": {"CPU": 1}, "node_config": {}, "max_workers": 0},
+            "server": SERVER | {"resources": SERVER["resources"] | SMALL},
+        },
+    }
+)
 
 
 @pytest.fixture
@@ -57,18 +74,36 @@ def ray_that_scales(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         one.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
         port, clients = one.getsockname()[1], other.getsockname()[1]
-    with ray_of_its_own(RAY_AUTH_MODE="token", RAY_FAKE_CLUSTER="1", RAY_worker_niceness="0",
-                        AUTOSCALER_UPDATE_INTERVAL_S="1") as (folder, started):  # fmt: skip
+    with ray_of_its_own(
+        RAY_AUTH_MODE="token",
+        RAY_FAKE_CLUSTER="1",
+        RAY_worker_niceness="0",
+        AUTOSCALER_UPDATE_INTERVAL_S="1",
+    ) as (folder, started):
         provider = PROVIDER | {"gcs_address": f"127.0.0.1:{port}"}
         (folder / "fake.json").write_text(json.dumps(FAKE | {"provider": provider}))
         head = subprocess.Popen(
-            [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block",
-             "--num-cpus=1", f"--port={port}", f"--ray-client-server-port={clients}",
-             "--min-worker-port=0", "--max-worker-port=0", "--object-store-memory=100000000",
-             "--include-dashboard=false", "--disable-usage-stats",
-             f"--autoscaling-config={folder / 'fake.json'}"],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "ray.scripts.scripts",
+                "start",
+                "--head",
+                "--block",
+                "--num-cpus=1",
+                f"--port={port}",
+                f"--ray-client-server-port={clients}",
+                "--min-worker-port=0",
+                "--max-worker-port=0",
+                "--object-store-memory=100000000",
+                "--include-dashboard=false",
+                "--disable-usage-stats",
+                f"--autoscaling-config={folder / 'fake.json'}",
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         assert head.stdout is not None
         try:
             assert any("runtime started" in line for line in head.stdout)  # earlier ones may hang

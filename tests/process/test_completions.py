@@ -20,12 +20,16 @@ from process_tools import Checked, checked_server, until
 
 from pipeswitch.base.errors import InvalidInput, PipeSwitchError, SequenceNotFound
 from pipeswitch.base.roles import ANYONE
-from pipeswitch.gateway.openai import texts
-from pipeswitch.gateway.openai.text_process import Begin, Came, Wrong
-from pipeswitch.gateway.openai.text_process import Texts as TextProcess
-from pipeswitch.programs.decoding.answer import Ending
-from pipeswitch.programs.decoding.generating import Facts
+from pipeswitch.gateway.openai import tokenizers
+from pipeswitch.gateway.openai.tokenizer_worker import (
+    InvalidPrompt,
+    StartGeneration,
+    TokensGenerated,
+)
+from pipeswitch.gateway.openai.tokenizer_worker import TokenizerWorker as TextProcess
 from pipeswitch.programs.decoding.generation import packed_tokenizer
+from pipeswitch.programs.decoding.model_config import LanguageModelConfig
+from pipeswitch.programs.decoding.output import StopCriteria
 from pipeswitch.programs.decoding.sampling import Sampling
 from tests.models.words import trained
 
@@ -52,10 +56,17 @@ def made() -> tuple[Any, Any]:
     """A small model whose answers are no one word again and again, and a tokenizer."""
     torch.manual_seed(7)
     config = transformers.AutoConfig.for_model(
-        "qwen2", hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=128,
-        vocab_size=700, max_position_embeddings=CONTEXT, bos_token_id=0, eos_token_id=None,
+        "qwen2",
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=128,
+        vocab_size=700,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=0,
+        eos_token_id=None,
         num_key_value_heads=2,
-    )  # fmt: skip
+    )
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -193,14 +204,24 @@ def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> 
         (text, b" " * ((1 << 20) + 1), 413, None, "at most"),
         (chat, {"model": "chat", "messages": []}, 400, "messages", "1 to 1024"),
         (chat, {"model": "chat", "messages": [{"role": "tool"}]}, 400, None, "no role tool"),
-        (chat, {"model": "chat", "messages": [{"role": "user", "content": [{}]}]}, 400,
-         "messages", "content is text"),
+        (
+            chat,
+            {"model": "chat", "messages": [{"role": "user", "content": [{}]}]},
+            400,
+            "messages",
+            "content is text",
+        ),
         ("/v1/embedings", {}, 404, None, "/v1/embeddings"),
         ("/v1/embeddings", {"model": "chat", "input": "a"}, 400, None, "embeds no texts"),
         ("/v1/embeddings", {"model": "chat", "input": [{}]}, 400, "input", "one text"),
-        ("/v1/embeddings", {"model": "chat", "input": "a", "dimensions": 3}, 400, "dimensions",
-         "not done"),
-    ):  # fmt: skip
+        (
+            "/v1/embeddings",
+            {"model": "chat", "input": "a", "dimensions": 3},
+            400,
+            "dimensions",
+            "not done",
+        ),
+    ):
         found, told, _ = post(running, path, body)
         assert (found, told["error"]["param"]) == (status, param), told
         assert words in told["error"]["message"]
@@ -220,10 +241,10 @@ def test_answers_to_several_prompts_come_in_their_order(running: Checked, ai: An
     prompts = [PROMPT, "Once", PROMPT[:7]]
     ids = [made()[1](prompt)["input_ids"] for prompt in prompts]
     alone = [ai.completions.create(**asked, prompt=prompt) for prompt in prompts]
-    texts = [one.choices[0].text for one in alone]
+    tokenizers = [one.choices[0].text for one in alone]
     for given in (prompts, ids):
         whole = ai.completions.create(**asked, prompt=given)
-        assert [(one.index, one.text) for one in whole.choices] == [*enumerate(texts)]
+        assert [(one.index, one.text) for one in whole.choices] == [*enumerate(tokenizers)]
         usage, options = whole.usage, {"include_usage": True}
         assert (usage.prompt_tokens, usage.completion_tokens) == (sum(map(len, ids)), 27)
         came, chunks = ["", "", ""], []
@@ -232,7 +253,7 @@ def test_answers_to_several_prompts_come_in_their_order(running: Checked, ai: An
             chunks.append(chunk)
             for choice in chunk.choices:
                 came[choice.index] += choice.text
-        assert (came, chunks[-1].usage) == (texts, usage)
+        assert (came, chunks[-1].usage) == (tokenizers, usage)
     with pytest.raises(openai.BadRequestError, match="does not fit"):
         ai.completions.create(**asked, prompt=[PROMPT, [5] * 3000])
 
@@ -280,7 +301,7 @@ def chances_of(ids: list[int]) -> torch.Tensor:
         return torch.log_softmax(made()[0](torch.tensor([ids])).logits[0].double(), -1)
 
 
-def joined(chunks: list[Any], name: str) -> list[Any]:
+def batched(chunks: list[Any], name: str) -> list[Any]:
     found = [one.choices[0].logprobs for one in chunks]
     return [row for one in found if one is not None for row in getattr(one, name)]
 
@@ -299,7 +320,7 @@ def test_logprobs_are_transformers_own_in_each_form(running: Checked, ai: Any) -
         assert told.token_logprobs[number] == one.logprob == max(told.top_logprobs[number].values())
     chunks = [*ai.completions.create(**asked, logprobs=3, stream=True)]
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        assert joined(chunks, name) == getattr(told, name)
+        assert batched(chunks, name) == getattr(told, name)
     chat: Any = {"model": "chat", "messages": SAID, "max_tokens": 5, "logprobs": True}
     said = ai.chat.completions.create(**chat, top_logprobs=2).choices[0]
     rows = said.logprobs.content
@@ -333,7 +354,7 @@ def test_echo_with_logprobs_scores_the_prompt(running: Checked, ai: Any, new: in
     chunks = [*ai.completions.create(**asked, prompt=PROMPT, stream=True)]
     whole = ai.completions.create(**asked, prompt=PROMPT).choices[0]
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.text
-    assert joined(chunks, "token_logprobs") == whole.logprobs.token_logprobs
+    assert batched(chunks, "token_logprobs") == whole.logprobs.token_logprobs
 
 
 FORM: Any = {
@@ -443,18 +464,27 @@ def test_a_hostile_template_costs_its_own_process_alone(
     template: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where who asked has hung up: then the next one finds that process ended."""
-    facts = Facts(version=1, digest="d", vocabulary=700, context=CONTEXT,
-                  chat_template=template,
-                  tokenizer=packed_tokenizer(trained("bytes").to_str()))  # fmt: skip
-    asked = Begin(answer=1, messages=b'[{"role": "user"}]', sampling=Sampling(),
-                  ending=Ending(max_new_tokens=4))  # fmt: skip
+    facts = LanguageModelConfig(
+        version=1,
+        digest="d",
+        vocabulary=700,
+        context=CONTEXT,
+        chat_template=template,
+        tokenizer=packed_tokenizer(trained("bytes").to_str()),
+    )
+    asked = StartGeneration(
+        answer=1,
+        messages=b'[{"role": "user"}]',
+        sampling=Sampling(),
+        ending=StopCriteria(max_new_tokens=4),
+    )
 
     async def asks() -> Any:
-        talk = await texts.Talk.open(facts)
+        talk = await tokenizers.TokenizerClient.open(facts)
         plain = msgspec.structs.replace(asked, messages=None, prompt=PROMPT)
         assert (await talk.ask(plain)).prompt_count == len(made()[1](PROMPT)["input_ids"])
         if template == ENDLESS:
-            monkeypatch.setattr(texts, "TEXT_S", 0.5)
+            monkeypatch.setattr(tokenizers, "TEXT_S", 0.5)
             hung_up = asyncio.create_task(talk.ask(asked))
             await asyncio.sleep(0)
             hung_up.cancel()
@@ -471,7 +501,7 @@ def text_processes(checked: Checked) -> list[psutil.Process]:
     found = []
     for one in psutil.Process(checked.running.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it ends just now
-            if "pipeswitch.gateway.openai.text_process" in one.cmdline():
+            if "pipeswitch.gateway.openai.tokenizer_worker" in one.cmdline():
                 found.append(one)
     return found
 
@@ -539,35 +569,46 @@ def test_a_text_process_without_memory_for_a_token_ends_and_refuses_a_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A prompt may be what takes it all; a token is not: another process goes on."""
-    found = TextProcess(Facts(version=1, digest="d", vocabulary=9, context=CONTEXT))
-    begin = Begin(answer=1, prompt=[1], sampling=Sampling(), ending=Ending(max_new_tokens=4))
+    found = TextProcess(LanguageModelConfig(version=1, digest="d", vocabulary=9, context=CONTEXT))
+    begin = StartGeneration(
+        answer=1, prompt=[1], sampling=Sampling(), ending=StopCriteria(max_new_tokens=4)
+    )
     found.handle(begin)
 
     def fails(_: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr(found, "_step", fails)
-    assert isinstance(found.handle(begin), Wrong)
+    assert isinstance(found.handle(begin), InvalidPrompt)
     with pytest.raises(MemoryError):
-        found.handle(Came(answer=1, tokens=[1]))
+        found.handle(TokensGenerated(answer=1, tokens=[1]))
     with pytest.raises(MemoryError):
         found.handle(msgspec.structs.replace(begin, so_far=[1]))
 
 
 def test_one_callers_long_prompts_wait_for_anothers_turn() -> None:
     """Tokens of answers go first, then callers by turns; a long prompt costs what fits, not all."""
-    facts = Facts(version=1, digest="d", vocabulary=700, context=CONTEXT,
-                  tokenizer=packed_tokenizer(trained("bytes").to_str()))  # fmt: skip
+    facts = LanguageModelConfig(
+        version=1,
+        digest="d",
+        vocabulary=700,
+        context=CONTEXT,
+        tokenizer=packed_tokenizer(trained("bytes").to_str()),
+    )
     order: list[str] = []
 
     async def asks() -> None:
-        talk = await texts.Talk.open(facts)
+        talk = await tokenizers.TokenizerClient.open(facts)
         number = iter(range(1, 100))
 
         async def begin(caller: str, prompt: str) -> int:
             answer = next(number)
-            asked = Begin(answer=answer, prompt=prompt, sampling=Sampling(),
-                          ending=Ending(max_new_tokens=4))  # fmt: skip
+            asked = StartGeneration(
+                answer=answer,
+                prompt=prompt,
+                sampling=Sampling(),
+                ending=StopCriteria(max_new_tokens=4),
+            )
             with contextlib.suppress(InvalidInput):
                 await talk.ask(asked, caller)
             order.append(caller)
@@ -579,7 +620,7 @@ def test_one_callers_long_prompts_wait_for_anothers_turn() -> None:
         await asyncio.sleep(0)
         short = asyncio.create_task(begin("alice", PROMPT))
         await asyncio.sleep(0)
-        await talk.ask(Came(answer=first, tokens=[1]), "alice")
+        await talk.ask(TokensGenerated(answer=first, tokens=[1]), "alice")
         order.append("token")
         await asyncio.gather(short, *long)
         await talk.close()

@@ -77,9 +77,12 @@ def test_ready_comes_after_the_first_attempt_at_each_and_what_failed_is_shown(
     ):
         rows = {row["name"]: row for row in client.models()}  # nothing is awaited
         assert {name: row["state"] for name, row in rows.items()} == {
-            "slow": "ready", "cell": "ready", "typo": "failed", "forgotten": "failed",
+            "slow": "ready",
+            "cell": "ready",
+            "typo": "failed",
+            "forgotten": "failed",
             "text": "failed",
-        }  # fmt: skip
+        }
         assert "resnet5" in rows["typo"]["reason"]
         assert "needs weights" in rows["forgotten"]["reason"]
         with client.sequence("cell") as sequence:
@@ -112,8 +115,9 @@ def certificate(folder: Path) -> None:
         "-subj",
         "/CN=x",
     ]
-    subprocess.run([*run, "-keyout", folder / "key", "-out", folder / "cert"], check=True,
-                   capture_output=True)  # fmt: skip
+    subprocess.run(
+        [*run, "-keyout", folder / "key", "-out", folder / "cert"], check=True, capture_output=True
+    )
 
 
 def tokens(folder: Path, mode: int) -> None:
@@ -129,13 +133,14 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "open to all": ('http = "0.0.0.0:8000"', lambda f: None, "need tokens"),
     "a key that is none": (
         'tls_cert = "cert"\ntls_key = "key"',
-        lambda f: (certificate(f), (f / "key").write_text("no key")), "PEM",
+        lambda f: (certificate(f), (f / "key").write_text("no key")),
+        "PEM",
     ),
     "a model's input": (A_MODEL + 'inputs = ["x=0x4"]', lambda f: None, "[[model]] a"),
     "a model's state": (A_MODEL + 'state = ["h"]', lambda f: None, "INPUT=OUTPUT"),
     "a model's batch": (A_MODEL + 'batch_delay = "2ms"', lambda f: None, "batch"),
     "a model's file": (A_MODEL.replace("x:y", "no.bundle"), lambda f: None, "no.bundle"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -176,9 +176,10 @@ def test_two_gpus_serve_and_a_daemon_that_dies_is_nothing_to_the_other(
     rungs = {"WAITS": "cpu", "WORDS": "copy", "ACTIVATIONS": "private", "GRAPHS": "off"}
     named = {f"PIPESWITCH_DEVICE__{key}": value for key, value in rungs.items()}
     with tools.checked_server(
-        devices=("cuda:0", "cuda:1"), args=("--standby", "1"),
+        devices=("cuda:0", "cuda:1"),
+        args=("--standby", "1"),
         environment=own_gpu | named | {"CUDA_FAKE_DEVICES": "2"},
-    ) as checked:  # fmt: skip
+    ) as checked:
         assert "device cuda:0,cuda:1, arena " in checked.running.ready_line
         client = checked.client
         module, x = tools.mlp(64, 4, 7), torch.randn(3, 64)
@@ -227,8 +228,10 @@ def test_a_cpu_device_beside_a_gpu_serves_what_asks_for_it(
             client.register(name, module, example_inputs=(x,), devices=devices)
         limits = {row["name"]: row["devices"] for row in client.models()}
         assert limits == {
-            "by-itself": ["cuda:0"], "on-cpu": ["cpu:0"], "on-both": ["cuda:0", "cpu:0"]
-        }  # fmt: skip
+            "by-itself": ["cuda:0"],
+            "on-cpu": ["cpu:0"],
+            "on-both": ["cuda:0", "cpu:0"],
+        }
 
         def used(name: str) -> set[str]:
             calls = [client.submit(name, x.numpy()) for _ in range(16)]
@@ -259,9 +262,14 @@ def test_a_cpu_device_beside_a_gpu_serves_what_asks_for_it(
 
 def serve(tmp_path: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return tools.command(
-        "serve", *args, "--listen", "tcp://127.0.0.1:0", "--state-dir", str(tmp_path / "state"),
+        "serve",
+        *args,
+        "--listen",
+        "tcp://127.0.0.1:0",
+        "--state-dir",
+        str(tmp_path / "state"),
         environment={"XDG_RUNTIME_DIR": str(tmp_path), **environment},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(

@@ -29,17 +29,17 @@ from process_tools import (
     mlp,
     until,
     write_script,
-)  # fmt: skip
+)
 
 from pipeswitch.base.config import load
 from pipeswitch.base.errors import ConfigError, PipeSwitchError, RegistrationRefused
 from pipeswitch.commits.area import CommitArea
 from pipeswitch.commits.files import load_commit
-from pipeswitch.controller.folders import Places
+from pipeswitch.controller.folders import StateDir
 from pipeswitch.controller.journal import FILE_NAME, JournalFile
 from pipeswitch.controller.restore import restore
 from pipeswitch.controller.server import Server
-from pipeswitch.devices.kinds import choose_devices
+from pipeswitch.devices.registry import choose_devices
 from pipeswitch.memory_daemon.store import UnusableModel, load_model
 from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, load_manifest
@@ -56,9 +56,14 @@ SHORT = LOOP.replace("job.epochs(100_000)", "job.epochs(1)").replace("1_000_000 
 SEED = 20
 IN_PROCESS, SERVED = 460, 40
 PERFORMED = (
-    ev.Answer, ev.Announce, ev.Retract, ev.Journal, ev.CreateCommits, ev.DropCommits,
+    ev.Reply,
+    ev.ModelAvailable,
+    ev.ModelRemoved,
+    ev.Journal,
+    ev.CreateCommits,
+    ev.DropCommits,
     ev.SweepPrograms,
-)  # fmt: skip
+)
 """Commands that need no child process."""
 
 
@@ -154,12 +159,16 @@ class Restored:
     """What a server would have: its own objects, and no child."""
 
     def __init__(self, folder: Path) -> None:
-        config = load(None, flags={
-            "server": {"state_dir": str(folder), "pool": "1MiB"},
-            "device": {"name": "cpu", "arena": "4MiB"}, "host": {"store": "16MiB"},
-            "gateway": {"http": "off", "grpc": "off"},
-        })  # fmt: skip
-        places = Places(root=folder)
+        config = load(
+            None,
+            flags={
+                "server": {"state_dir": str(folder), "pool": "1MiB"},
+                "device": {"name": "cpu", "arena": "4MiB"},
+                "host": {"store": "16MiB"},
+                "gateway": {"http": "off", "grpc": "off"},
+            },
+        )
+        places = StateDir(root=folder)
         places.create()
         places.sweep()
         self.server = Server(

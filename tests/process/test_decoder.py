@@ -28,12 +28,12 @@ from pipeswitch.programs.build.export import export_decoder_to_bundle
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.verify import load_image
 from pipeswitch.programs.decoding import generation as generation_module
-from pipeswitch.programs.decoding.answer import Answer, Ending
 from pipeswitch.programs.decoding.generation import (
     check_generation,
     packed_tokenizer,
     tokenizer_json,
 )
+from pipeswitch.programs.decoding.output import OutputProcessor, StopCriteria
 from pipeswitch.programs.decoding.sampling import Sampling, next_token
 from pipeswitch.programs.graphs.bundle import Bundle, read_bundle
 from pipeswitch.programs.interface.layout import Manifest
@@ -48,15 +48,28 @@ transformers = pytest.importorskip("transformers")
 PROMPT, NEW = 33, 200
 VOCABULARY = 700
 SMALL = {
-    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128,
-    "vocab_size": VOCABULARY, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 0,
-}  # fmt: skip
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 256,
-             "bos_token_id": 0, "eos_token_id": 0},
+    "gpt2": {
+        "n_embd": 64,
+        "n_layer": 3,
+        "n_head": 4,
+        "vocab_size": VOCABULARY,
+        "n_positions": 256,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
     "llama": {**SMALL, "num_key_value_heads": 4, "tie_word_embeddings": False},
     "qwen2": {**SMALL, "num_key_value_heads": 2, "tie_word_embeddings": False},
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -107,9 +120,13 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     )
     tokenizer.save_pretrained(folder / "model")
     spec = BuildSpec(
-        name="chat", source=f"hf:{folder / 'model'}", generate=True, max_batch=8,
-        weights=str(folder / "model" / "model.safetensors"), bucket_bytes=64 << 10,
-    )  # fmt: skip
+        name="chat",
+        source=f"hf:{folder / 'model'}",
+        generate=True,
+        max_batch=8,
+        weights=str(folder / "model" / "model.safetensors"),
+        bucket_bytes=64 << 10,
+    )
     manifest = build(spec, folder / "out", lambda stage, done: None)
     assert manifest.extra["notes"] == []
     assert len(manifest.groups) > 2
@@ -149,8 +166,9 @@ def test_greedy_tokens_are_those_of_generate_wherever_it_starts_again(made: Made
         counts = torch.arange(PROMPT + first, PROMPT + first + 8)
         given = torch.tensor([[*ids, *wanted][: PROMPT + first + 7]] * 8)
         used = torch.zeros(8, dtype=torch.int64)
-        logits, _ = made.run(given, counts.clamp(max=given.shape[1]), used,
-                             torch.zeros(8, 1, made.width))  # fmt: skip
+        logits, _ = made.run(
+            given, counts.clamp(max=given.shape[1]), used, torch.zeros(8, 1, made.width)
+        )
         assert logits.argmax(-1).tolist()[:7] == wanted[first : first + 7]
 
 
@@ -211,8 +229,11 @@ def test_its_bundle_says_what_its_tokens_mean(made: Made) -> None:
     assert said is not None
     assert (said.vocabulary, said.context, said.eos_ids, said.bos_id) == (700, 256, (0,), 0)
     assert made.manifest.extra["generation"] == {
-        "vocabulary": 700, "context": 256, "eos_ids": (0,), "bos_id": 0,
-    }  # fmt: skip
+        "vocabulary": 700,
+        "context": 256,
+        "eos_ids": (0,),
+        "bos_id": 0,
+    }
     batching = made.manifest.batching
     assert batching is not None
     assert (batching.limit, batching.delay_ms) == (8, 0.0)
@@ -222,7 +243,7 @@ def test_its_bundle_says_what_its_tokens_mean(made: Made) -> None:
 
     decode = Tokenizer.from_str(tokenizer_json(said.tokenizer)).decode
     ids = made.tokenizer("A set of data")["input_ids"]
-    answer = Answer(Ending(max_new_tokens=20, eos_ids=said.eos_ids), decode, ids)
+    answer = OutputProcessor(StopCriteria(max_new_tokens=20, eos_ids=said.eos_ids), decode, ids)
     tokens = made.greedy(ids, 20)
     text = "".join(answer.push(token) for token in tokens[: tokens.index(0) if 0 in tokens else 20])
     assert text.strip("\ufffd") in made.tokenizer.decode(tokens)
@@ -233,7 +254,7 @@ def test_a_client_exports_its_own_model_and_keeps_it_as_it_was(
 ) -> None:
     model = plain_model("qwen2")
     before, attention = own(model, [5, 6, 7], 5), model.config._attn_implementation
-    monkeypatch.setattr(decoder_module, "LARGEST_CACHE_BYTES", 100 * 192 * 4)  # of 100 tokens
+    monkeypatch.setattr(decoder_module, "MAX_CACHE_BYTES", 100 * 192 * 4)  # of 100 tokens
     told = export_decoder_to_bundle(model, tmp_path / "chat.bundle", max_batch=4)
     assert told["dims"] == {"batch": [1, 4], "length": [1, 100], "past": [1, 100]}
     assert "context is 100 tokens, not 256" in told["notes"][0]
@@ -250,11 +271,14 @@ def test_a_client_exports_its_own_model_and_keeps_it_as_it_was(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"version": 2}, "version 2, we read 1"), ({"vocabulary": 699}, "a decoder of 699 tokens"),
-        ({"eos_ids": (700,)}, "outside the vocabulary"), ({"context": 512}, "a past of 1 to 512"),
-        ({"bos_id": -1}, "outside the vocabulary"), ({"chat_template": "x" * 70_000}, "template"),
+        ({"version": 2}, "version 2, we read 1"),
+        ({"vocabulary": 699}, "a decoder of 699 tokens"),
+        ({"eos_ids": (700,)}, "outside the vocabulary"),
+        ({"context": 512}, "a past of 1 to 512"),
+        ({"bos_id": -1}, "outside the vocabulary"),
+        ({"chat_template": "x" * 70_000}, "template"),
     ],
-)  # fmt: skip
+)
 def test_what_a_bundle_may_not_say_of_its_tokens(
     made: Made, change: dict[str, Any], words: str
 ) -> None:
@@ -293,22 +317,66 @@ def test_a_tokenizer_that_unfolds_without_end_is_refused(
     ("model_type", "options", "chosen", "words"),
     [
         ("t5", {"d_model": 32, "num_layers": 1}, "", "encoder answers before its decoder"),
-        ("llama4_text", {**SMALL, "num_key_value_heads": 2, "attention_chunk_size": 16,
-          "num_local_experts": 2, "intermediate_size_mlp": 64}, "", "chunked attention"),
-        ("mamba", {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 50}, "",
-         "MambaForCausalLM keeps in layers 0 a recurrent"),
-        ("jamba", {**SMALL, "num_key_value_heads": 2, "attn_layer_period": 2, "num_experts": 2,
-          "attn_layer_offset": 1, "use_mamba_kernels": False}, "", "in layers 0, 2 a recurrent"),
-        ("lfm2", {**SMALL, "num_key_value_heads": 2,
-          "layer_types": ["conv", "full_attention", "conv"]}, "", "of a convolution"),
-        ("falcon_h1", {**SMALL, "num_key_value_heads": 2, "mamba_d_ssm": 32, "mamba_n_heads": 4,
-          "mamba_d_head": 8, "mamba_d_state": 8}, "", "beside keys and values"),
-        ("rwkv", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}, "",
-         "RwkvForCausalLM keeps no keys"),
+        (
+            "llama4_text",
+            {
+                **SMALL,
+                "num_key_value_heads": 2,
+                "attention_chunk_size": 16,
+                "num_local_experts": 2,
+                "intermediate_size_mlp": 64,
+            },
+            "",
+            "chunked attention",
+        ),
+        (
+            "mamba",
+            {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 50},
+            "",
+            "MambaForCausalLM keeps in layers 0 a recurrent",
+        ),
+        (
+            "jamba",
+            {
+                **SMALL,
+                "num_key_value_heads": 2,
+                "attn_layer_period": 2,
+                "num_experts": 2,
+                "attn_layer_offset": 1,
+                "use_mamba_kernels": False,
+            },
+            "",
+            "in layers 0, 2 a recurrent",
+        ),
+        (
+            "lfm2",
+            {**SMALL, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention", "conv"]},
+            "",
+            "of a convolution",
+        ),
+        (
+            "falcon_h1",
+            {
+                **SMALL,
+                "num_key_value_heads": 2,
+                "mamba_d_ssm": 32,
+                "mamba_n_heads": 4,
+                "mamba_d_head": 8,
+                "mamba_d_state": 8,
+            },
+            "",
+            "beside keys and values",
+        ),
+        (
+            "rwkv",
+            {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50},
+            "",
+            "RwkvForCausalLM keeps no keys",
+        ),
         ("bert", {**SMALL}, "", "answers other logits"),
         ("gpt2", FAMILIES["gpt2"], "#GPT2Model", "GPT2Model has no logits"),
     ],
-)  # fmt: skip
+)
 def test_what_keeps_another_state_is_refused_with_the_reason(
     model_type: str, options: dict[str, Any], chosen: str, words: str, tmp_path: Path
 ) -> None:
@@ -324,8 +392,13 @@ def test_what_keeps_another_state_is_refused_with_the_reason(
 def test_what_answers_otherwise_with_a_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here one that looks at a token too many: the comparison with its own answer finds it."""
     module = Decoder(plain_model("llama"))
-    monkeypatch.setattr(module, "_mask", lambda step, used, cache: torch.zeros(
-        cache.shape[0], 1, step.shape[0], cache.shape[1] + step.shape[0]))  # fmt: skip
+    monkeypatch.setattr(
+        module,
+        "_mask",
+        lambda step, used, cache: torch.zeros(
+            cache.shape[0], 1, step.shape[0], cache.shape[1] + step.shape[0]
+        ),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(RegistrationRefused, match="answers other logits"):

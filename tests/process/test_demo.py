@@ -25,8 +25,14 @@ pytestmark = pytest.mark.slow
 HEARING = ("env", "--default-signal=INT")  # a job in a shell's background is started deaf to it
 
 IMAGE = {"x": ((1, 3, 64, 64), "float32")}
-TEXT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "intermediate_size": 64, "vocab_size": 2000}  # fmt: skip
+TEXT = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 2000,
+}
 SMALL = Plan(
     models={
         "resnet18": DemoModel("torchvision:resnet18", IMAGE),
@@ -81,7 +87,7 @@ def test_control_c_in_the_middle_leaves_no_process_and_no_file_behind(folder: Pa
         text=True,
         env={**os.environ, "TMPDIR": str(folder)},
         start_new_session=True,
-    )  # fmt: skip
+    )
     try:
         for line in demo.stdout:
             if "✔ device" in line:

@@ -26,20 +26,20 @@ from fake_cuda import World
 from fake_cuda.host_torch import HostTorch
 
 from pipeswitch.base.errors import LocalProtocolError, RemoteProtocolError
-from pipeswitch.devices import view as view_module
+from pipeswitch.devices import worker_device as view_module
 from pipeswitch.devices.cpu.memory import CpuDeviceMemory
-from pipeswitch.devices.cpu.view import CpuPoolView
+from pipeswitch.devices.cpu.worker_device import CpuWorkerDevice
 from pipeswitch.devices.cuda import memory as cuda_memory
 from pipeswitch.devices.cuda.bindings import Cuda, NoCudaDevice
 from pipeswitch.devices.cuda.examine import has_driver_library
 from pipeswitch.devices.cuda.ladder import CudaOptions, Waits
 from pipeswitch.devices.cuda.memory import CudaDeviceMemory
 from pipeswitch.devices.cuda.torch import CudaTorch
-from pipeswitch.devices.cuda.view import CudaPoolView
+from pipeswitch.devices.cuda.worker_device import CudaWorkerDevice
 from pipeswitch.devices.memory import DeviceMemory
-from pipeswitch.devices.view import PoolView
-from pipeswitch.ipc.board import BOARD_BYTES, new_bell, ring, sealed_memfd
-from pipeswitch.ipc.messages.base import ByteRange, Epoch, ModelName
+from pipeswitch.devices.worker_device import WorkerDevice
+from pipeswitch.ipc.control_page import BOARD_BYTES, new_doorbell, ring, sealed_memfd
+from pipeswitch.ipc.messages.base import ByteRange, ModelName, OpId
 from pipeswitch.ipc.messages.daemon import DaemonSettings, GroupCopy, TransmitEnded, TransmitModel
 from pipeswitch.ipc.messages.worker import WorkerSettings
 from pipeswitch.programs.interface.layout import TensorSpec, aligned
@@ -55,23 +55,28 @@ POISON: Final = 0xA5
 
 
 def settings(link_bytes_per_s: float = 0.0) -> DaemonSettings:
-    return DaemonSettings(device="", arena_bytes=ARENA_BYTES, store_bytes=STORE_BYTES,
-                              words=WORDS, link_bytes_per_s=link_bytes_per_s)  # fmt: skip
+    return DaemonSettings(
+        device="",
+        arena_bytes=ARENA_BYTES,
+        store_bytes=STORE_BYTES,
+        words=WORDS,
+        link_bytes_per_s=link_bytes_per_s,
+    )
 
 
 class CpuRig:
-    """A cpu device with its store, bells and board; ``view`` is what a worker would make."""
+    """A cpu device with its store, doorbells and board; ``view`` is what a worker would make."""
 
     is_sealed = True  # workers cannot write to models
     waits_on_the_host = True
 
     def __init__(self, link_bytes_per_s: float = 0.0) -> None:
         self.store_fd = sealed_memfd("test-store", STORE_BYTES)
-        self.board_fd = sealed_memfd("test-board", BOARD_BYTES)
-        self.bells = [new_bell() for _ in range(BELL_COUNT)]  # the last one is the memory's
+        self.control_page_fd = sealed_memfd("test-board", BOARD_BYTES)
+        self.doorbells = [new_doorbell() for _ in range(BELL_COUNT)]  # the last one is the memory's
         self.memory = self._open(link_bytes_per_s)
         self.ended: Queue[TransmitEnded] = Queue()
-        self._views: list[PoolView] = []
+        self._views: list[WorkerDevice] = []
         self._deadlines: list[threading.Timer] = []
 
     def _open(self, link_bytes_per_s: float) -> DeviceMemory:
@@ -80,16 +85,30 @@ class CpuRig:
         return memory
 
     def descriptors(self) -> dict[str, Any]:
-        *workers, own = self.bells
-        return {"store": self.store_fd, "board": self.board_fd, "bells": workers, "bell": own}
+        *workers, own = self.doorbells
+        return {
+            "store": self.store_fd,
+            "control_page": self.control_page_fd,
+            "doorbells": workers,
+            "doorbell": own,
+        }
 
-    def _look(self, slot: int) -> PoolView:
-        settings = WorkerSettings(slot=slot, device="cpu", arena_bytes=ARENA_BYTES, words=WORDS,
-                                      pool_bytes=0, threads=1, bell_count=BELL_COUNT)  # fmt: skip
+    def _look(self, slot: int) -> WorkerDevice:
+        settings = WorkerSettings(
+            slot=slot,
+            device="cpu",
+            arena_bytes=ARENA_BYTES,
+            words=WORDS,
+            pool_bytes=0,
+            threads=1,
+            doorbell_count=BELL_COUNT,
+        )
         arena = self.models_fd, self.work_fd
-        return CpuPoolView(settings, arena, board=self.board_fd, bells=self.bells)
+        return CpuWorkerDevice(
+            settings, arena, control_page=self.control_page_fd, doorbells=self.doorbells
+        )
 
-    def view(self, slot: int = 0) -> PoolView:
+    def view(self, slot: int = 0) -> WorkerDevice:
         self._views.append(self._look(slot))
         return self._views[-1]
 
@@ -112,7 +131,7 @@ class CpuRig:
 
     def _child_needs(self) -> tuple[str, list[int], list[str]]:
         """The child's first lines, the descriptors it gets, and its first arguments."""
-        descriptors = [self.models_fd, self.work_fd, self.board_fd, *self.bells]
+        descriptors = [self.models_fd, self.work_fd, self.control_page_fd, *self.doorbells]
         return CHILD, descriptors, list(map(str, descriptors))
 
     def child(self, code: str, *arguments: object) -> subprocess.Popen[str]:
@@ -120,10 +139,14 @@ class CpuRig:
         prelude, descriptors, first = self._child_needs()
         child = subprocess.Popen(
             [sys.executable, "-c", prelude + code, *first, *map(str, arguments)],
-            pass_fds=descriptors, cwd=ROOT, text=True,
+            pass_fds=descriptors,
+            cwd=ROOT,
+            text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT / "tests/fakes")},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         deadline = threading.Timer(DEADLINE_S, child.kill)
         deadline.start()
         self._deadlines.append(deadline)
@@ -136,7 +159,7 @@ class CpuRig:
         for view in self._views:
             view.close()
         self.memory.close()
-        for descriptor in (self.store_fd, self.board_fd, *self.bells):
+        for descriptor in (self.store_fd, self.control_page_fd, *self.doorbells):
             os.close(descriptor)
 
 
@@ -156,27 +179,38 @@ class FakeCudaRig(CpuRig):
         (self.words_fd,) = self._cuda_memory.export_descriptors()
         return self._cuda_memory
 
-    def _look(self, slot: int) -> PoolView:
+    def _look(self, slot: int) -> WorkerDevice:
         world = World(blocking_waits=True)
         cuda = Cuda(world.runtime, world.driver)
         return self._view_over(cuda, HostTorch(world), slot)
 
-    def _view_over(self, cuda: Cuda, side: CudaTorch, slot: int) -> PoolView:
+    def _view_over(self, cuda: Cuda, side: CudaTorch, slot: int) -> WorkerDevice:
         settings = WorkerSettings(
-            slot=slot, device="cuda:0", arena_bytes=ARENA_BYTES, words=WORDS, pool_bytes=0,
-            threads=1, bell_count=BELL_COUNT, handle=self._cuda_memory.export_handle(),
-        )  # fmt: skip
+            slot=slot,
+            device="cuda:0",
+            arena_bytes=ARENA_BYTES,
+            words=WORDS,
+            pool_bytes=0,
+            threads=1,
+            doorbell_count=BELL_COUNT,
+            handle=self._cuda_memory.export_handle(),
+        )
         options = CudaOptions(package=self.package, waits=self.waits)
-        return CudaPoolView(
-            cuda, side, settings, options,
-            words_descriptor=self.words_fd, board=self.board_fd, bells=self.bells,
-        )  # fmt: skip
+        return CudaWorkerDevice(
+            cuda,
+            side,
+            settings,
+            options,
+            words_descriptor=self.words_fd,
+            control_page=self.control_page_fd,
+            doorbells=self.doorbells,
+        )
 
     def arena(self, start: int, size: int) -> bytes:
         return self.world.bytes_at(self._cuda_memory._base + start, size)
 
     def _child_needs(self) -> tuple[str, list[int], list[str]]:
-        descriptors = [self.words_fd, self.board_fd, *self.bells]
+        descriptors = [self.words_fd, self.control_page_fd, *self.doorbells]
         handle = self._cuda_memory.export_handle().hex()
         return CUDA_CHILD, descriptors, [handle, self.waits, self.package, *map(str, descriptors)]
 
@@ -219,7 +253,7 @@ class GpuRig(FakeCudaRig):
         (self.words_fd,) = self._cuda_memory.export_descriptors()
         return self._cuda_memory
 
-    def _look(self, slot: int) -> PoolView:
+    def _look(self, slot: int) -> WorkerDevice:
         from pipeswitch.devices.cuda.torch import CudaTorch
 
         cuda = _OwnHandle(self._cuda, self._cuda_memory._base)
@@ -241,13 +275,13 @@ class WaitingGpuRig(GpuRig):
 
 CHILD: Final = f"""
 import mmap, os, random, signal, sys
-from pipeswitch.devices.cpu.view import CpuPoolView
+from pipeswitch.devices.cpu.worker_device import CpuWorkerDevice
 from pipeswitch.ipc.messages.worker import WorkerSettings
-models, work, board, *bells = map(int, sys.argv[1:{4 + BELL_COUNT}])
+models, work, board, *doorbells = map(int, sys.argv[1:{4 + BELL_COUNT}])
 arguments = sys.argv[{4 + BELL_COUNT}:]
 settings = WorkerSettings(slot=0, device="cpu", arena_bytes={ARENA_BYTES}, words={WORDS},
-                          pool_bytes=0, threads=1, bell_count=len(bells))
-view = CpuPoolView(settings, [models, work], board=board, bells=bells)
+                          pool_bytes=0, threads=1, doorbell_count=len(doorbells))
+view = CpuWorkerDevice(settings, [models, work], control_page=board, doorbells=doorbells)
 arena = mmap.mmap(models, {ARENA_BYTES}, prot=mmap.PROT_READ)
 def say(text):
     print(text, flush=True)
@@ -258,16 +292,17 @@ import os, random, signal, sys
 from pipeswitch.devices.cuda.bindings import Cuda
 from pipeswitch.devices.cuda.torch import torch_side
 from pipeswitch.devices.cuda.ladder import CudaOptions
-from pipeswitch.devices.cuda.view import CudaPoolView
+from pipeswitch.devices.cuda.worker_device import CudaWorkerDevice
 from pipeswitch.ipc.messages.worker import WorkerSettings
 handle, waits, package = bytes.fromhex(sys.argv[1]), sys.argv[2], sys.argv[3]
-words, board, *bells = map(int, sys.argv[4:{6 + BELL_COUNT}])
+words, board, *doorbells = map(int, sys.argv[4:{6 + BELL_COUNT}])
 arguments = sys.argv[{6 + BELL_COUNT}:]
 side = torch_side(package, 0)
 settings = WorkerSettings(slot=0, device="cuda:0", arena_bytes={ARENA_BYTES}, words={WORDS},
-                          pool_bytes=0, threads=1, bell_count=len(bells), handle=handle)
-view = CudaPoolView(Cuda.load(package), side, settings, CudaOptions(package=package, waits=waits),
-                    words_descriptor=words, board=board, bells=bells)
+                          pool_bytes=0, threads=1, doorbell_count=len(doorbells), handle=handle)
+options = CudaOptions(package=package, waits=waits)
+view = CudaWorkerDevice(Cuda.load(package), side, settings, options,
+                    words_descriptor=words, control_page=board, doorbells=doorbells)
 class Arena:
     def __getitem__(self, place):
         with side.computing(in_slice=False):  # behind the waits
@@ -309,7 +344,7 @@ def rig(make_rig: MakeRig) -> CpuRig:
 
 
 def order(
-    epoch: int, start: int, sizes: Sequence[int], *, store: int = 0, first_word: int = 0
+    op_id: int, start: int, sizes: Sequence[int], *, store: int = 0, first_word: int = 0
 ) -> TransmitModel:
     """Groups of ``sizes`` bytes, one behind the other in the store and in the arena."""
     groups, position = [], 0
@@ -324,9 +359,12 @@ def order(
         )
         position += size
     return TransmitModel(
-        model=ModelName("m"), epoch=Epoch(epoch), arena_offset_bytes=start,
-        region_bytes=position, groups=tuple(groups),
-    )  # fmt: skip
+        model=ModelName("m"),
+        op_id=OpId(op_id),
+        arena_offset_bytes=start,
+        region_bytes=position,
+        groups=tuple(groups),
+    )
 
 
 def in_whole_units(sent: TransmitModel) -> TransmitModel:
@@ -401,11 +439,11 @@ for epoch in range(1, {rounds} + 1):
 """
     )
     expect(child, "ready")
-    for epoch in range(1, rounds + 1):
-        rig.fill_store(0, bytes([epoch]) * sum(sizes))
-        rig.transmit(order(epoch, 2 * MIB, sizes))
+    for op_id in range(1, rounds + 1):
+        rig.fill_store(0, bytes([op_id]) * sum(sizes))
+        rig.transmit(order(op_id, 2 * MIB, sizes))
         assert rig.ended.get(timeout=DEADLINE_S).is_complete
-        expect(child, str(epoch))
+        expect(child, str(op_id))
     finish(child)
 
 
@@ -416,7 +454,7 @@ def test_words_rise_in_the_order_of_the_groups(make_rig: MakeRig) -> None:
 
     def watch() -> None:
         for group in range(16):
-            view.wait_group(group, Epoch(1))
+            view.wait_group(group, OpId(1))
             seen.append(sum(rig.word(index) == 1 for index in range(16)))
             assert all(rig.word(index) == 1 for index in range(group + 1))
 
@@ -445,9 +483,9 @@ def test_only_exactly_the_epoch_satisfies_a_wait(
     with monkeypatch.context() as patch:
         patch.setattr(view_module.os, "eventfd_read", give_up)
         with pytest.raises(StillWaiting):
-            view.wait_group(0, Epoch(5))
+            view.wait_group(0, OpId(5))
     rig.run(order(5, MIB, [100]))
-    assert view.wait_group(0, Epoch(5)) == 0.0
+    assert view.wait_group(0, OpId(5)) == 0.0
 
 
 def test_a_copy_of_no_bytes_raises_its_word(rig: CpuRig) -> None:
@@ -459,8 +497,8 @@ def test_a_cancelled_transmission_stops_where_it_says(make_rig: MakeRig) -> None
     rig = make_rig(20 * MIB)  # the whole would take two seconds
     rig.fill_store(0, bytes([7]) * (40 * MIB))
     rig.transmit(order(3, MIB, [4 * MIB] * 10))
-    rig.view(slot=1).wait_group(0, Epoch(3))
-    rig.memory.cancel(Epoch(3))
+    rig.view(slot=1).wait_group(0, OpId(3))
+    rig.memory.cancel(OpId(3))
     ended = rig.ended.get(timeout=DEADLINE_S)
     assert not ended.is_complete
     assert 1 <= ended.group_count < 10
@@ -468,7 +506,7 @@ def test_a_cancelled_transmission_stops_where_it_says(make_rig: MakeRig) -> None
     assert words == [3] * ended.group_count + [0] * (10 - ended.group_count)
     untouched = rig.arena(MIB + ended.copied_bytes, 40 * MIB - ended.copied_bytes)
     assert not any(untouched), "bytes were written beyond what was reported"
-    rig.memory.cancel(Epoch(3))  # once more, late: means nothing
+    rig.memory.cancel(OpId(3))  # once more, late: means nothing
     assert rig.run(order(4, MIB, [100])).is_complete
 
 
@@ -477,10 +515,10 @@ def test_a_transmission_cancelled_in_the_queue_writes_nothing(make_rig: MakeRig)
     rig.fill_store(0, bytes([7]) * (8 * MIB))
     rig.transmit(order(1, MIB, [8 * MIB]))
     rig.transmit(order(2, 20 * MIB, [MIB], first_word=20))
-    rig.memory.cancel(Epoch(2))
-    rig.memory.cancel(Epoch(1))
+    rig.memory.cancel(OpId(2))
+    rig.memory.cancel(OpId(1))
     ended = [rig.ended.get(timeout=DEADLINE_S) for _ in range(2)]
-    assert [e.epoch for e in ended] == [1, 2]
+    assert [e.op_id for e in ended] == [1, 2]
     assert (ended[1].is_complete, ended[1].copied_bytes) == (False, 0)
     assert not any(rig.arena(20 * MIB, MIB))
 
@@ -491,9 +529,9 @@ RING: Final = 4 * MIB  # two landings of a unit
 GROUP: Final = 2 * MIB - 1000
 
 
-def through_a_ring(epoch: int, count: int) -> TransmitModel:
+def through_a_ring(op_id: int, count: int) -> TransmitModel:
     """Groups of nearly a unit, which land in turns at 2 and 4 MiB."""
-    sent = order(epoch, 2 * MIB, [GROUP] * count)
+    sent = order(op_id, 2 * MIB, [GROUP] * count)
     groups = tuple(
         msgspec.structs.replace(group, arena_offset_bytes=2 * MIB + index % 2 * 2 * MIB)
         for index, group in enumerate(sent.groups)
@@ -506,14 +544,14 @@ def test_no_group_lands_before_what_lay_there_has_computed(rig: CpuRig) -> None:
     count, view = 9, rig.view()
     for index in range(count):
         rig.fill_store(index * GROUP, bytes([index + 1]) * GROUP)
-    for epoch in (1, 2):
-        rig.transmit(through_a_ring(epoch, count))
+    for op_id in (1, 2):
+        rig.transmit(through_a_ring(op_id, count))
         for index in range(count):
-            view.tell_computed(Epoch(epoch), index)
-            view.wait_group(index, Epoch(epoch))
+            view.tell_computed(OpId(op_id), index)
+            view.wait_group(index, OpId(op_id))
             view.quiesce()
             if index + 2 < count:
-                assert rig.word(index + 2) == epoch - 1, "its landing is read"
+                assert rig.word(index + 2) == op_id - 1, "its landing is read"
             assert rig.arena(2 * MIB + index % 2 * 2 * MIB, GROUP) == bytes([index + 1]) * GROUP
         ended = rig.ended.get(timeout=DEADLINE_S)
         assert (ended.is_complete, ended.copied_bytes) == (True, count * GROUP)
@@ -525,13 +563,13 @@ def test_a_copy_that_waits_believes_no_word_of_another_pass_and_ends_when_it_is_
     rig.fill_store(0, b"A" * (9 * GROUP))
     view = rig.view()
     rig.transmit(through_a_ring(7, 9))
-    view.wait_group(1, Epoch(7))
-    view.tell_computed(Epoch(6), 9)  # late
-    rig.memory.cancel(Epoch(7))
+    view.wait_group(1, OpId(7))
+    view.tell_computed(OpId(6), 9)  # late
+    rig.memory.cancel(OpId(7))
     ended = rig.ended.get(timeout=DEADLINE_S)
     assert (ended.is_complete, ended.group_count) == (False, 2)
     rig.transmit(through_a_ring(8, 9))  # and is stopped with its memory
-    view.wait_group(1, Epoch(8))
+    view.wait_group(1, OpId(8))
 
 
 # ---- waiting --------------------------------------------------------------------------------
@@ -557,21 +595,21 @@ for epoch in range(1, {rounds} + 1):
     rng = random.Random(1)
     giver = rig.view(slot=1)
     seen = 0
-    for epoch in range(1, rounds + 1):
+    for op_id in range(1, rounds + 1):
         for _ in range(rng.randrange(2000) if rng.random() < 0.5 else 0):
             pass
         if rng.random() < 0.2:
-            ring(rig.bells[0])  # a bell that rings for nothing
-        has_turn = epoch % 3 == 0
+            ring(rig.doorbells[0])  # a doorbell that rings for nothing
+        has_turn = op_id % 3 == 0
         is_turn_first = rng.random() < 0.5
         if has_turn and is_turn_first:
-            giver.raise_turn(epoch, 0)
-        rig.transmit(order(epoch, MIB, [rng.randrange(200)], first_word=epoch % 7))
+            giver.raise_turn(op_id, 0)
+        rig.transmit(order(op_id, MIB, [rng.randrange(200)], first_word=op_id % 7))
         if has_turn and not is_turn_first:
-            giver.raise_turn(epoch, 0)
+            giver.raise_turn(op_id, 0)
         # The child may lag, but not so far that a word it waits for is written over.
         allowed_lag = rng.randrange(3)
-        while seen < epoch - allowed_lag:
+        while seen < op_id - allowed_lag:
             assert child.stdout.read(1) == ".", "the child hangs: a wake-up was lost"
             seen += 1
     finish(child)
@@ -681,9 +719,13 @@ def test_closing_gives_back_threads_and_descriptors() -> None:
 
 def spec(dtype: str, shape: tuple[int, ...], offset: int, size: int) -> TensorSpec:
     return TensorSpec(
-        name="t", dtype=dtype, shape=shape, offset_bytes=offset, size_bytes=size,
+        name="t",
+        dtype=dtype,
+        shape=shape,
+        offset_bytes=offset,
+        size_bytes=size,
         file_offset_bytes=0,
-    )  # fmt: skip
+    )
 
 
 def test_tensors_have_the_transmitted_values(rig: CpuRig) -> None:
@@ -693,7 +735,7 @@ def test_tensors_have_the_transmitted_values(rig: CpuRig) -> None:
     rig.fill_store(1024, halves.view(torch.int16).numpy().tobytes())
     rig.run(order(1, 2 * MIB, [2048]))
     view = rig.view()
-    view.enter(2 * MIB, 2048, 0, Epoch(1))
+    view.enter(2 * MIB, 2048, 0, OpId(1))
     view.show(2048)
     assert torch.equal(view.tensor(spec("float32", (2, 3, 4), 512, 96), 2 * MIB).cpu(), values)
     assert torch.equal(view.tensor(spec("bfloat16", (10,), 1024, 20), 2 * MIB).cpu(), halves)
@@ -775,7 +817,7 @@ PAGE = mmap.PAGESIZE
 
 PEEK: Final = """
 import numpy as np
-from pipeswitch.devices.cpu.windows import address_of
+from pipeswitch.devices.cpu.page_protection import address_of
 from pipeswitch.programs.interface.layout import TensorSpec
 def at(offset, size=1):
     spec = TensorSpec(name="w", dtype="uint8", shape=(size,), offset_bytes=0, size_bytes=size,
@@ -798,10 +840,10 @@ def cpu() -> Iterator[CpuRig]:
 
 def two_models(rig: CpuRig) -> None:
     """A at 2 MiB, B right behind it at 6 MiB; each ends in the middle of a page."""
-    for epoch, start, value, size in ((1, 2, b"A", 4 * MIB - 100), (2, 6, b"B", 3 * MIB + 100)):
+    for op_id, start, value, size in ((1, 2, b"A", 4 * MIB - 100), (2, 6, b"B", 3 * MIB + 100)):
         rig.fill_store(0, value * size)
         sizes = [MIB // 2, 10_000, size - MIB // 2 - 10_000]
-        rig.run(order(epoch, start * MIB, sizes, first_word=3 * epoch))
+        rig.run(order(op_id, start * MIB, sizes, first_word=3 * op_id))
 
 
 ENTER_A = f"view.enter({2 * MIB}, {4 * MIB - 100}, 5, 1); view.show({4 * MIB - 100})\n"
@@ -866,9 +908,9 @@ def test_when_a_groups_word_rises_its_last_unit_holds_nothing_of_another() -> No
         sizes = [1000, 3000, MIB, 7 * MIB - 4000]
         rig.transmit(in_whole_units(order(2, 2 * MIB, sizes, first_word=1)))
         view = rig.view()
-        view.wait_group(1, Epoch(2))
+        view.wait_group(1, OpId(2))
         assert rig.arena(2 * MIB, 2 * MIB) == b"A" * (2 * MIB)
-        view.wait_group(4, Epoch(2))
+        view.wait_group(4, OpId(2))
         assert rig.arena(2 * MIB, 8 * MIB) == b"A" * (8 * MIB)
     finally:
         rig.close()
@@ -913,7 +955,7 @@ def test_only_a_lent_slab_can_be_touched(cpu: CpuRig) -> None:
     code = f"""
 pool = mmap.mmap(-1, {16 * PAGE})
 pool[:] = b"p" * {16 * PAGE}
-from pipeswitch.devices.cpu.windows import address_of
+from pipeswitch.devices.cpu.page_protection import address_of
 view.pin(address_of(pool), len(pool))
 view.lend((({2 * PAGE}, {3 * PAGE + 1}), ({9 * PAGE}, {9 * PAGE + 1})), writable=False)
 last = pool[{4 * PAGE} - 1]

@@ -84,15 +84,21 @@ def test_both_serve_to_the_bit_and_a_daemon_that_dies_under_load_costs_no_reques
 
 
 TIMED = tools.DIGESTED.replace("hashlib,", "hashlib, time,")
-COUNTED = TIMED.replace("    torch.manual_seed(0)", """
+COUNTED = TIMED.replace(
+    "    torch.manual_seed(0)",
+    """
     told = open(sys.argv[1] + ".told", "a", buffering=1)
     told.write("begun\\n")
-    torch.manual_seed(0)""").replace("            net(x)", """
+    torch.manual_seed(0)""",
+).replace(
+    "            net(x)",
+    """
             told.write(f"{job.step}\\n")
             ends_at = time.monotonic() + float(sys.argv[4])
             while time.monotonic() < ends_at:  # a step takes long enough to be disturbed
                 pass
-            net(x)""")  # fmt: skip
+            net(x)""",
+)
 
 
 @pytest.mark.parametrize(

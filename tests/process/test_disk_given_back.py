@@ -16,7 +16,7 @@ from tests.process.tools import until
 TURNS = 5
 
 
-def kept_bytes(running: RunningServer) -> int:
+def resident_bytes(running: RunningServer) -> int:
     """Of programs and uploads; what is removed while we look is no longer kept."""
     found = 0
     for folder in (running.state_dir / "models", running.state_dir / "uploads"):
@@ -30,7 +30,7 @@ def kept_bytes(running: RunningServer) -> int:
 def settled_bytes(running: RunningServer) -> int:
     """As many, once the uploads of what is registered are gone: no answer waits for that."""
     until(lambda: not any((running.state_dir / "uploads").iterdir()), "uploads are removed")
-    return kept_bytes(running)
+    return resident_bytes(running)
 
 
 def module(seed: int) -> torch.nn.Module:
@@ -48,16 +48,16 @@ def test_registered_and_unregistered_leaves_nothing(tmp_path: Path) -> None:
                 "m", module(turn), example_inputs=example
             )  # the first is the one that stays
             client.unregister("m")
-            until(lambda: kept_bytes(running) == before, f"given back in turn {turn}")
+            until(lambda: resident_bytes(running) == before, f"given back in turn {turn}")
         with pytest.raises(ps.RegistrationRefused):
             client.register("bad", _damaged(tmp_path))
-        until(lambda: kept_bytes(running) == before, "given back after a refusal")
+        until(lambda: resident_bytes(running) == before, "given back after a refusal")
         assert client.infer("stays", torch.zeros(1, 256)).outputs
     orphan = tmp_path / "models" / ("0" * 64)
     orphan.mkdir()
     (orphan / "program.bundle").write_bytes(b"x" * 4096)
     with server(state_dir=tmp_path) as running, running.client() as client:
-        until(lambda: kept_bytes(running) == before, "the orphan is swept")
+        until(lambda: resident_bytes(running) == before, "the orphan is swept")
         assert client.infer("stays", torch.zeros(1, 256)).outputs
 
 
@@ -83,7 +83,7 @@ def test_what_does_not_fit_a_clients_share_is_refused_before_it_is_written(tmp_p
             client.register("two", module(1), example_inputs=example)
         assert caught.value.tenant == "*"
         assert caught.value.largest_free_bytes < caught.value.requested_bytes
-        until(lambda: kept_bytes(running) == before, "what was refused is given back")
+        until(lambda: resident_bytes(running) == before, "what was refused is given back")
         owner.register("owners", module(1), example_inputs=example)  # the owner has no share
         client.unregister("one")
         client.register("two", module(1), example_inputs=example)
@@ -98,7 +98,7 @@ def test_a_model_from_a_name_is_refused_before_it_is_written(tmp_path: Path) -> 
     ):
         with pytest.raises(ps.HostStoreFull, match="does not fit"):
             client.register("large", "torchvision:resnet18", weights="random:0")
-        assert kept_bytes(running) == 0
+        assert resident_bytes(running) == 0
         assert client.models() == []
 
 

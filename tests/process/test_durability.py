@@ -93,8 +93,11 @@ class Ledger:
 
     def counts(self) -> dict[str, int]:
         """For the figures."""
-        return {"acknowledged": self.acknowledged, "removed": self.removed,
-                "unsure": len(self.unsure)}  # fmt: skip
+        return {
+            "acknowledged": self.acknowledged,
+            "removed": self.removed,
+            "unsure": len(self.unsure),
+        }
 
     def check(self, checked: tools.Checked) -> None:
         """What was acknowledged is there, once; nothing else is, and nothing that was removed."""
@@ -116,9 +119,12 @@ def live_and_die(ledger: Ledger, folder: Path, name: str, generator: random.Rand
     """One life of the server: checked at its start, used, hurt, and killed at random."""
     points, state = folder / "points", folder / "state"
     with tools.checked_server(
-        arena="64MiB", state_dir=state, environment={**ENVIRONMENT, VARIABLE: str(points)},
-        settles=False, status=-signal.SIGKILL,
-    ) as checked:  # fmt: skip
+        arena="64MiB",
+        state_dir=state,
+        environment={**ENVIRONMENT, VARIABLE: str(points)},
+        settles=False,
+        status=-signal.SIGKILL,
+    ) as checked:
         ledger.check(checked)
         task = checked.client.task(name)
         row = task.status()
@@ -165,8 +171,10 @@ def kill_servers(folder: Path, kills: int, seed: int) -> dict[str, int]:
     generator = random.Random(seed)
     (folder / "points").mkdir()
     options: dict[str, Any] = {
-        "arena": "64MiB", "state_dir": folder / "state", "environment": ENVIRONMENT,
-    }  # fmt: skip
+        "arena": "64MiB",
+        "state_dir": folder / "state",
+        "environment": ENVIRONMENT,
+    }
     found = {"kills": 0, "jobs": 0, "steps": 0}
     while found["kills"] < kills:
         name = f"trains-{found['jobs']}"
@@ -247,9 +255,13 @@ def _has_grown(out: Path, size_bytes: int) -> bool:
 
 
 def kill_training_servers(
-    folder: Path, kills: int, jobs: int, generator: random.Random, most_s: float,
+    folder: Path,
+    kills: int,
+    jobs: int,
+    generator: random.Random,
+    most_s: float,
     environment: dict[str, str],
-) -> tuple[list[list[tuple[int, float]]], list[dict[str, Any]]]:  # fmt: skip
+) -> tuple[list[list[tuple[int, float]]], list[dict[str, Any]]]:
     """Kill so many servers of some jobs, each within ``most_s`` of all jobs having gone on.
 
     Returns: of each job what its deaths cost, and its last row.
@@ -259,9 +271,12 @@ def kill_training_servers(
     for number in range(kills + 1):
         is_last = number == kills
         with tools.checked_server(
-            arena="64MiB", state_dir=folder / "state", environment=environment,
-            settles=False, status=0 if is_last else -signal.SIGKILL,
-        ) as checked:  # fmt: skip
+            arena="64MiB",
+            state_dir=folder / "state",
+            environment=environment,
+            settles=False,
+            status=0 if is_last else -signal.SIGKILL,
+        ) as checked:
             before = {name: outs[name].stat().st_size if number else 0 for name in names}
             for name in names if not number else ():
                 checked.client.train(script, name=name, args=[str(outs[name])])
@@ -275,8 +290,12 @@ def kill_training_servers(
                     checked.client.job(name, "cancel")
                 break
             if not number:
-                tools.until(lambda: all(checked.client.task(n).status()["persisted_step"] > 0
-                                  for n in names), "the first commits are on disk")  # fmt: skip
+                tools.until(
+                    lambda: all(
+                        checked.client.task(n).status()["persisted_step"] > 0 for n in names
+                    ),
+                    "the first commits are on disk",
+                )
             threading.Event().wait(generator.uniform(0, most_s))
             tools.kill(checked.pid)
             checked.running.process.wait(30)

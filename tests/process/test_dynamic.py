@@ -143,11 +143,15 @@ def test_a_text_of_any_length_has_the_modules_bits_without_a_build(running: Chec
 @pytest.mark.parametrize(
     ("make", "example", "ranges", "shapes"),
     [
-        (Pictures, (1, 3, 32, 48), {2: (3, 200), 3: (3, 100)},
-         [(1, 3, 3, 3), (2, 3, 4, 5), (3, 3, 64, 48), (1, 3, 200, 100), (2, 3, 31, 77)]),
+        (
+            Pictures,
+            (1, 3, 32, 48),
+            {2: (3, 200), 3: (3, 100)},
+            [(1, 3, 3, 3), (2, 3, 4, 5), (3, 3, 64, 48), (1, 3, 200, 100), (2, 3, 31, 77)],
+        ),
         (Recurrent, (2, 9, 4), {1: (1, 300)}, [(1, 1, 4), (2, 2, 4), (3, 9, 4), (1, 300, 4)]),
     ],
-)  # fmt: skip
+)
 def test_pictures_and_sequences_of_any_size_have_the_modules_bits(
     running: Checked, make: type[nn.Module], example: Any, ranges: Any, shapes: Any
 ) -> None:
@@ -281,9 +285,13 @@ def test_a_transformer_by_name_takes_the_lengths_it_is_asked_for(
     transformers = pytest.importorskip("transformers")
     client = running.client
     transformers.AutoConfig.for_model(
-        "bert", hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+        "bert",
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
         vocab_size=128,
-    ).save_pretrained(hub / "bert")  # fmt: skip
+    ).save_pretrained(hub / "bert")
     given = dict.fromkeys(("input_ids", "attention_mask"), ((1, (2, 512)), "int64"))
     client.register("bert", f"hf:{hub / 'bert'}", weights="random:1", inputs=given)
     assert client.show("bert")["dims"] == {"batch": [1, 64], "length": [2, 512]}

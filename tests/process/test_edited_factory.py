@@ -46,8 +46,11 @@ HELPING = """
 """
 LATE = "TIMES = 2"
 FILES = {"editing.py": NET, "helping.py": HELPING, "late.py": LATE}
-EDITS = [("editing.py", "y.relu()", "y.tanh() * 3"), ("helping.py", "y * TIMES", "y * TIMES + 1"),
-         ("late.py", "TIMES = 2", "TIMES = -2")]  # fmt: skip
+EDITS = [
+    ("editing.py", "y.relu()", "y.tanh() * 3"),
+    ("helping.py", "y * TIMES", "y * TIMES + 1"),
+    ("late.py", "TIMES = 2", "TIMES = -2"),
+]
 X = {"x": ((2, 4), "float32")}
 
 

@@ -59,9 +59,10 @@ def test_an_embedding_is_the_pooled_and_normalized_hidden_state(
                 found = ai.embeddings.create(model=name, input=given, encoding_format=form)
                 rows = [
                     np.frombuffer(base64.b64decode(one.embedding), np.float32)
-                    if isinstance(one.embedding, str) else one.embedding
+                    if isinstance(one.embedding, str)
+                    else one.embedding
                     for one in found.data
-                ]  # fmt: skip
+                ]
                 np.testing.assert_allclose(rows, wanted, atol=1e-5)
                 assert found.usage.prompt_tokens == sum(map(len, ids))
                 assert [one.index for one in found.data] == [0, 1, 2]

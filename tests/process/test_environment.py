@@ -12,8 +12,11 @@ from process_tools import checked_server, finish, write_script
 
 from pipeswitch.sandbox.confine import missing
 
-SOURCE = {"source": "torchvision:squeezenet1_1", "weights": "random:0",
-          "inputs": {"x": ((1, 3, 64, 64), "float32")}}  # fmt: skip
+SOURCE = {
+    "source": "torchvision:squeezenet1_1",
+    "weights": "random:0",
+    "inputs": {"x": ((1, 3, 64, 64), "float32")},
+}
 
 FACTORY = """
 import os

@@ -141,12 +141,30 @@ def test_a_server_that_has_too_few_descriptors_to_start_says_so(
     tmp_path: Path, descriptors: int
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()", "serve",
-         "--device", "cpu", "--arena", "64MiB", "--host-store", "64MiB", "--no-http",
-         "--listen", "tcp://127.0.0.1:0", "--state-dir", str(tmp_path)],
-        capture_output=True, text=True, timeout=60, check=False,
+        [
+            sys.executable,
+            "-P",
+            "-c",
+            "from pipeswitch.cli.main import main; main()",
+            "serve",
+            "--device",
+            "cpu",
+            "--arena",
+            "64MiB",
+            "--host-store",
+            "64MiB",
+            "--no-http",
+            "--listen",
+            "tcp://127.0.0.1:0",
+            "--state-dir",
+            str(tmp_path),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors)),
-    )  # fmt: skip
+    )
     assert done.returncode not in (0, 1), done.stderr
     assert "Error: " in done.stderr
     assert "Traceback" not in done.stderr

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from pipeswitch.base.errors import RegistrationRefused
-from pipeswitch.programs.build.alone import one_export_at_a_time
 from pipeswitch.programs.build.export import export_module, export_module_to_bundle
+from pipeswitch.programs.build.export_lock import one_export_at_a_time
 from pipeswitch.programs.running.torch_settings import TorchSettings
 
 X = torch.zeros(2, 4)

@@ -300,10 +300,11 @@ def test_damage_to_the_state_directory_costs_what_is_damaged_alone(tmp_path: Pat
     garbage = [
         ("model", "half", dict.fromkeys(FIELDS["model"])),
         ("model", "bytes", {"spec": "text", "digest": 2, "priority": "high", "tenant": 3}),
-        ("model", "../../etc", {}), ("model", b"\xff\xfe\x00", {}),
+        ("model", "../../etc", {}),
+        ("model", b"\xff\xfe\x00", {}),
         ("job", "j", {"entry": 3, "args": "[4", "priority": "x", "tenant": 5, "share": 6}),
         ("job", "deep", {"args": deep, "tenant": None}),
-    ]  # fmt: skip
+    ]
     with contextlib.closing(sqlite3.connect(state / FILE_NAME)) as database, database:
         for kind, name, wrong in garbage:
             row = {"name": name, **{f: SOUND[type_] for f, type_ in FIELDS[kind].items()}, **wrong}

@@ -76,10 +76,15 @@ def checked(tokens: Path, net: torch.nn.Module) -> Iterator[Checked]:
     }
     with checked_server(http=True, args=args, arena="128MiB", environment=environment) as checked:
         client = checked.client
-        client.register("moods", net, example_inputs=(torch.zeros(2, 16),),
-                        preprocess="worded:rows", raw={"text": (((1, 8),), "bytes")},
-                        postprocess="worded:moods", returns={"mood": (((1, 8),), "bytes")},
-                        )  # fmt: skip
+        client.register(
+            "moods",
+            net,
+            example_inputs=(torch.zeros(2, 16),),
+            preprocess="worded:rows",
+            raw={"text": (((1, 8),), "bytes")},
+            postprocess="worded:moods",
+            returns={"mood": (((1, 8),), "bytes")},
+        )
         client.register("mlp", net, example_inputs=(torch.zeros(2, 16),), max_batch=64)
         for name, dtype in (("half", torch.float16), ("brain", torch.bfloat16)):
             client.register(name, Doubled(), example_inputs=(torch.zeros(2, 4, dtype=dtype),))
@@ -95,8 +100,11 @@ def run(source: str, *args: str, python: str = sys.executable) -> Any:
     """A client in a process of its own; what it printed as JSON."""
     done = subprocess.run(
         [python, "-c", textwrap.dedent(source), *args],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -119,8 +127,11 @@ def curl(address: str, path: str, *args: str) -> tuple[int, Any]:
     """Status and JSON."""
     said = subprocess.run(
         ["curl", "-s", "-w", "\n%{http_code}", f"http://{address}{path}", *args],
-        capture_output=True, text=True, timeout=60, check=True,
-    ).stdout  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
     body, _, status = said.rpartition("\n")
     return int(status), json.loads(body)
 
@@ -176,10 +187,19 @@ def test_a_text_goes_in_and_a_label_comes_out(checked: Checked, http: str) -> No
     ask["inputs"][0] |= {"shape": [1], "data": ["x"], "datatype": "FP32"}
     assert curl(http, "/v2/models/moods/infer", "-d", json.dumps(ask))[0] == 400
     raw = subprocess.run(
-        ["curl", "-s", f"http://{http}/v2/models/moods/infer", "--data-binary", texts[0],
-         "-H", "Inference-Header-Content-Length: 0"],
-        capture_output=True, check=True, timeout=60,
-    ).stdout  # fmt: skip
+        [
+            "curl",
+            "-s",
+            f"http://{http}/v2/models/moods/infer",
+            "--data-binary",
+            texts[0],
+            "-H",
+            "Inference-Header-Content-Length: 0",
+        ],
+        capture_output=True,
+        check=True,
+        timeout=60,
+    ).stdout
     assert raw.endswith(wanted[0].encode())
 
 
@@ -490,8 +510,13 @@ def test_tritons_grpc_client_does_every_verb(checked: Checked, net: torch.nn.Mod
     assert all(np.array_equal(np.array(a, np.float32), plain) for a in found["answers"])
     assert found["bill"] > 0
     codes, words = zip(*found["refused"], strict=True)
-    assert codes == ("stream", "StatusCode.NOT_FOUND", "StatusCode.NOT_FOUND",
-                     "StatusCode.INVALID_ARGUMENT", "StatusCode.PERMISSION_DENIED")  # fmt: skip
+    assert codes == (
+        "stream",
+        "StatusCode.NOT_FOUND",
+        "StatusCode.NOT_FOUND",
+        "StatusCode.INVALID_ARGUMENT",
+        "StatusCode.PERMISSION_DENIED",
+    )
     for part, text in zip(
         ('did you mean "mlp"', 'did you mean "mlp"', "no version 2", "float16", '"operate"'),
         words,
@@ -501,8 +526,9 @@ def test_tritons_grpc_client_does_every_verb(checked: Checked, net: torch.nn.Mod
     assert min(found["statistics"]) > 0
     assert found["health"] == [1, 1]
     assert found["garbage"] == [
-        "INVALID_ARGUMENT", "these bytes are no inference.ModelInferRequest",
-    ]  # fmt: skip
+        "INVALID_ARGUMENT",
+        "these bytes are no inference.ModelInferRequest",
+    ]
     assert "inference.GRPCInferenceService" in found["reflected"]
 
 
@@ -888,9 +914,17 @@ def test_requests_whose_callers_hang_up_are_taken_back(checked: Checked, http: s
         [sys.executable, "-c", textwrap.dedent(IMPATIENT), checked.running.grpc_address], **pipes
     )
     by_http = subprocess.Popen(
-        ["curl", "-s", f"http://{http}/v2/models/slow/infer", "-H",
-         "Inference-Header-Content-Length: 0", "--data-binary", "@-"], **pipes,
-    )  # fmt: skip
+        [
+            "curl",
+            "-s",
+            f"http://{http}/v2/models/slow/infer",
+            "-H",
+            "Inference-Header-Content-Length: 0",
+            "--data-binary",
+            "@-",
+        ],
+        **pipes,
+    )
     with crowded(checked.client, "slow", x):
         try:
             assert by_grpc.stdout.readline() == b"True\n"

@@ -179,8 +179,12 @@ def test_a_stranger_is_told_of_models_alone_and_may_change_nothing(call: Call) -
     assert stranger.open("GET", "/ui").read().startswith(b"<!doctype html>")
     assert "source" not in stranger.ask("GET", "/api/models/a")
     for method, path in (
-        ("GET", "/api/ps"), ("GET", "/api/events"), ("GET", "/api/about"),
-        ("POST", "/api/models/a"), ("DELETE", "/api/models/a"), ("POST", "/api/jobs/j/cancel"),
-    ):  # fmt: skip
+        ("GET", "/api/ps"),
+        ("GET", "/api/events"),
+        ("GET", "/api/about"),
+        ("POST", "/api/models/a"),
+        ("DELETE", "/api/models/a"),
+        ("POST", "/api/jobs/j/cancel"),
+    ):
         answer = stranger.open(method, path)
         assert (answer.status, json.loads(answer.read())["code"]) == (403, "PermissionDenied"), path

@@ -28,10 +28,16 @@ transformers = pytest.importorskip("transformers")
 
 VOCABULARY, CONTEXT = 700, 320
 SIZES = {
-    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128,
-    "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "bos_token_id": 0,
-    "eos_token_id": None, "num_key_value_heads": 2,
-}  # fmt: skip
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    "num_key_value_heads": 2,
+}
 
 
 @pytest.fixture(scope="module")

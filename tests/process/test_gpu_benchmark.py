@@ -23,9 +23,13 @@ FAKES = ROOT / "tests/fakes"
 
 def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", *words], cwd=ROOT,
-        env={**os.environ, **environment}, capture_output=True, text=True, timeout=250,
-    )  # fmt: skip
+        [sys.executable, "-m", "benchmarks.gpu", *words],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
 
 
 @pytest.mark.slow  # ten processes that import torch; it fails when a stage is renamed, if ever
@@ -50,9 +54,12 @@ def test_a_machine_without_a_gpu_is_told_from_one_whose_gpu_cannot_be_had(
     if has_nodes:
         (nodes / "nvidia0").touch()
     done = command(
-        "--out", str(tmp_path), PIPESWITCH_DEVICE__BINDINGS="fake_cuda", CUDA_FAKE="no-driver",
+        "--out",
+        str(tmp_path),
+        PIPESWITCH_DEVICE__BINDINGS="fake_cuda",
+        CUDA_FAKE="no-driver",
         PIPESWITCH_GPU_DEV=str(nodes),
-    )  # fmt: skip
+    )
     (written,) = tmp_path.glob("gpu-none-*.json")
     statuses = [stage["status"] for stage in json.loads(written.read_text())["stages"]]
     if not has_nodes:
@@ -84,7 +91,7 @@ BROKEN = {  # what the fake breaks: what fails by itself, the first first; what 
     "cudaDeviceSynchronize=cudaErrorUnknown": (["suspend"], set()),
     "slice=cudaErrorMemoryAllocation": (["slice"], set()),
     "capture=hang": (["graph"], set()),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -134,10 +141,17 @@ def test_stages_need_what_servers_need() -> None:
 def test_switches_and_soak_run_over_a_fake_gpu(tmp_path: Path) -> None:
     """The stages' own code, with servers and baselines; the numbers mean nothing."""
     done = command(
-        "--dry-run", "facts", "mechanisms", "switch-resnet152", "precision", "soak",
-        PIPESWITCH_DEVICE__BINDINGS="fake_cuda", CUDA_FAKE_BYTES=str(8 << 30),
-        TMPDIR=str(tmp_path), PYTHONPATH=str(FAKES),
-    )  # fmt: skip
+        "--dry-run",
+        "facts",
+        "mechanisms",
+        "switch-resnet152",
+        "precision",
+        "soak",
+        PIPESWITCH_DEVICE__BINDINGS="fake_cuda",
+        CUDA_FAKE_BYTES=str(8 << 30),
+        TMPDIR=str(tmp_path),
+        PYTHONPATH=str(FAKES),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "is_correct: True" in done.stdout
     assert "is_clean: True" in done.stdout
@@ -208,7 +222,7 @@ sys.exit(1)
 
 def test_no_stage_is_begun_when_the_time_is_over(tmp_path: Path) -> None:
     fine = stage(tmp_path, 30.0, "pass")
-    gpu.run_all([fine], tmp_path, gpu.LEAST_S / 2, stops_early=True)
+    gpu.run_all([fine], tmp_path, gpu.MIN_S / 2, stops_early=True)
     (written,) = tmp_path.glob("gpu-none-*.json")
     assert json.loads(written.read_text())["stages"][0]["status"] == "not run"
 

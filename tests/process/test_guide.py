@@ -65,10 +65,13 @@ class Page:
         ]
         self._server = self._stack.enter_context(
             testing.server(
-                http=True, state_dir=self.folder / "state", devices=tuple(devices or ["cpu"]),
-                args=("--threads", "1", *rest), environment=self.environment,
+                http=True,
+                state_dir=self.folder / "state",
+                devices=tuple(devices or ["cpu"]),
+                args=("--threads", "1", *rest),
+                environment=self.environment,
             )
-        )  # fmt: skip
+        )
         return self._server
 
     @property
@@ -129,10 +132,14 @@ class Page:
             "PIPESWITCH_SERVER__STATE_DIR": str(self.folder / "state"),
         }
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", "\n".join(lines)], cwd=self.folder, text=True,
-            env={**os.environ, **self.environment, **ours}, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, timeout=BLOCK_TIMEOUT_S,
-        )  # fmt: skip
+            ["bash", "-euo", "pipefail", "-c", "\n".join(lines)],
+            cwd=self.folder,
+            text=True,
+            env={**os.environ, **self.environment, **ours},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=BLOCK_TIMEOUT_S,
+        )
         assert done.returncode == 0, f"{done.args[-1]}\n{done.stdout}"
 
 

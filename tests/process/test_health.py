@@ -53,8 +53,10 @@ def test_probes_disturb_no_training_and_no_request(running: tools.Checked, tmp_p
         assert all(row["ms"] is not None for row in answer["workers"])
     after = task.status()
     assert (after["suspensions"], after["evictions"], after["restarts"]) == (
-        before["suspensions"], before["evictions"], before["restarts"],
-    )  # fmt: skip
+        before["suspensions"],
+        before["evictions"],
+        before["restarts"],
+    )
     tools.until(lambda: task.status()["step"] > after["step"], "it trains on")
     futures = [running.client.submit("small", X) for _ in range(20)]
     assert running.client.ping(deep=True)["ready"]
@@ -150,7 +152,7 @@ def test_two_deaths_of_the_fork_server_lose_nobody_it_has_forked(running: tools.
 PLANTED = """
 import sys
 from pipeswitch.cli.main import main
-from pipeswitch.scheduler.listing import Listing
+from pipeswitch.scheduler.introspection import Listing
 
 def for_ever(self):
     while True:
@@ -170,19 +172,37 @@ def serve_until_it_ends(
 ) -> tuple[subprocess.CompletedProcess[str], str]:
     """A server that ends by itself: how, and the line it said when it was ready."""
     command = [
-        sys.executable, "-P", "-c", program, "serve", "--device", "cpu",
-        "--listen", "tcp://127.0.0.1:0", "--arena", "64MiB", "--host-store", "256MiB",
-        "--threads", "1", "--no-http", "--state-dir", str(folder / "state"),
-    ]  # fmt: skip
+        sys.executable,
+        "-P",
+        "-c",
+        program,
+        "serve",
+        "--device",
+        "cpu",
+        "--listen",
+        "tcp://127.0.0.1:0",
+        "--arena",
+        "64MiB",
+        "--host-store",
+        "256MiB",
+        "--threads",
+        "1",
+        "--no-http",
+        "--state-dir",
+        str(folder / "state"),
+    ]
     mark = f"health-{os.getpid()}-{time.monotonic_ns()}"
     # A socket's path is short, and a test's folder is not.
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="pipeswitch-", dir="/tmp") as runtime:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             env={**os.environ, "XDG_RUNTIME_DIR": runtime, tools.MARK: mark, **(environment or {})},
-        )  # fmt: skip
+        )
         heard = []
         try:
             for line in process.stdout:
@@ -217,11 +237,14 @@ def test_a_scheduler_that_never_returns_ends_the_server_with_the_stacks_in_its_l
             client.jobs()
 
     done, _ = serve_until_it_ends(
-        tmp_path, program=PLANTED, when_ready=ask,
+        tmp_path,
+        program=PLANTED,
+        when_ready=ask,
         environment={
-            "PIPESWITCH_SERVER__WATCHDOG": "2s", "PIPESWITCH_SERVER__TCP_ROLES": "infer,operate",
+            "PIPESWITCH_SERVER__WATCHDOG": "2s",
+            "PIPESWITCH_SERVER__TCP_ROLES": "infer,operate",
         },
-    )  # fmt: skip
+    )
     for client in clients:
         client.close()
     assert done.returncode == os.EX_SOFTWARE
@@ -247,8 +270,9 @@ def test_systemd_hears_readiness_life_and_the_end(tmp_path: Path) -> None:
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(30)
         environment = {
-            "NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "1500000",
-        }  # fmt: skip
+            "NOTIFY_SOCKET": str(tmp_path / "notify"),
+            "WATCHDOG_USEC": "1500000",
+        }
         with tools.checked_server(arena="64MiB", environment=environment) as checked:
             first = manager.recv(4000).decode()
             assert first.startswith("READY=1\nSTATUS=pipeswitch is ready"), first
@@ -285,8 +309,10 @@ LOOPS = """
 def test_a_model_in_an_endless_loop_is_killed_and_the_device_is_free_again(tmp_path: Path) -> None:
     tools.write_script(tmp_path, "looping.py", LOOPS)
     environment = {
-        **tools.ENVIRONMENT, "PYTHONPATH": str(tmp_path), "PIPESWITCH_SCHEDULER__MAX_COMPUTE": "4s",
-    }  # fmt: skip
+        **tools.ENVIRONMENT,
+        "PYTHONPATH": str(tmp_path),
+        "PIPESWITCH_SCHEDULER__MAX_COMPUTE": "4s",
+    }
     with tools.checked_server(arena="64MiB", environment=environment) as checked:
         client = checked.client
         client.register("small", tools.mlp(16, 2, 1), example_inputs=(X,))

@@ -271,9 +271,12 @@ def by_factory(
     kind: Callable[[], nn.Module], folder: Path, inputs: Mapping[str, Any] = X
 ) -> tuple[Manifest, BoundProgram]:
     spec = BuildSpec(
-        name="it", source=f"{PACKAGE}:{kind.__name__}", weights=f"random:{SEED}",
-        inputs=dict(inputs), allow_module_mode=True,
-    )  # fmt: skip
+        name="it",
+        source=f"{PACKAGE}:{kind.__name__}",
+        weights=f"random:{SEED}",
+        inputs=dict(inputs),
+        allow_module_mode=True,
+    )
     return built(spec, folder)
 
 
@@ -348,7 +351,7 @@ GRAPHS: dict[str, tuple[Callable[[], nn.Module], tuple[T, ...]]] = {
     "by frequency": (partial(nn.Embedding, 50, 4, scale_grad_by_freq=True), (IDS,)),
     "sparse gather": (Gathered, (torch.randn(2, 4), IDS)),
     "autocast that is off": (partial(FullPrecision, enabled=False), (torch.randn(2, 4),)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -507,7 +510,7 @@ ODD_FILES: dict[str, tuple[str, Callable[[Path], bytes], str, str]] = {
     "cut header": ("it.safetensors", lambda f: safetensors_file(f)[:40], "cut short", "again"),
     "page": ("it.pt", lambda f: b"<!DOCTYPE html><html>", "web page", "download"),
     "other format": ("it.safetensors", torch_file, "torch.save", "FILE.pt"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ODD_FILES)

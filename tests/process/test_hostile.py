@@ -129,9 +129,12 @@ def attacked(
         "keys" if with_keys else "open",
     ]
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
         preexec_fn=lambda: os.nice(10),
-    )  # fmt: skip
+    )
     try:
         assert process.stdout.readline() == "ready\n"
         yield found
@@ -150,7 +153,7 @@ class Rss:
     def __init__(self, pid: int) -> None:
         self._path = Path("/proc", str(pid), "statm")
         self.first_bytes = self.now_bytes()
-        self.most_bytes = self.first_bytes
+        self.max_bytes = self.first_bytes
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -159,7 +162,7 @@ class Rss:
 
     def _run(self) -> None:
         while not self._done.wait(0.02):
-            self.most_bytes = max(self.most_bytes, self.now_bytes())
+            self.max_bytes = max(self.max_bytes, self.now_bytes())
 
     def __enter__(self) -> Rss:
         self._thread.start()
@@ -171,7 +174,7 @@ class Rss:
 
     @property
     def growth_mib(self) -> float:
-        return (self.most_bytes - self.first_bytes) / (1 << 20)
+        return (self.max_bytes - self.first_bytes) / (1 << 20)
 
 
 def ask_for(client: ps.Client, seconds: float) -> list[float]:
@@ -206,9 +209,15 @@ def good_client(folder: Path, *, with_keys: bool) -> Iterator[tuple[Checked, ps.
 
 
 def measure(
-    checked: Checked, client: ps.Client, count: int, seconds: float,
-    kinds: tuple[str, ...] = KINDS, *, comes_again: bool = True, with_keys: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+    checked: Checked,
+    client: ps.Client,
+    count: int,
+    seconds: float,
+    kinds: tuple[str, ...] = KINDS,
+    *,
+    comes_again: bool = True,
+    with_keys: bool = False,
+) -> dict[str, Any]:
     """Quiet, then attacked; the good client's times and the controller's growth."""
     ask_for(client, min(seconds, 2.0))
     quiet = ask_for(client, seconds)

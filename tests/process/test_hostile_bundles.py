@@ -108,26 +108,49 @@ def integer_trap() -> list[Node]:
         node("new_zeros.default", X, [1, value(3), 3]),
         node("unsqueeze.default", X, 0),
         node(
-            "lstm.input", value(12), [value(11), value(11)], [value(10), value(2)],
-            False, 1, 0.0, False, False, False,
+            "lstm.input",
+            value(12),
+            [value(11), value(11)],
+            [value(10), value(2)],
+            False,
+            1,
+            0.0,
+            False,
+            False,
+            False,
         ),
         Node("_operator.getitem", (value(13), 0)),
         node("squeeze.dim", value(14), 0),
-    ]  # fmt: skip
+    ]
 
 
 ATTACKS: dict[str, dict[str, Any]] = {
     "a weight of one element beside many channels, by the composite": {
         "nodes": [
             node("reshape.default", X, [1, -1]),
-            node("batch_norm.default", value(2), value(1), value(1), value(1), value(1), False,
-                 0.0, 1e-5, False),
+            node(
+                "batch_norm.default",
+                value(2),
+                value(1),
+                value(1),
+                value(1),
+                value(1),
+                False,
+                0.0,
+                1e-5,
+                False,
+            ),
             node("reshape.default", value(3), [-1, 4]),
         ],
-        "x": (BATCH, 4), "y": (BATCH, 4), "weights": {"w": (1,)},
+        "x": (BATCH, 4),
+        "y": (BATCH, 4),
+        "weights": {"w": (1,)},
     },
     "a weight of one element beside many channels": {
-        "nodes": flat_channels(2), "x": (BATCH, 4), "y": (BATCH, 4), "weights": {"w": (1,)},
+        "nodes": flat_channels(2),
+        "x": (BATCH, 4),
+        "y": (BATCH, 4),
+        "weights": {"w": (1,)},
     },
     "the request itself as the weight": {
         "nodes": [
@@ -136,43 +159,61 @@ ATTACKS: dict[str, dict[str, Any]] = {
             norm(value(3), value(2), None, value(2), value(2)),
             Node("_operator.getitem", (value(4), 0)),
         ],
-        "x": (1,), "y": (1, 4096, 1), "weights": {"w": (1, 1, 1)},
+        "x": (1,),
+        "y": (1, 4096, 1),
+        "weights": {"w": (1, 1, 1)},
     },
     "a norm of one row beside many": {
-        "nodes": [node("_weight_norm.default", value(1), value(2), 0),
-                  node("add.Tensor", value(3), X)],
-        "x": (BATCH, 4), "y": (4096, 4), "weights": {"v": (4096, 4), "g": (1, 1)},
+        "nodes": [
+            node("_weight_norm.default", value(1), value(2), 0),
+            node("add.Tensor", value(3), X),
+        ],
+        "x": (BATCH, 4),
+        "y": (4096, 4),
+        "weights": {"v": (4096, 4), "g": (1, 1)},
         "batch_max": 1,
     },
     "extents that are right at the ends of the range": {
-        "nodes": integer_trap(), "x": (BATCH, 4), "y": (BATCH, 3),
-        "weights": {"w": (16, 4), "hidden": (12, 3)}, "batch_max": 5,
+        "nodes": integer_trap(),
+        "x": (BATCH, 4),
+        "y": (BATCH, 3),
+        "weights": {"w": (16, 4), "hidden": (12, 3)},
+        "batch_max": 5,
     },
     "a mode that does not exist": {
         "nodes": [node("grid_sampler_3d.default", X, value(1), 7, 0, False)],
-        "x": (1, 1, 2, 2, 2), "y": (1, 1, 4, 4, 4), "weights": {"grid": (1, 4, 4, 4, 3)},
+        "x": (1, 1, 2, 2, 2),
+        "y": (1, 1, 4, 4, 4),
+        "weights": {"grid": (1, 4, 4, 4, 3)},
     },
     "an lstm without its parameters": {
         "nodes": [
-            node("lstm.input", X, [value(1), value(1)], [value(2)], False, 1, 0.0, False, False,
-                 True),
+            node(
+                "lstm.input", X, [value(1), value(1)], [value(2)], False, 1, 0.0, False, False, True
+            ),
             Node("_operator.getitem", (value(3), 0)),
         ],
-        "x": (1, 2, 3), "y": (1, 2, 3), "weights": {"h": (1, 1, 3), "w": (12, 3)},
+        "x": (1, 2, 3),
+        "y": (1, 2, 3),
+        "weights": {"h": (1, 1, 3), "w": (12, 3)},
     },
     "a gru whose gates are too few": {
         "nodes": [
             node("gru.input", X, value(1), [value(2), value(2)], False, 1, 0.0, False, False, True),
             Node("_operator.getitem", (value(3), 0)),
         ],
-        "x": (1, 2, 3), "y": (1, 2, 3), "weights": {"h": (1, 1, 3), "w": (3, 3)},
+        "x": (1, 2, 3),
+        "y": (1, 2, 3),
+        "weights": {"h": (1, 1, 3), "w": (3, 3)},
     },
     "a circle with a gap, which is freed memory": {
         "nodes": [
             node("pad.default", X, [5, -5], "circular"),
             node("add.Tensor", value(2), value(1)),
         ],
-        "x": (1, 1, 5), "y": (1, 1, 5), "weights": {"w": (1,)},
+        "x": (1, 1, 5),
+        "y": (1, 1, 5),
+        "weights": {"w": (1,)},
     },
     "a median of one element that is repeated": {
         "nodes": [
@@ -181,7 +222,9 @@ ATTACKS: dict[str, dict[str, Any]] = {
             Node("_operator.getitem", (value(3), 0)),
             node("add.Tensor", value(4), X),
         ],
-        "x": (64,), "y": (64,), "weights": {"w": (1, 1)},
+        "x": (64,),
+        "y": (64,),
+        "weights": {"w": (1, 1)},
     },
     "windows that overlap, of which attention answers freed memory": {
         "nodes": [
@@ -190,13 +233,18 @@ ATTACKS: dict[str, dict[str, Any]] = {
             node("scaled_dot_product_attention.default", value(3), value(3), value(3)),
             node("add.Tensor", value(4), value(1)),
         ],
-        "x": (2, 13), "y": (1, 2, 6, 8), "weights": {"w": (1,)},
+        "x": (2, 13),
+        "y": (1, 2, 6, 8),
+        "weights": {"w": (1,)},
     },
     "an out overload of another name": {
         "nodes": [node("sort.values", X, values=value(1), indices=value(1))],
-        "x": (BATCH, 4), "y": (BATCH, 4), "weights": {"w": (4,)}, "result": 0,
+        "x": (BATCH, 4),
+        "y": (BATCH, 4),
+        "weights": {"w": (4,)},
+        "result": 0,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ATTACKS)

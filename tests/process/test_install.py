@@ -48,9 +48,14 @@ class Installed:
 
     def run(self, *words: str, folder: Path | None = None) -> str:
         done = subprocess.run(
-            self.command(*words), cwd=folder or self.root, env=self.environment, text=True,
-            capture_output=True, timeout=120, check=False,
-        )  # fmt: skip
+            self.command(*words),
+            cwd=folder or self.root,
+            env=self.environment,
+            text=True,
+            capture_output=True,
+            timeout=120,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -137,9 +142,12 @@ def served(installed: Installed, *args: str, **environment: str) -> Iterator[str
     """The ready line of a server that is stopped as a container is."""
     command = installed.command("serve", *args, *SMALL)
     with subprocess.Popen(
-        command, cwd=installed.root, env=installed.environment | environment,
-        stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+        command,
+        cwd=installed.root,
+        env=installed.environment | environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
         assert process.stdout is not None
         try:
             yield process.stdout.readline()
@@ -259,9 +267,14 @@ def test_a_checkout_imports_what_the_wheel_does(tmp_path: Path, way: str) -> Non
     """
     environment = {"PYTHONPATH": str(tmp_path / "src")} if way == "checkout" else {}
     done = subprocess.run(
-        [python, "-P", "-c", code], cwd=tmp_path, env=environment, text=True, check=False,
-        capture_output=True, timeout=120,
-    )  # fmt: skip
+        [python, "-P", "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+        check=False,
+        capture_output=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     files, specs = done.stdout.splitlines()
     assert all(file.startswith(str(tmp_path / "src")) for file in files.split())

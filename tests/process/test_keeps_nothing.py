@@ -24,8 +24,8 @@ from torch import nn
 
 from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.programs.build.export import export_module_to_bundle
-from pipeswitch.programs.build.fresh import Fresh
 from pipeswitch.programs.build.program import build
+from pipeswitch.programs.build.statefulness import Fresh
 from pipeswitch.programs.build.verify import load_image, same_bits
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.running.executor import BoundProgram
@@ -252,10 +252,23 @@ class WritesItsInput(Base):
 
 
 REFUSED = [
-    InGlobal, InGlobalDict, InClass, InNewClassAttribute, InDefault, InClosure, InObject, InDeque,
-    InLruCache, Largest, Observer, RunningStatistics, LazyLayer, Draws, DrawsInPython,
+    InGlobal,
+    InGlobalDict,
+    InClass,
+    InNewClassAttribute,
+    InDefault,
+    InClosure,
+    InObject,
+    InDeque,
+    InLruCache,
+    Largest,
+    Observer,
+    RunningStatistics,
+    LazyLayer,
+    Draws,
+    DrawsInPython,
     Counts,
-]  # fmt: skip
+]
 MODULE_MODE_ALONE = [ByIdentity, ByAddress, StillStatistics]
 SERVED = [ByShape, WritesItsInput]
 
@@ -302,9 +315,12 @@ def built(spec: BuildSpec, folder: Path) -> tuple[Manifest, BoundProgram]:
 
 def by_factory(kind: type[Base], folder: Path, *, does_export: bool) -> BoundProgram:
     spec = BuildSpec(
-        name="it", source=f"{PACKAGE}:{kind.__name__}_{does_export}", weights=f"random:{SEED}",
-        inputs={"x": ((2, 4), "float32")}, allow_module_mode=True,
-    )  # fmt: skip
+        name="it",
+        source=f"{PACKAGE}:{kind.__name__}_{does_export}",
+        weights=f"random:{SEED}",
+        inputs={"x": ((2, 4), "float32")},
+        allow_module_mode=True,
+    )
     manifest, bound = built(spec, folder)
     assert (manifest.mode == "graph") == does_export, manifest.mode_reason
     return bound

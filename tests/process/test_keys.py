@@ -22,9 +22,9 @@ import pipeswitch as ps
 from pipeswitch.base.config import ServerConfig
 from pipeswitch.base.roles import ANYONE
 from pipeswitch.client.connection import Connection
-from pipeswitch.client.keyed import ZmqLink
+from pipeswitch.client.curve_bridge import ZmqLink
 from pipeswitch.frontend.transport.listeners import open_listeners
-from pipeswitch.gateway import keyed
+from pipeswitch.gateway import curve_listener
 from pipeswitch.gateway.serving.oip import InferRequest
 from pipeswitch.gateway.serving.upstream import Upstream
 from pipeswitch.scheduler.events import InferArrived, Publish
@@ -64,9 +64,13 @@ def test_the_listener_opens_only_with_what_it_needs(
     if state == STATES[2]:
         folder.admit("a", make_pair("a", tmp_path)[1])
     config = ServerConfig(
-        listen=f"tcp://{bind}:0", auth=auth, name="t", keys_dir=str(folder.path),
-        runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path),
-    )  # fmt: skip
+        listen=f"tcp://{bind}:0",
+        auth=auth,
+        name="t",
+        keys_dir=str(folder.path),
+        runtime_dir=str(tmp_path / "run"),
+        state_dir=str(tmp_path),
+    )
     needs_keys = auth == "keys" or bind in BINDS[2:]
     if not needs_keys or state == STATES[2]:
         listeners = open_listeners(config)
@@ -291,13 +295,15 @@ def test_who_lies_to_the_door_is_hung_up_and_the_others_are_served(
         assert client.infer("m", X)["y"][0, 0] == 2.0
         liar = dealer(guarded.admit("liar"), b"chosen" if case == "routing id" else b"")
         name = RequestHeader(v=1, op="caller", id="1", body={"tenant": "a", "roles": ["code"]})
-        liar.send_multipart({
-            "routing id": [MAGIC, b"x"],
-            "no magic": [b"GET", b"x"],
-            "many parts": [MAGIC, *[b"x"] * 80],
-            "endless parts": [MAGIC, *[b"x"] * 3000],
-            "naming": [MAGIC, encode_header(name)],
-        }[case])  # fmt: skip
+        liar.send_multipart(
+            {
+                "routing id": [MAGIC, b"x"],
+                "no magic": [b"GET", b"x"],
+                "many parts": [MAGIC, *[b"x"] * 80],
+                "endless parts": [MAGIC, *[b"x"] * 3000],
+                "naming": [MAGIC, encode_header(name)],
+            }[case]
+        )
         if case == "naming":
             assert liar.poll(DEADLINE_S * 1000)
             assert decode_reply(liar.recv_multipart()).error.type == "PermissionDenied"
@@ -341,7 +347,7 @@ class Pair:
             self.theirs = socket.create_connection(("127.0.0.1", self.port))
             self.ours, _ = listener.accept()
         number = self.ours.fileno()
-        self.caller = keyed.Caller(number, keyed.inode_of(number, self.port))
+        self.caller = curve_listener.Caller(number, curve_listener.inode_of(number, self.port))
 
     def send(self, size: int) -> None:
         self.theirs.sendall(bytes(size))
@@ -357,10 +363,12 @@ def pair() -> Iterator[Pair]:
 
 
 def test_what_the_kernel_received_and_is_no_message_yet_is_held(pair: Pair) -> None:
-    pair.send(keyed.wire_bytes([bytes(100_000)]))
-    assert keyed.received_bytes(pair.ours.fileno()) == keyed.wire_bytes([bytes(100_000)])
+    pair.send(curve_listener.wire_bytes([bytes(100_000)]))
+    assert curve_listener.received_bytes(pair.ours.fileno()) == curve_listener.wire_bytes(
+        [bytes(100_000)]
+    )
     assert pair.caller.held_bytes(0.0) > 100_000
-    pair.caller.taken_bytes += keyed.wire_bytes([bytes(100_000)])
+    pair.caller.taken_bytes += curve_listener.wire_bytes([bytes(100_000)])
     assert pair.caller.held_bytes(0.0) == 0
     pair.send(1_000_000)  # a day of pings
     assert pair.caller.held_bytes(86_400.0) == 0
@@ -375,7 +383,7 @@ def test_a_number_that_means_something_else_now_is_left_alone(pair: Pair) -> Non
     number = pair.ours.fileno()
     left, right = socket.socketpair()
     os.dup2(left.fileno(), number)  # another one's channel took the number
-    assert keyed.inode_of(number, pair.port) == 0
+    assert curve_listener.inode_of(number, pair.port) == 0
     assert pair.caller.held_bytes(0.0) == -1
     pair.caller.hang_up()
     assert right.send(b"x") == 1
@@ -390,8 +398,8 @@ def test_a_number_that_is_no_socket_leaves_no_descriptor(tmp_path: Path) -> None
     try:
         before = set(descriptors())
         for number in (folder, wake, 10_000):
-            assert keyed.inode_of(number, 5555) == 0
-            assert keyed.received_bytes(number) == 0
+            assert curve_listener.inode_of(number, 5555) == 0
+            assert curve_listener.received_bytes(number) == 0
         assert set(descriptors()) <= before
     finally:
         os.close(folder)

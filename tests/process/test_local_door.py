@@ -26,9 +26,13 @@ from pipeswitch.base.roles import OWNER
 from pipeswitch.client import looped
 from pipeswitch.client.links import StreamLink
 from pipeswitch.client.tensors import from_reply, to_frames
-from pipeswitch.frontend.transport.peers import MAX_SHARES, Shares, StreamPeer
+from pipeswitch.frontend.transport.connection_manager import (
+    MAX_SHARES,
+    ClientConnection,
+    ClientSegments,
+)
 from pipeswitch.wire.frames import INLINE, MAGIC, RequestHeader, encode_header, pack_table
-from pipeswitch.wire.stream import Share, Stream
+from pipeswitch.wire.stream import ShmSegment, Stream
 from tests.raw_peer import RawPeer
 
 WIDTH = 1 << 15  # 128 KiB a row: it goes to the share
@@ -85,7 +89,7 @@ class Raw(RawPeer):
             self.stream.put(pack_table(()))
             self.stream.flush()
             (self.memory,) = self.next().descriptors
-            self.stream.share = Share(self.memory, is_servers=False)
+            self.stream.share = ShmSegment(self.memory, is_servers=False)
         return self
 
     def infer(self, place: int, size: int = 4 * WIDTH, **fields: Any) -> None:
@@ -218,9 +222,13 @@ def test_an_event_loop_asks_by_itself_takes_back_and_goes_on_with_the_next_serve
         async def is_doubled(count: int) -> bool:
             tensors, frames, _ = to_frames(rows(count))
             result = await connection.ask(
-                "infer", model="double", inputs=tensors, frames=frames, is_safe=True,
+                "infer",
+                model="double",
+                inputs=tensors,
+                frames=frames,
+                is_safe=True,
                 convert=lambda reply: from_reply("double", False, reply),
-            )  # fmt: skip
+            )
             return bool((result["y"] == 2 * rows(count)).all())
 
         for _ in range(2):
@@ -392,7 +400,7 @@ def test_a_second_hello_does_not_change_what_is_on_its_way(
 def test_a_share_is_brought_when_there_is_room_for_it(server: FakeScheduler) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        peer = StreamPeer(ours, OWNER, 1 << 20, Shares(2 * HALF))
+        peer = ClientConnection(ours, OWNER, 1 << 20, ClientSegments(2 * HALF))
         client = Stream(theirs, 1 << 20, takes_descriptors=True)
         message = pack_table([(1000, INLINE)]) + bytes(1000)
         sent_count = 0

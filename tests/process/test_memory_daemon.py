@@ -21,8 +21,8 @@ import pytest
 
 from pipeswitch.commits.area import CommitArea, create_area
 from pipeswitch.commits.files import load_commit
-from pipeswitch.ipc.board import BOARD_BYTES, new_bell, sealed_memfd
 from pipeswitch.ipc.channel import EVENT_BYTES, channel_pair, encode_message
+from pipeswitch.ipc.control_page import BOARD_BYTES, new_doorbell, sealed_memfd
 from pipeswitch.ipc.messages import base as base_msg
 from pipeswitch.ipc.messages import daemon as daemon_msg
 from pipeswitch.ipc.messages.worker import ForgetModel
@@ -57,19 +57,28 @@ class DaemonRig:
     """A running daemon; its store and commit areas belong to the test and outlive it."""
 
     def __init__(self, store: int, *, rate: float = 0.0) -> None:
-        self.bells = [new_bell(), new_bell()]
+        self.doorbells = [new_doorbell(), new_doorbell()]
         settings = daemon_msg.DaemonSettings(
-            device="cpu", arena_bytes=ARENA_BYTES, store_bytes=STORE_BYTES, words=WORDS,
+            device="cpu",
+            arena_bytes=ARENA_BYTES,
+            store_bytes=STORE_BYTES,
+            words=WORDS,
             link_bytes_per_s=rate,
-        )  # fmt: skip
+        )
         self.control, theirs = channel_pair()
-        self.board, self.bell = sealed_memfd("test-board", BOARD_BYTES), new_bell()
-        passed = [theirs.fileno(), store, self.board, *self.bells, self.bell]
+        self.control_page, self.doorbell = sealed_memfd("test-board", BOARD_BYTES), new_doorbell()
+        passed = [theirs.fileno(), store, self.control_page, *self.doorbells, self.doorbell]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", DAEMON, msgspec.json.encode(settings).decode(),
-             *map(str, passed)],
-            pass_fds=passed, cwd=ROOT,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-c",
+                DAEMON,
+                msgspec.json.encode(settings).decode(),
+                *map(str, passed),
+            ],
+            pass_fds=passed,
+            cwd=ROOT,
+        )
         theirs.close()
         self._deadline = threading.Timer(DEADLINE_S, self.process.kill)
         self._deadline.start()
@@ -105,10 +114,16 @@ class DaemonRig:
         self.process.wait()
         self._deadline.cancel()
         self._deadline.join()
-        for descriptor in (self.models, self.work, self.board, *self.bells, self.bell):
+        for descriptor in (
+            self.models,
+            self.work,
+            self.control_page,
+            *self.doorbells,
+            self.doorbell,
+        ):
             os.close(descriptor)
         self.models = self.work = -1
-        self.bells = []
+        self.doorbells = []
 
 
 Start = Callable[..., DaemonRig]
@@ -148,29 +163,39 @@ def daemon(start: Start) -> DaemonRig:
 
 
 def transmit(
-    epoch: int, start: int, size: int, *, groups: int = 1, word: int = 0
+    op_id: int, start: int, size: int, *, groups: int = 1, word: int = 0
 ) -> daemon_msg.TransmitModel:
     piece = size // groups
     return daemon_msg.TransmitModel(
-        model=MODEL, epoch=base_msg.Epoch(epoch), arena_offset_bytes=start, region_bytes=size,
+        model=MODEL,
+        op_id=base_msg.OpId(op_id),
+        arena_offset_bytes=start,
+        region_bytes=size,
         groups=tuple(
             daemon_msg.GroupCopy(
-                store_offset_bytes=piece * index, arena_offset_bytes=start + piece * index,
-                size_bytes=piece, word=word + index,
+                store_offset_bytes=piece * index,
+                arena_offset_bytes=start + piece * index,
+                size_bytes=piece,
+                word=word + index,
             )
             for index in range(groups)
         ),
-    )  # fmt: skip
+    )
 
 
-def commit_copy(epoch: int, step: int, *ranges: tuple[int, int]) -> daemon_msg.CommitCopy:
+def commit_copy(op_id: int, step: int, *ranges: tuple[int, int]) -> daemon_msg.CommitCopy:
     pieces = tuple(
         base_msg.ByteRange(offset_bytes=o, size_bytes=s) for o, s in ranges or ((0, MIB),)
     )
     return daemon_msg.CommitCopy(
-        job=JOB, epoch=base_msg.Epoch(epoch), number=step, step=step, slice_offset_bytes=4096,
-        slice_bytes=2 * MIB, ranges=pieces,
-    )  # fmt: skip
+        job=JOB,
+        op_id=base_msg.OpId(op_id),
+        number=step,
+        step=step,
+        slice_offset_bytes=4096,
+        slice_bytes=2 * MIB,
+        ranges=pieces,
+    )
 
 
 def image_of(step: int) -> bytes:
@@ -204,26 +229,40 @@ def persisted(directory: Path) -> tuple[int, bytes] | None:
 def write_model(directory: Path, data: bytes) -> Path:
     """A program of one tensor, with padding behind it."""
     tensor = TensorSpec(
-        name="w", dtype="uint8", shape=(len(data),), offset_bytes=0, size_bytes=len(data),
+        name="w",
+        dtype="uint8",
+        shape=(len(data),),
+        offset_bytes=0,
+        size_bytes=len(data),
         file_offset_bytes=0,
-    )  # fmt: skip
+    )
     manifest = Manifest(
-        digest="d", mode="graph", mode_reason="", source="test", tensors=(tensor,), groups=(),
-        inputs=(), outputs=(), total_bytes=aligned(len(data), TENSOR_ALIGN_BYTES),
+        digest="d",
+        mode="graph",
+        mode_reason="",
+        source="test",
+        tensors=(tensor,),
+        groups=(),
+        inputs=(),
+        outputs=(),
+        total_bytes=aligned(len(data), TENSOR_ALIGN_BYTES),
         weights_sha256=hashlib.sha256(data + bytes(-len(data) % TENSOR_ALIGN_BYTES)).hexdigest(),
-    )  # fmt: skip
+    )
     (directory / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
     (directory / BUNDLE_FILE).write_bytes(data)
     return directory
 
 
 def store_model(
-    directory: Path, size: int, *, epoch: int = 1, offset: int = 0
+    directory: Path, size: int, *, op_id: int = 1, offset: int = 0
 ) -> daemon_msg.StoreModel:
     return daemon_msg.StoreModel(
-        model=MODEL, epoch=base_msg.Epoch(epoch), directory=str(directory),
-        store_offset_bytes=offset, size_bytes=size,
-    )  # fmt: skip
+        model=MODEL,
+        op_id=base_msg.OpId(op_id),
+        directory=str(directory),
+        store_offset_bytes=offset,
+        size_bytes=size,
+    )
 
 
 # ---- what it does ---------------------------------------------------------------------------
@@ -234,11 +273,11 @@ def test_a_model_goes_from_its_files_to_the_arena(daemon: DaemonRig, tmp_path: P
     write_model(tmp_path, data)
     assert daemon.ask(store_model(tmp_path, 6 * MIB), daemon_msg.ModelStored).load_ms > 0
     ended = daemon.ask(transmit(2, 8 * MIB, 6 * MIB, groups=6), daemon_msg.TransmitEnded)
-    assert (ended.epoch, ended.is_complete, ended.group_count) == (2, True, 6)
+    assert (ended.op_id, ended.is_complete, ended.group_count) == (2, True, 6)
     assert os.pread(daemon.models, 6 * MIB, 8 * MIB) == data + bytes(MIB)
     assert os.pread(daemon.models, 28, 0) == (2).to_bytes(4, "little") * 6 + bytes(4)
-    for bell in daemon.bells:
-        assert os.eventfd_read(bell) == 6
+    for doorbell in daemon.doorbells:
+        assert os.eventfd_read(doorbell) == 6
 
 
 def test_the_memory_it_hands_out_is_sealed(daemon: DaemonRig) -> None:
@@ -253,12 +292,12 @@ def test_the_memory_it_hands_out_is_sealed(daemon: DaemonRig) -> None:
 def test_a_cancelled_transmission_is_answered_and_its_range_is_free_again(start: Start) -> None:
     daemon = start(rate=4 * MIB)
     daemon.control.send(transmit(1, MIB, 16 * MIB, groups=16))
-    assert os.eventfd_read(daemon.bells[0]) >= 1
-    ended = daemon.ask(daemon_msg.CancelTransmit(epoch=base_msg.Epoch(1)), daemon_msg.TransmitEnded)
+    assert os.eventfd_read(daemon.doorbells[0]) >= 1
+    ended = daemon.ask(daemon_msg.CancelTransmit(op_id=base_msg.OpId(1)), daemon_msg.TransmitEnded)
     assert not ended.is_complete
     assert ended.group_count < 16
     daemon.control.send(
-        daemon_msg.CancelTransmit(epoch=base_msg.Epoch(1))
+        daemon_msg.CancelTransmit(op_id=base_msg.OpId(1))
     )  # late: no answer, no harm
     assert daemon.ask(transmit(2, MIB, 1024), daemon_msg.TransmitEnded).is_complete
 
@@ -281,13 +320,13 @@ def test_an_unusable_model_is_refused_with_a_reason_and_others_are_not(
     weights.write_bytes(b"\0\0\0" + good[3:])
     assert "sha256" in daemon.ask(store_model(tmp_path, MIB), daemon_msg.StoreFailed).reason
     weights.write_bytes(good)
-    daemon.ask(store_model(tmp_path, MIB, epoch=2), daemon_msg.ModelStored)
+    daemon.ask(store_model(tmp_path, MIB, op_id=2), daemon_msg.ModelStored)
 
 
 def test_a_scrubbed_slice_reads_as_zeros(daemon: DaemonRig) -> None:
     os.pwrite(daemon.work, b"\xa5" * MIB, 0)
-    scrub = daemon_msg.Scrub(epoch=base_msg.Epoch(4), offset_bytes=5000, size_bytes=100_000)
-    assert daemon.ask(scrub, daemon_msg.Scrubbed).epoch == 4
+    scrub = daemon_msg.Scrub(op_id=base_msg.OpId(4), offset_bytes=5000, size_bytes=100_000)
+    assert daemon.ask(scrub, daemon_msg.Scrubbed).op_id == 4
     expected = b"\xa5" * 5000 + bytes(100_000) + b"\xa5" * (MIB - 105_000)
     assert os.pread(daemon.work, MIB, 0) == expected
 
@@ -310,10 +349,10 @@ def test_it_ignores_the_terminals_signals_and_has_a_name(daemon: DaemonRig) -> N
         transmit(5, ARENA_BYTES - 99, 100),
         transmit(5, MIB, ARENA_BYTES),
         transmit(5, MIB, 100, word=WORDS),
-        daemon_msg.Scrub(epoch=base_msg.Epoch(5), offset_bytes=-1, size_bytes=10),
-        daemon_msg.Scrub(epoch=base_msg.Epoch(5), offset_bytes=ARENA_BYTES, size_bytes=1),
+        daemon_msg.Scrub(op_id=base_msg.OpId(5), offset_bytes=-1, size_bytes=10),
+        daemon_msg.Scrub(op_id=base_msg.OpId(5), offset_bytes=ARENA_BYTES, size_bytes=1),
         commit_copy(5, 1),  # no such job
-        daemon_msg.PersistCommit(job=JOB, epoch=base_msg.Epoch(5), directory="/nowhere"),
+        daemon_msg.PersistCommit(job=JOB, op_id=base_msg.OpId(5), directory="/nowhere"),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -321,7 +360,7 @@ def test_nonsense_is_refused_by_name_and_the_daemon_goes_on(
     daemon: DaemonRig, bad: base_msg.Message
 ) -> None:
     fault = daemon.ask(bad, daemon_msg.DaemonFault)
-    assert fault.epoch == 5
+    assert fault.op_id == 5
     assert fault.reason
     assert daemon.ask(transmit(6, MIB, MIB), daemon_msg.TransmitEnded).is_complete
 
@@ -367,7 +406,7 @@ def test_commit_copies_out_of_bounds_or_stale_are_refused(daemon: DaemonRig, are
         msgspec.structs.replace(commit_copy(8, 2), slice_offset_bytes=ARENA_BYTES - MIB),
         msgspec.structs.replace(commit_copy(8, 2), slice_offset_bytes=-4096),
     ):
-        assert daemon.ask(bad, daemon_msg.DaemonFault).epoch == bad.epoch
+        assert daemon.ask(bad, daemon_msg.DaemonFault).op_id == bad.op_id
     assert committed(area) == before
     daemon.control.send(daemon_msg.CloseCommits(job=JOB))
     assert "no open commit area" in daemon.ask(commit_copy(9, 2), daemon_msg.DaemonFault).reason
@@ -380,7 +419,7 @@ def test_refused_descriptors_are_not_kept(daemon: DaemonRig, area: int, store: i
         daemon.control.send(daemon_msg.OpenCommits(job=JOB, slot_bytes=SLOT_BYTES + 1), [area])
         daemon.control.send(daemon_msg.OpenCommits(job=JOB, slot_bytes=SLOT_BYTES), [store])
         daemon.control.send(daemon_msg.OpenCommits(job=JOB, slot_bytes=SLOT_BYTES), [area, area])
-        daemon.control.send(daemon_msg.CancelTransmit(epoch=base_msg.Epoch(1)), [area])
+        daemon.control.send(daemon_msg.CancelTransmit(op_id=base_msg.OpId(1)), [area])
         for _ in range(3):
             daemon.answer(daemon_msg.DaemonFault)
     # Answered by another thread, after the control thread is through with what came before.
@@ -397,7 +436,7 @@ def test_a_commit_gathers_the_pieces_and_flips(daemon: DaemonRig, area: int) -> 
         put_slice(daemon, step)
         pieces = ((MIB // 2, 1000), (0, 4096), (17, 3))
         done = daemon.ask(commit_copy(3, step, *pieces), base_msg.StepCommitted)
-        assert (done.job, done.epoch, done.step, done.error) == (JOB, 3, step, "")
+        assert (done.job, done.op_id, done.step, done.error) == (JOB, 3, step, "")
         data = image_of(step)
         expected = b"".join(data[offset : offset + size] for offset, size in pieces)
         assert committed(area) == (step, expected)
@@ -414,20 +453,20 @@ def test_a_commit_that_is_ordered_again_is_neither_copied_nor_answered(
     for number in (2, 1):
         daemon.control.send(commit_copy(3, number))
     daemon.ask(
-        base_msg.Ping(epoch=base_msg.Epoch(1)), base_msg.Pong
+        base_msg.Ping(op_id=base_msg.OpId(1)), base_msg.Pong
     )  # first: no fault, which would end a copy under way
     assert committed(area) == (2, image_of(2))
     answer = daemon.ask(
         commit_copy(4, 1), base_msg.StepCommitted
     )  # first: the thread that copies is one
-    assert (answer.epoch, answer.number) == (4, 1)
+    assert (answer.op_id, answer.number) == (4, 1)
 
 
 def test_a_disk_that_takes_no_more_keeps_the_old_commit_and_says_so(
     daemon: DaemonRig, area: int, tmp_path: Path
 ) -> None:
     daemon.open_commits(area)
-    order = daemon_msg.PersistCommit(job=JOB, epoch=base_msg.Epoch(1), directory=str(tmp_path))
+    order = daemon_msg.PersistCommit(job=JOB, op_id=base_msg.OpId(1), directory=str(tmp_path))
     assert "nothing" in daemon.ask(order, daemon_msg.CommitPersisted).error
     put_slice(daemon, 1)
     daemon.ask(commit_copy(1, 1), base_msg.StepCommitted)
@@ -485,7 +524,7 @@ def test_kill_9_leaves_nothing_behind_but_the_store(start: Start, tmp_path: Path
     daemon.ask(store_model(tmp_path, 2 * MIB), daemon_msg.ModelStored)
     inode = os.fstat(daemon.models).st_ino
     daemon.control.send(transmit(2, MIB, 16 * MIB, groups=16))
-    os.eventfd_read(daemon.bells[0])
+    os.eventfd_read(daemon.doorbells[0])
     daemon.process.kill()
     assert daemon.process.wait() == -signal.SIGKILL
     while (packet := daemon.control.receive()) is not None:

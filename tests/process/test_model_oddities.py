@@ -349,10 +349,13 @@ def test_numpys_scalars_and_texts_travel_in_every_verb(client: ps.Client) -> Non
     with pytest.raises(errors.RegistrationRefused, match="torchvision has no such model"):
         within(
             lambda: client.register(
-                str(np.str_("np")), "torchvision:nothing", weights="random:0",
-                pin=np.bool_(False), max_batch=np.int64(4),  # type: ignore[arg-type]
+                str(np.str_("np")),
+                "torchvision:nothing",
+                weights="random:0",
+                pin=np.bool_(False),
+                max_batch=np.int64(4),  # type: ignore[arg-type]
             )
-        )  # fmt: skip
+        )
     assert client.show(np.str_("evictor"))["name"] == "evictor"
 
 

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from pipeswitch.base.errors import InvalidInput, PipeSwitchError, RegistrationRefused
 from pipeswitch.client.model_sources import LocalSource
-from pipeswitch.frontend import admission
+from pipeswitch.frontend import validation
 from pipeswitch.programs.build.export import export_module_to_bundle
 from pipeswitch.programs.build.files import convert, convert_weights
 from pipeswitch.programs.build.program import build
@@ -139,17 +139,30 @@ def mixtral() -> nn.Module:
 
 def mixtral_config(transformers: Any) -> Any:
     return transformers.MixtralConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=16, intermediate_size=64, vocab_size=100, num_local_experts=4,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=64,
+        vocab_size=100,
+        num_local_experts=4,
         architectures=["MixtralForCausalLM"],
-    )  # fmt: skip
+    )
 
 
 FACTORIES: dict[str, Callable[[], nn.Module]] = {
-    "found": Found, "experts": Experts, "packed": Packed, "sounds": Sounds, "mixtral": mixtral,
-    "quantized": lambda: quantized(), "one_key": OneKey, "detector": Detector, "appends": Appends,
+    "found": Found,
+    "experts": Experts,
+    "packed": Packed,
+    "sounds": Sounds,
+    "mixtral": mixtral,
+    "quantized": lambda: quantized(),
+    "one_key": OneKey,
+    "detector": Detector,
+    "appends": Appends,
     "plain": lambda: plain(),
-}  # fmt: skip
+}
 PACKAGE = "as_they_come"
 
 
@@ -168,9 +181,13 @@ def fresh(name: str) -> nn.Module:
 def served(name: str, folder: Path, **options: Any) -> tuple[Manifest, BoundProgram]:
     """Built as a registration is, and loaded as a worker does it."""
     spec = BuildSpec(
-        name=name, source=f"{PACKAGE}:{name}", weights=f"random:{SEED}", allow_module_mode=True,
-        bucket_bytes=300, **options,
-    )  # fmt: skip
+        name=name,
+        source=f"{PACKAGE}:{name}",
+        weights=f"random:{SEED}",
+        allow_module_mode=True,
+        bucket_bytes=300,
+        **options,
+    )
     return loaded(spec, folder)
 
 
@@ -197,11 +214,14 @@ IDS = ((2, 7), "int64")
     [
         ("found", {"x": ((2, 8), "float32")}, [torch.randn(2, 8)]),
         ("experts", {"x": ((1, 5, 16), "float32")}, [torch.randn(1, 5, 16)]),
-        ("packed", {"ids": IDS, "lengths": ((2,), "int64")},
-         [torch.randint(0, 30, (2, 7)), torch.tensor([3, 6])]),
+        (
+            "packed",
+            {"ids": IDS, "lengths": ((2,), "int64")},
+            [torch.randint(0, 30, (2, 7)), torch.tensor([3, 6])],
+        ),
         ("mixtral", {"input_ids": IDS}, [torch.randint(0, 100, (2, 7))]),
     ],
-)  # fmt: skip
+)
 def test_what_depends_on_data_is_served_in_module_mode(
     name: str, inputs: Any, others: list[torch.Tensor], tmp_path: Path
 ) -> None:
@@ -252,12 +272,18 @@ def test_heads_that_share_their_keys_are_a_graph(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"onesided": False}, {"normalized": True}, {"center": False}, {"win_length": 20},
-        {"win_length": 20, "window": torch.hann_window(20)}, {"hop_length": 5},
-        {"window": torch.hann_window(33), "pad_mode": "constant"}, {"return_complex": False},
+        {},
+        {"onesided": False},
+        {"normalized": True},
+        {"center": False},
+        {"win_length": 20},
+        {"win_length": 20, "window": torch.hann_window(20)},
+        {"hop_length": 5},
+        {"window": torch.hann_window(33), "pad_mode": "constant"},
+        {"return_complex": False},
     ],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.filterwarnings("ignore:stft with return_complex=False")
 def test_windows_that_are_copied_have_the_transforms_bits(options: dict[str, Any]) -> None:
     options = {"return_complex": True, "window": None, **options}
@@ -362,7 +388,7 @@ def test_tensors_that_are_no_buffers_come_with_the_weights(tmp_path: Path) -> No
 
 def test_an_answer_may_have_more_rows_than_the_examples(tmp_path: Path) -> None:
     manifest, _ = served("detector", tmp_path, **IMAGES)
-    assert admission._reply_bytes("it", manifest, {}) >= 2 * (64 << 10)
+    assert validation._reply_bytes("it", manifest, {}) >= 2 * (64 << 10)
 
 
 def test_one_that_a_call_changes_is_refused_by_its_name(tmp_path: Path) -> None:
@@ -390,9 +416,11 @@ def test_a_state_dict_is_the_weights_of_a_factory(saved: Any, tmp_path: Path) ->
     torch.save(saved(module.state_dict()), tmp_path / "it.pt")
     convert_weights(tmp_path / "it.pt", tmp_path / "it.safetensors")
     spec = BuildSpec(
-        name="it", source=f"{PACKAGE}:plain", weights=str(tmp_path / "it.safetensors"),
+        name="it",
+        source=f"{PACKAGE}:plain",
+        weights=str(tmp_path / "it.safetensors"),
         inputs={"x": ((2, 8), "float32")},
-    )  # fmt: skip
+    )
     _, bound = loaded(spec, tmp_path / "out")
     check_bits(bound, module, [torch.randn(2, 8)])
 
@@ -445,8 +473,9 @@ def test_a_module_takes_lengths_that_requests_choose(tmp_path: Path) -> None:
     manifest, bound = served("experts", tmp_path, inputs=inputs)
     assert manifest.mode == "module"
     assert [(dim.name, dim.low, dim.high) for dim in manifest.dims] == [
-        ("batch", 1, 4), ("length", 1, 9),
-    ]  # fmt: skip
+        ("batch", 1, 4),
+        ("length", 1, 9),
+    ]
     assert manifest.outputs[0].shape == ("batch", "length", 16)
     for batch, length in ((1, 1), (3, 9), (4, 5)):
         check_bits(bound, fresh("experts"), [torch.randn(batch, length, 16)])

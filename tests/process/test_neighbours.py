@@ -76,8 +76,9 @@ def test_shadowmq_a_pickle_in_any_frame_stays_bytes(server: FakeScheduler, tmp_p
         header = {"v": 1, "id": "2", "op": "train", "session": session, "body": {"args": raw}}
         sock.send(msgspec.msgpack.encode(header))
         assert decode_reply(sock.hear()).error.type in (
-            "InvalidInput", "RemoteProtocolError",
-        )  # fmt: skip
+            "InvalidInput",
+            "RemoteProtocolError",
+        )
     assert not target.exists()
     pickle.loads(raw)  # it would have
     assert target.exists()
@@ -247,7 +248,7 @@ def test_uvicorn_half_a_message_is_cut_however_slowly_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slow loris: uvicorn keeps connections whose headers never end."""
-    monkeypatch.setattr("pipeswitch.frontend.transport.connections.HELLO_S", 0.3)
+    monkeypatch.setattr("pipeswitch.frontend.transport.connection_limits.HELLO_S", 0.3)
     server = FakeScheduler(tmp_path)
     hello = as_bytes(op="hello", model="m" * 1000)
     with contextlib.ExitStack() as stack:

@@ -200,13 +200,14 @@ def test_pipeswitch_a_job_is_not_done_before_it_ran(
     gate, traces = tmp_path / "gate", tmp_path / "traces"
     os.mkfifo(gate)
     script = write_script(
-        tmp_path, "job.py",
+        tmp_path,
+        "job.py",
         f"""
         import sys
         open({str(gate)!r}).read()
         open({str(traces)!r}, "w").write(f"optimize={{sys.flags.optimize}}")
         """,
-    )  # fmt: skip
+    )
     task = running.client.train(script, name="slow")
     reached: list[int] = []
 

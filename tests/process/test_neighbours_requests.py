@@ -22,10 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipeswitch as ps
-from pipeswitch.frontend.admission import check_name
 from pipeswitch.frontend.uploads import KEPT_UPLOADS
+from pipeswitch.frontend.validation import check_name
 from pipeswitch.frontend.verbs import VERBS
-from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.programs.graphs.bundle import Graph, Node, check_graph
 from pipeswitch.programs.graphs.operators import ALLOWED
 from pipeswitch.programs.interface.layout import ITEM_BYTES, ValueSpec
@@ -250,17 +250,24 @@ def test_vllm_no_operator_makes_a_tensor_that_is_not_dense() -> None:
 
 
 ODD_FIELDS: list[dict[str, Any]] = [
-    *({"op": "infer", "model": "m", "inputs": [TENSOR], "deadline_ms": n}
-      for n in (float("nan"), float("inf"), -1.0, 0, 1e999, "1", {})),
-    *({"op": op, "body": {"\x00": {}, "a": [float("nan")]}} for op in VERBS
-      if op not in ("hello", "infer", "prefetch")),
+    *(
+        {"op": "infer", "model": "m", "inputs": [TENSOR], "deadline_ms": n}
+        for n in (float("nan"), float("inf"), -1.0, 0, 1e999, "1", {})
+    ),
+    *(
+        {"op": op, "body": {"\x00": {}, "a": [float("nan")]}}
+        for op in VERBS
+        if op not in ("hello", "infer", "prefetch")
+    ),
     {"op": "trace", "body": {"seconds": float("nan")}},
     {"op": "job", "body": {"name": {}, "action": []}},
     {"op": "register", "model": "n", "body": {"source": {}, "inputs": [[]]}},
     {"op": "register", "model": "n", "body": {"source": "hf:gpt2", "inputs": {"x": [[4], {}]}}},
-    {"op": {}}, {"op": "\x00"}, {"priority": 7, "op": "infer", "model": "m"},
+    {"op": {}},
+    {"op": "\x00"},
+    {"priority": 7, "op": "infer", "model": "m"},
     {"priority": "urgent", "op": "infer", "model": "m", "inputs": [TENSOR]},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("fields", ODD_FIELDS, ids=lambda fields: str(fields)[:60])
@@ -365,11 +372,28 @@ REFUSALS = """
 def test_no_guard_of_ours_is_an_assert_that_an_option_removes() -> None:
     """CVE-2026-41523: ``python -O`` removes every assert; a test's own stay (pytest has them)."""
     done = subprocess.run(
-        [sys.executable, "-O", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
-         "-W", "ignore::pytest.PytestConfigWarning", "-k", " ".join(REFUSALS.split()), *GUARDS],
-        capture_output=True, text=True, timeout=200, check=False, cwd=ROOT,
+        [
+            sys.executable,
+            "-O",
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-W",
+            "ignore::pytest.PytestConfigWarning",
+            "-k",
+            " ".join(REFUSALS.split()),
+            *GUARDS,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=ROOT,
         env={**os.environ, "HYPOTHESIS_PROFILE": "quick"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert int(passed[1]) > 300

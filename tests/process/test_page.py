@@ -160,9 +160,12 @@ def driver() -> Iterator[Any]:
     options = webdriver.ChromeOptions()
     options.binary_location = browser
     for argument in (
-        "--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu",
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-dev-shm-usage",
+        "--disable-gpu",
         "--window-size=1280,1000",
-    ):  # fmt: skip
+    ):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     made = webdriver.Chrome(options=options, service=Service(chromedriver))
@@ -263,8 +266,12 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
             driver.execute_script(FIND, words, "name")
             until(lambda names=names: tab.texts("#models .name") == names, f"found: {names}")
         assert driver.execute_async_script(LOOK_BACK) == [
-            [30, 300, 3600], ["old"], ["old"], True, 999,
-        ]  # fmt: skip
+            [30, 300, 3600],
+            ["old"],
+            ["old"],
+            True,
+            999,
+        ]
         assert "holds" not in tab.text("#device")
         cell = tuple(torch.zeros(1, width) for width in (8, CELL_WIDTH, CELL_WIDTH))
         checked.client.register("cell", seeded(Cell), example_inputs=cell, state=CELL)

@@ -101,10 +101,11 @@ def test_jobs_end_live_in_the_order_in_which_they_do_in_the_simulator(tmp_path: 
     script, out = write_script(tmp_path, "trains.py", TRAINS), tmp_path / "ends"
     with checked_server(environment={"PIPESWITCH_SCHEDULER__TRAINING": "pack"}) as checked:
         tasks = [
-            checked.client.train(script, name=name,
-                                 args=[str(width), str(STEPS), str(STEP_MS), str(out)])
+            checked.client.train(
+                script, name=name, args=[str(width), str(STEPS), str(STEP_MS), str(out)]
+            )
             for name, width in WIDTHS.items()
-        ]  # fmt: skip
+        ]
         for task in tasks:
             finish(task)
     ended = [int(word) for word in out.read_text("utf-8").split()]
@@ -112,8 +113,10 @@ def test_jobs_end_live_in_the_order_in_which_they_do_in_the_simulator(tmp_path: 
 
 
 def _simulated_ends(training: str) -> list[str]:
-    jobs = [PaperJob(name=name, steps=STEPS, step_ms=STEP_MS, memory_bytes=8 * width**2)
-            for name, width in WIDTHS.items()]  # fmt: skip
+    jobs = [
+        PaperJob(name=name, steps=STEPS, step_ms=STEP_MS, memory_bytes=8 * width**2)
+        for name, width in WIDTHS.items()
+    ]
     outcome = replay(Setting(memory_bytes=64 * MIB, costs=Costs(), training=training), [], [], jobs)
     return [job.name for job in sorted(outcome.jobs, key=lambda job: job.jct_ms)]
 
@@ -143,7 +146,7 @@ def _live(policy: str, state: Path) -> tuple[tuple[int, ...], int]:
                 until(lambda: _is_on_the_device(client, ORDER[: len(futures)]), "it is there")
         timings: list[Any] = [future.result(60.0).timing for future in futures]
         assert timings[0].compute_ms > 50.0  # or what came meanwhile may have come later
-        order = sorted(range(len(ORDER)), key=lambda number: timings[number].epoch)
+        order = sorted(range(len(ORDER)), key=lambda number: timings[number].op_id)
         return tuple(order), client.stats()["switches"] - before
 
 
@@ -157,18 +160,24 @@ def _is_on_the_device(client: Client, names: list[str]) -> bool:
 def _simulated(policy: str) -> Any:
     names, takes_ms = list(dict.fromkeys(ORDER)), {"long": 500.0, "a": 12.5, "b": 50.0, "c": 200.0}
     paper = [
-        PaperModel(name=name, layer_bytes=(MIB if name == "long" else 5 * MIB + 4096,),
-                   layer_ms=(takes_ms[name],), plan=(0,))
+        PaperModel(
+            name=name,
+            layer_bytes=(MIB if name == "long" else 5 * MIB + 4096,),
+            layer_ms=(takes_ms[name],),
+            plan=(0,),
+        )
         for name in names
-    ]  # fmt: skip
+    ]
     arrivals = [Arrival(0.0, names.index("long"))]
     for number, name in enumerate(ORDER):
         time_ms = 1e3 + 10.0 * min(number, APART) + 0.01 * number
         arrivals.append(Arrival(time_ms, names.index(name), DEADLINES_MS.get(number)))
     setting = Setting(
-        memory_bytes=14 * MIB, costs=Costs(to_device=Link(bytes_per_ms=float(5 * MIB))),
-        policy=policy, max_wait_ms=60e3,
-    )  # fmt: skip
+        memory_bytes=14 * MIB,
+        costs=Costs(to_device=Link(bytes_per_ms=float(5 * MIB))),
+        policy=policy,
+        max_wait_ms=60e3,
+    )
     outcome = replay(setting, paper, arrivals)
     order = tuple(number - 1 for number in outcome.order if number)
     return dataclasses.replace(outcome, order=order, switches=outcome.switches - 1)

@@ -159,15 +159,21 @@ def test_a_form_in_fewer_bytes_says_what_it_is(running: tools.Checked) -> None:
 
 def test_a_chain_has_models_of_several_precisions(running: tools.Checked) -> None:
     client = running.client
-    client.register("tail", torch.nn.Linear(200, 64).eval(), example_inputs=(torch.ones(1, 200),),
-                    precision="bf16")  # fmt: skip
+    client.register(
+        "tail",
+        torch.nn.Linear(200, 64).eval(),
+        example_inputs=(torch.ones(1, 200),),
+        precision="bf16",
+    )
     output = next(iter(client.show("half")["outputs"]))
     [given] = client.show("tail")["inputs"]
     client.register_chain(
         "both",
-        [{"name": "first", "model": "half", "inputs": {"x": "x"}},
-         {"name": "last", "model": "tail", "inputs": {given: f"first.{output}"}}],
-    )  # fmt: skip
+        [
+            {"name": "first", "model": "half", "inputs": {"x": "x"}},
+            {"name": "last", "model": "tail", "inputs": {given: f"first.{output}"}},
+        ],
+    )
     middle = client.infer("half", {"x": X.numpy()}).outputs[output]
     assert bits(client.infer("both", {"x": X.numpy()})) == bits(
         client.infer("tail", {given: middle})

@@ -31,7 +31,7 @@ from pipeswitch.programs.build.verify import load_image, same_bits, to_tensors
 from pipeswitch.programs.interface.dims import Dim, at_batch
 from pipeswitch.programs.interface.groups import layer_bytes, regrouped
 from pipeswitch.programs.interface.layout import TENSOR_ALIGN_BYTES, Manifest
-from pipeswitch.programs.interface.nesting import unflatten
+from pipeswitch.programs.interface.pytree import unflatten
 from pipeswitch.programs.interface.requests import random_inputs
 from pipeswitch.programs.running.values import flatten_outputs
 from pipeswitch.programs.running.views import bytes_over, tensor_over
@@ -155,10 +155,11 @@ def check_bits(
 
 # test_server_bitequal.py serves ten more.
 FAMILIES = [
-    ("squeezenet1_1", 64), ("mnasnet0_5", 64),
+    ("squeezenet1_1", 64),
+    ("mnasnet0_5", 64),
     pytest.param("googlenet", 64, marks=pytest.mark.slow),
     pytest.param("resnext50_32x4d", 64, marks=pytest.mark.slow),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "side"), FAMILIES)
@@ -189,15 +190,26 @@ def test_a_torchvision_family_computes_the_plain_models_bits(
 # --- transformers, with small configurations in a local folder ------------------------------------
 
 SMALL = {
-    "bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-             "intermediate_size": 64, "vocab_size": 128},
+    "bert": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "vocab_size": 128,
+    },
     "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "vocab_size": 128},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 128},
-}  # fmt: skip
+}
 
 
-PIXELS = {"image_size": 64, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2,
-          "num_attention_heads": 2, "intermediate_size": 64}  # fmt: skip
+PIXELS = {
+    "image_size": 64,
+    "patch_size": 8,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
 TEXT = ["input_ids", "attention_mask"]
 
 
@@ -206,13 +218,18 @@ TEXT = ["input_ids", "attention_mask"]
     [
         ("bert", {}, "", TEXT, ["last_hidden_state", "pooler_output"]),
         ("bert", {"architectures": ["BertForSequenceClassification"]}, "", TEXT, ["logits"]),
-        ("bert", {"architectures": ["BertForMaskedLM"]}, "#BertForQuestionAnswering", TEXT,
-         ["start_logits", "end_logits"]),
+        (
+            "bert",
+            {"architectures": ["BertForMaskedLM"]},
+            "#BertForQuestionAnswering",
+            TEXT,
+            ["start_logits", "end_logits"],
+        ),
         ("distilbert", {}, "", TEXT, ["last_hidden_state"]),
         ("gpt2", {"architectures": ["GPT2LMHeadModel"]}, "", TEXT, ["logits"]),
         ("vit", {"architectures": ["ViTForImageClassification"]}, "", ["pixel_values"], ["logits"]),
     ],
-)  # fmt: skip
+)
 def test_a_transformer_is_what_its_configuration_names_and_answers_with_all_of_it(
     model_type: str,
     options: dict[str, Any],
@@ -255,9 +272,12 @@ def test_a_decoder_of_transformers_is_exported_without_its_cache(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("architecture", "words"),
-    [("BertForNothing", "has no such model"), ("pipeline", "has no such model"),
-     ("GPT2LMHeadModel", "is a bert, which this is not")],
-)  # fmt: skip
+    [
+        ("BertForNothing", "has no such model"),
+        ("pipeline", "has no such model"),
+        ("GPT2LMHeadModel", "is a bert, which this is not"),
+    ],
+)
 def test_an_architecture_that_cannot_be_is_refused(
     architecture: str, words: str, tmp_path: Path
 ) -> None:
@@ -470,15 +490,21 @@ def factory_spec(name: str, inputs: dict[str, Any]) -> BuildSpec:
 def test_a_tied_weight_lies_in_the_bundle_once(programs: Programs) -> None:
     manifest, _, _ = programs(factory_spec("tied", MODELS["tied"][1]))
     assert [tensor.name for tensor in manifest.tensors] == [
-        "embed.weight", "inner.weight", "inner.bias",
-    ]  # fmt: skip
+        "embed.weight",
+        "inner.weight",
+        "inner.bias",
+    ]
 
 
 def test_weights_are_ordered_by_first_use_and_unused_ones_stay_behind(programs: Programs) -> None:
     manifest, _, _ = programs(factory_spec("reversed", MODELS["reversed"][1]))
     assert [tensor.name for tensor in manifest.tensors] == [
-        "first.weight", "first.bias", "last.weight", "last.bias", "mean",
-    ]  # fmt: skip
+        "first.weight",
+        "first.bias",
+        "last.weight",
+        "last.bias",
+        "mean",
+    ]
     manifest, _, _ = programs(factory_spec("several", MODELS["several"][1]))
     assert not any("unused" in tensor.name for tensor in manifest.tensors)
 
@@ -644,8 +670,9 @@ def test_a_model_that_does_not_export_runs_in_module_mode_and_says_why(
 
 def test_a_module_gets_its_arguments_and_gives_its_answer_nested(programs: Programs) -> None:
     shape = ((2, 8), "float32")
-    takes = {"dict": [["x", "x"], ["state", {"dict": [["h", {"list": ["state.h.0"]}]]}],
-                      ["mask", None]]}  # fmt: skip
+    takes = {
+        "dict": [["x", "x"], ["state", {"dict": [["h", {"list": ["state.h.0"]}]]}], ["mask", None]]
+    }
     spec = factory_spec("nested", {"x": shape, "state.h.0": shape})
     spec = msgspec.structs.replace(spec, takes=takes)
     manifest, bound, arena = programs(spec)

@@ -128,10 +128,12 @@ def test_a_role_that_is_given_or_taken_counts_for_a_client_that_is_in(keyed: Key
         denied(Role.OPERATE, client.jobs)
         keyed.folder.give_roles("first", ["operate"])
         until(lambda: client.about()["roles"] == ["infer", "operate"])
-        until(lambda: next(iter(keyed.fake.tcp.sessions.clients.values())).standing.may_operate)
+        until(lambda: next(iter(keyed.fake.tcp.sessions.clients.values())).principal.may_operate)
         assert client.jobs() == []
         keyed.folder.give_roles("first", [])
-        until(lambda: not next(iter(keyed.fake.tcp.sessions.clients.values())).standing.may_operate)
+        until(
+            lambda: not next(iter(keyed.fake.tcp.sessions.clients.values())).principal.may_operate
+        )
         denied(Role.OPERATE, client.jobs)
 
 
@@ -163,7 +165,9 @@ def test_a_reader_whose_role_is_taken_hears_no_more(keyed: Keyed) -> None:
         keyed.folder.give_roles("operator", [])
         until(
             lambda: (
-                not any(one.standing.may_operate for one in keyed.fake.tcp.sessions.readers.clients)
+                not any(
+                    one.principal.may_operate for one in keyed.fake.tcp.sessions.readers.clients
+                )
             )
         )
         assert not heard(keyed.fake, reader)

@@ -45,9 +45,13 @@ print(json.dumps([mine, told]))
 
 def run(code: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, cwd="/",
+        [sys.executable, "-P", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd="/",
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -98,17 +102,28 @@ _, channel = channel_pair()
 heard = []
 channel.send = heard.append
 spec = BuildSpec(name="m", source={source!r})
-settings = BuildSettings(model="m", epoch=7, spec=msgspec.msgpack.encode(spec), threads=1,
+settings = BuildSettings(model="m", op_id=7, spec=msgspec.msgpack.encode(spec), threads=1,
                          directory={models!r}, is_sandboxed=True)
 builder.run(settings, channel)
 """
 # What a hostile builder may do beside a worker: own descriptors, its own memory as a file, and
 # ask whether a file is there and how large it is, which Landlock does not hide.
 HARMLESS_IN_A_BUILDER = {
-    "statx", "newfstatat", "faccessat", "readlinkat", "getdents64", "ftruncate", "fallocate",
-    "sendfile", "copy_file_range", "pwrite64", "Python opens /proc/self/mem",
-    "Python opens /proc/self/fd/0", "Python opens /dev/null", "Python imports",
-}  # fmt: skip
+    "statx",
+    "newfstatat",
+    "faccessat",
+    "readlinkat",
+    "getdents64",
+    "ftruncate",
+    "fallocate",
+    "sendfile",
+    "copy_file_range",
+    "pwrite64",
+    "Python opens /proc/self/mem",
+    "Python opens /proc/self/fd/0",
+    "Python opens /dev/null",
+    "Python imports",
+}
 
 
 @needs_sandbox
@@ -119,9 +134,12 @@ def test_a_builder_reads_libraries_and_its_source_and_writes_its_own_folder(vict
     (others / "secret").write_text("of another")
     (tmp_path / "uploaded.bundle").write_text("the source")
     code = BUILDER.format(
-        here=str(Path(__file__).parent), victim=victim.pid, a_file=str(others / "secret"),
-        source=str(tmp_path / "uploaded.bundle"), models=str(models),
-    )  # fmt: skip
+        here=str(Path(__file__).parent),
+        victim=victim.pid,
+        a_file=str(others / "secret"),
+        source=str(tmp_path / "uploaded.bundle"),
+        models=str(models),
+    )
     tried = json.loads(run(code))
     assert tried.pop("reads its source") == "the source"
     refused = ("EPERM", "ENOSYS", "EACCES")
@@ -141,8 +159,8 @@ import hostile_code
 def infer(message, programs, pool, view, task, slot):
     import torch
     from pipeswitch.ipc.messages.worker import InferenceFailed
-    view.wait_turn(message.epoch)
-    view.board.write_begun(slot, message.epoch)
+    view.wait_turn(message.op_id)
+    view.control_page.write_begun(slot, message.op_id)
     tried = hostile_code.attempts(os.getppid(), message.directory + "/program.bundle")
     try:
         torch.ones(6 << 28)
@@ -151,7 +169,7 @@ def infer(message, programs, pool, view, task, slot):
         tried["takes 6 GiB"] = "EPERM"
     got = {{name: end for name, end in tried.items() if end not in ("EPERM", "ENOSYS")}}
     text = json.dumps([len(tried), got])
-    task.send(InferenceFailed(epoch=message.epoch, error="TaskFailed", message=text, data={{}}))
+    task.send(InferenceFailed(op_id=message.op_id, error="TaskFailed", message=text, data={{}}))
     return False
 
 def run(settings, channel):
@@ -161,7 +179,7 @@ def run(settings, channel):
         return run.real(settings, channel)
     from pipeswitch.ipc.messages.builder import BuildDone
     from pipeswitch.programs.interface.layout import Manifest
-    work = tempfile.mkdtemp(prefix=f".build-{{settings.epoch}}-", dir=settings.directory)
+    work = tempfile.mkdtemp(prefix=f".build-{{settings.op_id}}-", dir=settings.directory)
     digest, folder = "a" * 64, os.path.basename(work)
     manifest = Manifest(digest=digest, mode="module", mode_reason="", source="os:getcwd",
                         total_bytes=0, tensors=(), groups=(), inputs=(), outputs=())
@@ -176,7 +194,7 @@ def run(settings, channel):
         Path(work, "manifest.json").write_bytes(text)
         digest = victim if settings.model == "steals-by-claim" else digest
         place = os.open(work, os.O_RDONLY)
-    done = BuildDone(model=settings.model, epoch=settings.epoch, digest=digest, folder=folder)
+    done = BuildDone(model=settings.model, op_id=settings.op_id, digest=digest, folder=folder)
     channel.send(done)
     while settings.model == "steals-later":  # until it is ended: its folder is renamed meanwhile
         with open(os.open("manifest.json", os.O_WRONLY | os.O_CREAT, dir_fd=place), "wb") as file:
@@ -211,8 +229,11 @@ def enemys_path(folder: Path, *only: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
 
 
-SOURCE: dict[str, Any] = {"source": "torchvision:squeezenet1_1", "weights": "random:0",
-                          "inputs": {"x": ((1, 3, 64, 64), "float32")}}  # fmt: skip
+SOURCE: dict[str, Any] = {
+    "source": "torchvision:squeezenet1_1",
+    "weights": "random:0",
+    "inputs": {"x": ((1, 3, 64, 64), "float32")},
+}
 
 
 @needs_sandbox
@@ -245,8 +266,9 @@ def test_a_builder_cannot_pass_another_tenants_program_off_as_its_own(tmp_path: 
     x = np.ones((1, 3, 64, 64), np.float32)
     with (
         server(environment=environment, tcp_roles=("infer", "register")) as running,
-        running.client() as owner, running.client(tcp=True) as enemy,
-    ):  # fmt: skip
+        running.client() as owner,
+        running.client(tcp=True) as enemy,
+    ):
         owner.register("honest", **SOURCE)
         answer = owner.infer("honest", x=x)
         for name in ("steals-by-claim", "steals-by-manifest", "steals-later"):

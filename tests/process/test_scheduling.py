@@ -65,9 +65,10 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checked]:
     folder: Path = tmp_path_factory.mktemp("policy")
     (folder / "of_mine.py").write_text(OF_MINE)
     environment = {
-        "PYTHONPATH": str(folder), "PIPESWITCH_SCHEDULER__ADMISSION": "deadline",
+        "PYTHONPATH": str(folder),
+        "PIPESWITCH_SCHEDULER__ADMISSION": "deadline",
         "PIPESWITCH_TENANTS__MODEST": "100",
-    }  # fmt: skip
+    }
     with checked_server(args=("--policy", "of_mine:make"), environment=environment) as checked:
         yield checked
 
@@ -104,9 +105,11 @@ def test_a_policy_that_hangs_a_simulation_is_named_and_may_be_interrupted(
     reached = tmp_path / "reached"
     words = [str(limit_s), "simulate", "poisson:40", "--policy", "hangs:make"]
     process = subprocess.Popen(
-        [sys.executable, "-c", SIMULATE, *words], text=True, stderr=subprocess.PIPE,
+        [sys.executable, "-c", SIMULATE, *words],
+        text=True,
+        stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(tmp_path), "REACHED": str(reached)},
-    )  # fmt: skip
+    )
     until(reached.exists, "it hangs", 60)
     if status == EXIT_INTERRUPTED:
         process.send_signal(signal.SIGINT)

@@ -31,8 +31,10 @@ def running() -> Iterator[RunningServer]:
 def clients(running: RunningServer) -> list[tuple[Any, Any]]:
     from tritonclient import grpc, http
 
-    return [(http, http.InferenceServerClient(running.http_address)),
-            (grpc, grpc.InferenceServerClient(running.grpc_address))]  # fmt: skip
+    return [
+        (http, http.InferenceServerClient(running.http_address)),
+        (grpc, grpc.InferenceServerClient(running.grpc_address)),
+    ]
 
 
 def test_the_request_log_has_each_request_with_its_callers_trace(running: RunningServer) -> None:

@@ -45,12 +45,18 @@ def running() -> Iterator[Checked]:
         client.register("cell", seeded(Cell), example_inputs=cell_inputs(2), state=CELL)
         example = (torch.zeros(1, 2, 16), torch.zeros(1, 2, 8))
         dynamic = {"x": {2: (1, 64)}}
-        client.register("sliding", seeded(Sliding), example_inputs=example, dynamic=dynamic,
-                        state={"past": "y1"})  # fmt: skip
+        client.register(
+            "sliding",
+            seeded(Sliding),
+            example_inputs=example,
+            dynamic=dynamic,
+            state={"past": "y1"},
+        )
         example = (torch.zeros(1, 3, 8), torch.zeros(1, 5, 8))
         dynamic = {"x": {1: ("length", 1, 64)}, "past": {1: ("past", 1, 400)}}
-        client.register("recalls", seeded(Recalls), example_inputs=example, dynamic=dynamic,
-                        state=RECALLS)  # fmt: skip
+        client.register(
+            "recalls", seeded(Recalls), example_inputs=example, dynamic=dynamic, state=RECALLS
+        )
         client.register("plain", mlp(8, 2, 0), example_inputs=torch.zeros(2, 8))
         yield checked
 
@@ -169,11 +175,11 @@ def test_what_fails_leaves_the_state_and_what_is_over_is_said(running: Checked) 
     with pytest.raises(SequenceNotFound):
         client.end_sequence("nothing")
     with pytest.raises(RegistrationRefused, match='no output "h_uot"'):
-        client.register("wrong", seeded(Cell), example_inputs=cell_inputs(2),
-                        state={"h": "h_uot"})  # fmt: skip
+        client.register("wrong", seeded(Cell), example_inputs=cell_inputs(2), state={"h": "h_uot"})
     with pytest.raises(RegistrationRefused, match="appended along dimension 5"):
-        client.register("wrong", seeded(Cell), example_inputs=cell_inputs(2),
-                        state={"h": ("h_out", 5)})  # fmt: skip
+        client.register(
+            "wrong", seeded(Cell), example_inputs=cell_inputs(2), state={"h": ("h_out", 5)}
+        )
     example = (torch.zeros(1, 3, 8), torch.zeros(1, 5, 8))
     with pytest.raises(RegistrationRefused, match="dynamic="):  # nothing could be appended
         client.register("wrong", seeded(Recalls), example_inputs=example, state=RECALLS)

@@ -211,9 +211,18 @@ def misfit(program: str, how: str) -> tuple[Any, dict[str, Any]]:
 
 
 MISFITS: Final = (
-    "dtype", "rank", "width", "rows", "no rows", "no input", "two inputs", "name", "priority",
-    "past", "never",
-)  # fmt: skip
+    "dtype",
+    "rank",
+    "width",
+    "rows",
+    "no rows",
+    "no input",
+    "two inputs",
+    "name",
+    "priority",
+    "past",
+    "never",
+)
 
 
 class Material:
@@ -404,15 +413,21 @@ BURSTS = st.lists(st.tuples(MODELS, BATCHES, SEEDS, OWNERS), min_size=1, max_siz
 STORM: Final = ("register small", "register other", "unregister", "load", "unload", "infer")
 FATES = st.lists(
     st.tuples(
-        st.sampled_from(["a", "b", "c", HOLDER]), PRIORITIES,
-        st.sampled_from(["runs", "runs", "taken back", "late"]), OWNERS,
+        st.sampled_from(["a", "b", "c", HOLDER]),
+        PRIORITIES,
+        st.sampled_from(["runs", "runs", "taken back", "late"]),
+        OWNERS,
     ),
-    min_size=2, max_size=8,
-)  # fmt: skip
+    min_size=2,
+    max_size=8,
+)
 SURE_FATES: Final = [
-    (HOLDER, "low", "runs", True), (HOLDER, "high", "runs", True), (HOLDER, "high", "runs", True),
-    (HOLDER, "", "taken back", False), (HOLDER, "", "late", True),
-]  # fmt: skip
+    (HOLDER, "low", "runs", True),
+    (HOLDER, "high", "runs", True),
+    (HOLDER, "high", "runs", True),
+    (HOLDER, "", "taken back", False),
+    (HOLDER, "", "late", True),
+]
 """The holder itself can always be asked."""
 ORDERS = st.lists(st.tuples(st.sampled_from(STORM), MODELS, OWNERS), min_size=3, max_size=12)
 STORM_OUTCOMES: Final = {
@@ -436,9 +451,23 @@ BODIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "stop": {"drain_ms": 1.0},
     "publish": {"job": "x"},
     "trace": {"seconds": 0.1},
-    **{verb: {} for verb in ("profile", "plan", "unregister", "load", "unload", "models", "show",
-                             "ps", "jobs", "stats", "rollback")},
-}  # fmt: skip
+    **{
+        verb: {}
+        for verb in (
+            "profile",
+            "plan",
+            "unregister",
+            "load",
+            "unload",
+            "models",
+            "show",
+            "ps",
+            "jobs",
+            "stats",
+            "rollback",
+        )
+    },
+}
 
 
 class ServerApi(RuleBasedStateMachine):
@@ -477,9 +506,13 @@ class ServerApi(RuleBasedStateMachine):
         return outcome, answer
 
     def raw(
-        self, op: str, *, is_owner: bool = True, body: Mapping[str, Any] | None = None,
+        self,
+        op: str,
+        *,
+        is_owner: bool = True,
+        body: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> Future[Any]:  # fmt: skip
+    ) -> Future[Any]:
         """A request that the SDK has no method for, or whose id is wanted."""
         connection = self.client(is_owner)._connection
         return connection.request(op, body=dict(body or {}), **options)
@@ -499,7 +532,7 @@ class ServerApi(RuleBasedStateMachine):
             expected = self.stage.material.expected(self.program(name), batch, seed)
             (got,) = answer.outputs.values()
             assert tools.is_bit_equal(got, expected), f"{name}: {got}, not {expected}"
-            assert answer.timing.epoch > 0
+            assert answer.timing.op_id > 0
             assert answer.timing.total_ms >= answer.timing.queue_ms >= 0
             assert answer.timing.resident or not self.oracle.models[name].stays, name
         self.oracle.did_infer(name, outcome)
@@ -520,8 +553,14 @@ class ServerApi(RuleBasedStateMachine):
 
     # ---- models --------------------------------------------------------------------------------
 
-    @rule(name=MODELS, program=st.sampled_from(SERVED), max_batch=st.sampled_from([0, 2, 8]),
-          priority=PRIORITIES, pin=st.booleans(), is_owner=OWNERS)  # fmt: skip
+    @rule(
+        name=MODELS,
+        program=st.sampled_from(SERVED),
+        max_batch=st.sampled_from([0, 2, 8]),
+        priority=PRIORITIES,
+        pin=st.booleans(),
+        is_owner=OWNERS,
+    )
     @speaks()
     def register(
         self, name: str, program: str, max_batch: int, priority: str, pin: bool, is_owner: bool
@@ -534,8 +573,11 @@ class ServerApi(RuleBasedStateMachine):
         """A plain one: there is something to ask for in most examples."""
         self._register(name, program, 0, "", False, is_owner)
 
-    @rule(name=st.one_of(MODELS, HOSTILE), program=st.sampled_from(["huge", "garbage", "small"]),
-          is_owner=OWNERS)  # fmt: skip
+    @rule(
+        name=st.one_of(MODELS, HOSTILE),
+        program=st.sampled_from(["huge", "garbage", "small"]),
+        is_owner=OWNERS,
+    )
     @speaks("register", "put")
     def register_what_may_not_be(self, name: str, program: str, is_owner: bool) -> None:
         self._register(name, program, 0, "", False, is_owner)
@@ -559,9 +601,14 @@ class ServerApi(RuleBasedStateMachine):
             assert row["mode"] == ("module" if program == "poison" else "graph")
             assert row["bytes"] <= known.size_bytes
             self.oracle.did_register(
-                name, known, row, max_batch=max_batch, priority=priority, is_pinned=pin,
+                name,
+                known,
+                row,
+                max_batch=max_batch,
+                priority=priority,
+                is_pinned=pin,
                 is_owner=is_owner,
-            )  # fmt: skip
+            )
 
     @rule(name=MODELS, program=st.sampled_from(["small", "made"]), wait_ms=st.integers(0, 60))
     @speaks("register", "cancel")
@@ -590,9 +637,14 @@ class ServerApi(RuleBasedStateMachine):
         outcome, reply = self.ask(allowed, functools.partial(future.result, ANSWER_S))
         if outcome == OK:
             self.oracle.did_register(
-                name, PROGRAMS[program], reply.body, max_batch=0, priority="", is_pinned=False,
+                name,
+                PROGRAMS[program],
+                reply.body,
+                max_batch=0,
+                priority="",
+                is_pinned=False,
                 is_owner=True,
-            )  # fmt: skip
+            )
 
     @rule(name=MODELS, is_owner=OWNERS)
     @speaks("unregister")
@@ -703,13 +755,24 @@ class ServerApi(RuleBasedStateMachine):
 
     # ---- requests ------------------------------------------------------------------------------
 
-    @rule(name=MODELS, batch=BATCHES, seed=SEEDS, priority=PRIORITIES, is_owner=OWNERS,
-          deadline_ms=st.sampled_from([None, 60_000.0]))  # fmt: skip
+    @rule(
+        name=MODELS,
+        batch=BATCHES,
+        seed=SEEDS,
+        priority=PRIORITIES,
+        is_owner=OWNERS,
+        deadline_ms=st.sampled_from([None, 60_000.0]),
+    )
     @speaks("infer")
     def infer(
-        self, name: str, batch: int, seed: int, priority: str, is_owner: bool,
+        self,
+        name: str,
+        batch: int,
+        seed: int,
+        priority: str,
+        is_owner: bool,
         deadline_ms: float | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         x = value(self.program(name), batch, seed)
         outcome, result = self.ask(
             self.oracle.may_infer(name, batch),
@@ -857,7 +920,7 @@ class ServerApi(RuleBasedStateMachine):
             outcome, answer = self.ask(only(OK), functools.partial(future.result, ANSWER_S))
             self.answered(name, 1, 0, outcome, answer)
             urgency = self.oracle.class_of(name, priority)
-            ran.append((urgency, name, is_owner, answer.timing.epoch))
+            ran.append((urgency, name, is_owner, answer.timing.op_id))
         for one, other in itertools.combinations(ran, 2):
             if one[0] != other[0]:
                 assert (one[0] < other[0]) == (one[3] < other[3]), f"a lower class was first: {ran}"
@@ -994,8 +1057,12 @@ class ServerApi(RuleBasedStateMachine):
 
     # ---- jobs ----------------------------------------------------------------------------------
 
-    @rule(name=JOBS, kind=st.sampled_from(sorted(SCRIPTS)), priority=PRIORITIES,
-          is_owner=st.sampled_from([True, True, True, False]))  # fmt: skip
+    @rule(
+        name=JOBS,
+        kind=st.sampled_from(sorted(SCRIPTS)),
+        priority=PRIORITIES,
+        is_owner=st.sampled_from([True, True, True, False]),
+    )
     @speaks("train")
     def train(self, name: str, kind: str, priority: str, is_owner: bool) -> None:
         self._train(self.job(name), kind, priority, is_owner)
@@ -1145,9 +1212,11 @@ class ServerApi(RuleBasedStateMachine):
             future.result(ANSWER_S)
         assert self.client(is_owner).stats()["malformed"] == before + 1
 
-    @rule(content=st.binary(min_size=2, max_size=50),
-          how=st.sampled_from(["right", "digest", "gap", "too long", "kind", "two frames"]),
-          is_owner=OWNERS)  # fmt: skip
+    @rule(
+        content=st.binary(min_size=2, max_size=50),
+        how=st.sampled_from(["right", "digest", "gap", "too long", "kind", "two frames"]),
+        is_owner=OWNERS,
+    )
     @speaks("put")
     def put(self, content: bytes, how: str, is_owner: bool) -> None:
         """In two pieces. A file that is there already needs none."""

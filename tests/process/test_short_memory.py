@@ -54,6 +54,9 @@ except (MemoryError, OSError):
 def test_what_finds_no_memory_is_an_error(what: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.replace("%s\nexcept", f"{CASES[what]}\nexcept")],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
     assert done.returncode == 7, done.stderr

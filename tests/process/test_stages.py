@@ -76,12 +76,19 @@ def odd(text):
     return rows(text)
 """
 ODD = {
-    "dtype": "got float64", "shape": r"got float32\[1,65\]", "name": 'no input "y"',
-    "list": "returned a list", "raise": "raised ValueError: no picture", "exit": "SystemExit",
-    "secret": "raised ValueError: told", "surrogate": r"raised ValueError: no \?",
-    "large": "max_message", "many": "returned 65 arrays", "lone": "a dict with",
+    "dtype": "got float64",
+    "shape": r"got float32\[1,65\]",
+    "name": 'no input "y"',
+    "list": "returned a list",
+    "raise": "raised ValueError: no picture",
+    "exit": "SystemExit",
+    "secret": "raised ValueError: told",
+    "surrogate": r"raised ValueError: no \?",
+    "large": "max_message",
+    "many": "returned 65 arrays",
+    "lone": "a dict with",
     "long": "a dict with",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +123,12 @@ def running(options: dict[str, Any]) -> Iterator[tools.Checked]:
         checked.client.register("plain", module, example_inputs=torch.zeros(1, WIDTH))
         for name in ("rows", "lone", "blocks", "dies", "starts", "odd"):
             checked.client.register(
-                name, module, example_inputs=torch.zeros(1, WIDTH),
-                preprocess=f"staged:{name}", raw=RAW,
-            )  # fmt: skip
+                name,
+                module,
+                example_inputs=torch.zeros(1, WIDTH),
+                preprocess=f"staged:{name}",
+                raw=RAW,
+            )
         yield checked
 
 
@@ -133,8 +143,9 @@ LABELS = {"label": (((1, 8),), "bytes"), "score": (((1, 8),), "float32")}
 def test_texts_go_in_and_labels_come_out(running: tools.Checked, functions: ModuleType) -> None:
     module, client = tools.mlp(WIDTH, 2, 0), running.client
     options: dict[str, Any] = {"example_inputs": torch.zeros(2, WIDTH), "returns": LABELS}
-    client.register("labels", module, preprocess="staged:read", raw=TEXTS,
-                    postprocess="staged:label", **options)  # fmt: skip
+    client.register(
+        "labels", module, preprocess="staged:read", raw=TEXTS, postprocess="staged:label", **options
+    )
     client.register("behind", module, postprocess="staged:label", **options)
     said = ["a text", "größer", ""]
     rows = functions.read([one.encode() for one in said])["x"]
@@ -162,8 +173,9 @@ def test_a_function_behind_a_model_fails_alone(running: tools.Checked) -> None:
     module, client = tools.mlp(WIDTH, 2, 0), running.client
     example = torch.zeros(2, WIDTH)
     for name, function in (("oddly", "labels_oddly"), ("deadly", "dies_behind")):
-        client.register(name, module, example_inputs=example, returns=LABELS,
-                        postprocess=f"staged:{function}")  # fmt: skip
+        client.register(
+            name, module, example_inputs=example, returns=LABELS, postprocess=f"staged:{function}"
+        )
     x = np.ones((1, WIDTH), np.float32)
     with pytest.raises(errors.TaskFailed, match=r"postprocess staged:labels_oddly.*--returns"):
         client.infer("oddly", x)
@@ -295,9 +307,12 @@ def test_a_function_that_cannot_be_called_is_refused_when_it_is_registered(
             errors.RegistrationRefused, match=rf"preprocess: {function}: .*{reason}"
         ):
             running.client.register(
-                "refused", tools.mlp(WIDTH, 2, 0), example_inputs=torch.zeros(1, WIDTH),
-                preprocess=function, raw=RAW,
-            )  # fmt: skip
+                "refused",
+                tools.mlp(WIDTH, 2, 0),
+                example_inputs=torch.zeros(1, WIDTH),
+                preprocess=function,
+                raw=RAW,
+            )
     assert "refused" not in {row["name"] for row in running.client.models()}
 
 

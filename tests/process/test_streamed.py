@@ -66,7 +66,7 @@ def test_it_answers_what_the_plain_model_does_pass_after_pass(
     for _ in range(5):
         result = running.client.infer("large", X)
         assert tools.is_bit_equal(result["y"], large)
-        assert result.timing.kept_bytes + result.timing.streamed == size
+        assert result.timing.resident_bytes + result.timing.streamed == size
     futures = [running.client.submit("large", X) for _ in range(4)]
     assert all(tools.is_bit_equal(future.result(60)["y"], large) for future in futures)
 

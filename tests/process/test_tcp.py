@@ -22,10 +22,10 @@ from frontend_rig import DEADLINE_S, FakeScheduler, assert_balanced, until
 
 import pipeswitch as ps
 from pipeswitch.base.config import Config
-from pipeswitch.base.lane import Lane
+from pipeswitch.base.worker_thread import WorkerThread
 from pipeswitch.client.connection import Connection
 from pipeswitch.frontend.frontend import Frontend
-from pipeswitch.frontend.transport.connections import SESSIONLESS_BYTES
+from pipeswitch.frontend.transport.connection_limits import SESSIONLESS_BYTES
 from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.scheduler import events as ev
@@ -172,12 +172,12 @@ def test_a_cancelled_future_takes_the_request_back(
     future = client.submit("m", np.zeros((1, 4), np.float32))
     (arrived,) = server.wait_for(ev.InferArrived)
     assert future.cancel()
-    (asked,) = server.wait_for(ev.CancelAsked)
+    (asked,) = server.wait_for(ev.CancelRequest)
     assert asked.token == arrived.token
     until(lambda: server.tcp.requests.counts.in_flight == 0)
 
 
-class HeldCopier(Lane):
+class HeldCopier(WorkerThread):
     """Copies when the test says so."""
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ class HeldCopier(Lane):
         self.held: list[Callable[[], None]] = []
 
     def put(self, *work: Any) -> None:
-        self.held.append(lambda: Lane.put(self, *work))
+        self.held.append(lambda: WorkerThread.put(self, *work))
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_a_request_taken_back_while_it_is_copied_is_answered_once(
     until(lambda: server.tcp.requests.counts.in_flight == 0)
     assert server.tcp.requests.counts.error == 1
     assert not [
-        event for event in server.seen if isinstance(event, ev.InferArrived | ev.CancelAsked)
+        event for event in server.seen if isinstance(event, ev.InferArrived | ev.CancelRequest)
     ]
 
 
@@ -254,7 +254,7 @@ def test_an_output_outside_of_its_slab_is_not_sent(
         offset_bytes=event.reply_offset_bytes + (1 << 20),
         size_bytes=16,
     )
-    server.post(ev.Answer(token=event.token, outputs=(outside,)))
+    server.post(ev.Reply(token=event.token, outputs=(outside,)))
     with pytest.raises(ps.TaskFailed):
         future.result(DEADLINE_S)
 
@@ -273,7 +273,7 @@ def test_a_client_that_leaves_has_its_requests_taken_back(server: FakeScheduler)
         )
         sock.send(frames.encode_header(header), bytes(16))
         server.wait_for(ev.InferArrived)
-    server.wait_for(ev.CancelAsked)
+    server.wait_for(ev.CancelRequest)
     until(lambda: server.tcp.requests.counts.undeliverable == 1)
     assert server.tcp.requests.counts.in_flight == 0
 
@@ -291,7 +291,7 @@ def test_a_session_is_of_its_connection_alone(server: FakeScheduler) -> None:
 def test_a_reader_that_never_reads_is_dropped(
     server: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeswitch.frontend.transport.outbox.SLOW_CLIENT_MS", 300.0)
+    monkeypatch.setattr("pipeswitch.frontend.transport.send_queue.SLOW_CLIENT_MS", 300.0)
     server.announce("wide", width=1 << 18)
     x = frames.WireTensor(name="x", dtype="float32", shape=(1, 1 << 18), frame=0)
     numbers = itertools.count()
@@ -412,7 +412,7 @@ def test_registration_reports_progress_and_ends(server: FakeScheduler, client: p
         progress=lambda stage, fraction: stages.append((stage, fraction)),
     )
     assert stages == [("export", 0.5)]
-    (asked,) = server.wait_for(ev.RegisterAsked)
+    (asked,) = server.wait_for(ev.RegisterModelRequest)
     spec = msgspec.msgpack.decode(asked.spec, type=BuildSpec)
     assert spec.inputs == {"x": ((1, 4), "float32")}
     assert not spec.allow_module_mode
@@ -427,7 +427,7 @@ def test_an_upload_arrives_whole_and_is_found_by_its_digest(
     data = len(head).to_bytes(8, "little") + head + os.urandom(size)
     (tmp_path / "net.bundle").write_bytes(data)
     client.register("net", tmp_path / "net.bundle")
-    (asked,) = server.wait_for(ev.RegisterAsked)
+    (asked,) = server.wait_for(ev.RegisterModelRequest)
     stored = Path(msgspec.msgpack.decode(asked.spec, type=BuildSpec).source)
     assert stored.read_bytes() == data
     assert stored.parent == Path(server.config.server.state_dir, "uploads")
@@ -448,7 +448,7 @@ def test_code_comes_through_the_owners_listener_only(server: FakeScheduler, tmp_
     with ps.Client(server.listeners.ipc.address) as owner:
         owner.register("m", "pkg.models:make")
         assert owner.train(script, args=["--lr", "1"]).name == "train"
-    (asked,) = server.wait_for(ev.TrainAsked)
+    (asked,) = server.wait_for(ev.TrainRequest)
     assert asked.entry == str(script)
 
 

@@ -63,9 +63,9 @@ def infer(message, programs, pool, view, task, slot):
         return REAL[0](message, programs, pool, view, task, slot)
     programs.bound(message)
     for index in range(len(message.plan) or 1):
-        view.wait_group(message.first_word + index, message.residency_epoch)
-    view.wait_turn(message.epoch)
-    view.board.write_begun(slot, message.epoch)
+        view.wait_group(message.first_word + index, message.residency_id)
+    view.wait_turn(message.op_id)
+    view.control_page.write_begun(slot, message.op_id)
     wanted = {{name: struct.pack("<4f", *[value] * 4) for name, value in {values!r}.items()}}
     found = set()
     while "stop" not in found:  # by then the victim's request waits too
@@ -84,7 +84,7 @@ def infer(message, programs, pool, view, task, slot):
             continue
         mapped.add((size, can_write(windows, descriptor, size)))
     text = json.dumps([sorted(found), sorted(mapped)])
-    task.send(InferenceFailed(epoch=message.epoch, error="TaskFailed", message=text, data={{}}))
+    task.send(InferenceFailed(op_id=message.op_id, error="TaskFailed", message=text, data={{}}))
     return False
 
 REAL = []
@@ -106,10 +106,13 @@ sys.meta_path.insert(0, Finder())
 """
 WEIGHT, REQUEST = 42.125, 7.5
 VALUES = {
-    "another's weights": WEIGHT, "another's request": REQUEST,
-    "another's answer": 4 * WEIGHT * REQUEST, "own weights": 3.375, "own request": 5.25,
+    "another's weights": WEIGHT,
+    "another's request": REQUEST,
+    "another's answer": 4 * WEIGHT * REQUEST,
+    "own weights": 3.375,
+    "own request": 5.25,
     "stop": 9.0625,
-}  # fmt: skip
+}
 ARENA_BYTES, POOL_BYTES = 32 * MIB, 8 * MIB
 
 
@@ -148,9 +151,11 @@ def test_a_workers_hostile_python_reads_and_maps_nothing_of_another_tenant(
     with tools.checked_server(arena=str(ARENA_BYTES), environment=environment) as checked:
         running = checked.running
         with (
-            running.client(tcp=True) as enemy, running.client(tcp=True) as again,
-            running.client() as other, ThreadPoolExecutor(3) as threads,
-        ):  # fmt: skip
+            running.client(tcp=True) as enemy,
+            running.client(tcp=True) as again,
+            running.client() as other,
+            ThreadPoolExecutor(3) as threads,
+        ):
             checked.client.register("victim", constant(WEIGHT), example_inputs=row(0.0))
             enemy.register("hostile", constant(3.375), example_inputs=row(0.0))
             answer = output(other.infer("victim", row(REQUEST)))
@@ -165,7 +170,7 @@ def test_a_workers_hostile_python_reads_and_maps_nothing_of_another_tenant(
             report(second)
             assert tools.is_bit_equal(output(waiting.result()), answer)
             assert answer.tolist() == [[VALUES["another's answer"]] * 4]
-    board, pool, models, work = (
+    control_page, pool, models, work = (
         (4096, True),
         (POOL_BYTES, True),
         (ARENA_BYTES, False),
@@ -173,10 +178,10 @@ def test_a_workers_hostile_python_reads_and_maps_nothing_of_another_tenant(
     )
     if mode == "shared":
         assert set(found) == set(VALUES)
-        assert mapped == [board, pool, models, work]
+        assert mapped == [control_page, pool, models, work]
     else:
         assert set(found) == {"own weights", "own request", "stop"}
-        assert mapped == [board, pool, models]
+        assert mapped == [control_page, pool, models]
 
 
 def report(ended: Future[Any]) -> tuple[list[str], list[tuple[int, bool]]]:

@@ -290,26 +290,42 @@ EXACT = {
     """,
 }
 REFUSED = {
-    "transformers": ("dispatch_batches", TRANSFORMERS + """
+    "transformers": (
+        "dispatch_batches",
+        TRANSFORMERS
+        + """
     class Endless(torch.utils.data.IterableDataset):
         def __iter__(self):
             return iter(Noisy())
     job.trainer(Trainer(Net(), arguments(max_steps=3), train_dataset=Endless())).train()
-    """),
-    "transformers, in epochs": ("inside job.epochs", TRANSFORMERS + """
+    """,
+    ),
+    "transformers, in epochs": (
+        "inside job.epochs",
+        TRANSFORMERS
+        + """
     for epoch in job.epochs(2):
         job.trainer(Trainer(Net(), arguments(), train_dataset=Noisy())).train()
-    """),
-    "lightning": ("give its dataset a __len__", LIGHTNING + """
+    """,
+    ),
+    "lightning": (
+        "give its dataset a __len__",
+        LIGHTNING
+        + """
     class Endless(torch.utils.data.IterableDataset):
         def __iter__(self):
             return iter(Noisy())
     job.trainer(trainer()).fit(Module(), DataLoader(Endless(), batch_size=8))
-    """),
-    "lightning, two loaders": ("several training loaders", LIGHTNING + """
+    """,
+    ),
+    "lightning, two loaders": (
+        "several training loaders",
+        LIGHTNING
+        + """
     job.trainer(trainer()).fit(Module(), {"a": loader(Noisy()), "b": loader(Noisy())})
-    """),
-}  # fmt: skip
+    """,
+    ),
+}
 
 
 def script(folder: Path, name: str, body: str) -> Path:

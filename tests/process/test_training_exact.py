@@ -153,9 +153,13 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(),
+            nn.Conv2d(3, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Dropout(0.3),
+            nn.Flatten(),
             nn.Linear(64, 8),
-        )  # fmt: skip
+        )
         self.head = nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -299,11 +303,18 @@ def script(
         train(all_steps(), 0)
     poke()
     result.final = digest(
-        model.state_dict(), [o.state_dict() for o in opts], schedule.state_dict(),
-        [p.grad for p in model.parameters()], torch.rand(3), random.random(), np.random.rand(),
-        evaluated[-1], evaluated[:1] if phases else 0, job.step,
+        model.state_dict(),
+        [o.state_dict() for o in opts],
+        schedule.state_dict(),
+        [p.grad for p in model.parameters()],
+        torch.rand(3),
+        random.random(),
+        np.random.rand(),
+        evaluated[-1],
+        evaluated[:1] if phases else 0,
+        job.step,
         [] if generator is None else generator.get_state(),
-    )  # fmt: skip
+    )
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -234,20 +234,27 @@ class Killer:
         until(lambda: not armed.exists(), f"a process comes by {armed.name}")
 
 
-PLACES: Final = ("loader", "forward", "backward", "half update")
+RESIDENCY: Final = ("loader", "forward", "backward", "half update")
 COMMIT: Final = (
-    "commit.struck", "commit.copied", "commit.recorded", "commit.flipped", "commit.acknowledge",
-)  # fmt: skip
+    "commit.struck",
+    "commit.copied",
+    "commit.recorded",
+    "commit.flipped",
+    "commit.acknowledge",
+)
 PERSIST: Final = (
-    "persist.image.write", "persist.image.written", "persist.image.renamed",
-    "persist.record.written", "persist.record.renamed",
-)  # fmt: skip
+    "persist.image.write",
+    "persist.image.written",
+    "persist.image.renamed",
+    "persist.record.written",
+    "persist.record.renamed",
+)
 AIMS: Final[Mapping[str, Callable[[Killer], int]]] = {
     "worker at random": Killer.worker,
     "daemon at random": Killer.daemon,
     "worker beside a request": Killer.beside,
     "worker at job.evicted": Killer.evicted,
-    **{f"worker at {place}": partial(Killer.script, place=place) for place in PLACES},
+    **{f"worker at {place}": partial(Killer.script, place=place) for place in RESIDENCY},
     **{
         f"worker at {point}": partial(Killer.at, point=point)
         for point in ("job.commit", "job.committed", "job.report")
@@ -266,9 +273,13 @@ AIMS: Final[Mapping[str, Callable[[Killer], int]]] = {
 """Every instant by name; its function kills and returns how many workers that cost."""
 ALL_AIMS: Final = [*AIMS, *["worker at random"] * 8, *["daemon at random"] * 2]
 SHORT_AIMS: Final = [
-    "worker at half update", "worker at backward", "worker, daemon at commit.recorded",
-    "daemon at commit.struck", "daemon at commit.recorded", "worker at job.restore",
-]  # fmt: skip
+    "worker at half update",
+    "worker at backward",
+    "worker, daemon at commit.recorded",
+    "daemon at commit.struck",
+    "daemon at commit.recorded",
+    "worker at job.restore",
+]
 
 
 def judge(killer: Killer, plain: Path) -> dict[str, Any]:
@@ -283,8 +294,12 @@ def judge(killer: Killer, plain: Path) -> dict[str, Any]:
         last = life.last_step
     assert last == expected.last_step
     steps = sum(len(life.losses) for life in served)
-    return {"kills": killer.kills, "steps": expected.last_step + 1, "lives": len(served),
-            "recomputed": steps - expected.last_step - 1}  # fmt: skip
+    return {
+        "kills": killer.kills,
+        "steps": expected.last_step + 1,
+        "lives": len(served),
+        "recomputed": steps - expected.last_step - 1,
+    }
 
 
 def kill_one_job(checked: Checked, folder: Path, aims: list[str], seed: int) -> Killer:
@@ -331,10 +346,13 @@ def kill_real_jobs(folder: Path, kills: int, aims: list[str], figures: dict[str,
             for name, times_ms in killer.recovery_ms.items():
                 recovery_ms[name] += times_ms
             figures["instants"] = {
-                name: {"strikes": len(times_ms), "recovery_ms_p50": round(quantile(times_ms, 0.5)),
-                       "recovery_ms_p99": round(quantile(times_ms, 0.99))}
+                name: {
+                    "strikes": len(times_ms),
+                    "recovery_ms_p50": round(quantile(times_ms, 0.5)),
+                    "recovery_ms_p99": round(quantile(times_ms, 0.99)),
+                }
                 for name, times_ms in sorted(recovery_ms.items())
-            }  # fmt: skip
+            }
             say(f"job {figures['jobs']}: {found}; {figures['kills']} of {kills} kills")
 
 

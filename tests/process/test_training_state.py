@@ -389,10 +389,19 @@ def nested_notes(poke: Poke) -> str:
     rows, inner = torch.zeros(0, 6), note["deep"]["pair"][0]
     for _ in job.epochs(4):
         for (a,) in job.steps(
-            loader, model=net, optimizer=opt,
-            extra_state={"mine": note, "losses": losses, "hidden": hidden, "array": array,
-                         "seen": seen, "memory": memory, "many": {"rows": [rows]}},
-        ):  # fmt: skip
+            loader,
+            model=net,
+            optimizer=opt,
+            extra_state={
+                "mine": note,
+                "losses": losses,
+                "hidden": hidden,
+                "array": array,
+                "seen": seen,
+                "memory": memory,
+                "many": {"rows": [rows]},
+            },
+        ):
             poke()
             loss = trained(a + hidden, net, opt)
             note["best"] = min(note["best"], loss)
@@ -424,9 +433,11 @@ def notes_of_each_epoch(poke: Poke) -> str:
     for _ in job.epochs(4):
         sums, hidden = {"loss": 0.0}, torch.zeros(1)
         for (a,) in job.steps(
-            loader, model=net, optimizer=opt,
+            loader,
+            model=net,
+            optimizer=opt,
             extra_state={"sums": sums, "hidden": hidden, "totals": totals, "draws": draws},
-        ):  # fmt: skip
+        ):
             poke()
             sums["loss"] += trained(a, net, opt) + draws.random()
             hidden += sums["loss"]
@@ -457,8 +468,14 @@ def test_a_number_that_is_passed_by_its_value_warns() -> None:
     opt, note = torch.optim.SGD(net.parameters(), 0.1), {"calls": 0}
     begun(FakeHost())
     with pytest.warns(job.InexactResumeWarning, match=r"\['best'\], extra_state\['x'\]\[0\]"):
-        next(job.steps(data(), model=net, optimizer=opt,
-                       extra_state={"best": best, "note": note, "x": [best]}))  # fmt: skip
+        next(
+            job.steps(
+                data(),
+                model=net,
+                optimizer=opt,
+                extra_state={"best": best, "note": note, "x": [best]},
+            )
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         begin_loop(note)
@@ -663,7 +680,7 @@ def test_a_phase_whose_end_is_no_longer_kept_is_warned_of(
 ) -> None:
     host = SmallHost()
     if why == "too much to keep":
-        monkeypatch.setattr("pipeswitch.workers.training.place.MOST_PAST_BYTES", 1000)
+        monkeypatch.setattr("pipeswitch.workers.training.script_cursor.MAX_PAST_BYTES", 1000)
     else:
         host.limit_bytes = 460 << 10
     with pytest.warns(job.InexactResumeWarning, match="no longer kept") as warned:

@@ -89,7 +89,7 @@ ODD_MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...]]]
         lambda: Calls(lambda x: x @ torch.eye(4, dtype=torch.int8).float()),
         (made((2, 4)),),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ODD_MODULES)

@@ -86,10 +86,14 @@ def test_what_a_wrapper_puts_before_names_is_no_part_of_them(prefix: str, tmp_pa
         (lambda s: {f"net.{name}": value for name, value in s.items()}, "missing 0.bias"),
         (lambda s: {**s, "0.weight": torch.ones(16, 8, dtype=torch.int8)}, "int8"),
         (lambda s: {**s, "0.weight": torch.ones(8, 16)}, "size mismatch"),
-        (lambda s: {f"module.{name}" * (name != "2.bias") or name: value
-                    for name, value in s.items()}, "missing"),
+        (
+            lambda s: {
+                f"module.{name}" * (name != "2.bias") or name: value for name, value in s.items()
+            },
+            "missing",
+        ),
     ],
-)  # fmt: skip
+)
 def test_weights_that_do_not_fit_are_refused_by_name(
     changed: Any, words: str, tmp_path: Path
 ) -> None:
@@ -124,9 +128,12 @@ def test_a_checkpoint_without_the_classes_head_is_refused_by_its_names(
     from transformers import BertConfig, BertModel
 
     config = BertConfig(
-        vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=60,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
         intermediate_size=48,
-    )  # fmt: skip
+    )
     BertModel(config).save_pretrained(tmp_path)
     whole = BuildSpec(name="it", source=f"hf:{tmp_path}#BertModel", weights="pretrained")
     assert load_source(whole).module

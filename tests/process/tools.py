@@ -54,9 +54,14 @@ def command(
 ) -> subprocess.CompletedProcess[str]:
     """``pipeswitch`` in a process of its own: its status, and what it said."""
     return subprocess.run(
-        [*COMMAND, *words], env={**os.environ, **(environment or {})}, capture_output=True,
-        text=True, timeout=120, check=False, **options,
-    )  # fmt: skip
+        [*COMMAND, *words],
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        **options,
+    )
 
 
 def until(look: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
@@ -429,7 +434,7 @@ def eager(module: Any, *inputs: Any) -> Any:
     """What the plain module answers with one compute thread, and beside no export."""
     import torch
 
-    from pipeswitch.programs.build.alone import one_export_at_a_time
+    from pipeswitch.programs.build.export_lock import one_export_at_a_time
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)

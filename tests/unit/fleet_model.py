@@ -62,17 +62,36 @@ def profile_of(name: str, manifest: Manifest, layer_ms: float) -> Profile:
     sizes = layer_bytes(manifest)
     times, zeros = (layer_ms,) * len(sizes), (0.0,) * len(sizes)
     return Profile(
-        version=VERSION, model=name, digest=manifest.digest, measured_at="before",
+        version=VERSION,
+        model=name,
+        digest=manifest.digest,
+        measured_at="before",
         identity=UNKNOWN_DEVICE,
-        layers=tuple(LayerProfile(label="l", size_bytes=size, copy_ms=10.0, copy_spread_ms=0.0)
-                     for size in sizes),
-        batches=(BatchProfile(batch=1, switch_ms=times, switch_spread_ms=zeros, resident_ms=times,
-                              resident_spread_ms=zeros, trials=5),),
-        link=LinkProfile(alpha_ms=0.1, beta_ms_per_mib=10.0 * MIB / max(1, max(sizes)),
-                         residual_p50=0.0, residual_p90=0.0, samples=2, smallest_bytes=0,
-                         largest_bytes=1),
+        layers=tuple(
+            LayerProfile(label="l", size_bytes=size, copy_ms=10.0, copy_spread_ms=0.0)
+            for size in sizes
+        ),
+        batches=(
+            BatchProfile(
+                batch=1,
+                switch_ms=times,
+                switch_spread_ms=zeros,
+                resident_ms=times,
+                resident_spread_ms=zeros,
+                trials=5,
+            ),
+        ),
+        link=LinkProfile(
+            alpha_ms=0.1,
+            beta_ms_per_mib=10.0 * MIB / max(1, max(sizes)),
+            residual_p50=0.0,
+            residual_p90=0.0,
+            samples=2,
+            smallest_bytes=0,
+            largest_bytes=1,
+        ),
         overheads=Overheads(sigma_ms=0.01, launch_ms=0.0, wake_ms=0.0),
-    )  # fmt: skip
+    )
 
 
 @dataclass
@@ -126,11 +145,17 @@ class World(simulator.World):
         self.random = random.Random(seed)
         self.faults = faults or Faults()
         settings = SchedulerSettings(
-            arena_bytes=arena_mib * MIB, store_bytes=256 * MIB, words=64, standby=standby,
-            max_queue=16, restart_backoff_ms=100.0, max_daemon_restarts=10**6,
+            arena_bytes=arena_mib * MIB,
+            store_bytes=256 * MIB,
+            words=64,
+            standby=standby,
+            max_queue=16,
+            restart_backoff_ms=100.0,
+            max_daemon_restarts=10**6,
             max_compute_ms=max_compute_ms,
-            is_sandboxed=seed % 2 == 1, placement=placement,
-        )  # fmt: skip
+            is_sandboxed=seed % 2 == 1,
+            placement=placement,
+        )
         kinds = ("cpu", "cuda" if seed % 3 == 2 else "cpu")
         each = [replace(settings, device=f"{kinds[index]}:{index}") for index in range(devices)]
         self.profiled = profiled  # chance that a profile of a built program is on the disk
@@ -143,8 +168,10 @@ class World(simulator.World):
             scheduler or Scheduler(settings, policy, 2000.0, each), choices=self, costs=COSTS
         )
         self.open, self.counts, self.token = (
-            self.clients.open, self.clients.outcomes, self.clients.token,
-        )  # fmt: skip
+            self.clients.open,
+            self.clients.outcomes,
+            self.clients.token,
+        )
 
     def happens(self, what: str, name: str) -> bool:
         """A throw of the dice (see ``Choices``)."""
@@ -159,16 +186,16 @@ class World(simulator.World):
         super().perform(commands)
         for command in commands:
             match command:
-                case ev.Announce(model=model):
+                case ev.ModelAvailable(model=model):
                     self.announced.add(model)
-                case ev.Retract(model=model):
+                case ev.ModelRemoved(model=model):
                     self.announced.discard(model)
-                case ev.Answer(token=token, more=True, body={"batch": int()}):
+                case ev.Reply(token=token, more=True, body={"batch": int()}):
                     self.measuring.append(partial(self._run, token))
-                case ev.Answer(token=token, error=error) if token in self.runs and error:
-                    cancel = ev.CancelAsked(token=self.runs[token])
+                case ev.Reply(token=token, error=error) if token in self.runs and error:
+                    cancel = ev.CancelRequest(token=self.runs[token])
                     self.measuring.append(partial(self.handle, cancel))
-                case ev.Answer(token=token, outputs=outputs) if outputs:
+                case ev.Reply(token=token, outputs=outputs) if outputs:
                     names = [output.name for output in outputs]
                     require(names == [f"r{token}"], f"r{token} is answered with {names}")
                 case _:
@@ -220,7 +247,7 @@ class World(simulator.World):
         waits = any(job.memory.lease_asked_bytes for job in machine.jobs)
         pinned = [model.base for model in machine.models.values() if model.want_pinned]
         for name in pinned if waits else ():
-            self.handle(ev.PinAsked(token=self.token(), model=name, pin=False))
+            self.handle(ev.PinRequest(token=self.token(), model=name, pin=False))
         return bool(paused) or (waits and bool(pinned))
 
     def is_settled(self) -> bool:
@@ -306,7 +333,7 @@ class World(simulator.World):
         """Measure it, as ``Client.profile`` does."""
         token = self.token()
         self.measured[token] = name
-        self.handle(ev.ProfileAsked(token=token, model=name, batches=batches))
+        self.handle(ev.ProfileRequest(token=token, model=name, batches=batches))
         return token
 
     def _run(self, measurement: int) -> None:
@@ -341,9 +368,9 @@ class World(simulator.World):
         elif choice == 16:
             ask(job, rng.choice(("pause", "resume")))
         elif choice == 17 and rng.random() < 0.3:
-            handle(ev.UnregisterAsked(token=self.token(), model=name))
+            handle(ev.UnregisterRequest(token=self.token(), model=name))
         elif choice == 18:
-            handle(ev.PinAsked(token=self.token(), model=name, pin=rng.random() < 0.5))
+            handle(ev.PinRequest(token=self.token(), model=name, pin=rng.random() < 0.5))
         elif choice == 19 or (choice == 22 and self.announced):
             if choice == 22:
                 name = rng.choice(sorted(self.announced))
@@ -352,10 +379,10 @@ class World(simulator.World):
                 self.infer(rng.choice(sorted(self.announced)))
                 self.infer(name)
         elif choice == 20 and self.open:
-            handle(ev.CancelAsked(token=rng.choice(sorted(self.open))))
+            handle(ev.CancelRequest(token=rng.choice(sorted(self.open))))
         elif choice == 21:
             if self.faults.pings:
-                handle(ev.PingAsked(token=self.token()))
+                handle(ev.PingRequest(token=self.token()))
             what: Any = rng.choice(("models", "ps", "jobs", "stats", "show", "trace", "plan"))
             handle(ev.Query(token=self.token(), what=what, name=name))
         elif choice == 24:
@@ -373,7 +400,7 @@ def live(world: World, steps: int) -> None:
     leaves_at = world.random.choice((None, None, None, world.random.randrange(steps)))
     for step in range(steps):
         if step == leaves_at:
-            world.handle(ev.DrainAsked(token=None, grace_ms=world.random.choice((10.0, 1e6))))
+            world.handle(ev.DrainRequest(token=None, grace_ms=world.random.choice((10.0, 1e6))))
         if world.left is None and world.random.random() < 0.12:
             world.random_client()
         else:
@@ -385,7 +412,7 @@ def live(world: World, steps: int) -> None:
         return
     world.settle()
     world.check_rest()
-    world.handle(ev.DrainAsked(token=world.token(), grace_ms=1e9))
+    world.handle(ev.DrainRequest(token=world.token(), grace_ms=1e9))
     world.leave()
 
 
@@ -394,16 +421,25 @@ def random_world(seed: int, *, pings: bool = False, devices: int = 1) -> World:
     rng = random.Random(f"world {seed}")
     others = [name for name in MAKERS if name != "priority"]
     faults = Faults(
-        kill_worker=rng.choice((0.0, 0.01, 0.05)), kill_daemon=rng.choice((0.0, 0.0, 0.004)),
-        copy_error=rng.choice((0.0, 0.02)), store_error=0.03, hang=rng.choice((0.0, 0.03)),
-        swallow=rng.choice((0.0, 0.15)), linger=rng.choice((0.0, 0.15)), pings=pings,
+        kill_worker=rng.choice((0.0, 0.01, 0.05)),
+        kill_daemon=rng.choice((0.0, 0.0, 0.004)),
+        copy_error=rng.choice((0.0, 0.02)),
+        store_error=0.03,
+        hang=rng.choice((0.0, 0.03)),
+        swallow=rng.choice((0.0, 0.15)),
+        linger=rng.choice((0.0, 0.15)),
+        pings=pings,
         poison=frozenset({"m1"} if rng.random() < 0.2 else ()),
-    )  # fmt: skip
+    )
     policy = rng.choice(("priority", "priority", others[seed % len(others)]))
     return World(
-        seed, policy=policy, faults=faults,
-        standby=rng.choice((0, 1, 2, 2)), arena_mib=rng.choice((48, 64, 96)),
+        seed,
+        policy=policy,
+        faults=faults,
+        standby=rng.choice((0, 1, 2, 2)),
+        arena_mib=rng.choice((48, 64, 96)),
         profiled=rng.choice((0.0, 0.7, 1.0)),
-        max_compute_ms=rng.choice((0.0, 60000.0)), devices=devices,
+        max_compute_ms=rng.choice((0.0, 60000.0)),
+        devices=devices,
         placement=tuple(PLACEMENTS)[seed % len(PLACEMENTS)],
-    )  # fmt: skip
+    )

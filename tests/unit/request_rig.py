@@ -25,8 +25,8 @@ import numpy as np
 
 from pipeswitch.base.roles import LEAST
 from pipeswitch.client.client import Client
-from pipeswitch.ipc.board import BOARD_BYTES, Board, new_bell, sealed_memfd
 from pipeswitch.ipc.channel import channel_pair
+from pipeswitch.ipc.control_page import BOARD_BYTES, Board, new_doorbell, sealed_memfd
 from pipeswitch.ipc.messages.base import Exit, SlabTensor
 from pipeswitch.ipc.messages.worker import InferenceDone, RunInference, WorkerSettings
 from pipeswitch.programs.graphs.bundle import Graph, Node
@@ -37,10 +37,20 @@ from pipeswitch.workers.main import Worker
 
 COLUMNS = 64
 BILL: dict[str, Any] = {
-    "queue_ms": 0.01, "switch_ms": 0.25, "copy_ms": 0.0, "stall_ms": 0.0, "compute_ms": 0.1,
-    "total_ms": 0.5, "resident": True, "preempted": "", "worker": 0, "epoch": 5, "version": 1,
-    "batch": 1, "joined": 1,
-}  # fmt: skip
+    "queue_ms": 0.01,
+    "switch_ms": 0.25,
+    "copy_ms": 0.0,
+    "stall_ms": 0.0,
+    "compute_ms": 0.1,
+    "total_ms": 0.5,
+    "resident": True,
+    "preempted": "",
+    "worker": 0,
+    "op_id": 5,
+    "version": 1,
+    "batch": 1,
+    "batched": 1,
+}
 REQUESTS = 10
 
 
@@ -119,8 +129,18 @@ def gateways_calls(folder: Path) -> int:
         thread = threading.Thread(target=loop.run_forever, daemon=True)
         thread.start()
         upstream = asyncio.run_coroutine_threadsafe(_gateway(address, theirs), loop).result()
-        body = json.dumps({"inputs": [{"name": "x", "shape": [1, COLUMNS], "datatype": "FP32",
-                                       "data": [one / 7 for one in range(COLUMNS)]}]})  # fmt: skip
+        body = json.dumps(
+            {
+                "inputs": [
+                    {
+                        "name": "x",
+                        "shape": [1, COLUMNS],
+                        "datatype": "FP32",
+                        "data": [one / 7 for one in range(COLUMNS)],
+                    }
+                ]
+            }
+        )
         head = f"POST /v2/models/m/infer HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}"
         request = f"{head}\r\n\r\n{body}".encode()
 
@@ -150,18 +170,20 @@ def gateways_calls(folder: Path) -> int:
 async def _gateway(address: str, sock: socket.socket) -> Any:
     from pipeswitch.gateway.admin.api import Api
     from pipeswitch.gateway.admin.ui import Page
-    from pipeswitch.gateway.callers import Callers
-    from pipeswitch.gateway.http.feed import Feed
+    from pipeswitch.gateway.auth import Authenticator
+    from pipeswitch.gateway.http.event_stream import EventLog
     from pipeswitch.gateway.http.server import HttpServer, Limits
+    from pipeswitch.gateway.offload import OffloadThread
     from pipeswitch.gateway.rest import Rest
     from pipeswitch.gateway.serving.service import Service
     from pipeswitch.gateway.serving.upstream import Upstream
-    from pipeswitch.gateway.sharing import Aside
 
     upstream = Upstream(address)
-    callers = Callers(roles=LEAST, tokens={}, needs_token=False, hosts=frozenset({"127.0.0.1"}))
-    api = Api(upstream, Feed(), version="1", allow_code=())
-    server = HttpServer(Rest(Service(upstream), callers, api, Page(), Aside()), Limits())
+    callers = Authenticator(
+        roles=LEAST, tokens={}, needs_token=False, hosts=frozenset({"127.0.0.1"})
+    )
+    api = Api(upstream, EventLog(), version="1", allow_code=())
+    server = HttpServer(Rest(Service(upstream), callers, api, Page(), OffloadThread()), Limits())
     await asyncio.get_running_loop().connect_accepted_socket(server, sock)
     return upstream
 
@@ -185,24 +207,41 @@ def clients_calls(folder: Path) -> int:
 def workers_calls() -> int:
     """Of its main thread, for a model of two groups whose words have arrived."""
     page = 1 << 12
-    board, models, work, pool = (
+    control_page, models, work, pool = (
         sealed_memfd(name, size)
         for name, size in (("b", BOARD_BYTES), ("m", 16 * page), ("w", page), ("p", 16 * page))
     )
     task, ours = channel_pair()
     control, others = channel_pair()
-    bell = new_bell()
-    settings = WorkerSettings(slot=0, device="cpu", arena_bytes=16 * page, words=16,
-                              pool_bytes=16 * page, threads=1, bell_count=1)  # fmt: skip
-    worker = Worker(settings, task, control, board, [bell])
+    doorbell = new_doorbell()
+    settings = WorkerSettings(
+        slot=0,
+        device="cpu",
+        arena_bytes=16 * page,
+        words=16,
+        pool_bytes=16 * page,
+        threads=1,
+        doorbell_count=1,
+    )
+    worker = Worker(settings, task, control, control_page, [doorbell])
     worker.map_memory([pool, models, work])
     worker._programs._read["m"] = ("d", *_two_groups())
     x = SlabTensor(name="x", dtype="float32", shape=(1, 4), offset_bytes=0, size_bytes=16)
-    order = RunInference(epoch=1, request_id="r", model="m", digest="d", directory="",
-                         arena_offset_bytes=page, first_word=2, residency_epoch=7, inputs=(x,),
-                         reply_offset_bytes=page, reply_bytes=64)  # fmt: skip
+    order = RunInference(
+        op_id=1,
+        request_id="r",
+        model="m",
+        digest="d",
+        directory="",
+        arena_offset_bytes=page,
+        first_word=2,
+        residency_id=7,
+        inputs=(x,),
+        reply_offset_bytes=page,
+        reply_bytes=64,
+    )
     os.pwrite(models, (7).to_bytes(4, "little") * 2, 4 * order.first_word)
-    Board(board).write_turn(order.epoch)
+    Board(control_page).write_turn(order.op_id)
 
     for _ in range(REQUESTS):
         ours.send(order)
@@ -215,7 +254,7 @@ def workers_calls() -> int:
         assert isinstance(received[0], InferenceDone)
     for channel in (task, ours, control, others):
         channel.close()
-    for descriptor in (board, models, work, pool, bell):
+    for descriptor in (control_page, models, work, pool, doorbell):
         os.close(descriptor)
     return spent.of_each
 
@@ -228,20 +267,46 @@ def _two_groups() -> tuple[Manifest, Graph]:
         for last, weight in ((0, 1), (3, 2))
     ]
     output = ValueSpec(name="y", dtype="float32", shape=(1, 4))
-    graph = Graph(version=2, inputs=(value,), weights=("a", "b"), nodes=tuple(nodes), results=(4,),
-                  outputs=(output,))  # fmt: skip
+    graph = Graph(
+        version=2,
+        inputs=(value,),
+        weights=("a", "b"),
+        nodes=tuple(nodes),
+        results=(4,),
+        outputs=(output,),
+    )
     tensors = tuple(
-        TensorSpec(name=name, dtype="float32", shape=(4,), offset_bytes=64 * number, size_bytes=16,
-                   file_offset_bytes=0)
+        TensorSpec(
+            name=name,
+            dtype="float32",
+            shape=(4,),
+            offset_bytes=64 * number,
+            size_bytes=16,
+            file_offset_bytes=0,
+        )
         for number, name in enumerate(graph.weights)
-    )  # fmt: skip
+    )
     groups = tuple(
-        GroupSpec(offset_bytes=64 * number, size_bytes=16, tensors=(number,), first_node=number,
-                  end_node=number + 1, label="")
+        GroupSpec(
+            offset_bytes=64 * number,
+            size_bytes=16,
+            tensors=(number,),
+            first_node=number,
+            end_node=number + 1,
+            label="",
+        )
         for number in range(2)
-    )  # fmt: skip
+    )
     manifest = Manifest(
-        digest="d", mode="graph", mode_reason="", source="bundle", total_bytes=128, tensors=tensors,
-        groups=groups, inputs=graph.inputs, outputs=graph.outputs, extra={"is_whole": True},
-    )  # fmt: skip
+        digest="d",
+        mode="graph",
+        mode_reason="",
+        source="bundle",
+        total_bytes=128,
+        tensors=tensors,
+        groups=groups,
+        inputs=graph.inputs,
+        outputs=graph.outputs,
+        extra={"is_whole": True},
+    )
     return manifest, graph

@@ -17,13 +17,13 @@ import numpy as np
 
 from pipeswitch.base.errors import QueueFull
 from pipeswitch.frontend import request_pool
-from pipeswitch.frontend.request_pool import RequestPool, Room
+from pipeswitch.frontend.request_pool import PoolAllocation, RequestPool
 from pipeswitch.frontend.sequences import manager as sequences
-from pipeswitch.frontend.sequences.blocks import Block, Blocks, Table, tokens_of
+from pipeswitch.frontend.sequences.blocks import Block, BlockPool, BlockTable, tokens_of
 from pipeswitch.frontend.sequences.caches import Caches
-from pipeswitch.frontend.sequences.held import Held
 from pipeswitch.frontend.sequences.manager import IDLE_MS
-from pipeswitch.ipc.messages.base import Epoch, SlabTensor
+from pipeswitch.frontend.sequences.sequence import SequenceState
+from pipeswitch.ipc.messages.base import OpId, SlabTensor
 from pipeswitch.programs.decoding.generation import PADS
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import ValueSpec
@@ -41,9 +41,13 @@ class Model:
     model = base = "m"
     version, tenant = 1, ""
     manifest: Any = SimpleNamespace(
-        extra={"state": {"cache": ("cache_new", 1)},
-               "generation": {"context": MOST, "vocabulary": 10}},
-        pads=PADS, mode="graph", digest="d",
+        extra={
+            "state": {"cache": ("cache_new", 1)},
+            "generation": {"context": MOST, "vocabulary": 10},
+        },
+        pads=PADS,
+        mode="graph",
+        digest="d",
         dims=[Dim("batch", 1, 4), Dim("length", 1, 40), Dim("past", 1, MOST)],
         inputs=[
             ValueSpec(name="ids", dtype="int64", shape=("batch", "length")),
@@ -52,7 +56,7 @@ class Model:
             ValueSpec(name="cache", dtype="uint8", shape=("batch", "past", ROW)),
         ],
         outputs=[ValueSpec(name="cache_new", dtype="uint8", shape=("batch", "length", ROW))],
-    )  # fmt: skip
+    )
 
     def __reduce__(self) -> str:
         return "MODEL"  # the same one in each copy of a world
@@ -75,7 +79,7 @@ class File:
 class Request(msgspec.Struct):
     """A generation, between the moves of its runs."""
 
-    held: Held
+    held: SequenceState
     ids: list[int]
     cache: SlabTensor
     used: int  # rows that the next run reads
@@ -145,7 +149,7 @@ class World:
         lent = held.values["cache"]
         self.pool.copy_rows("", lent.places(lent.size_bytes, len(rows)), memoryview(rows))
         if how != "wrong":
-            self.sequences.append(held, tokens_of(fed), Epoch(1), len(chosen))
+            self.sequences.append(held, tokens_of(fed), OpId(1), len(chosen))
             ids.extend(chosen)
             self.tokens += len(chosen)
         try:
@@ -192,7 +196,7 @@ class World:
         assert {key: value for key, value in told.items() if value} in ({}, {"tokens": self.tokens})
 
 
-def check(blocks: Blocks, tables: Sequence[Table]) -> None:
+def check(blocks: BlockPool, tables: Sequence[BlockTable]) -> None:
     """Assert the invariants of blocks; ``tables``: all that are open."""
     locks: dict[Block, int] = {}
     for table in tables:
@@ -224,7 +228,7 @@ def gathered(pool: RequestPool, lent: SlabTensor) -> bytes:
     return b"".join(parts)[: lent.size_bytes]
 
 
-def made(pool: RequestPool, room: Room, rows: bytes) -> SlabTensor:
+def made(pool: RequestPool, room: PoolAllocation, rows: bytes) -> SlabTensor:
     """What a worker wrote into the reply's room."""
     at, data = room.reply_offset_bytes, np.frombuffer(rows, np.uint8)
     pool.memory[at : at + data.nbytes] = rows

@@ -61,8 +61,14 @@ def vgg(*, inplace: bool = True) -> nn.Sequential:
             width = out
         else:
             layers.append(nn.MaxPool2d(2))
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 64), nn.ReLU(inplace),
-                         nn.Dropout(0.5), nn.Linear(64, 10))  # fmt: skip
+    return nn.Sequential(
+        *layers,
+        nn.Flatten(),
+        nn.Linear(128, 64),
+        nn.ReLU(inplace),
+        nn.Dropout(0.5),
+        nn.Linear(64, 10),
+    )
 
 
 class Block(nn.Module):
@@ -78,8 +84,15 @@ class Block(nn.Module):
 
 
 def resnet() -> nn.Sequential:
-    return nn.Sequential(Block(3, 8), Block(8, 8), nn.MaxPool2d(2), Block(8, 16),
-                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))  # fmt: skip
+    return nn.Sequential(
+        Block(3, 8),
+        Block(8, 8),
+        nn.MaxPool2d(2),
+        Block(8, 16),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 10),
+    )
 
 
 class Transformer(nn.Module):
@@ -147,11 +160,17 @@ class Ticking(Activations):
     def _settle(self) -> bool:
         changed = super()._settle()
         self.ticks += 1
-        there = [one.size_bytes for one in self._alive
-                 if one.device is not None or one.place is Place.COMING]  # fmt: skip
+        there = [
+            one.size_bytes
+            for one in self._alive
+            if one.device is not None or one.place is Place.COMING
+        ]
         assert sum(there) <= self.room.held <= self.room.budget
-        away = [one.size_bytes for one in self._alive
-                if one.host is not None or one.place is Place.LEAVING]  # fmt: skip
+        away = [
+            one.size_bytes
+            for one in self._alive
+            if one.host is not None or one.place is Place.LEAVING
+        ]
         assert sum(away) == self._on_host <= self._charged
         return changed
 
@@ -411,9 +430,17 @@ def test_bytes_are_asked_back_one_layer_ahead_of_their_use() -> None:
         copies.log.clear()
         result.sum().backward()
     assert copies.log == [
-        "layer 4", "asked", "asked",  # its own, which nobody could foresee, and that of layer 3
-        "layer 3", "asked", "layer 2", "asked", "layer 1", "asked", "layer 0",
-    ]  # fmt: skip
+        "layer 4",
+        "asked",
+        "asked",  # its own, which nobody could foresee, and that of layer 3
+        "layer 3",
+        "asked",
+        "layer 2",
+        "asked",
+        "layer 1",
+        "asked",
+        "layer 0",
+    ]
     figures = limit.figures
     assert (figures["fetched_late"], figures["fetched_ahead"]) == (1, 4)
 

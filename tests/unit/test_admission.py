@@ -208,10 +208,14 @@ def arrivals_of(seed: int) -> list[tuple[float, int, float | None, int]]:
     """When, which model, deadline, priority."""
     rng = random.Random(seed)
     return [
-        (rng.choice((0.0, 0.0, 1.0, 10.0, 40.0)), rng.randrange(4),
-         rng.choice((None, rng.uniform(1.0, 150.0), 60.0)), rng.choice((1, 1, 1, 0, 2)))
+        (
+            rng.choice((0.0, 0.0, 1.0, 10.0, 40.0)),
+            rng.randrange(4),
+            rng.choice((None, rng.uniform(1.0, 150.0), 60.0)),
+            rng.choice((1, 1, 1, 0, 2)),
+        )
         for _ in range(40)
-    ]  # fmt: skip
+    ]
 
 
 def lived(policy: str, arena_mib: int, arrivals: Any, forced: int | None = None) -> Any:
@@ -249,9 +253,10 @@ def test_none_is_refused_that_could_have_been_in_time(policy: str, arena_mib: in
             is_late = answer.error is not None or ended_at_ms > at_ms + deadline_ms
             had = {n for n, (t, _) in enumerate(others[:number]) if other.error(t) is not None}
             server_had = {
-                n for n, (t, when) in enumerate(tokens[:number])
+                n
+                for n, (t, when) in enumerate(tokens[:number])
                 if server.error(t) is not None and server.answers[t][0] <= at_ms
-            }  # fmt: skip
+            }
             assert is_late or had - server_had, (seed, number, ended_at_ms - at_ms, deadline_ms)
             checked += 1
     assert checked > 10

@@ -12,8 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeswitch.base.errors import InvalidInput
-from pipeswitch.programs.decoding.answer import Answer, Ending
-from pipeswitch.programs.decoding.generating import Facts, ending_of, fitted, seen_of
+from pipeswitch.programs.decoding.model_config import (
+    LanguageModelConfig,
+    ending_of,
+    fitted,
+    seen_of,
+)
+from pipeswitch.programs.decoding.output import OutputProcessor, StopCriteria
 from pipeswitch.programs.decoding.sampling import Options, Sampling, next_token
 from tests.models.words import trained
 
@@ -35,7 +40,7 @@ def test_pieces_are_whole_characters_and_together_the_text(
     prompt, tokens = tokens[:cut], tokens[cut:]
     if not tokens or "\ufffd" in tokenizer.decode(prompt):
         return  # a prompt is a text
-    answer = Answer(Ending(max_new_tokens=len(tokens)), tokenizer.decode, prompt)
+    answer = OutputProcessor(StopCriteria(max_new_tokens=len(tokens)), tokenizer.decode, prompt)
     pieces = [answer.push(token) for token in tokens]
     assert "".join(pieces) == text[len(tokenizer.decode(prompt)) :]
     assert not any("\ufffd" in piece for piece in pieces)
@@ -50,7 +55,9 @@ def test_no_part_of_a_stop_string_is_ever_shown(
     tokenizer: Any, text: str, stops: list[str]
 ) -> None:
     tokens = tokenizer.encode(text).ids
-    answer = Answer(Ending(max_new_tokens=99, eos_ids=(0,), stop=tuple(stops)), tokenizer.decode)
+    answer = OutputProcessor(
+        StopCriteria(max_new_tokens=99, eos_ids=(0,), stop=tuple(stops)), tokenizer.decode
+    )
     places = [text.find(stop) for stop in stops if stop in text]
     wanted = text[: min(places, default=len(text))]
     shown = ""
@@ -82,7 +89,7 @@ def test_a_stop_string_may_name_a_special_token(stops: list[str], shown: str, co
         def __call__(self, tokens: Sequence[int]) -> str:
             return bytes(one for one in tokens if one < 256).decode(errors="replace")
 
-    answer, text = Answer(Ending(max_new_tokens=6, stop=tuple(stops)), Decode()), ""
+    answer, text = OutputProcessor(StopCriteria(max_new_tokens=6, stop=tuple(stops)), Decode()), ""
     for token in (*b"ab", 300, *b"cd", 302):
         if answer.reason is None:
             text += answer.push(token)
@@ -119,10 +126,13 @@ def test_penalties_follow_their_formulas() -> None:
 def test_an_option_out_of_its_range_is_refused_by_name() -> None:
     many = dict.fromkeys(range(301), 1.0)
     for name, values in (
-        ("top_k", [-1]), ("min_p", [1.5]), ("repetition_penalty", [0.0]),
-        ("presence_penalty", [3.0]), ("frequency_penalty", [math.nan]),
+        ("top_k", [-1]),
+        ("min_p", [1.5]),
+        ("repetition_penalty", [0.0]),
+        ("presence_penalty", [3.0]),
+        ("frequency_penalty", [math.nan]),
         ("logit_bias", [{5: math.inf}, {-1: 0.0}, many]),
-    ):  # fmt: skip
+    ):
         for value in values:
             with pytest.raises(InvalidInput) as caught:
                 Sampling(options=Options(**{name: value})).check()
@@ -130,27 +140,28 @@ def test_an_option_out_of_its_range_is_refused_by_name() -> None:
 
 
 def test_a_minimum_length_holds_end_tokens_and_stop_strings_back() -> None:
-    facts = Facts(version=1, digest="", vocabulary=300, context=50, eos_ids=(7,))
-    ending = Ending(max_new_tokens=9, eos_ids=(5,), min_new_tokens=3, stop=("b",))
-    sampling = fitted(Sampling(), facts, 4, Ending(max_new_tokens=9, eos_ids=(7, 5),
-                                                   min_new_tokens=3))  # fmt: skip
+    facts = LanguageModelConfig(version=1, digest="", vocabulary=300, context=50, eos_ids=(7,))
+    ending = StopCriteria(max_new_tokens=9, eos_ids=(5,), min_new_tokens=3, stop=("b",))
+    sampling = fitted(
+        Sampling(), facts, 4, StopCriteria(max_new_tokens=9, eos_ids=(7, 5), min_new_tokens=3)
+    )
     assert sampling.options == Options(held=(7, 5), until=7)
-    answer = Answer(ending, lambda tokens: bytes(tokens).decode())
+    answer = OutputProcessor(ending, lambda tokens: bytes(tokens).decode())
     assert [answer.push(token) for token in b"abcb"] == ["a", "b", "c", ""]
     assert answer.reason == "stop"
     with pytest.raises(InvalidInput):
-        Ending(max_new_tokens=2, min_new_tokens=3).check()
+        StopCriteria(max_new_tokens=2, min_new_tokens=3).check()
     with pytest.raises(InvalidInput):
         fitted(Sampling(options=Options(logit_bias={300: 1.0})), facts, 4, ending)
 
 
 def test_bytes_that_are_no_character_are_shown_in_the_end() -> None:
     decode = lambda tokens: bytes(tokens).decode(errors="replace")  # noqa: E731
-    answer = Answer(Ending(max_new_tokens=4), decode)
+    answer = OutputProcessor(StopCriteria(max_new_tokens=4), decode)
     assert [answer.push(token) for token in (97, 0xE4, 0xBD, 0xBD)] == ["a", "", "", "佽"]
-    answer = Answer(Ending(max_new_tokens=3), decode)
+    answer = OutputProcessor(StopCriteria(max_new_tokens=3), decode)
     assert [answer.push(token) for token in (97, 0xE4, 0xBD)] == ["a", "", "\ufffd"]
-    endless = Answer(Ending(max_new_tokens=99), decode)
+    endless = OutputProcessor(StopCriteria(max_new_tokens=99), decode)
     assert any(endless.push(0x80) for _ in range(20))  # nothing completes them: no wait for ever
 
 
@@ -204,12 +215,16 @@ def test_without_a_temperature_it_is_the_first_of_the_likeliest() -> None:
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (Sampling(temperature=-1), "temperature"), (Sampling(temperature=math.nan), "temperature"),
-        (Sampling(top_p=0), "above 0"), (Sampling(top_p=1.5), "top_p"), (Sampling(seed=-1), "seed"),
-        (Ending(max_new_tokens=0), "below 1"), (Ending(max_new_tokens=1, stop=("",)), "stop"),
+        (Sampling(temperature=-1), "temperature"),
+        (Sampling(temperature=math.nan), "temperature"),
+        (Sampling(top_p=0), "above 0"),
+        (Sampling(top_p=1.5), "top_p"),
+        (Sampling(seed=-1), "seed"),
+        (StopCriteria(max_new_tokens=0), "below 1"),
+        (StopCriteria(max_new_tokens=1, stop=("",)), "stop"),
     ],
-)  # fmt: skip
-def test_settings_out_of_range_are_refused(bad: Sampling | Ending, words: str) -> None:
+)
+def test_settings_out_of_range_are_refused(bad: Sampling | StopCriteria, words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
         bad.check()
 
@@ -217,17 +232,18 @@ def test_settings_out_of_range_are_refused(bad: Sampling | Ending, words: str) -
 @pytest.mark.parametrize(
     ("prompt", "ending", "words"),
     [
-        ([], Ending(max_new_tokens=1), "1 to 7"), ([1] * 8, Ending(max_new_tokens=1), "1 to 7"),
-        ([1, 9], Ending(max_new_tokens=1), "no token"),
-        ([-1], Ending(max_new_tokens=1), "no token"),
-        ([1], Ending(max_new_tokens=0), "below 1"),
+        ([], StopCriteria(max_new_tokens=1), "1 to 7"),
+        ([1] * 8, StopCriteria(max_new_tokens=1), "1 to 7"),
+        ([1, 9], StopCriteria(max_new_tokens=1), "no token"),
+        ([-1], StopCriteria(max_new_tokens=1), "no token"),
+        ([1], StopCriteria(max_new_tokens=0), "below 1"),
     ],
-)  # fmt: skip
+)
 def test_a_prompt_that_does_not_fit_is_refused(
-    prompt: list[int], ending: Ending, words: str
+    prompt: list[int], ending: StopCriteria, words: str
 ) -> None:
-    facts = Facts(version=1, digest="d", vocabulary=9, context=8, eos_ids=(3,))
+    facts = LanguageModelConfig(version=1, digest="d", vocabulary=9, context=8, eos_ids=(3,))
     with pytest.raises(InvalidInput, match=words):
         ending_of(facts, prompt, ending)
-    found = ending_of(facts, [1, 2], Ending(max_new_tokens=99, eos_ids=(4,)))
+    found = ending_of(facts, [1, 2], StopCriteria(max_new_tokens=99, eos_ids=(4,)))
     assert (found.max_new_tokens, found.eos_ids) == (6, (3, 4))

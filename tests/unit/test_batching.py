@@ -12,7 +12,7 @@ from msgspec import structs
 
 from pipeswitch.base import errors
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
-from pipeswitch.ipc.messages.worker import Choosing, InferenceDone, RunInference
+from pipeswitch.ipc.messages.worker import InferenceDone, RunInference, SamplingParams
 from pipeswitch.programs.decoding.generation import PADS
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import Batching, ValueSpec
@@ -35,7 +35,7 @@ class Server(World):
     """Models on the device: ``joins`` at once, ``waits`` for others, ``other`` never joins."""
 
     def __init__(self, policy: str = "priority", **settings: Any) -> None:
-        self.answers: dict[ev.Token, tuple[float, ev.Answer]] = {}
+        self.answers: dict[ev.Token, tuple[float, ev.Reply]] = {}
         self.runs: list[tuple[float, RunInference]] = []
         self.faults: dict[str, list[str]] = {}  # by kind, on the models' next runs
         self.unjoined: list[str] = []
@@ -62,9 +62,11 @@ class Server(World):
     def happens(self, what: str, name: str) -> bool:
         if what == "poison" and self.deadly is not None:
             return any(
-                f"r{self.deadly}" in (run.request_id, *(one.request_id for one in run.joined))
-                for worker in self.workers.values() if worker.computes for run in worker.orders
-            )  # fmt: skip
+                f"r{self.deadly}" in (run.request_id, *(one.request_id for one in run.batched))
+                for worker in self.workers.values()
+                if worker.computes
+                for run in worker.orders
+            )
         left = self.faults.get(what, [])
         if name in left:
             left.remove(name)
@@ -75,7 +77,7 @@ class Server(World):
         super().perform(commands)
         for command in commands:
             match command:
-                case ev.Answer(more=False):
+                case ev.Reply(more=False):
                     self.answers[command.token] = (self.now_ms - self.began_ms, command)
                 case ev.Send(message=RunInference() as message):
                     self.runs.append((self.now_ms - self.began_ms, message))
@@ -90,14 +92,23 @@ class Server(World):
     def ask(self, name: str, *, rows: int = 1, length: int = 3, **values: Any) -> ev.Token:
         token = self.clients.token()
         deadline_ms = values.pop("deadline_ms", None)
-        ids = SlabTensor(name="ids", dtype="int64", shape=(rows, length), offset_bytes=0,
-                         size_bytes=8)  # fmt: skip
-        self.handle(ev.InferArrived(
-            token=token, request_id=f"r{token}", model=ModelName(name), digest=name,
-            deadline_at_ms=None if deadline_ms is None else self.now_ms + deadline_ms,
-            inputs=(ids,), reply_offset_bytes=0, reply_bytes=0, priority=values.pop("priority", 1),
-            **values,
-        ))  # fmt: skip
+        ids = SlabTensor(
+            name="ids", dtype="int64", shape=(rows, length), offset_bytes=0, size_bytes=8
+        )
+        self.handle(
+            ev.InferArrived(
+                token=token,
+                request_id=f"r{token}",
+                model=ModelName(name),
+                digest=name,
+                deadline_at_ms=None if deadline_ms is None else self.now_ms + deadline_ms,
+                inputs=(ids,),
+                reply_offset_bytes=0,
+                reply_bytes=0,
+                priority=values.pop("priority", 1),
+                **values,
+            )
+        )
         return token
 
     def ask_behind(self, count: int, name: str = "joins", **values: Any) -> list[ev.Token]:
@@ -108,9 +119,9 @@ class Server(World):
         self.runs.clear()
         return tokens
 
-    def joined(self) -> list[list[int]]:
+    def batched(self) -> list[list[int]]:
         """Of each run the tokens of its requests."""
-        return [[int(one.request_id[1:]) for one in (run, *run.joined)] for _, run in self.runs]
+        return [[int(one.request_id[1:]) for one in (run, *run.batched)] for _, run in self.runs]
 
     def error(self, token: ev.Token) -> Any:
         return self.answers[token][1].error
@@ -123,14 +134,15 @@ def test_what_waits_together_is_one_run_up_to_the_limit_and_each_has_its_own_ans
     server = Server()
     tokens = server.ask_behind(10)
     server.run(server.now_ms + 1000.0)
-    assert server.joined() == [tokens[:4], tokens[4:8], tokens[8:]]
+    assert server.batched() == [tokens[:4], tokens[4:8], tokens[8:]]
     for token in tokens:
         _, answer = server.answers[token]
         assert [output.name for output in answer.outputs] == [f"r{token}"]
     bills = [server.answers[token][1].timing for token in tokens]
-    assert [(b.batch, b.joined, b.compute_ms) for b in bills if b] == [
-        *[(4, 4, 4 * COMPUTE_MS)] * 8, *[(2, 2, 2 * COMPUTE_MS)] * 2
-    ]  # fmt: skip
+    assert [(b.batch, b.batched, b.compute_ms) for b in bills if b] == [
+        *[(4, 4, 4 * COMPUTE_MS)] * 8,
+        *[(2, 2, 2 * COMPUTE_MS)] * 2,
+    ]
     counts = server.scheduler.core.counts
     assert (counts["runs"], counts["inferences"]) == (3 + 5, 10 + 5)
     spent_us = server.scheduler.machine.devices[0].state.spent_us
@@ -163,7 +175,7 @@ def test_a_request_alone_has_a_batch_and_is_not_joined() -> None:
     token = server.ask("other")
     server.run()
     bill = server.answers[token][1].timing
-    assert (bill.batch, bill.joined) == (1, 1)
+    assert (bill.batch, bill.batched) == (1, 1)
 
 
 def test_other_lengths_are_passed_over_and_a_batch_that_is_too_large_ends_it() -> None:
@@ -172,8 +184,10 @@ def test_other_lengths_are_passed_over_and_a_batch_that_is_too_large_ends_it() -
     first, long, third = server.ask("joins"), server.ask("joins", length=4), server.ask("joins")
     large, after = server.ask("joins", rows=3), server.ask("joins")
     server.run()
-    assert server.joined() == [[first, third], [long], [large, after]]
-    assert [run.joined[-1].inputs[0].shape for _, run in server.runs if run.joined] == [(1, 3)] * 2
+    assert server.batched() == [[first, third], [long], [large, after]]
+    assert [run.batched[-1].inputs[0].shape for _, run in server.runs if run.batched] == [
+        (1, 3)
+    ] * 2
 
 
 def test_priorities_are_not_joined() -> None:
@@ -181,7 +195,7 @@ def test_priorities_are_not_joined() -> None:
     server.ask_behind(0)
     low, high = server.ask("joins", priority=2), server.ask("joins", priority=0)
     server.run()
-    assert server.joined() == [[high], [low]]
+    assert server.batched() == [[high], [low]]
 
 
 def test_one_waits_for_others_as_long_as_its_owner_allows_and_no_longer() -> None:
@@ -209,7 +223,7 @@ def test_the_delay_and_the_bill_count_from_when_a_request_was_read_from_its_clie
 def test_a_full_batch_waits_for_nothing_nor_does_one_that_waited_for_the_device() -> None:
     server = Server()
     full = [server.ask("waits") for _ in range(LIMIT)]
-    assert server.joined() == [full]
+    assert server.batched() == [full]
     server.run()
     server.began_ms = server.now_ms
     late = server.ask_behind(1, "waits")
@@ -221,7 +235,7 @@ def test_while_one_waits_for_others_the_device_computes_what_else_there_is() -> 
     server = Server()
     waits = server.ask("waits", priority=0)
     other = server.ask("other", priority=2)
-    assert server.joined() == [[other]]
+    assert server.batched() == [[other]]
     server.run()
     assert (server.end_ms(other), server.end_ms(waits)) == (COMPUTE_MS, 2 * COMPUTE_MS)
 
@@ -248,7 +262,7 @@ def test_before_a_model_is_measured_one_without_a_deadline_waits_for_others_all_
     server.scheduler.machine.devices[0].state.predictions.forget("waits")
     tokens = [server.ask("waits") for _ in range(LIMIT)]
     server.run(server.now_ms + 100.0)
-    assert server.joined() == [tokens]
+    assert server.batched() == [tokens]
 
 
 def test_few_rows_are_taken_to_cost_at_most_what_more_did() -> None:
@@ -264,7 +278,7 @@ def test_none_is_joined_that_would_make_another_late() -> None:
     first = server.ask("joins", deadline_ms=4 * COMPUTE_MS)
     rest = [server.ask("joins") for _ in range(3)]
     server.run()  # two of "other" are before it, so two of four fit
-    assert server.joined() == [[first, rest[0]], rest[1:]]
+    assert server.batched() == [[first, rest[0]], rest[1:]]
     assert server.end_ms(first) == 4 * COMPUTE_MS
 
 
@@ -274,7 +288,7 @@ def test_a_request_that_fails_fails_alone(fault: str) -> None:
     tokens = server.ask_behind(3)
     server.faults[fault] = ["joins", "joins"]  # the joined run, and the first one alone
     server.run()
-    assert server.joined() == [tokens, *[[token] for token in tokens]]
+    assert server.batched() == [tokens, *[[token] for token in tokens]]
     assert isinstance(server.error(tokens[0]), errors.TaskFailed)
     assert [server.error(token) for token in tokens[1:]] == [None, None]
 
@@ -284,7 +298,7 @@ def test_of_joined_requests_whose_worker_died_none_is_blamed_and_each_runs_alone
     tokens = server.ask_behind(3)
     server.faults["poison"] = ["joins"]
     server.run(server.now_ms + 5000.0)
-    assert server.joined() == [tokens, *[[token] for token in tokens]]
+    assert server.batched() == [tokens, *[[token] for token in tokens]]
     assert not any(server.error(token) for token in tokens)
 
 
@@ -294,7 +308,7 @@ def test_one_that_kills_its_worker_alone_too_is_given_up_after_the_usual_number_
     server.run(server.now_ms + 60000.0)
     assert isinstance(server.error(server.deadly), errors.WorkerLost)
     assert not any(server.error(token) for token in others)
-    assert server.joined().count([server.deadly]) == 3
+    assert server.batched().count([server.deadly]) == 3
 
 
 def test_a_joined_run_whose_death_is_one_too_many_says_how_many_there_were() -> None:
@@ -315,7 +329,7 @@ def test_a_worker_that_died_before_its_turn_has_separated_none() -> None:
     upcoming = server.scheduler.machine.devices[0].state.owner.pending
     server.workers[upcoming.slot].end(-9)
     server.run(server.now_ms + 5000.0)
-    assert server.joined() == [tokens, tokens]
+    assert server.batched() == [tokens, tokens]
 
 
 def test_a_model_whose_joined_runs_keep_failing_is_joined_no_more() -> None:
@@ -327,11 +341,11 @@ def test_a_model_whose_joined_runs_keep_failing_is_joined_no_more() -> None:
     assert server.unjoined == ["joins"]
     tokens = server.ask_behind(2)
     server.run()
-    assert server.joined() == [[token] for token in tokens]
-    server.handle(ev.PinAsked(token=server.clients.token(), model=ModelName("joins"), pin=True))
+    assert server.batched() == [[token] for token in tokens]
+    server.handle(ev.PinRequest(token=server.clients.token(), model=ModelName("joins"), pin=True))
     pardoned = server.ask_behind(2)
     server.run()
-    assert server.joined() == [pardoned]
+    assert server.batched() == [pardoned]
 
 
 def test_a_joined_run_that_ends_well_forgets_those_that_did_not() -> None:
@@ -346,12 +360,12 @@ def test_a_joined_run_that_ends_well_forgets_those_that_did_not() -> None:
 def test_one_that_is_taken_back_while_it_waits_is_not_computed_and_one_that_computes_is() -> None:
     server = Server()
     first, second, third = server.ask_behind(3)
-    server.handle(ev.CancelAsked(token=second))
+    server.handle(ev.CancelRequest(token=second))
     assert isinstance(server.error(second), errors.Cancelled)
     server.run(server.now_ms + 2 * COMPUTE_MS)
-    server.handle(ev.CancelAsked(token=third))  # it is nearly there
+    server.handle(ev.CancelRequest(token=third))  # it is nearly there
     server.run()
-    assert server.joined() == [[first, third]]
+    assert server.batched() == [[first, third]]
     assert not server.error(first)
     assert not server.error(third)
 
@@ -362,7 +376,7 @@ def test_a_deadline_that_passes_while_it_waits_takes_it_out_of_the_batch() -> No
     late, other = server.ask("joins", deadline_ms=1.0), server.ask("joins")
     server.run()
     assert isinstance(server.error(late), errors.DeadlineExceeded)
-    assert server.joined() == [[other]]
+    assert server.batched() == [[other]]
 
 
 def test_a_joined_run_is_hung_when_the_last_deadline_is_long_past() -> None:
@@ -380,7 +394,7 @@ def test_an_endless_joined_run_is_killed_and_each_is_tried_alone() -> None:
     tokens = server.ask_behind(2)
     server.faults["hang"] = ["joins"]
     server.run(server.now_ms + 10000.0)
-    assert server.joined() == [tokens, *[[token] for token in tokens]]
+    assert server.batched() == [tokens, *[[token] for token in tokens]]
     assert not any(server.error(token) for token in tokens)
 
 
@@ -390,7 +404,7 @@ def test_when_the_memory_daemon_dies_all_of_a_run_are_queued_again() -> None:
     server.run(server.now_ms + 2 * COMPUTE_MS)
     server.daemon.end(-9)
     server.run(server.now_ms + 5000.0)
-    assert server.joined() == [tokens, tokens]
+    assert server.batched() == [tokens, tokens]
     assert not any(server.error(token) for token in tokens)
 
 
@@ -400,11 +414,17 @@ def test_a_worker_that_answers_other_requests_than_it_was_given_is_killed() -> N
     server.run(server.now_ms + 2 * COMPUTE_MS + 1.0)
     task = server.scheduler.machine.devices[0].state.owner.running
     worker = server.workers[task.slot]
-    done = InferenceDone(epoch=task.epoch, outputs=(), turn_at_ms=0.0, first_group_at_ms=0.0,
-                         ended_at_ms=0.0, stall_ms=0.0)  # fmt: skip
+    done = InferenceDone(
+        op_id=task.op_id,
+        outputs=(),
+        turn_at_ms=0.0,
+        first_group_at_ms=0.0,
+        ended_at_ms=0.0,
+        stall_ms=0.0,
+    )
     server.handle(ev.Received(worker.address, done))
     server.run(server.now_ms + 5000.0)
-    assert server.joined() == [tokens, *[[token] for token in tokens]]
+    assert server.batched() == [tokens, *[[token] for token in tokens]]
     assert not any(server.error(token) for token in tokens)
 
 
@@ -421,7 +441,7 @@ def test_admission_counts_joined_runs_and_refuses_none_that_can_be_in_time() -> 
 def test_a_server_that_drains_waits_for_no_others() -> None:
     server = Server()
     token = server.ask("waits")
-    server.handle(ev.DrainAsked(token=None, grace_ms=1000.0))
+    server.handle(ev.DrainRequest(token=None, grace_ms=1000.0))
     server.run()
     assert server.end_ms(token) == DELAY_MS + COMPUTE_MS
     assert server.left == 0
@@ -431,7 +451,7 @@ def test_requests_keep_their_order_inside_a_run() -> None:
     server = Server()
     tokens = server.ask_behind(9)
     server.run()
-    flat = [token for run in server.joined() for token in run]
+    flat = [token for run in server.batched() for token in run]
     assert flat == tokens
     assert all(first < second for first, second in pairwise(flat))
 
@@ -459,11 +479,14 @@ class Steps(Server):
         program = program_of("lm", 4 * MIB, layer_ms=COMPUTE_MS / 4, batching=joins)
         inputs = [("ids", "length"), ("count",), ("used",), ("cache", "past", 3)]
         manifest = structs.replace(
-            program.manifest, extra={**program.manifest.extra, "pads": PADS},
-            inputs=tuple(ValueSpec(name=name, dtype="int64", shape=("batch", *more))
-                         for name, *more in inputs),
+            program.manifest,
+            extra={**program.manifest.extra, "pads": PADS},
+            inputs=tuple(
+                ValueSpec(name=name, dtype="int64", shape=("batch", *more))
+                for name, *more in inputs
+            ),
             dims=(Dim("batch", 1, 8), Dim("length", 1, 512), Dim("past", 1, 512)),
-        )  # fmt: skip
+        )
         self.clients.register(ModelName("lm"), replace(program, manifest=manifest, row_share=0.1))
         self.clients.run_ended = lambda command: self.handle(  # type: ignore[method-assign]
             ev.NextRuns(runs=tuple(map(self.next_run, command.answers)))
@@ -477,18 +500,29 @@ class Steps(Server):
         """A generation of so many tokens."""
         token = self.clients.token()
         self.to_come[token], self.past[token] = tokens, past
-        self.handle(ev.InferArrived(
-            token=token, request_id=f"r{token}", model=ModelName("lm"), digest="lm", priority=1,
-            deadline_at_ms=None, reply_offset_bytes=0, reply_bytes=0, sequence=token,
-            inputs=inputs_of(past, length), choosing=self.choosing(token), **values,
-        ))  # fmt: skip
+        self.handle(
+            ev.InferArrived(
+                token=token,
+                request_id=f"r{token}",
+                model=ModelName("lm"),
+                digest="lm",
+                priority=1,
+                deadline_at_ms=None,
+                reply_offset_bytes=0,
+                reply_bytes=0,
+                sequence=token,
+                inputs=inputs_of(past, length),
+                sampling_params=self.sampling_params(token),
+                **values,
+            )
+        )
         return token
 
-    def choosing(self, token: ev.Token) -> Choosing:
+    def sampling_params(self, token: ev.Token) -> SamplingParams:
         left = self.to_come[token]
-        return Choosing(steps=min(left, self.run_of), left=left)
+        return SamplingParams(steps=min(left, self.run_of), left=left)
 
-    def next_run(self, answer: ev.Answer) -> ev.NextRun:
+    def next_run(self, answer: ev.Reply) -> ev.NextRun:
         assert answer.more
         count = len(answer.body["tokens"])
         self.to_come[answer.token] -= count
@@ -499,19 +533,23 @@ class Steps(Server):
         if token in self.parked:
             return ev.NextRun(token=token)
         inputs = inputs_of(self.past[token], 1)
-        return ev.NextRun(token=token, inputs=inputs, choosing=self.choosing(token), sequence=token)
+        return ev.NextRun(
+            token=token, inputs=inputs, sampling_params=self.sampling_params(token), sequence=token
+        )
 
     @property
     def sizes(self) -> list[int]:
-        return [1 + len(run.joined) for _, run in self.runs]
+        return [1 + len(run.batched) for _, run in self.runs]
 
 
 def inputs_of(past: int, length: int) -> tuple[SlabTensor, ...]:
     shapes = {"ids": (1, length), "count": (1,), "used": (1,), "cache": (1, past, 3)}
     return tuple(
-        SlabTensor(name=name, dtype="int64", shape=shape, offset_bytes=0,
-                   size_bytes=8 * math.prod(shape)) for name, shape in shapes.items()
-    )  # fmt: skip
+        SlabTensor(
+            name=name, dtype="int64", shape=shape, offset_bytes=0, size_bytes=8 * math.prod(shape)
+        )
+        for name, shape in shapes.items()
+    )
 
 
 def test_generations_are_one_run_however_they_began() -> None:
@@ -579,13 +617,13 @@ def test_a_generation_that_is_cancelled_ends_with_its_run_at_the_latest(when: st
         server.parked.add(token)
         server.run(server.now_ms + 3 * COMPUTE_MS)
         assert server.to_come[token] < 200
-    server.handle(ev.CancelAsked(token=token))
+    server.handle(ev.CancelRequest(token=token))
     before = server.to_come[token]
     server.run(server.now_ms + 5 * COMPUTE_MS)
     assert isinstance(server.answers[token][1].error, errors.Cancelled)
     assert server.to_come[token] == before
     assert other not in server.answers
-    server.handle(ev.CancelAsked(token=other))
+    server.handle(ev.CancelRequest(token=other))
     server.run()
 
 
@@ -606,7 +644,7 @@ def test_a_generation_whose_model_leaves_reads_why() -> None:
     server = Steps()
     token = server.step(past=40, tokens=50)
     server.run(server.now_ms + 0.5)
-    server.handle(ev.UnregisterAsked(token=server.clients.token(), model=ModelName("lm")))
+    server.handle(ev.UnregisterRequest(token=server.clients.token(), model=ModelName("lm")))
     server.run()
     assert isinstance(server.answers[token][1].error, errors.ModelNotFound)
 
@@ -618,8 +656,15 @@ def test_a_worker_that_chooses_too_many_tokens_or_none_is_killed(tokens: Any) ->
     [device] = server.scheduler.machine.devices
     task = device.state.owner.running
     assert task is not None
-    done = InferenceDone(epoch=task.epoch, outputs=(), turn_at_ms=0.0, first_group_at_ms=0.0,
-                         ended_at_ms=1.0, stall_ms=0.0, tokens=tokens)  # fmt: skip
+    done = InferenceDone(
+        op_id=task.op_id,
+        outputs=(),
+        turn_at_ms=0.0,
+        first_group_at_ms=0.0,
+        ended_at_ms=1.0,
+        stall_ms=0.0,
+        tokens=tokens,
+    )
     worker = device.state.workers[task.slot]
     device.endings.done(worker, done)
     assert worker.kill_reason
@@ -645,20 +690,20 @@ def test_lengths_are_joined_as_far_as_padding_pays() -> None:
     given = [(40, 1), (60, 1), (400, 1), (64, 1), (390, 1), (1, 33), (1, 40), (64, 1)]
     tokens = [server.step(past=past, length=length) for past, length in given]
     server.run()
-    found = [one for one in server.joined() if set(one) <= set(tokens)]
+    found = [one for one in server.batched() if set(one) <= set(tokens)]
     assert found == [[tokens[n] for n in one] for one in ([0, 1, 3, 7], [2, 4], [5, 6])]
 
 
 def test_what_is_joined_together_has_room_in_a_workers_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batching, "MOST_JOINED_BYTES", 3 * 8 * (3 * 40 + 3))  # of three
+    monkeypatch.setattr(batching, "MAX_JOINED_BYTES", 3 * 8 * (3 * 40 + 3))  # of three
     server = Steps()
     server.ask_behind(0)
     for _ in range(7):
         server.step(past=40)
     server.run()
-    assert [1 + len(run.joined) for _, run in server.runs if run.model == "lm"] == [3, 3, 1]
+    assert [1 + len(run.batched) for _, run in server.runs if run.model == "lm"] == [3, 3, 1]
 
 
 def test_the_requests_of_a_run_that_failed_are_tried_alone_and_the_next_ones_joined() -> None:
@@ -688,9 +733,9 @@ def test_steps_that_follow_one_another_end_when_another_request_waits() -> None:
             server.step(past=40) if other == "lm" else server.ask(other)
         server.run(server.now_ms + 1.0)
         (_, run), *_ = server.runs
-        assert [one.epoch for one in server.interrupts] == [run.epoch]
+        assert [one.op_id for one in server.interrupts] == [run.op_id]
         server.run()
-        assert len({one.epoch for one in server.interrupts}) == len(server.interrupts)
+        assert len({one.op_id for one in server.interrupts}) == len(server.interrupts)
 
 
 def test_a_model_is_expected_to_take_a_step_and_not_a_run_of_several() -> None:

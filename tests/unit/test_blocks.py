@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeswitch.base.errors import QueueFull
-from pipeswitch.frontend.sequences.blocks import BLOCK_ROWS, Blocks, Table, rows_of_block, tokens_of
+from pipeswitch.frontend.sequences.blocks import (
+    BLOCK_ROWS,
+    BlockPool,
+    BlockTable,
+    rows_of_block,
+    tokens_of,
+)
 from tests.unit.sequence_world import check
 
 PAGE = 4096
@@ -22,7 +28,7 @@ class Memory:
 
     def __init__(self, capacity_bytes: int) -> None:
         self.free_bytes, self.taken, self.number = capacity_bytes, dict[int, int](), 0
-        self.blocks = Blocks(cast(Any, self), lambda: float(self.number))
+        self.blocks = BlockPool(cast(Any, self), lambda: float(self.number))
 
     def take_block(self, holder: str, size_bytes: int, beside_bytes: int, tenant: str) -> int:
         while size_bytes > self.free_bytes:
@@ -36,7 +42,7 @@ class Memory:
     def free_block(self, holder: str, offset_bytes: int, beside_bytes: int, tenant: str) -> None:
         self.free_bytes += self.taken.pop(offset_bytes)
 
-    def begin(self, caller: str, ids: list[int], row_bytes: int = ROW) -> Table:
+    def begin(self, caller: str, ids: list[int], row_bytes: int = ROW) -> BlockTable:
         """A sequence whose prompt is computed."""
         table = self.blocks.open(caller, "m", "", row_bytes, "digest")
         try:
@@ -66,7 +72,7 @@ def test_random_lives_hold_the_rows_that_live_and_leave_every_byte_free(
 ) -> None:
     """A run of hypothesis has 400 of these worlds, each of up to 60 lives and moves."""
     memory = Memory(pages * PAGE)
-    blocks, live = memory.blocks, list[tuple[str, Table, list[int]]]()
+    blocks, live = memory.blocks, list[tuple[str, BlockTable, list[int]]]()
     for move, which, number, caller in steps:
         one = live[which % len(live)] if live else None
         try:
@@ -110,7 +116,7 @@ def test_random_lives_hold_the_rows_that_live_and_leave_every_byte_free(
 
 def test_ten_thousand_lives_in_one_pool_leave_every_byte_free() -> None:
     memory, chance = Memory(200 * PAGE), random.Random(0)
-    live: list[Table] = []
+    live: list[BlockTable] = []
     for _ in range(10_000):
         ids = [*prompt(chance.randrange(9), 50), *prompt(chance.randrange(50), 30)]
         try:
@@ -131,7 +137,7 @@ def test_ten_thousand_lives_in_one_pool_leave_every_byte_free() -> None:
 def test_a_prefix_of_1000_tokens_is_one_copy_for_64_streams(together: bool) -> None:
     """Also where all have begun before the first one's rows are there."""
     memory, prefix = Memory(1 << 30), prompt(0, 1000)
-    blocks, tables = memory.blocks, list[Table]()
+    blocks, tables = memory.blocks, list[BlockTable]()
     for number in range(64):
         ids = [*prefix, 2000 + number]
         if not together:

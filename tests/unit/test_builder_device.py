@@ -11,7 +11,7 @@ import pytest
 
 from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.ipc.channel import Channel
-from pipeswitch.ipc.messages.base import Epoch, ModelName
+from pipeswitch.ipc.messages.base import ModelName, OpId
 from pipeswitch.ipc.messages.builder import BuildSettings
 from pipeswitch.programs.build import program as build_module
 from pipeswitch.programs.build.builder import exports, run
@@ -29,9 +29,12 @@ def settings_of(spec: bytes, folder: Path) -> BuildSettings:
     import torch
 
     return BuildSettings(
-        model=ModelName("m"), epoch=Epoch(1), directory=str(folder), spec=spec,
+        model=ModelName("m"),
+        op_id=OpId(1),
+        directory=str(folder),
+        spec=spec,
         threads=torch.get_num_threads(),  # it sets them for good: here they stay what they are
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from pipeswitch.ipc.messages.base import ModelName
 from pipeswitch.programs.interface.chains import Chain, Step, chain_of
 from pipeswitch.programs.interface.dims import BATCH, Dim, Expr
 from pipeswitch.programs.interface.layout import Manifest, ValueSpec
-from pipeswitch.scheduler.events import ChainAsked, Token
-from pipeswitch.wire.bill import Bill, of_steps
+from pipeswitch.scheduler.events import ChainRequest, Token
 from pipeswitch.wire.frames import RequestHeader
+from pipeswitch.wire.request_timing import RequestTiming, of_steps
 from tests.unit.test_scheduler_rules import Rig
 
 Values = dict[str, tuple[Any, ...]]
@@ -27,16 +27,29 @@ def model(inputs: Values, outputs: Values, *dims: Dim, dtype: str = "float32") -
         return tuple(ValueSpec(name=n, dtype=dtype, shape=shape) for n, shape in values.items())
 
     return Manifest(
-        digest="", mode="graph", mode_reason="", source="", total_bytes=0, tensors=(), groups=(),
-        inputs=specs(inputs, dtype), outputs=specs(outputs, "float32"), dims=dims,
-    )  # fmt: skip
+        digest="",
+        mode="graph",
+        mode_reason="",
+        source="",
+        total_bytes=0,
+        tensors=(),
+        groups=(),
+        inputs=specs(inputs, dtype),
+        outputs=specs(outputs, "float32"),
+        dims=dims,
+    )
 
 
 B = Dim(BATCH, 1, 8)
 HALF = Expr("//", ("length", 2))
 MODELS = {
-    "encoder": model({"ids": (BATCH, "length")}, {"y": (BATCH, 16), "state": (BATCH, HALF)}, B,
-                     Dim("length", 1, 512), dtype="int64"),
+    "encoder": model(
+        {"ids": (BATCH, "length")},
+        {"y": (BATCH, 16), "state": (BATCH, HALF)},
+        B,
+        Dim("length", 1, 512),
+        dtype="int64",
+    ),
     "head": model({"x": (BATCH, 16)}, {"label": (BATCH,)}, Dim(BATCH, 2, 64)),
     "fixed": model({"x": (4, 16)}, {"y": (4, 16)}),
     "wide": model({"x": (BATCH, 32)}, {"y": (BATCH,)}, B),
@@ -44,7 +57,7 @@ MODELS = {
     "mixes": model({"state": (BATCH, "n"), "other": ("n",)}, {"y": (BATCH,)}, B, Dim("n", 1, 64)),
     "a": model({"x": (1,)}, {"b.c": (1,)}),
     "a.b": model({"x": (1,)}, {"c": (1,)}),
-}  # fmt: skip
+}
 FROM = {"x": "encoder.y"}
 
 
@@ -81,13 +94,19 @@ def test_what_is_computed_is_told_where_a_request_chooses_it() -> None:
     [
         (["encodr"], {}, 'no model "encodr"; there are encoder, head'),
         (["encoder", Step(model="head", inputs={"z": "encoder.y"})], {}, 'no input "z"; it has x'),
-        (["encoder", Step(model="head", inputs={"x": "encoder.z"})], {},
-         '"encoder.z", which no earlier step returns; there are encoder.y, encoder.state'),
+        (
+            ["encoder", Step(model="head", inputs={"x": "encoder.z"})],
+            {},
+            '"encoder.z", which no earlier step returns; there are encoder.y, encoder.state',
+        ),
         (["encoder", Step(model="head", inputs={"x": "encodr.y"})], {}, "no earlier step"),
         ([Step(model="head", inputs=FROM), "encoder"], {}, "no earlier step.*none yet"),
         ([Step(model="head", inputs={"x": "head.label"})], {}, "no earlier step"),
-        (["encoder", Step(model="wide", inputs=FROM)], {},
-         r"expects float32\[1\.\.8,32\], encoder\.y is float32\[1\.\.8,16\]"),
+        (
+            ["encoder", Step(model="wide", inputs=FROM)],
+            {},
+            r"expects float32\[1\.\.8,32\], encoder\.y is float32\[1\.\.8,16\]",
+        ),
         (["encoder", Step(model="many", inputs=FROM)], {}, r"9\.\.64,16\], encoder.y is .*1\.\.8"),
         (["encoder", Step(model="head", inputs={"x": "ids"})], {}, r"ids is int64"),
         (["encoder", "head"], {}, 'nothing reads what step "encoder".*head:x=encoder.y'),
@@ -95,7 +114,7 @@ def test_what_is_computed_is_told_where_a_request_chooses_it() -> None:
         (["encoder", "encoder"], {}, "two steps.*again=encoder"),
         (["a", "a.b"], {}, "two values are called"),
     ],
-)  # fmt: skip
+)
 def test_a_declaration_that_leads_nowhere_is_one_error_that_says_where(
     steps: list[str | Step], returns: dict[str, str], words: str
 ) -> None:
@@ -107,15 +126,21 @@ def test_a_declaration_that_leads_nowhere_is_one_error_that_says_where(
 @pytest.mark.parametrize(
     "body",
     [
-        {}, {"steps": []}, {"steps": "encoder"}, {"steps": [{"model": ""}]},
-        {"steps": [{"model": "m", "what": 1}]}, {"steps": [{"model": "m", "inputs": {"x": 1}}]},
-        {"steps": [{"model": "m"}] * 17}, {"steps": [{"model": "m"}], "outputs": ["y"]},
-        {"steps": [{"model": "m", "name": "A B"}]}, {"steps": [{"model": "m"}], "more": 1},
+        {},
+        {"steps": []},
+        {"steps": "encoder"},
+        {"steps": [{"model": ""}]},
+        {"steps": [{"model": "m", "what": 1}]},
+        {"steps": [{"model": "m", "inputs": {"x": 1}}]},
+        {"steps": [{"model": "m"}] * 17},
+        {"steps": [{"model": "m"}], "outputs": ["y"]},
+        {"steps": [{"model": "m", "name": "A B"}]},
+        {"steps": [{"model": "m"}], "more": 1},
         {"steps": [{"model": "m", "inputs": {f"{n}": "x" for n in range(65)}}]},
         {"steps": [{"model": "m", "inputs": {"x": "x" * 129}}]},
         {"steps": [{"model": "m", "inputs": {"x": "a\x1bb"}}]},
     ],
-)  # fmt: skip
+)
 def test_what_is_no_declaration_is_refused_before_it_is_asked(body: dict[str, Any]) -> None:
     header = RequestHeader(v=1, op="chain", id="1", model="c", body=body)
     with pytest.raises(InvalidInput, match=r"^chain|step name"):
@@ -128,7 +153,7 @@ def test_the_list_is_the_schedulers_and_survives_it() -> None:
     token = Token(90)
 
     def asked(name: str, **fields: Any) -> Any:
-        rig.handle(ChainAsked(token=token, model=ModelName(name), **fields))
+        rig.handle(ChainRequest(token=token, model=ModelName(name), **fields))
         return rig.answers.pop(token)
 
     rig.scheduler.machine.models["m"].manifest = MODELS["fixed"]
@@ -139,19 +164,24 @@ def test_the_list_is_the_schedulers_and_survives_it() -> None:
     assert isinstance(asked("c", steps=steps, tenant="other").error, AlreadyExists)
     again = Rig()
     packed = msgspec.msgpack.encode(chain)
-    again.handle(ChainAsked(token=token, model=ModelName("c"),
-                            restored=msgspec.msgpack.decode(packed, type=Chain)))  # fmt: skip
+    again.handle(
+        ChainRequest(
+            token=token, model=ModelName("c"), restored=msgspec.msgpack.decode(packed, type=Chain)
+        )
+    )
     assert again.scheduler.machine.chains["c"][0] == chain
     (row,) = again.scheduler.listing.models()
     assert (row["name"], row["state"]) == ("c", "incomplete")
 
 
 def test_a_bill_is_the_sum_of_its_parts() -> None:
-    one = Bill(compute_ms=1.0, total_ms=3.0, resident=True, preempted="job", kept_bytes=5)
-    two = Bill(compute_ms=2.0, total_ms=4.0, worker=1, epoch=9, version=2)
+    one = RequestTiming(
+        compute_ms=1.0, total_ms=3.0, resident=True, preempted="job", resident_bytes=5
+    )
+    two = RequestTiming(compute_ms=2.0, total_ms=4.0, worker=1, op_id=9, version=2)
     bill = of_steps({"one": one, "two": two})
-    assert (bill.compute_ms, bill.total_ms, bill.kept_bytes) == (3.0, 7.0, 5)
+    assert (bill.compute_ms, bill.total_ms, bill.resident_bytes) == (3.0, 7.0, 5)
     assert (bill.resident, bill.preempted, bill.worker, bill.version) == (False, "job", 1, 2)
-    assert bill.as_dict()["steps"]["two"]["epoch"] == 9
+    assert bill.as_dict()["steps"]["two"]["op_id"] == 9
     assert "steps" not in one.as_dict()
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(bill), type=Bill) == bill
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(bill), type=RequestTiming) == bill

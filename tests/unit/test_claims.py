@@ -11,8 +11,8 @@ import pytest
 
 from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.controller.builds import Builds
-from pipeswitch.controller.folders import Places
-from pipeswitch.ipc.messages.base import Epoch, Exit, Message, ModelName
+from pipeswitch.controller.folders import StateDir
+from pipeswitch.ipc.messages.base import Exit, Message, ModelName, OpId
 from pipeswitch.ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
 from pipeswitch.programs.decoding.generation import PADS
 from pipeswitch.programs.graphs.partition import Layer, Weight, place
@@ -27,12 +27,27 @@ TENSORS, LAYERS, GROUPS, TOTAL = place(
 )
 VALUE = layout.ValueSpec(name="x", dtype="float32", shape=("batch", 10))
 HONEST = layout.Manifest(
-    digest="a" * 64, mode="graph", mode_reason="", source="bundle", total_bytes=TOTAL,
-    tensors=TENSORS, groups=GROUPS, layers=LAYERS, inputs=(VALUE,), outputs=(VALUE,),
-    dims=(Dim("batch", 1, 8),), batching=layout.Batching(limit=4, delay_ms=1.0, is_exact=True),
-    extra={"notes": ["a note"], "intermediate_bytes": 80, "largest_value_bytes": 40,
-           "is_whole": True, "checked_by": "contracts", "last_readers": [1, 2, 5]},
-)  # fmt: skip
+    digest="a" * 64,
+    mode="graph",
+    mode_reason="",
+    source="bundle",
+    total_bytes=TOTAL,
+    tensors=TENSORS,
+    groups=GROUPS,
+    layers=LAYERS,
+    inputs=(VALUE,),
+    outputs=(VALUE,),
+    dims=(Dim("batch", 1, 8),),
+    batching=layout.Batching(limit=4, delay_ms=1.0, is_exact=True),
+    extra={
+        "notes": ["a note"],
+        "intermediate_bytes": 80,
+        "largest_value_bytes": 40,
+        "is_whole": True,
+        "checked_by": "contracts",
+        "last_readers": [1, 2, 5],
+    },
+)
 
 
 def with_tensor(**changed: Any) -> dict[str, Any]:
@@ -47,7 +62,7 @@ def with_extra(**changed: Any) -> dict[str, Any]:
     return {"extra": {**HONEST.extra, **changed}}
 
 
-def joined(limit: int = 4, delay_ms: float = 1.0) -> dict[str, Any]:
+def batched(limit: int = 4, delay_ms: float = 1.0) -> dict[str, Any]:
     return {"batching": layout.Batching(limit=limit, delay_ms=delay_ms, is_exact=True)}
 
 
@@ -85,10 +100,10 @@ LIES: dict[str, dict[str, Any]] = {
     "a tensor of another dtype": with_tensor(dtype="string"),
     "a tensor before the file": with_tensor(file_offset_bytes=-8),
     "a tensor's name that turns the text": with_tensor(name="\u202ew"),
-    "a batch of none": joined(limit=0),
-    "a batch of less": joined(limit=-4),
-    "a batch that it does not take": joined(limit=9),
-    "others are awaited for less than nothing": joined(delay_ms=-1.0),
+    "a batch of none": batched(limit=0),
+    "a batch of less": batched(limit=-4),
+    "a batch that it does not take": batched(limit=9),
+    "others are awaited for less than nothing": batched(delay_ms=-1.0),
     "joined, with a fixed batch": {"dims": (Dim("batch", 2, 2),)},
     "joined, with one answer for all": {
         "outputs": (layout.ValueSpec(name="x", dtype="float32", shape=(10,)),)
@@ -145,27 +160,39 @@ class Rig:
     ) -> None:
         self.taken: list[Any] = []
         self.children = Children()
-        self.places = Places(root=folder)
+        self.places = StateDir(root=folder)
         self.places.models.mkdir()
         disk = SimpleNamespace(
             refusal=lambda *_: None, left_bytes=lambda *_: 1 << 30, digest_of=lambda _: ""
         )
         sizes = SimpleNamespace(
-            build_threads=1, build_timeout_s=0.0, build_memory_bytes=0, task_memory_bytes=0,
-            is_sandboxed=True, packs_weights=True,
-        )  # fmt: skip
+            build_threads=1,
+            build_timeout_s=0.0,
+            build_memory_bytes=0,
+            task_memory_bytes=0,
+            is_sandboxed=True,
+            packs_weights=True,
+        )
         ground = SimpleNamespace(
-            sizes=sizes, places=self.places, children=self.children, take=self.taken.append,
+            sizes=sizes,
+            places=self.places,
+            children=self.children,
+            take=self.taken.append,
             frontend=SimpleNamespace(disk=disk, uploads=SimpleNamespace(remove=lambda _: None)),
             memory=SimpleNamespace(environment=99),
-        )  # fmt: skip
+        )
         spec = msgspec.msgpack.encode(
-            BuildSpec(name="own", source=source, weights=weights, batch=batch,
-                      batch_delay_ms=1.0 * bool(batch))
-        )  # fmt: skip
+            BuildSpec(
+                name="own",
+                source=source,
+                weights=weights,
+                batch=batch,
+                batch_delay_ms=1.0 * bool(batch),
+            )
+        )
         self.builds = Builds(cast(Any, ground), ())
         self.builds.start(
-            StartBuild(model=ModelName("own"), epoch=Epoch(7), spec=spec, tenant="enemy")
+            StartBuild(model=ModelName("own"), op_id=OpId(7), spec=spec, tenant="enemy")
         )
 
     def said(self) -> list[Message]:
@@ -175,7 +202,7 @@ class Rig:
         work = self.places.models / ".build-7-x"
         work.mkdir()
         save_manifest(work, manifest)
-        done = BuildDone(model=ModelName("own"), epoch=Epoch(7), digest="a" * 64, folder=work.name)
+        done = BuildDone(model=ModelName("own"), op_id=OpId(7), digest="a" * 64, folder=work.name)
         self.children.on_message(done, [])
         self.children.on_exit(0)
 
@@ -197,10 +224,10 @@ def test_a_build_in_the_sandbox_gets_no_environment(
 
 def test_a_builder_speaks_of_no_build_but_its_own(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    others = {"model": ModelName("anothers"), "epoch": Epoch(6)}
+    others = {"model": ModelName("anothers"), "op_id": OpId(6)}
     rig.children.on_message(BuildProgress(**others, stage="pack", fraction=0.5), [])
     rig.children.on_message(BuildFailed(**others, error="Cancelled", message="no"), [])
-    assert [(m.model, m.epoch) for m in cast(Any, rig.said())] == [("own", 7)] * 2
+    assert [(m.model, m.op_id) for m in cast(Any, rig.said())] == [("own", 7)] * 2
     assert not rig.children.killed
     rig.children.on_message(Exit(), [])
     assert rig.children.killed == 1
@@ -213,7 +240,7 @@ def test_requests_are_joined_as_the_owner_asked_and_not_as_the_builder_says(
 ) -> None:
     """Other clients' requests would meet in a process that it may have taken over too."""
     rig = Rig(tmp_path, batch=asked)
-    rig.built(msgspec.structs.replace(HONEST, **(joined(found) if found else {"batching": None})))
+    rig.built(msgspec.structs.replace(HONEST, **(batched(found) if found else {"batching": None})))
     [answer] = rig.said()
     assert isinstance(answer, BuildFailed)
     assert "as its owner asked" in answer.message
@@ -230,9 +257,26 @@ def test_these_are_the_fields_that_a_builder_fills() -> None:
     """A new one has to be looked at, or be shown to be no number that is reckoned with."""
     digests = {"digest", "weights_sha256", "head_sha256"}  # a wrong one refuses its own program
     assert set(layout.Manifest.__struct_fields__) - {*digests, "mode", "triggers"} == {
-        "mode_reason", "source", "total_bytes", "tensors", "groups", "inputs", "outputs", "dims",
-        "takes", "returns", "layers", "batching", "extra", "precision",
-    }  # fmt: skip
+        "mode_reason",
+        "source",
+        "total_bytes",
+        "tensors",
+        "groups",
+        "inputs",
+        "outputs",
+        "dims",
+        "takes",
+        "returns",
+        "layers",
+        "batching",
+        "extra",
+        "precision",
+    }
     assert set(layout.TensorSpec.__struct_fields__) == {
-        "name", "dtype", "shape", "offset_bytes", "size_bytes", "file_offset_bytes",
-    }  # fmt: skip
+        "name",
+        "dtype",
+        "shape",
+        "offset_bytes",
+        "size_bytes",
+        "file_offset_bytes",
+    }

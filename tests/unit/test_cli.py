@@ -46,9 +46,29 @@ def run(*args: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize(
     "verb",
-    ["serve", "register", "unregister", "models", "show", "load", "unload", "infer", "train",
-     "jobs", "ps", "top", "trace", "ui", "demo", "doctor", "config", "stop", "completion", "stats"],
-)  # fmt: skip
+    [
+        "serve",
+        "register",
+        "unregister",
+        "models",
+        "show",
+        "load",
+        "unload",
+        "infer",
+        "train",
+        "jobs",
+        "ps",
+        "top",
+        "trace",
+        "ui",
+        "demo",
+        "doctor",
+        "config",
+        "stop",
+        "completion",
+        "stats",
+    ],
+)
 def test_every_verb_has_help(verb: str) -> None:
     status, text, _ = run(verb, "--help")
     assert status == 0
@@ -88,8 +108,9 @@ def test_ctrl_c_keeps_the_bills_of_what_was_answered() -> None:
     for is_paced in (False, True):
         sent: list[str] = []
         client: Any = Interrupted()
-        outcomes = cli_infer.run_requests(client, "m", None, [0.0] * 10, {}, lambda outcome: None,
-                                          is_paced=is_paced)  # fmt: skip
+        outcomes = cli_infer.run_requests(
+            client, "m", None, [0.0] * 10, {}, lambda outcome: None, is_paced=is_paced
+        )
         assert [outcome.number for outcome in outcomes] == [0, 1]
 
 
@@ -198,8 +219,20 @@ def test_flags_reach_the_server_as_settings(monkeypatch: pytest.MonkeyPatch) -> 
         return 0
 
     monkeypatch.setattr("pipeswitch.cli.server.part", lambda module, name: serve)
-    flags = ["--listen", "tcp://127.0.0.1:6000", "--arena", "0.5", "--host-store", "1GiB",
-             "--standby", "1", "--allow-code", "a.*", "--allow-code", "b.*"]  # fmt: skip
+    flags = [
+        "--listen",
+        "tcp://127.0.0.1:6000",
+        "--arena",
+        "0.5",
+        "--host-store",
+        "1GiB",
+        "--standby",
+        "1",
+        "--allow-code",
+        "a.*",
+        "--allow-code",
+        "b.*",
+    ]
     assert run("serve", *flags)[0] == 0
     (config,) = started
     assert config.server.listen == "tcp://127.0.0.1:6000"
@@ -235,9 +268,15 @@ def answering(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
 
 @pytest.mark.parametrize(
     "args",
-    [("--rate", "poisson:1.2.3"), ("--rate", ""), ("--deadline", "50"), ("--deadline", ""),
-     ("--output", "/nonexistent/y.npy"), ("--output", "y.txt")],
-)  # fmt: skip
+    [
+        ("--rate", "poisson:1.2.3"),
+        ("--rate", ""),
+        ("--deadline", "50"),
+        ("--deadline", ""),
+        ("--output", "/nonexistent/y.npy"),
+        ("--output", "y.txt"),
+    ],
+)
 def test_what_infer_cannot_use_is_a_usage_error_before_anything_is_sent(args: tuple[str]) -> None:
     assert run("infer", "m", *args, env=NOBODY)[0] == 2
 
@@ -666,11 +705,21 @@ def test_a_failed_job_has_its_cause_and_what_to_type() -> None:
 
 def test_top_shows_what_jobs_hold_and_what_streams() -> None:
     large = {"name": "large", "kind": "model", "device": "0", "streamed_bytes": 120 << 20}
-    job = {"name": "j", "kind": "job", "device": str(8 << 20), "host": str(5 << 20),
-           "activation_bytes": 4 << 20, "offloaded_bytes": 3 << 20}  # fmt: skip
-    stats = {"arena_capacity_bytes": 40 << 20, "arena_free_bytes": 30 << 20,
-             "store_capacity_bytes": 64 << 20, "store_offloaded_bytes": 3 << 20,
-             "pool_capacity_bytes": 9 << 20}  # fmt: skip
+    job = {
+        "name": "j",
+        "kind": "job",
+        "device": str(8 << 20),
+        "host": str(5 << 20),
+        "activation_bytes": 4 << 20,
+        "offloaded_bytes": 3 << 20,
+    }
+    stats = {
+        "arena_capacity_bytes": 40 << 20,
+        "arena_free_bytes": 30 << 20,
+        "store_capacity_bytes": 64 << 20,
+        "store_offloaded_bytes": 3 << 20,
+        "pool_capacity_bytes": 9 << 20,
+    }
     large |= {"tokens": 70, "sequences": 2, "sequence_bytes": 2 << 20, "spare_bytes": 1 << 20}
     anew = {"name": "anew", "kind": "model", "device": "0", "tokens": 3}
     views.add_rates([large, anew, job], {"large": 20, "anew": 100}, 4.0)
@@ -682,8 +731,18 @@ def test_top_shows_what_jobs_hold_and_what_streams() -> None:
     assert "64.00 MiB of 64.00 MiB, 3.00 MiB offloaded" in told
     assert "tokens/s 12.5" in told
     assert "9.00 MiB of 9.00 MiB, 3.00 MiB of sequences" in told
-    titles = ["DEVICE", "ACTIVATIONS", "HOST", "OFFLOADED", "STREAMED", "SEQUENCES", "TOKENS",
-              "TOKENS/S", "KEPT", "PRIO"]  # fmt: skip
+    titles = [
+        "DEVICE",
+        "ACTIVATIONS",
+        "HOST",
+        "OFFLOADED",
+        "STREAMED",
+        "SEQUENCES",
+        "TOKENS",
+        "TOKENS/S",
+        "KEPT",
+        "PRIO",
+    ]
     assert [one for one in told.split() if one in titles] == titles
     assert told.split("\nj ")[1].split()[:6] == ["job", "8.00", "MiB", "4.00", "MiB", "5.00"]
 
@@ -788,7 +847,7 @@ def test_a_record_shows_sizes_shapes_and_ranges_and_leaves_out_what_is_empty() -
         "dims": {"batch": [1, 64]},
         "device_s": {"infer": 0.123456},
         "plan": None,
-        "memory": {"free_bytes": 3 << 20, "least_bytes": None},
+        "memory": {"free_bytes": 3 << 20, "min_bytes": None},
     }
     lines = [line.split(maxsplit=1) for line in narrow(views.details(row))]
     assert [(key, value.strip()) for key, value in lines[:3]] == [

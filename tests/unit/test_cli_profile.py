@@ -37,12 +37,16 @@ def answer(*profiles: Profile | None) -> dict[str, Any]:
     return {
         "arena_bytes": 16 * MIB,
         "models": [
-            {"name": f"m{number}", "bytes": LAYERS * MIB, "grouping": "planned",
-             "grouping_why": "it has no profile",
-             "profile": None if one is None else msgspec.to_builtins(one)}
+            {
+                "name": f"m{number}",
+                "bytes": LAYERS * MIB,
+                "grouping": "planned",
+                "grouping_why": "it has no profile",
+                "profile": None if one is None else msgspec.to_builtins(one),
+            }
             for number, one in enumerate(profiles)
         ],
-    }  # fmt: skip
+    }
 
 
 def text_of(view: RenderableType) -> str:
@@ -65,8 +69,9 @@ def test_a_profile_in_a_screen_says_what_was_measured() -> None:
 def test_a_link_that_costs_nothing_a_byte_has_no_bandwidth() -> None:
     found = profile("net", 10.0)
     free = msgspec.structs.replace(found.link, beta_ms_per_mib=0.0)
-    text = text_of(cli_profile.profile_view(msgspec.to_builtins(
-        msgspec.structs.replace(found, link=free))))  # fmt: skip
+    text = text_of(
+        cli_profile.profile_view(msgspec.to_builtins(msgspec.structs.replace(found, link=free)))
+    )
     assert "∞" in text
 
 

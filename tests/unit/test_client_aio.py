@@ -12,7 +12,7 @@ import pytest
 
 from pipeswitch.client import Client, Task
 from pipeswitch.client.aio import AsyncClient, AsyncTask
-from pipeswitch.client.verbs import Awaited, awaited
+from pipeswitch.client.verbs import AwaitableVerbs, awaited
 
 
 def public_verbs(kind: type) -> set[str]:
@@ -38,7 +38,7 @@ class Source:
         return path, kind, threading.current_thread().name
 
 
-class AwaitedSource(Awaited[Source]):
+class AwaitedSource(AwaitableVerbs[Source]):
     upload = awaited(Source.upload)
 
 

@@ -267,8 +267,12 @@ def test_a_server_that_forgot_the_client_carried_nothing_out(face: Face) -> None
     face.greet()
     for _ in range(calls.MAX_TRIES - 1):
         (request_id,) = face._calls
-        unknown = {"type": "ServerUnavailable", "message": "", "hint": "",
-                   "data": {"reason": "unknown_session"}}  # fmt: skip
+        unknown = {
+            "type": "ServerUnavailable",
+            "message": "",
+            "hint": "",
+            "data": {"reason": "unknown_session"},
+        }
         face.reply(request_id, status="error", error=unknown)
         face.greet()
         assert face.asked == ["hello", "train"]

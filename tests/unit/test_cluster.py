@@ -43,8 +43,18 @@ def plain(known: dict[str, Summary], held: set[str], size_bytes: int, without: s
             is_held = name in held and not without
             free_bytes = 1 << int(math.log2(one.free_bytes)) if one.free_bytes else 0
             switch_ms = 0.0 if is_held else size_bytes / one.link_bytes_per_ms
-            places.append(Place(number, is_held, one.waiting > 0, one.waiting, one.queue_ms,
-                                switch_ms, free_bytes, size_bytes))  # fmt: skip
+            places.append(
+                Place(
+                    number,
+                    is_held,
+                    one.waiting > 0,
+                    one.waiting,
+                    one.queue_ms,
+                    switch_ms,
+                    free_bytes,
+                    size_bytes,
+                )
+            )
     return best(places, RANK)
 
 
@@ -60,9 +70,12 @@ def test_of_thousands_the_few_that_are_looked_at_hold_the_best(seed: int) -> Non
     for _ in range(300):
         name = rng.choice(sorted(known))
         known[name] = Summary(
-            name, rng.choice([0, 1000, 1 << 20, 3 << 20, 1 << 30]), rng.choice([0.0, 5.0, 50.0]),
-            rng.randrange(3), rng.choice([LINK, LINK / 8]),
-        )  # fmt: skip
+            name,
+            rng.choice([0, 1000, 1 << 20, 3 << 20, 1 << 30]),
+            rng.choice([0.0, 5.0, 50.0]),
+            rng.randrange(3),
+            rng.choice([LINK, LINK / 8]),
+        )
         nodes.put(known[name])
         model, size_bytes = rng.choice("ab"), rng.choice([500, 2 << 20, 2 << 30])
         held[model] ^= {rng.choice(sorted(known))}
@@ -306,7 +319,7 @@ def test_when_the_second_holder_is_gone_too_placement_says_where_the_first_is_no
 ) -> None:
     rig = lost_twice()
     assert [asking(rig), asking(rig)] == ["a2", "a2"]
-    assert rig.asked == [("accuse", "b", "b")]
+    assert rig.asked == [("report_unreachable", "b", "b")]
     assert [door.asked for door in rig.doors.values()] == [1, 1, 2]
 
 

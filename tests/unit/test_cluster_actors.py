@@ -14,13 +14,13 @@ import pytest
 
 from pipeswitch.base.errors import ModelNotFound, ServerUnavailable
 from pipeswitch.client.holders import Table
-from pipeswitch.cluster import leases, lives, node_actor, placement_actor, ray_nodes
+from pipeswitch.cluster import job_reconciler, leases, node_actor, placement_actor, ray_nodes
 from pipeswitch.cluster.jobs import write_whole
 from pipeswitch.cluster.node_actor import Node
 from pipeswitch.cluster.placement_actor import Placement
 from pipeswitch.cluster.scaling import Scale
 
-HOME = lives.Copy(life=1, state="home")
+HOME = job_reconciler.JobReplica(life=1, state="home")
 
 
 class Remote:
@@ -38,10 +38,20 @@ class Remote:
 class FakeNode:
     def __init__(self, name: str) -> None:
         self.facts: dict[str, Any] = {
-            "name": name, "address": f"tcp://{name}", "keys": (b"p", b"s", b"k"),
-            "free_bytes": 1 << 20, "gateway_keys": (), "learned": 0, "each_ms": 0.0,
-            "queue_ms": 0.0, "waiting": 0, "jobs": 0, "copies": {}, "models": {}, "bodies": {},
-        }  # fmt: skip
+            "name": name,
+            "address": f"tcp://{name}",
+            "keys": (b"p", b"s", b"k"),
+            "free_bytes": 1 << 20,
+            "gateway_keys": (),
+            "learned": 0,
+            "each_ms": 0.0,
+            "queue_ms": 0.0,
+            "waiting": 0,
+            "jobs": 0,
+            "copies": {},
+            "models": {},
+            "bodies": {},
+        }
         self.number, self.tables = 0, list[dict[str, Any]]()
         self.on_adopt: Callable[[], None] = lambda: None
 
@@ -228,10 +238,10 @@ def test_an_order_that_is_done_is_taken_away_under_the_lock(
 
 
 def test_who_accuses_a_node_that_has_started_again_is_late(placed: Placement) -> None:
-    placed.accuse("a", "tcp://former")
+    placed.report_unreachable("a", "tcp://former")
     assert set(placed.table()["nodes"]) == set("abc")
     assert not placed.table()["may_come"]
-    placed.accuse("a", "tcp://a")
+    placed.report_unreachable("a", "tcp://a")
     assert set(placed.table()["nodes"]) == set("bc")
     assert placed.table()["may_come"]
 

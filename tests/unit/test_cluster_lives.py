@@ -14,8 +14,16 @@ import pytest
 
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.cluster import jobs as jobs_module
+from pipeswitch.cluster.job_reconciler import (
+    JobAction,
+    JobReplica,
+    homeless,
+    homes_of,
+    last_life,
+    lost,
+    orders,
+)
 from pipeswitch.cluster.jobs import NodeJobs
-from pipeswitch.cluster.lives import Copy, Order, homeless, homes_of, last_life, lost, orders
 from pipeswitch.commits.progress import HANDED_ON, SUFFIX, Life, read_life
 
 NODES = ("a", "b", "c")
@@ -25,21 +33,21 @@ class World:
     """Three nodes and one job; a node that is away keeps what it has, but its job does not run."""
 
     def __init__(self) -> None:
-        self.kept: dict[str, dict[str, Copy]] = {node: {} for node in NODES}
+        self.kept: dict[str, dict[str, JobReplica]] = {node: {} for node in NODES}
         self.away: set[str] = set()
         self.step = 0  # the job's own
-        self.kept["a"]["j"] = Copy(1, "home")
+        self.kept["a"]["j"] = JobReplica(1, "home")
 
     @property
-    def copies(self) -> dict[str, dict[str, Copy]]:
+    def copies(self) -> dict[str, dict[str, JobReplica]]:
         return {node: dict(kept) for node, kept in self.kept.items() if node not in self.away}
 
-    def ordered(self, given_up: bool = True) -> list[Order]:
+    def ordered(self, given_up: bool = True) -> list[JobAction]:
         copies = self.copies
         gone = homeless(copies, {}) if given_up else set()
         return list(orders(copies, {}, sorted(copies), gone))
 
-    def carry_out(self, order: Order) -> None:
+    def carry_out(self, order: JobAction) -> None:
         """As a node does, which looks at the number first."""
         mine = self.kept[order.node]
         copy = mine.get(order.job)
@@ -58,8 +66,10 @@ class World:
 
     def comes_back(self, *nodes: str) -> None:
         """Each says what it would go on with before it does; several may start at once."""
-        claims = {node: {job: copy.life for job, copy in self.kept[node].items()
-                         if copy.state == "home"} for node in nodes}  # fmt: skip
+        claims = {
+            node: {job: copy.life for job, copy in self.kept[node].items() if copy.state == "home"}
+            for node in nodes
+        }
         for node in nodes:
             for job in lost(node, self.copies, claims):
                 del self.kept[node][job]
@@ -130,15 +140,18 @@ def test_a_job_that_was_paused_or_held_is_told_apart() -> None:
 def test_the_one_that_starts_with_the_later_life_goes_on_with_it() -> None:
     claims = {"a": {"j": 1, "k": 2}, "b": {"j": 2}}
     assert (lost("a", {}, claims), lost("b", {}, claims)) == ({"j"}, set())
-    assert lost("a", {"c": {"k": Copy(1, "home")}}, claims) == {"j", "k"}
-    assert not homeless({"c": {"j": Copy(1, "replica")}}, claims)
+    assert lost("a", {"c": {"k": JobReplica(1, "home")}}, claims) == {"j", "k"}
+    assert not homeless({"c": {"j": JobReplica(1, "replica")}}, claims)
 
 
 def test_what_is_of_an_older_job_of_its_name_is_not_gone_on_with() -> None:
-    kept = {"a": {"j": Copy(1, "replica", step=9)}, "b": {"j": Copy(7, "replica", step=2)}}
-    assert list(orders(kept, {}, "ab", {"j"})) == [Order("b", "take_over", "j")]
-    kept = {"a": {"j": Copy(1, "over")}, "b": {"j": Copy(7, "home")}}
-    assert Order("a", "drop", "j", 7) in orders(kept, {}, "ab", ())
+    kept = {
+        "a": {"j": JobReplica(1, "replica", step=9)},
+        "b": {"j": JobReplica(7, "replica", step=2)},
+    }
+    assert list(orders(kept, {}, "ab", {"j"})) == [JobAction("b", "take_over", "j")]
+    kept = {"a": {"j": JobReplica(1, "over")}, "b": {"j": JobReplica(7, "home")}}
+    assert JobAction("a", "drop", "j", 7) in orders(kept, {}, "ab", ())
 
 
 def test_a_name_that_is_a_path_is_refused_before_anything_is_forgotten(tmp_path: Path) -> None:

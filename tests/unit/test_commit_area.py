@@ -16,7 +16,7 @@ from pipeswitch.commits import area as commit_area
 from pipeswitch.commits import files
 from pipeswitch.commits import files as commit_files
 from pipeswitch.commits.area import HEADER_BYTES, Commit, CommitArea, area_bytes, create_area
-from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.ipc.control_page import sealed_memfd
 
 SLOT_BYTES = 10_000
 COMMIT_POINTS = ["commit.struck", "commit.copied", "commit.recorded", "commit.flipped"]

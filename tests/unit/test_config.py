@@ -27,7 +27,7 @@ from pipeswitch.base.config import (
 )
 from pipeswitch.base.errors import ConfigError
 from pipeswitch.base.roles import Role
-from pipeswitch.base.units import Amount, format_bytes, parse_ms, parse_size
+from pipeswitch.base.units import SizeSpec, format_bytes, parse_ms, parse_size
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def test_a_time_without_a_unit_is_refused(text: object) -> None:
 
 
 def test_an_amount_is_auto_bytes_or_a_fraction() -> None:
-    assert Amount.parse("auto").resolve(100, 10) == 10
-    assert Amount.parse("0.9").resolve(100, 10) == 90
-    assert Amount.parse("2KiB").resolve(100, 10) == 2048
-    assert str(Amount.parse("2GiB")) == format_bytes(2 << 30) == "2.00 GiB"
+    assert SizeSpec.parse("auto").resolve(100, 10) == 10
+    assert SizeSpec.parse("0.9").resolve(100, 10) == 90
+    assert SizeSpec.parse("2KiB").resolve(100, 10) == 2048
+    assert str(SizeSpec.parse("2GiB")) == format_bytes(2 << 30) == "2.00 GiB"
 
 
 def test_the_commented_example_is_the_defaults() -> None:

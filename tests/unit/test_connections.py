@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pipeswitch.frontend.transport import connections
+from pipeswitch.frontend.transport import connection_limits
 
 
-class Fake(connections.Connection):
+class Fake(connection_limits.LimitedConnection):
     """One that holds what the test says."""
 
     holds = 0
@@ -23,7 +23,7 @@ class Fake(connections.Connection):
 class Rig:
     def __init__(self, **limits: int) -> None:
         limits = {"max_count": 8, "client_bytes": 1 << 20, "total_bytes": 2 << 20, **limits}
-        self.connections = connections.Connections(**limits)
+        self.connections = connection_limits.ConnectionLimits(**limits)
 
     def connect(self, tenant: str = "", holds: int = 0) -> Fake:
         """With a session, where a tenant is named."""
@@ -46,7 +46,10 @@ def rig() -> Rig:
 
 
 def test_a_peer_without_a_session_may_have_little_held(rig: Rig) -> None:
-    small, large = rig.connect(holds=1000), rig.connect(holds=connections.SESSIONLESS_BYTES + 1)
+    small, large = (
+        rig.connect(holds=1000),
+        rig.connect(holds=connection_limits.SESSIONLESS_BYTES + 1),
+    )
     rig.rounds(1.0)
     assert small.is_open
     assert not large.is_open
@@ -67,9 +70,9 @@ def test_all_together_may_hold_the_total_and_the_largest_goes_first(rig: Rig) ->
 
 def test_a_peer_that_says_no_hello_goes(rig: Rig) -> None:
     silent, greeted = rig.connect(), rig.connect("anyone")
-    rig.rounds(connections.HELLO_S - 5)
+    rig.rounds(connection_limits.HELLO_S - 5)
     assert not rig.connections.hung_up
-    rig.rounds(connections.HELLO_S + 1)
+    rig.rounds(connection_limits.HELLO_S + 1)
     assert not silent.is_open
     assert greeted.is_open
 
@@ -77,7 +80,7 @@ def test_a_peer_that_says_no_hello_goes(rig: Rig) -> None:
 def test_a_flood_without_a_session_is_not_listened_to(rig: Rig) -> None:
     one, greeted = rig.connect(), rig.connect("anyone")
     heard = [rig.connections.took(one, 0.0) for _ in range(100)]
-    assert heard.count(True) == connections.SESSIONLESS_MESSAGES
+    assert heard.count(True) == connection_limits.SESSIONLESS_MESSAGES
     assert not one.is_open
     assert all(rig.connections.took(greeted, 0.0) for _ in range(100))
 

@@ -49,33 +49,40 @@ LSTM = ([meta(1, 2, 3), meta(1, 2, 3)], [meta(12, 4), meta(12, 3)], False, 1, 0.
 SOUND: dict[str, tuple[str, tuple[Any, ...], list[int]]] = {
     "batch_norm": (
         "batch_norm.default",
-        (meta(2, 3, 4), meta(3), meta(3), meta(3), meta(3), False, 0.1, 1e-5, False), [2, 3, 4],
+        (meta(2, 3, 4), meta(3), meta(3), meta(3), meta(3), False, 0.1, 1e-5, False),
+        [2, 3, 4],
     ),
     "weight_norm": ("_weight_norm.default", (meta(5, 4), meta(5, 1), 0), [5, 4]),
     "sampler": (
-        "grid_sampler_3d.default", (meta(1, 1, 2, 2, 2), meta(1, 4, 4, 4, 3), 1, 0, False),
+        "grid_sampler_3d.default",
+        (meta(1, 1, 2, 2, 2), meta(1, 4, 4, 4, 3), 1, 0, False),
         [1, 1, 4, 4, 4],
     ),
     "lstm": ("lstm.input", (meta(5, 2, 4), *LSTM, False), [5, 2, 3]),
     "attention": (
         "scaled_dot_product_attention.default",
-        (meta(2, 4, 5, 8), meta(2, 4, 6, 8), meta(2, 4, 6, 7), meta(1, 1, 5, 6)), [2, 4, 5, 7],
+        (meta(2, 4, 5, 8), meta(2, 4, 6, 8), meta(2, 4, 6, 7), meta(1, 1, 5, 6)),
+        [2, 4, 5, 7],
     ),
     "conv2d": (
         "conv2d.default",
-        (meta(2, 6, 8, 8), meta(4, 3, 3, 3), meta(4), [2, 1], [1, 1], [1, 1], 2), [2, 4, 4, 8],
+        (meta(2, 6, 8, 8), meta(4, 3, 3, 3), meta(4), [2, 1], [1, 1], [1, 1], 2),
+        [2, 4, 4, 8],
     ),
     "conv_transpose2d": (
         "conv_transpose2d.input",
-        (meta(2, 4, 5, 5), meta(4, 3, 3, 3), None, [2], [1, 1], [1], 1, [1, 1]), [2, 3, 10, 10],
+        (meta(2, 4, 5, 5), meta(4, 3, 3, 3), None, [2], [1, 1], [1], 1, [1, 1]),
+        [2, 3, 10, 10],
     ),
     "linear": ("linear.default", (meta(2, 5, 4), meta(3, 4), meta(3)), [2, 5, 3]),
     "softmax of another dtype": ("softmax.int", (meta(2, 3), 1, torch.float64), [2, 3]),
     "a norm's weights of another dtype": (
-        "rms_norm.default", (meta(2, 3, dtype=torch.float16), [3], meta(3)), [2, 3],
+        "rms_norm.default",
+        (meta(2, 3, dtype=torch.float16), [3], meta(3)),
+        [2, 3],
     ),
     "a padding that cuts": ("pad.default", (meta(1, 1, 5), [2, -1], "constant"), [1, 1, 6]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
@@ -98,11 +105,13 @@ BROKEN: dict[str, tuple[Any, ...]] = {
     "bytes as bool": ("view.dtype", (meta(4, dtype=torch.uint8), torch.bool)),
     "a norm of one row": ("_weight_norm.default", (meta(60000, 4), meta(1, 1), 0)),
     "a mode that is not": (
-        "grid_sampler_3d.default", (meta(1, 1, 2, 2, 2), meta(1, 4, 4, 4, 3), 7, 0, False),
+        "grid_sampler_3d.default",
+        (meta(1, 1, 2, 2, 2), meta(1, 4, 4, 4, 3), 7, 0, False),
     ),
     "a state of another batch": ("lstm.input", (meta(5, 3, 4), *LSTM, False)),
     "parameters that are missing": (
-        "lstm.input", (meta(5, 2, 4), LSTM[0], LSTM[1][:1], *LSTM[2:], False),
+        "lstm.input",
+        (meta(5, 2, 4), LSTM[0], LSTM[1][:1], *LSTM[2:], False),
     ),
     "a mask that is too small": (
         "scaled_dot_product_attention.default",
@@ -112,19 +121,23 @@ BROKEN: dict[str, tuple[Any, ...]] = {
     "a scale next to nothing": ("upsample_nearest1d.default", (meta(1, 1, 4), [8], 1e-300)),
     "training": ("dropout.default", (meta(4), 0.5, True)),
     "a scale that is not the sizes'": (
-        "_upsample_bilinear2d_aa.default", (meta(2, 4, 3, 8), [4, 4], False, 0.3, 0.3),
+        "_upsample_bilinear2d_aa.default",
+        (meta(2, 4, 3, 8), [4, 4], False, 0.3, 0.3),
     ),
     "the least integer by -1": (
-        "div.Scalar_mode", (meta(4, dtype=torch.int64), -1), {"rounding_mode": "trunc"},
+        "div.Scalar_mode",
+        (meta(4, dtype=torch.int64), -1),
+        {"rounding_mode": "trunc"},
     ),
     "integers by what is not known": (
-        "div_.Tensor_mode", (meta(4, dtype=torch.int32), meta(4, dtype=torch.int32)),
+        "div_.Tensor_mode",
+        (meta(4, dtype=torch.int32), meta(4, dtype=torch.int32)),
         {"rounding_mode": "trunc"},
     ),
     "a median of what a stride repeats": ("median.dim", (meta(1, 4).expand(3, 4), 1)),
     "a circle with a gap": ("pad.default", (meta(1, 1, 5), [5, -5], "circular")),
     "a stride of nothing": ("avg_pool2d.default", (meta(1, 1, 4, 4), [2, 2], [0, 0])),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -185,15 +198,25 @@ def a_program(nodes: tuple[Node, ...], y: Any, *, is_whole: bool) -> Any:
         dims=(Dim("batch", 1, 64),),
     )
     check_graph(graph)
-    tensor = TensorSpec(name="w", dtype="float32", shape=(3, 4), offset_bytes=0, size_bytes=48,
-                        file_offset_bytes=0)  # fmt: skip
-    group = GroupSpec(offset_bytes=0, size_bytes=48, tensors=(0,), first_node=0,
-                      end_node=len(nodes), label="")  # fmt: skip
+    tensor = TensorSpec(
+        name="w", dtype="float32", shape=(3, 4), offset_bytes=0, size_bytes=48, file_offset_bytes=0
+    )
+    group = GroupSpec(
+        offset_bytes=0, size_bytes=48, tensors=(0,), first_node=0, end_node=len(nodes), label=""
+    )
     manifest = Manifest(
-        digest="", mode="graph", mode_reason="", source="bundle", total_bytes=48, tensors=(tensor,),
-        groups=(group,), inputs=graph.inputs, outputs=graph.outputs, dims=graph.dims,
+        digest="",
+        mode="graph",
+        mode_reason="",
+        source="bundle",
+        total_bytes=48,
+        tensors=(tensor,),
+        groups=(group,),
+        inputs=graph.inputs,
+        outputs=graph.outputs,
+        dims=graph.dims,
         extra={"is_whole": is_whole},
-    )  # fmt: skip
+    )
     bound = GraphProgram(manifest, graph, "cpu").bind(lambda _: torch.ones(3, 4))
     return lambda batch: bound.run([torch.ones(batch, 4)], lambda index: None)[0]
 
@@ -252,13 +275,26 @@ def test_of_a_shape_that_was_tried_no_more_is_kept_than_what_its_dimensions_are(
     """A signature may name one dimension five hundred times."""
     spec = ValueSpec(name="x", dtype="float32", shape=("batch", "length", "batch", 1))
     graph = Graph(
-        version=2, inputs=(spec,), weights=(), nodes=(), results=(0,), outputs=(spec,),
+        version=2,
+        inputs=(spec,),
+        weights=(),
+        nodes=(),
+        results=(0,),
+        outputs=(spec,),
         dims=(Dim("batch", 1, 64), Dim("length", 1, 64)),
-    )  # fmt: skip
+    )
     manifest = Manifest(
-        digest="", mode="graph", mode_reason="", source="bundle", total_bytes=0, tensors=(),
-        groups=(), inputs=(spec,), outputs=(spec,), dims=graph.dims,
-    )  # fmt: skip
+        digest="",
+        mode="graph",
+        mode_reason="",
+        source="bundle",
+        total_bytes=0,
+        tensors=(),
+        groups=(),
+        inputs=(spec,),
+        outputs=(spec,),
+        dims=graph.dims,
+    )
     program = GraphProgram(manifest, graph, "cpu")
     value = torch.ones(2, 3, 2, 1)
     program.returned([value], [value])

@@ -89,17 +89,34 @@ def test_every_error_code_that_is_named_exists() -> None:
 @pytest.mark.parametrize(
     ("call", "arguments"),
     [
-        ("malloc", (4096,)), ("free", (4096,)), ("fill", (4096, 0, 8, 1)),
-        ("copy_to_device", (1, 2, 3, 4)), ("copy_to_host", (1, 2, 3, 4)),
-        ("allocate_pinned", (4096,)), ("free_pinned", (4096,)), ("register", (4096, 4096)),
-        ("unregister", (4096,)), ("export_handle", (4096,)), ("open_handle", (bytes(64),)),
-        ("close_handle", (4096,)), ("stream", ()), ("synchronize", (1,)), ("destroy_stream", (1,)),
-        ("event", ()), ("record", (1, 2)), ("wait", (1,)), ("is_done", (1,)),
-        ("destroy_event", (1,)), ("wait_value", (1, 2, 3)), ("write_value", (1, 2, 3)),
-        ("name_and_uuid", (0,)), ("set_device", (0,)), ("memory_info", ()),
+        ("malloc", (4096,)),
+        ("free", (4096,)),
+        ("fill", (4096, 0, 8, 1)),
+        ("copy_to_device", (1, 2, 3, 4)),
+        ("copy_to_host", (1, 2, 3, 4)),
+        ("allocate_pinned", (4096,)),
+        ("free_pinned", (4096,)),
+        ("register", (4096, 4096)),
+        ("unregister", (4096,)),
+        ("export_handle", (4096,)),
+        ("open_handle", (bytes(64),)),
+        ("close_handle", (4096,)),
+        ("stream", ()),
+        ("synchronize", (1,)),
+        ("destroy_stream", (1,)),
+        ("event", ()),
+        ("record", (1, 2)),
+        ("wait", (1,)),
+        ("is_done", (1,)),
+        ("destroy_event", (1,)),
+        ("wait_value", (1, 2, 3)),
+        ("write_value", (1, 2, 3)),
+        ("name_and_uuid", (0,)),
+        ("set_device", (0,)),
+        ("memory_info", ()),
         ("synchronize_device", ()),
     ],
-)  # fmt: skip
+)
 def test_the_real_bindings_take_our_arguments(call: str, arguments: tuple[object, ...]) -> None:
     """Without a driver each call fails with a code, and not because of an argument's type."""
     with pytest.raises(bindings.CudaError, match="InsufficientDriver"):

@@ -11,19 +11,19 @@ import pytest
 from pipeswitch.base.config import Config, DeviceConfig, SecurityConfig
 from pipeswitch.base.errors import ConfigError, PipeSwitchError
 from pipeswitch.controller.setup import _separates_tenants, sizes_of
-from pipeswitch.devices import ChosenDevice, kinds
+from pipeswitch.devices import ChosenDevice, registry
 from pipeswitch.devices.cuda import examine as cuda_examine
 from pipeswitch.devices.cuda import kind as cuda_kind
 from pipeswitch.devices.cuda.examine import examine
 from pipeswitch.devices.cuda.kind import GIB, CudaKind
 from pipeswitch.devices.cuda.ladder import TESTS
-from pipeswitch.devices.kinds import facts_of
+from pipeswitch.devices.registry import facts_of
 
 GPU = ChosenDevice(kind=CudaKind(), name="cuda:0", uuid="GPU-1", title="Fake GPU")
 
 
 def choose_devices(name: str) -> tuple[ChosenDevice, ...]:
-    return kinds.choose_devices(DeviceConfig(name=name), workers=3, available_bytes=GIB)
+    return registry.choose_devices(DeviceConfig(name=name), workers=3, available_bytes=GIB)
 
 
 def without_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,8 +56,9 @@ def test_several_devices_are_each_chosen_with_their_own_memory(
     monkeypatch.setattr(cuda_kind, "examine", examined)
     both = choose_devices("cuda:0,cuda:1")
     assert [(one.name, one.kind.opened) for one in both] == [
-        ("cuda:0", "cuda:0"), ("cuda:1", "cuda:0"),
-    ]  # fmt: skip
+        ("cuda:0", "cuda:0"),
+        ("cuda:1", "cuda:0"),
+    ]
     larger, smaller = sizes_of(Config(), both)
     assert larger.arena_bytes > smaller.arena_bytes >= 1 * GIB
     assert larger.store_bytes == smaller.store_bytes
@@ -94,8 +95,10 @@ def test_what_was_said_before_a_hang_counts(
     monkeypatch.setattr(cuda_examine, "SELFTEST_S", 0.3)
     found = examine("fake_cuda", 0, tests=("memory", "ipc"))
     assert {name: row["is_ok"] for name, row in found.items()} == {
-        "device": True, "memory": True, "ipc": False,
-    }  # fmt: skip
+        "device": True,
+        "memory": True,
+        "ipc": False,
+    }
     assert found["ipc"]["text"] == "it did not run"
     os.close(read_end)
     os.close(write_end)

@@ -18,20 +18,26 @@ from pipeswitch.programs.running.executor import GraphProgram
 
 IDS = ValueSpec(name="ids", dtype="int64", shape=("batch", 3))
 TABLE = TensorSpec(
-    name="table", dtype="float32", shape=(10, 4), offset_bytes=0, size_bytes=160,
+    name="table",
+    dtype="float32",
+    shape=(10, 4),
+    offset_bytes=0,
+    size_bytes=160,
     file_offset_bytes=0,
-)  # fmt: skip
+)
 LOOKUP = "aten.embedding.default"
 
 
 def graph(*nodes: tuple[str, tuple[Any, ...]], inputs: tuple[ValueSpec, ...] = (IDS,)) -> Graph:
     """One input (value 0), one table (value 1), then the nodes."""
     return Graph(
-        version=2, inputs=inputs, weights=("table",),
+        version=2,
+        inputs=inputs,
+        weights=("table",),
         nodes=tuple(Node(target=target, args=args) for target, args in nodes),
         outputs=(ValueSpec(name="y", dtype="float32", shape=("batch", 3, 4)),),
         results=(len(nodes) + 1,),
-    )  # fmt: skip
+    )
 
 
 def v(value: int) -> dict[str, int]:
@@ -80,15 +86,21 @@ def test_an_index_out_of_range_is_refused_with_its_value(values: list[int], wron
 def test_a_refused_request_touches_nothing_and_the_next_one_is_served() -> None:
     found = graph((LOOKUP, (v(1), v(0))))
     manifest = Manifest(
-        digest="d", mode="graph", mode_reason="", source="bundle", total_bytes=512,
+        digest="d",
+        mode="graph",
+        mode_reason="",
+        source="bundle",
+        total_bytes=512,
         tensors=(TABLE,),
         groups=(
             GroupSpec(
                 offset_bytes=0, size_bytes=160, tensors=(0,), first_node=0, end_node=1, label="0"
             ),
         ),
-        inputs=found.inputs, outputs=found.outputs, dims=(Dim("batch", 1, 8),),
-    )  # fmt: skip
+        inputs=found.inputs,
+        outputs=found.outputs,
+        dims=(Dim("batch", 1, 8),),
+    )
     table = torch.randn(10, 4)
     bound = GraphProgram(manifest, found, "cpu").bind(lambda _: table)
     program = DeviceProgram(bound, "cpu", TapeRecorder(), GraphBudget(1 << 30))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeswitch.base.config import DeviceConfig
 from pipeswitch.base.errors import ConfigError
-from pipeswitch.base.units import Amount
+from pipeswitch.base.units import SizeSpec
 from pipeswitch.devices.cuda.kind import arena_size, private_size, slice_size
 from pipeswitch.devices.cuda.ladder import REQUIRED, TESTS, Ladder, Outcome, Wishes, choose
 
@@ -113,12 +113,12 @@ def test_only_what_passed_is_ever_chosen(
 @pytest.mark.parametrize("free_gib", [1, 4, 14, 70, 139])
 def test_arena_and_private_memory_fit_beside_each_other(free_gib: int) -> None:
     free = free_gib * GIB
-    arena = arena_size(Amount(), free)
+    arena = arena_size(SizeSpec(), free)
     assert 0 <= arena <= 0.9 * free
     assert arena % (2 << 20) == 0
     assert arena + private_size(free, arena) <= max(free, GIB)
-    assert arena_size(Amount(size_bytes=GIB), free) == GIB
-    assert arena_size(Amount(fraction=0.5), free) == free // 2
+    assert arena_size(SizeSpec(size_bytes=GIB), free) == GIB
+    assert arena_size(SizeSpec(fraction=0.5), free) == free // 2
 
 
 def test_the_slice_has_a_size_only_where_it_is_used() -> None:
@@ -126,5 +126,5 @@ def test_the_slice_has_a_size_only_where_it_is_used() -> None:
     assert slice_size(config, Ladder(), 100 * GIB) == 0
     assert slice_size(config, Ladder(activations="slice"), 100 * GIB) == 8 * GIB
     assert slice_size(config, Ladder(activations="slice"), 8 * GIB) == GIB
-    asked = DeviceConfig(slice=Amount(size_bytes=3 * GIB + 1))
+    asked = DeviceConfig(slice=SizeSpec(size_bytes=3 * GIB + 1))
     assert slice_size(asked, Ladder(activations="slice"), 100 * GIB) == 3 * GIB

@@ -16,16 +16,21 @@ from fake_cuda import World
 from pipeswitch.devices.cuda import pinned as cuda_pinned
 from pipeswitch.devices.cuda.bindings import Cuda, CudaError
 from pipeswitch.devices.cuda.memory import RING_WORDS, CudaDeviceMemory, chunks
-from pipeswitch.ipc.board import new_bell, sealed_memfd
-from pipeswitch.ipc.messages.base import ByteRange, Epoch, ModelName
+from pipeswitch.ipc.control_page import new_doorbell, sealed_memfd
+from pipeswitch.ipc.messages.base import ByteRange, ModelName, OpId
 from pipeswitch.ipc.messages.daemon import DaemonSettings, GroupCopy, TransmitEnded, TransmitModel
 from tests.open_files import open_files
 
 MIB = 1 << 20
 ARENA_BYTES = STORE_BYTES = 8 * MIB
 WORDS = 64
-SETTINGS = DaemonSettings(device="cuda:0", arena_bytes=ARENA_BYTES, store_bytes=STORE_BYTES,
-                          words=WORDS, link_bytes_per_s=0.0)  # fmt: skip
+SETTINGS = DaemonSettings(
+    device="cuda:0",
+    arena_bytes=ARENA_BYTES,
+    store_bytes=STORE_BYTES,
+    words=WORDS,
+    link_bytes_per_s=0.0,
+)
 DEADLINE_S = 30.0
 
 
@@ -35,14 +40,17 @@ class Rig:
     def __init__(self, world: World | None = None, **options: object) -> None:
         self.world = world or World()
         self.store = sealed_memfd("test-store", STORE_BYTES)
-        self.bells = [new_bell()]
+        self.doorbells = [new_doorbell()]
         self.lost: list[bool] = []
         self.ended: Queue[TransmitEnded] = Queue()
         self.memory = CudaDeviceMemory(
-            Cuda(self.world.runtime, self.world.driver), SETTINGS,
-            store=self.store, bells=self.bells, on_lost=lambda: self.lost.append(True),
+            Cuda(self.world.runtime, self.world.driver),
+            SETTINGS,
+            store=self.store,
+            doorbells=self.doorbells,
+            on_lost=lambda: self.lost.append(True),
             **options,  # type: ignore[arg-type]
-        )  # fmt: skip
+        )
 
     def run(self, order: TransmitModel) -> TransmitEnded:
         self.memory.transmit(order, self.ended.put)
@@ -64,7 +72,7 @@ class Rig:
 
     def close(self) -> None:
         self.memory.close()
-        for descriptor in (self.store, *self.bells):
+        for descriptor in (self.store, *self.doorbells):
             os.close(descriptor)
 
 
@@ -75,20 +83,25 @@ def rig() -> Iterator[Rig]:
     made.close()
 
 
-def order(epoch: int, sizes: list[int], *, start: int = MIB, first_word: int = 0) -> TransmitModel:
+def order(op_id: int, sizes: list[int], *, start: int = MIB, first_word: int = 0) -> TransmitModel:
     groups, position = [], 0
     for index, size in enumerate(sizes):
         groups.append(
             GroupCopy(
-                store_offset_bytes=position, arena_offset_bytes=start + position,
-                size_bytes=size, word=first_word + index,
+                store_offset_bytes=position,
+                arena_offset_bytes=start + position,
+                size_bytes=size,
+                word=first_word + index,
             )
-        )  # fmt: skip
+        )
         position += size
     return TransmitModel(
-        model=ModelName("m"), epoch=Epoch(epoch), arena_offset_bytes=start,
-        region_bytes=position, groups=tuple(groups),
-    )  # fmt: skip
+        model=ModelName("m"),
+        op_id=OpId(op_id),
+        arena_offset_bytes=start,
+        region_bytes=position,
+        groups=tuple(groups),
+    )
 
 
 def group(store: int, size: int) -> GroupCopy:
@@ -132,9 +145,9 @@ def test_the_word_follows_its_data_on_the_same_stream(writer: str) -> None:
 
 def test_a_source_of_words_is_not_used_again_before_its_copy_has_run(rig: Rig) -> None:
     """Many groups without bytes never fill the window: the ring is what limits them."""
-    for epoch in range(1, 2 * RING_WORDS // WORDS + 3):
-        assert rig.run(order(epoch, [0] * WORDS)).is_complete
-        assert rig.words() == [epoch] * WORDS
+    for op_id in range(1, 2 * RING_WORDS // WORDS + 3):
+        assert rig.run(order(op_id, [0] * WORDS)).is_complete
+        assert rig.words() == [op_id] * WORDS
 
 
 def test_no_copy_crosses_the_end_of_a_registration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,14 +159,19 @@ def test_no_copy_crosses_the_end_of_a_registration(monkeypatch: pytest.MonkeyPat
     moved = [
         GroupCopy(
             store_offset_bytes=g.store_offset_bytes + MIB // 2,
-            arena_offset_bytes=g.arena_offset_bytes, size_bytes=g.size_bytes, word=g.word,
+            arena_offset_bytes=g.arena_offset_bytes,
+            size_bytes=g.size_bytes,
+            word=g.word,
         )
         for g in groups.groups
-    ]  # fmt: skip
+    ]
     shifted = TransmitModel(
-        model=groups.model, epoch=groups.epoch, arena_offset_bytes=groups.arena_offset_bytes,
-        region_bytes=groups.region_bytes, groups=tuple(moved),
-    )  # fmt: skip
+        model=groups.model,
+        op_id=groups.op_id,
+        arena_offset_bytes=groups.arena_offset_bytes,
+        region_bytes=groups.region_bytes,
+        groups=tuple(moved),
+    )
     ended = rig.run(shifted)
     assert ended.is_complete
     assert rig.arena(MIB, ended.copied_bytes) == data[: ended.copied_bytes]
@@ -165,7 +183,9 @@ def test_chunks_cover_a_group_and_stop_at_registrations() -> None:
     found = list(chunks(group(pin - 5, pin + 10)))
     assert found[0] == (0, 5)
     assert sum(size for _, size in found) == pin + 10
-    assert [offset for offset, _ in found] == [sum(s for _, s in found[:i]) for i in range(len(found))]  # fmt: skip # noqa: E501
+    assert [offset for offset, _ in found] == [
+        sum(s for _, s in found[:i]) for i in range(len(found))
+    ]
     assert list(chunks(group(0, 0))) == []
 
 
@@ -190,8 +210,8 @@ def test_what_another_daemon_wrote_is_staged_once_and_pinned_for_the_next_time(r
     def pins() -> int:
         return [name for name, _ in rig.world.calls].count("cudaHostRegister")
 
-    for epoch in (1, 2):
-        assert rig.run(order(epoch, [MIB, MIB])).is_complete
+    for op_id in (1, 2):
+        assert rig.run(order(op_id, [MIB, MIB])).is_complete
         assert rig.arena(MIB, 2 * MIB) == data
         ends_at = time.monotonic() + DEADLINE_S
         while not pins() and time.monotonic() < ends_at:

@@ -11,7 +11,7 @@ from fake_cuda import World
 
 from pipeswitch.devices.cuda.bindings import Cuda
 from pipeswitch.devices.cuda.torch import tensor_at
-from pipeswitch.devices.cuda.view import GROUPS_AHEAD, LOOKS_PER_GROUP, RunAhead
+from pipeswitch.devices.cuda.worker_device import GROUPS_AHEAD, LOOKS_PER_GROUP, RunAhead
 from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.programs.interface.layout import TensorSpec
 from pipeswitch.workers.training.layout import Area, padded_bytes
@@ -64,9 +64,13 @@ def arena() -> torch.Tensor:
         0x7F00_0000_0000, torch.device("cuda", 0), 1 << 20
     )
     spec = TensorSpec(
-        name="slice", dtype="uint8", shape=(1 << 20,), offset_bytes=0, size_bytes=1 << 20,
+        name="slice",
+        dtype="uint8",
+        shape=(1 << 20,),
+        offset_bytes=0,
+        size_bytes=1 << 20,
         file_offset_bytes=0,
-    )  # fmt: skip
+    )
     return tensor_at(storage, spec, 0)
 
 

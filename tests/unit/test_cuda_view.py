@@ -16,15 +16,15 @@ from fake_cuda import Stream, World
 from fake_cuda.host_torch import HostTorch, TapeRecorder
 
 from pipeswitch.base.errors import InvalidInput, LocalProtocolError, RemoteProtocolError
-from pipeswitch.devices.cuda import view as cuda_view
+from pipeswitch.devices.cuda import worker_device as cuda_view
 from pipeswitch.devices.cuda.bindings import Cuda, CudaError
 from pipeswitch.devices.cuda.capture import CaptureBroke
 from pipeswitch.devices.cuda.graphs import DeviceProgram, GraphBudget, _shapes
 from pipeswitch.devices.cuda.ladder import CudaOptions, Waits
 from pipeswitch.devices.cuda.slice import SEGMENT_BYTES, Segments
 from pipeswitch.devices.cuda.torch import tensor_at
-from pipeswitch.devices.cuda.view import CudaPoolView
-from pipeswitch.ipc.board import BOARD_BYTES, new_bell, sealed_memfd
+from pipeswitch.devices.cuda.worker_device import CudaWorkerDevice
+from pipeswitch.ipc.control_page import BOARD_BYTES, new_doorbell, sealed_memfd
 from pipeswitch.ipc.messages.worker import WorkerSettings
 from pipeswitch.programs.graphs.bundle import Graph, Node
 from pipeswitch.programs.graphs.contracts import CONTRACTS, BrokenContract
@@ -40,9 +40,13 @@ FAKE_ADDRESS = 0x7F00_0000_0000
 
 def spec(dtype: str, shape: tuple[int, ...], offset: int, size: int) -> TensorSpec:
     return TensorSpec(
-        name="t", dtype=dtype, shape=shape, offset_bytes=offset, size_bytes=size,
+        name="t",
+        dtype=dtype,
+        shape=shape,
+        offset_bytes=offset,
+        size_bytes=size,
         file_offset_bytes=0,
-    )  # fmt: skip
+    )
 
 
 # ---- real cuda tensors over an address that is unused: nothing is read, no driver is needed ----
@@ -58,10 +62,15 @@ def storage() -> torch.UntypedStorage:
 @pytest.mark.parametrize(
     ("dtype", "shape", "size"),
     [
-        ("float32", (2, 3, 4), 96), ("bfloat16", (10,), 20), ("int64", (), 8), ("bool", (7,), 7),
-        ("float16", (0, 5), 0), ("uint8", (512,), 512), ("float64", (1, 1), 8),
+        ("float32", (2, 3, 4), 96),
+        ("bfloat16", (10,), 20),
+        ("int64", (), 8),
+        ("bool", (7,), 7),
+        ("float16", (0, 5), 0),
+        ("uint8", (512,), 512),
+        ("float64", (1, 1), 8),
     ],
-)  # fmt: skip
+)
 def test_a_tensor_lies_where_its_spec_says(
     storage: torch.UntypedStorage, dtype: str, shape: tuple[int, ...], size: int
 ) -> None:
@@ -119,16 +128,27 @@ class Rig:
         self.block = Cuda(self.owner.runtime, self.owner.driver).malloc(4 * MIB)
         self.handle = Cuda(self.owner.runtime, self.owner.driver).export_handle(self.block)
         self.words = sealed_memfd("test-words", 4 * WORDS)
-        self.board = sealed_memfd("test-board", BOARD_BYTES)
-        self.bell = new_bell()
+        self.control_page = sealed_memfd("test-board", BOARD_BYTES)
+        self.doorbell = new_doorbell()
         self.side = HostTorch(self.world)
-        self.view = CudaPoolView(
-            Cuda(self.world.runtime, self.world.driver), self.side,
-            WorkerSettings(slot=0, device="cuda:0", arena_bytes=3 * MIB, words=WORDS, pool_bytes=0,
-                           threads=1, bell_count=1, handle=self.handle),
+        self.view = CudaWorkerDevice(
+            Cuda(self.world.runtime, self.world.driver),
+            self.side,
+            WorkerSettings(
+                slot=0,
+                device="cuda:0",
+                arena_bytes=3 * MIB,
+                words=WORDS,
+                pool_bytes=0,
+                threads=1,
+                doorbell_count=1,
+                handle=self.handle,
+            ),
             CudaOptions(package="", waits=waits, **{"graph_bytes": 1 << 30, **options}),
-            words_descriptor=self.words, board=self.board, bells=[self.bell],
-        )  # fmt: skip
+            words_descriptor=self.words,
+            control_page=self.control_page,
+            doorbells=[self.doorbell],
+        )
 
     @property
     def stream(self) -> Stream:
@@ -136,7 +156,7 @@ class Rig:
 
     def close(self) -> None:
         self.view.close()
-        for descriptor in (self.words, self.board, self.bell):
+        for descriptor in (self.words, self.control_page, self.doorbell):
             os.close(descriptor)
 
 
@@ -226,7 +246,7 @@ def test_an_eager_run_waits_on_the_host_and_leaves_nothing_behind_a_wait(rig: Ri
     waited = threading.Thread(target=rig.view.wait_group, args=(3, 7))
     waited.start()
     os.pwrite(rig.words, (7).to_bytes(4, "little"), 4 * 3)
-    os.eventfd_write(rig.bell, 1)
+    os.eventfd_write(rig.doorbell, 1)
     waited.join(30)
     assert not waited.is_alive()
     assert rig.stream.enqueued == 0
@@ -237,11 +257,11 @@ def test_only_a_replay_lets_the_device_wait(rig: Rig) -> None:
     os.pwrite(rig.words, b"".join((5).to_bytes(4, "little") for _ in range(3)), 0)
     device = DeviceProgram(bound, "cpu", TapeRecorder(), GraphBudget(1 << 30))
     x = torch.randn(2, 4)
-    for epoch in (5, 6):  # the second's words have not risen on the host
+    for op_id in (5, 6):  # the second's words have not risen on the host
         with rig.view.computing(device):
-            device.run([x], lambda group, epoch=epoch: rig.view.wait_group(group, epoch))  # type: ignore[misc]
+            device.run([x], lambda group, op_id=op_id: rig.view.wait_group(group, op_id))  # type: ignore[misc]
             device.improve()
-        assert rig.stream.enqueued == (0 if epoch == 5 else 3)
+        assert rig.stream.enqueued == (0 if op_id == 5 else 3)
     rig.stream.queue.clear()
 
 
@@ -330,7 +350,7 @@ def test_a_slice_lies_behind_the_arena(rig: Rig) -> None:
     ((pointer, size),) = rig.side.slices
     assert rig.view._base + 3 * MIB == pointer
     assert size == MIB
-    assert not rig.view.can_step_aside, "another task would overwrite what this one has computed"
+    assert not rig.view.can_yield, "another task would overwrite what this one has computed"
 
 
 # ---- segments ---------------------------------------------------------------------------------
@@ -369,23 +389,37 @@ def program(groups: int = 3) -> tuple[BoundGraph, list[torch.Tensor]]:
         results=(2 * groups,),
     )
     manifest = Manifest(
-        digest="d", mode="graph", mode_reason="", source="bundle", total_bytes=512 * groups,
+        digest="d",
+        mode="graph",
+        mode_reason="",
+        source="bundle",
+        total_bytes=512 * groups,
         tensors=tuple(
             TensorSpec(
-                name=f"w{i}", dtype="float32", shape=(4,), offset_bytes=512 * i, size_bytes=16,
+                name=f"w{i}",
+                dtype="float32",
+                shape=(4,),
+                offset_bytes=512 * i,
+                size_bytes=16,
                 file_offset_bytes=0,
             )
             for i in range(groups)
         ),
         groups=tuple(
             GroupSpec(
-                offset_bytes=512 * i, size_bytes=16, tensors=(i,), first_node=i, end_node=i + 1,
+                offset_bytes=512 * i,
+                size_bytes=16,
+                tensors=(i,),
+                first_node=i,
+                end_node=i + 1,
                 label=str(i),
             )
             for i in range(groups)
         ),
-        inputs=graph.inputs, outputs=graph.outputs, dims=(Dim("batch", 1, 8),),
-    )  # fmt: skip
+        inputs=graph.inputs,
+        outputs=graph.outputs,
+        dims=(Dim("batch", 1, 8),),
+    )
     weights = [torch.full((4,), float(i + 1)) for i in range(groups)]
     bound = GraphProgram(manifest, graph, "cpu").bind(lambda s: weights[int(s.name[1:])])
     return bound, weights
@@ -417,7 +451,7 @@ def test_a_replay_reads_new_inputs_and_new_weights_at_the_same_addresses() -> No
     for _ in range(3):
         x = torch.randn(2, 4)
         for weight in weights:
-            weight.copy_(torch.randn(4))  # another epoch's bytes, at home again
+            weight.copy_(torch.randn(4))  # another operation id's bytes, at home again
         assert torch.equal(device.run([x], lambda _: None)[0], expected(x, weights))
 
 

@@ -11,7 +11,7 @@ import torch
 
 from pipeswitch.ipc.messages.worker import InferenceDone, InferenceFailed, RunInference
 from pipeswitch.workers import main as worker_main
-from pipeswitch.workers.inference.steps import Stepping
+from pipeswitch.workers.inference.decode import DecodeRunner
 from pipeswitch.workers.inference.task import _Groups, infer
 
 
@@ -61,43 +61,56 @@ def test_a_task_that_outgrows_the_slice_is_run_once_more_in_other_memory(
         return has_other_memory
 
     view: Any = SimpleNamespace(
-        computing=computing, leave_slice=leave_slice, board=SimpleNamespace(write_begun=print),
+        computing=computing,
+        leave_slice=leave_slice,
+        control_page=SimpleNamespace(write_begun=print),
         **dict.fromkeys(("enter", "take_back", "wait_turn", "quiesce"), lambda *_: None),
         **dict.fromkeys(("is_lost", "can_improve"), lambda *_: False),
-    )  # fmt: skip
+    )
     programs: Any = SimpleNamespace(
-        stepping=Stepping(),
+        stepping=DecodeRunner(),
         bound=lambda _: SimpleNamespace(manifest=manifest, run=run),
     )
-    pool: Any = SimpleNamespace(write=lambda *_: (), joined_for="")
+    pool: Any = SimpleNamespace(write=lambda *_: (), batched_for="")
     task: Any = SimpleNamespace(send=lambda message: sent.append(type(message)))
     sent: list[type] = []
-    order = RunInference(epoch=1, request_id="r", model="m", digest="d", directory="",
-                         arena_offset_bytes=4096, first_word=2, residency_epoch=7, inputs=(),
-                         reply_offset_bytes=0, reply_bytes=0)  # type: ignore[arg-type] # fmt: skip
+    order = RunInference(
+        op_id=1,
+        request_id="r",
+        model="m",
+        digest="d",
+        directory="",
+        arena_offset_bytes=4096,
+        first_word=2,
+        residency_id=7,
+        inputs=(),
+        reply_offset_bytes=0,
+        reply_bytes=0,
+    )  # type: ignore[arg-type]
     infer(order, programs, pool, view, task, 0)
     assert sent == [InferenceDone if has_other_memory else InferenceFailed]
     assert events == ["in", "left", *(["in", "out"] if has_other_memory else [])]
 
 
-@pytest.mark.parametrize("can_step_aside", [True, False])
+@pytest.mark.parametrize("can_yield", [True, False])
 def test_what_streams_keeps_the_device_where_others_would_compute_over_its_activations(
-    can_step_aside: bool,
+    can_yield: bool,
 ) -> None:
-    board = SimpleNamespace(stop=lambda _: 5, write_stop=lambda *_: None, write_turn=print)
+    control_page = SimpleNamespace(stop=lambda _: 5, write_stop=lambda *_: None, write_turn=print)
     view: Any = SimpleNamespace(
-        can_step_aside=can_step_aside, board=board,
+        can_yield=can_yield,
+        control_page=control_page,
         **dict.fromkeys(("wait_group", "wait_turn"), lambda *_: 0.0),
         **dict.fromkeys(("tell_computed", "show_landing"), lambda *_: None),
-    )  # fmt: skip
+    )
     message: Any = SimpleNamespace(
-        epoch=5, first_word=0, residency_epoch=1, landings=(0,), is_timed=False
+        op_id=5, first_word=0, residency_id=1, landings=(0,), is_timed=False
     )
     manifest: Any = SimpleNamespace(groups=(SimpleNamespace(offset_bytes=0, size_bytes=1),))
     sent: list[object] = []
     task: Any = SimpleNamespace(send=sent.append)
     _Groups(view, message, manifest, task, 0)(0)
-    assert bool(sent) == can_step_aside
+    assert bool(sent) == can_yield
 
 
 @pytest.mark.parametrize("is_timed", [True, False])
@@ -108,7 +121,7 @@ def test_a_run_that_is_timed_waits_for_the_device_after_each_group(is_timed: boo
         **dict.fromkeys(("wait_group", "show"), lambda *_: 0.0),
     )
     message: Any = SimpleNamespace(
-        epoch=5, first_word=0, residency_epoch=1, landings=(), is_timed=is_timed
+        op_id=5, first_word=0, residency_id=1, landings=(), is_timed=is_timed
     )
     group = SimpleNamespace(offset_bytes=0, size_bytes=1)
     groups = _Groups(view, message, SimpleNamespace(groups=(group, group)), print, 0)  # type: ignore[arg-type]

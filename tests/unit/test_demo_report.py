@@ -36,26 +36,48 @@ def test_kept_speed_is_measured_against_the_windows_without_requests() -> None:
 
 def _result(**changes: object) -> dict[str, object]:
     training = {
-        "state": "done", "error": "", "steps_lost": 0, "suspensions": 3, "kept_percent": 60.0,
-        "device_time_of_requests_percent": 40.0, "accuracy_percent": 98.5,
-    }  # fmt: skip
+        "state": "done",
+        "error": "",
+        "steps_lost": 0,
+        "suspensions": 3,
+        "kept_percent": 60.0,
+        "device_time_of_requests_percent": 40.0,
+        "accuracy_percent": 98.5,
+    }
     ends = {"count": 2, "p50_ms": 12.0, "p99_ms": 4200.0, "by_model": {"m": {}}}
     bill = {**BILL, "resident_count": 1, "preempted_count": 2}
     return {
-        "pipeswitch": {**ends, **bill}, "ready_model": ends, "stop_and_start": ends,
-        "training": training, "errors": [], "largest_difference": 0.0,
-        "fast": {"pipeswitch": {**ends, **bill, "p50_ms": 7.0}, "errors": [],
-                 "largest_error": 1e-6},
+        "pipeswitch": {**ends, **bill},
+        "ready_model": ends,
+        "stop_and_start": ends,
+        "training": training,
+        "errors": [],
+        "largest_difference": 0.0,
+        "fast": {
+            "pipeswitch": {**ends, **bill, "p50_ms": 7.0},
+            "errors": [],
+            "largest_error": 1e-6,
+        },
         **changes,
-    }  # fmt: skip
+    }
 
 
 def test_the_table_shows_the_run_and_nothing_else() -> None:
     text = io.StringIO()
     demo_report.show(_result(), Console(file=text, width=120))
     shown = text.getvalue()
-    for part in ("12 ms", "4.20 s", "0 steps lost", "3 suspensions", "60 %", "98.5 %", "bit-equal",
-                 "7.0 ms", "0.58 of the ready model's", "1.0e-06"):  # fmt: skip
+    for part in (
+        "12 ms",
+        "4.20 s",
+        "0 steps lost",
+        "3 suspensions",
+        "60 %",
+        "98.5 %",
+        "bit-equal",
+        "7.0 ms",
+        "0.58 of the ready model's",
+        "1.0e-06",
+    ):
         assert part in shown
 
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from pipeswitch.scheduler.state.device_owner import DeviceOwner
-from pipeswitch.scheduler.state.records import Activation
+from pipeswitch.scheduler.state.records import RunningTask
 from pipeswitch.scheduler.state.states import OWNER_TRANSITIONS, OwnerEvent
 
 
@@ -18,7 +18,7 @@ def test_any_events_keep_the_owner_and_its_tasks_in_agreement() -> None:
             events = [*OwnerEvent][: len(OwnerEvent) - (chance.random() < 0.9)]  # few are lost
             event = chance.choice(events)
             if owner.pending is None and chance.random() < 0.5:
-                owner.pending = Activation(number, 0, (number,), "m", 0.0, was_resident=True)
+                owner.pending = RunningTask(number, 0, (number,), "m", 0.0, was_resident=True)
             if not owner.allows(event) or (event is OwnerEvent.TASK_STARTED and not owner.pending):
                 continue
             rows.add((owner.state, event))

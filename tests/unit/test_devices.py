@@ -14,10 +14,10 @@ from pipeswitch.ipc.messages.worker import RunInference, RunJob, StopTask, Worke
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import Core, SchedulerSettings
 from pipeswitch.scheduler.device import Device
-from pipeswitch.scheduler.memory.ledgers import Store
+from pipeswitch.scheduler.memory.allocators import HostStoreAllocator
 from pipeswitch.scheduler.policies import make_policy
-from pipeswitch.scheduler.policies.guard import Judge
-from pipeswitch.scheduler.state.records import Model, Replica, Request
+from pipeswitch.scheduler.policies.guard import PolicyGuard
+from pipeswitch.scheduler.state.records import DeviceModel, Model, Request
 from pipeswitch.scheduler.state.states import ModelEvent, Residency, TaskState
 from pipeswitch.scheduler.training.job_requests import JobRequests
 from pipeswitch.scheduler.training.jobs import Jobs
@@ -36,8 +36,8 @@ class Machine:
     """A model in the host store, which both devices may run."""
 
     def __init__(self) -> None:
-        self.core = Core(SETTINGS, Judge(make_policy("priority", max_wait_ms=2000.0), 2000.0))
-        store, jobs = Store(self.core), Jobs(self.core)
+        self.core = Core(SETTINGS, PolicyGuard(make_policy("priority", max_wait_ms=2000.0), 2000.0))
+        store, jobs = HostStoreAllocator(self.core), Jobs(self.core)
         smaller = replace(SETTINGS, arena_bytes=32 * MIB)
         self.devices = [
             Device(self.core, settings, store, jobs) for settings in (SETTINGS, smaller)
@@ -48,12 +48,12 @@ class Machine:
         for event in (ModelEvent.BUILT, ModelEvent.STORED):
             self.model.state.apply(event)
         for device in self.devices:
-            replica = device.state.replicas["m"] = Replica(self.model)
+            replica = device.state.replicas["m"] = DeviceModel(self.model)
             assert device.residents.take(replica)
             self.start(device)
 
     def start(self, device: Device) -> None:
-        device.fleet.start()
+        device.worker_pool.start()
         device.from_daemon(DaemonReady(pid=1))
         look(device)
         for slot in device.state.workers:
@@ -106,7 +106,7 @@ def test_both_devices_run_one_model_at_once_from_the_same_place_in_the_store(
     machine.ask(second, 2)
     one, other = machine.sent(TransmitModel)
     assert one.groups[0].store_offset_bytes == other.groups[0].store_offset_bytes
-    assert one.epoch != other.epoch
+    assert one.op_id != other.op_id
     assert len(machine.sent(RunInference)) == 2
     assert first.state.replicas["m"].model is second.state.replicas["m"].model
     machine.check()
@@ -116,7 +116,7 @@ def test_training_on_one_device_does_not_step_aside_for_a_request_on_the_other(
     machine: Machine,
 ) -> None:
     first, second = machine.devices
-    asked = ev.TrainAsked(token=9, job="j", entry="x.py", args=(), priority=1)
+    asked = ev.TrainRequest(token=9, job="j", entry="x.py", args=(), priority=1)
     JobRequests(machine.core, first.jobs).train(asked)
     look(first)
     assert [order.job for order in machine.sent(RunJob)] == ["j"]
@@ -124,7 +124,7 @@ def test_training_on_one_device_does_not_step_aside_for_a_request_on_the_other(
     assert not machine.sent(StopTask)
     assert (first.state.owner.job, second.state.owner.job) == ("j", None)
     machine.ask(first, 2)
-    assert [order.epoch for order in machine.sent(StopTask)] == [first.state.jobs["j"].epoch]
+    assert [order.op_id for order in machine.sent(StopTask)] == [first.state.jobs["j"].op_id]
     machine.check()
 
 

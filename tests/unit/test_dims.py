@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeswitch.base.errors import InvalidInput, RegistrationRefused
-from pipeswitch.frontend.admission import Body, check_infer
 from pipeswitch.frontend.registration import check
+from pipeswitch.frontend.validation import Body, check_infer
 from pipeswitch.programs.graphs.bundle import ValueSpec, check_signature, decode_graph
 from pipeswitch.programs.interface.dims import (
     MAX_EXPR_NODES,
@@ -36,7 +36,7 @@ from pipeswitch.programs.interface.dims import (
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.interface.signature import parse_input
 from pipeswitch.programs.spec import load_manifest, save_manifest
-from pipeswitch.scheduler.events import Announce
+from pipeswitch.scheduler.events import ModelAvailable
 from pipeswitch.wire.frames import RequestHeader, WireTensor
 from pipeswitch.wire.register_request import RegisterRequest
 
@@ -91,9 +91,20 @@ def chain(levels: int) -> Extent:
 
 @pytest.mark.parametrize(
     "extent",
-    [chain(40), Expr("+", (1,) * MAX_EXPR_NODES), Expr("//", (4, "length")), Expr("%", (4, 0)),
-     Expr("//", (4, 2, 2)), Expr("+", (1,)), Expr("eval", (1, 2)), "width", 1 << 63, None, True],
-)  # fmt: skip
+    [
+        chain(40),
+        Expr("+", (1,) * MAX_EXPR_NODES),
+        Expr("//", (4, "length")),
+        Expr("%", (4, 0)),
+        Expr("//", (4, 2, 2)),
+        Expr("+", (1,)),
+        Expr("eval", (1, 2)),
+        "width",
+        1 << 63,
+        None,
+        True,
+    ],
+)
 def test_what_is_no_bounded_expression_over_the_programs_dimensions_is_refused(
     extent: Any,
 ) -> None:
@@ -145,9 +156,15 @@ def test_a_program_has_a_bounded_number_of_extents_parts() -> None:
 
 @pytest.mark.parametrize(
     "dims",
-    [[Dim("a", 0, 2)], [Dim("a", 3, 2)], [Dim("a", 1, MAX_EXTENT + 1)], [Dim("A b", 1, 2)],
-     [Dim("a", 1, 2)] * 2, [Dim(f"d{n}", 1, 2) for n in range(7)]],
-)  # fmt: skip
+    [
+        [Dim("a", 0, 2)],
+        [Dim("a", 3, 2)],
+        [Dim("a", 1, MAX_EXTENT + 1)],
+        [Dim("A b", 1, 2)],
+        [Dim("a", 1, 2)] * 2,
+        [Dim(f"d{n}", 1, 2) for n in range(7)],
+    ],
+)
 def test_dimensions_that_are_none_are_refused(dims: list[Dim]) -> None:
     with pytest.raises(RegistrationRefused):
         check_dims(dims)
@@ -173,22 +190,32 @@ HALF = Expr("//", (Expr("+", ("length", 1)), 2))
 
 def manifest() -> Manifest:
     return Manifest(
-        digest="d" * 64, mode="graph", mode_reason="", source="bundle", total_bytes=0, tensors=(),
+        digest="d" * 64,
+        mode="graph",
+        mode_reason="",
+        source="bundle",
+        total_bytes=0,
+        tensors=(),
         groups=(),
-        inputs=(ValueSpec(name="ids", dtype="int64", shape=("batch", "length")),
-                ValueSpec(name="mask", dtype="int64", shape=("batch", "length"))),
-        outputs=(ValueSpec(name="y", dtype="float32", shape=("batch", HALF, 256)),
-                 ValueSpec(name="z", dtype="float32", shape=(Expr("+", ("length", -1)),))),
+        inputs=(
+            ValueSpec(name="ids", dtype="int64", shape=("batch", "length")),
+            ValueSpec(name="mask", dtype="int64", shape=("batch", "length")),
+        ),
+        outputs=(
+            ValueSpec(name="y", dtype="float32", shape=("batch", HALF, 256)),
+            ValueSpec(name="z", dtype="float32", shape=(Expr("+", ("length", -1)),)),
+        ),
         dims=(Dim("batch", 1, 8), Dim("length", 1, 512)),
-    )  # fmt: skip
+    )
 
 
 def ask(*shapes: tuple[int, ...]) -> Any:
-    tensors = [WireTensor(name="", dtype="int64", shape=shape, frame=n)
-               for n, shape in enumerate(shapes)]  # fmt: skip
+    tensors = [
+        WireTensor(name="", dtype="int64", shape=shape, frame=n) for n, shape in enumerate(shapes)
+    ]
     header = RequestHeader(v=1, op="infer", id="1", model="m", inputs=tuple(tensors))
     sizes = [8 * shape[0] * shape[1] for shape in shapes]
-    announced = Announce(model="m", manifest=manifest(), priority=1)  # type: ignore[arg-type]
+    announced = ModelAvailable(model="m", manifest=manifest(), priority=1)  # type: ignore[arg-type]
     return check_infer(header, sizes, announced, 1 << 30)
 
 
@@ -221,7 +248,7 @@ def test_a_reply_that_no_memory_could_hold_is_refused_before_room_is_asked_for()
     dims = (Dim("length", 128, 128 << 10),)
     signed = msgspec.structs.replace(manifest(), inputs=(x,), outputs=(huge,), dims=dims)
     check_signature(signed.inputs, signed.outputs, signed.dims)  # nothing is wrong at its ends
-    announced = Announce(model="m", manifest=signed, priority=1)  # type: ignore[arg-type]
+    announced = ModelAvailable(model="m", manifest=signed, priority=1)  # type: ignore[arg-type]
     tensor = WireTensor(name="", dtype="float32", shape=(129,), frame=0)
     header = RequestHeader(v=1, op="infer", id="1", model="m", inputs=(tensor,))
     with pytest.raises(InvalidInput, match="no answer at length=129"):

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeswitch.base.units import Amount
+from pipeswitch.base.units import SizeSpec
 from pipeswitch.commits.files import write_commit
 from pipeswitch.frontend.disk import Disk
 
 
-def size(size_bytes: int) -> Amount:
-    return Amount(size_bytes=size_bytes)
+def size(size_bytes: int) -> SizeSpec:
+    return SizeSpec(size_bytes=size_bytes)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_refusal_has_the_numbers_and_says_what_to_remove(disk: Disk, tmp_path:
 
 def test_auto_is_a_share_of_the_disk(tmp_path: Path) -> None:
     total_bytes = shutil.disk_usage(tmp_path).total
-    auto = Disk(tmp_path, Amount(), Amount())
+    auto = Disk(tmp_path, SizeSpec(), SizeSpec())
     assert auto.left_bytes("") == int(0.9 * total_bytes)
     assert auto.left_bytes("a") == int(0.5 * int(0.9 * total_bytes))
 

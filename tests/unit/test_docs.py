@@ -97,8 +97,11 @@ def test_the_manual_names_every_page_of_its_own() -> None:
 
 def test_the_manual_explains_every_field_of_the_bill() -> None:
     bill = (ROOT / "docs/guide/python.md").read_text("utf-8").partition("## The bill")[2]
-    told = {name for row in re.findall(r"^\| (`.+?) \|", bill, re.MULTILINE)
-            for name in re.findall(r"`(\w+)`", row)}  # fmt: skip
+    told = {
+        name
+        for row in re.findall(r"^\| (`.+?) \|", bill, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", row)
+    }
     assert told == {*Timing.__struct_fields__}
 
 

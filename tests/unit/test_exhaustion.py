@@ -18,15 +18,15 @@ from pipeswitch import launch
 from pipeswitch.base.errors import ServerUnavailable
 from pipeswitch.controller import processes as controller_processes
 from pipeswitch.controller.processes import MAX_FAILED_STARTS, Child, Processes
-from pipeswitch.gateway.openai.texts import Talk
+from pipeswitch.gateway.openai.tokenizers import TokenizerClient
 from pipeswitch.ipc.channel import Channel, channel_pair, encode_message
-from pipeswitch.ipc.messages.base import Epoch, Ping
+from pipeswitch.ipc.messages.base import OpId, Ping
 from pipeswitch.ipc.messages.fork_server import Fork, Forked, ForkServerReady
-from pipeswitch.ipc.messages.stage import CheckStage
+from pipeswitch.ipc.messages.processor import CheckStage
 from tests.open_files import open_files
 
 SETTINGS = CheckStage(functions=(), inputs=(), timeout_s=1.0)
-PING = Ping(epoch=Epoch(1))
+PING = Ping(op_id=OpId(1))
 LOOP_SOCKETS = 2  # of asyncio itself
 SHORTAGES = (errno.EMFILE, errno.EAGAIN, errno.ENOMEM)
 
@@ -143,9 +143,11 @@ def test_a_child_that_cannot_be_sent_a_message_is_killed(
         assert sleeper.wait(20) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(("number", "is_hopeless"), [(errno.EAGAIN, False), (errno.ENOENT, True)])
+@pytest.mark.parametrize(
+    ("number", "cannot_meet_deadline"), [(errno.EAGAIN, False), (errno.ENOENT, True)]
+)
 def test_a_fork_server_is_tried_again_as_long_as_something_is_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_hopeless: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, cannot_meet_deadline: bool
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", refuse(number))
     hopeless: list[str] = []
@@ -154,7 +156,7 @@ def test_a_fork_server_is_tried_again_as_long_as_something_is_short(
         for _ in range(2 * MAX_FAILED_STARTS):
             if not hopeless:
                 processes.start_server()
-    assert bool(hopeless) == is_hopeless
+    assert bool(hopeless) == cannot_meet_deadline
 
 
 def test_a_text_process_that_cannot_be_started_is_an_error_and_holds_nothing(
@@ -165,7 +167,7 @@ def test_a_text_process_that_cannot_be_started_is_an_error_and_holds_nothing(
 
     async def opens() -> None:
         with pytest.raises(ServerUnavailable):
-            await Talk.open(None)  # type: ignore[arg-type]
+            await TokenizerClient.open(None)  # type: ignore[arg-type]
         assert open_files("socket") == before + LOOP_SOCKETS
 
     asyncio.run(opens())

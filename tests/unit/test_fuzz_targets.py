@@ -60,7 +60,7 @@ BROKEN = {
     "daemon": "pipeswitch.memory_daemon.transmit.check_order",
     "worker": "pipeswitch.scheduler.state.device_state.DeviceState.job_of",
     "order": "pipeswitch.ipc.gate.Gate.grant",
-    "gateway": "pipeswitch.gateway.http.server.Connection.look",
+    "gateway": "pipeswitch.gateway.http.server.HttpConnection.look",
 }
 """A target -> something in its way that raises what was not promised."""
 
@@ -113,9 +113,19 @@ def test_each_verb_gets_past_its_checks() -> None:
         for event in requests._gate().hear(split_frames(seed))
     }
     assert seen == {
-        "InferArrived", "PrefetchHint", "CancelAsked", "RegisterAsked", "UnregisterAsked",
-        "PinAsked", "TrainAsked", "JobAsked", "Query", "ProfileAsked", "PingAsked", "DrainAsked",
-    }  # fmt: skip
+        "InferArrived",
+        "PrefetchHint",
+        "CancelRequest",
+        "RegisterModelRequest",
+        "UnregisterRequest",
+        "PinRequest",
+        "TrainRequest",
+        "JobRequest",
+        "Query",
+        "ProfileRequest",
+        "PingRequest",
+        "DrainRequest",
+    }
 
 
 def test_a_worker_of_the_stage_computes_and_trains() -> None:
@@ -215,12 +225,25 @@ def test_time_is_shared_out_and_every_target_gets_some() -> None:
 
 
 def test_runs_add_up() -> None:
-    first = {"executions": 5, "seconds": 1.0, "escapes": 0, "rss_from_mib": 10.0,
-             "rss_to_mib": 11.0, "coverage": 7, "new_entries": 1}  # fmt: skip
+    first = {
+        "executions": 5,
+        "seconds": 1.0,
+        "escapes": 0,
+        "rss_from_mib": 10.0,
+        "rss_to_mib": 11.0,
+        "coverage": 7,
+        "new_entries": 1,
+    }
     second = {**first, "executions": 6, "escapes": 1, "rss_from_mib": 3.0, "rss_to_mib": 12.0}
     both = merged(totals({"a": first}), totals({"a": second, "b": first}))
     assert both["executions"] == 16
     assert both["escapes"] == 1
-    assert both["targets"]["a"] == {**first, "executions": 11, "seconds": 2.0, "escapes": 1,
-                                    "rss_to_mib": 12.0, "new_entries": 2}  # fmt: skip
+    assert both["targets"]["a"] == {
+        **first,
+        "executions": 11,
+        "seconds": 2.0,
+        "escapes": 1,
+        "rss_to_mib": 12.0,
+        "new_entries": 2,
+    }
     assert json.loads(json.dumps(both)) == both

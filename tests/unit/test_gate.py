@@ -131,9 +131,9 @@ def test_one_that_was_away_says_once_that_it_is_back_or_that_others_go_first(box
     gate.pause(0.0)  # it computes
     gate.leave("copies")
     gate.pause(0.0)
-    assert gate.lets_copy
+    assert gate.allows_copies
     gate.request_stop(1, 2, at_boundary=True)
-    assert gate.lets_copy  # while another job computes
+    assert gate.allows_copies  # while another job computes
     main = Main(gate.enter)
     for _ in range(2):
         assert is_told.acquire(timeout=20)
@@ -142,7 +142,7 @@ def test_one_that_was_away_says_once_that_it_is_back_or_that_others_go_first(box
     gate.check()
     gate.leave("copies")
     gate.request_stop(3, 4)
-    assert not gate.lets_copy  # while a request does
+    assert not gate.allows_copies  # while a request does
     assert box.parked == [(1, 2, "copies"), (3, 4, "copies")]
     assert told == [(1, True), (1, False)]
 
@@ -185,11 +185,22 @@ def test_a_swallowed_preemption_comes_again_and_commits_once(box: Recorder) -> N
 
 operations = st.lists(
     st.sampled_from(
-        ["stop", "stop later", "stop old", "stop future", "grant", "grant old", "check", "leave",
-         "evict", "optimizer on", "optimizer off"]
+        [
+            "stop",
+            "stop later",
+            "stop old",
+            "stop future",
+            "grant",
+            "grant old",
+            "check",
+            "leave",
+            "evict",
+            "optimizer on",
+            "optimizer off",
+        ]
     ),
     max_size=40,
-)  # fmt: skip
+)
 
 
 @given(operations)

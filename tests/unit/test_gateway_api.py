@@ -12,17 +12,17 @@ import pytest
 pytest.importorskip("httptools", reason="make installs it")
 
 from pipeswitch.base.errors import ModelNotFound, PipeSwitchError
-from pipeswitch.base.roles import Role, Standing
+from pipeswitch.base.roles import Principal, Role
 from pipeswitch.frontend.verbs import VERBS, Http, Verb
 from pipeswitch.gateway.admin import api
 from pipeswitch.gateway.admin.api import BUNDLE, GUARDS, Api, JobText
 from pipeswitch.gateway.admin.ui import FILES, POLICY, Page
-from pipeswitch.gateway.callers import Callers
-from pipeswitch.gateway.http.feed import MAX_READERS_PER_ADDRESS, Feed
-from pipeswitch.gateway.http.server import Answer, Head, answered
+from pipeswitch.gateway.auth import Authenticator
+from pipeswitch.gateway.http.event_stream import MAX_READERS_PER_ADDRESS, EventLog
+from pipeswitch.gateway.http.server import Head, Response, answered
+from pipeswitch.gateway.offload import OffloadThread
 from pipeswitch.gateway.rest import Rest
 from pipeswitch.gateway.serving.service import Service
-from pipeswitch.gateway.sharing import Aside
 
 TOKENS = {f"token-of-{role}".ljust(16, "-"): frozenset({Role.INFER, role}) for role in Role}
 OWNER = "the-owners-own-token"
@@ -55,8 +55,11 @@ class Upstream:
         if action not in ("logs", "history"):
             return {"job": {"name": name, "state": self.state}}
         end = len(self.log)
-        return {"text": self.log[offset_bytes:][:5], "end_bytes": end,
-                "offset_bytes": min(offset_bytes + 5, end)}  # fmt: skip
+        return {
+            "text": self.log[offset_bytes:][:5],
+            "end_bytes": end,
+            "offset_bytes": min(offset_bytes + 5, end),
+        }
 
     async def upload(self, data: Any, kind: str, tenant: str) -> str:
         self.asked.append(("put", kind, bytes(data), tenant))
@@ -71,29 +74,30 @@ class Rig:
         self, allow_code: tuple[str, ...] = (), origins: frozenset[str] = frozenset()
     ) -> None:
         self.upstream: Any = Upstream()
-        self.feed = Feed()
+        self.feed = EventLog()
         self.api = Api(self.upstream, self.feed, version="1.2", allow_code=allow_code)
-        callers = Callers(
+        callers = Authenticator(
             roles=[Role.INFER],
-            tokens={token: Standing(tenant="t", roles=roles) for token, roles in TOKENS.items()},
+            tokens={token: Principal(tenant="t", roles=roles) for token, roles in TOKENS.items()},
             needs_token=False,
             hosts=frozenset({"127.0.0.1"}),
             origins=origins,
             owner_token=OWNER,
         )
-        self.rest = Rest(Service(self.upstream), callers, self.api, Page(), Aside())
+        self.rest = Rest(Service(self.upstream), callers, self.api, Page(), OffloadThread())
 
     def ask(
         self, method: str, path: str, body: bytes = b"", *, token: str = OWNER, **headers: str
-    ) -> Answer:
+    ) -> Response:
         path, _, query = path.partition("?")
         given = {"host": "127.0.0.1:1", **{k.replace("_", "-"): v for k, v in headers.items()}}
         if token:
             given["authorization"] = f"Bearer {token}"
-        head = Head(method=method, path=path, query=query, headers=given, peer="1.2.3.4",
-                    length=len(body))  # fmt: skip
+        head = Head(
+            method=method, path=path, query=query, headers=given, peer="1.2.3.4", length=len(body)
+        )
         work = self.rest(head)
-        return work if isinstance(work, Answer) else asyncio.run(answered(work, body))
+        return work if isinstance(work, Response) else asyncio.run(answered(work, body))
 
     def refused(self, *args: Any, **options: Any) -> tuple[int, str]:
         answer = self.ask(*args, **options)
@@ -107,7 +111,7 @@ def rig() -> Rig:
     return Rig()
 
 
-def told(answer: Answer) -> Any:
+def told(answer: Response) -> Any:
     assert answer.status == 200, bytes(answer.parts[0])
     return json.loads(answer.parts[0])
 
@@ -264,10 +268,25 @@ def test_a_bundle_is_the_body_and_its_options_are_the_query(rig: Rig) -> None:
     put, (op, model, body) = rig.upstream.asked
     assert put == ("put", "bundle", b"bytes", "")
     assert (op, model) == ("register", "m")
-    assert body == {"source": "put:digest", "priority": "high", "max_batch": 8, "batch": 4,
-                    "precision": "fast", "tenant": ""}  # fmt: skip
-    for query in ("batch=1", "batch=two", "batch=-1", "pin=maybe", "max_error=nan", "max_error=2",
-                  "precision=fats", "priority=hgih", "batch_delay_ms=2"):  # fmt: skip
+    assert body == {
+        "source": "put:digest",
+        "priority": "high",
+        "max_batch": 8,
+        "batch": 4,
+        "precision": "fast",
+        "tenant": "",
+    }
+    for query in (
+        "batch=1",
+        "batch=two",
+        "batch=-1",
+        "pin=maybe",
+        "max_error=nan",
+        "max_error=2",
+        "precision=fats",
+        "priority=hgih",
+        "batch_delay_ms=2",
+    ):
         text = rig.refused("POST", f"/api/models/m?{query}", b"bytes", content_type=BUNDLE)[1]
         assert text.startswith("InvalidInput"), query
     assert len(rig.upstream.asked) == 2
@@ -276,12 +295,19 @@ def test_a_bundle_is_the_body_and_its_options_are_the_query(rig: Rig) -> None:
 
 def test_http_fills_what_every_door_fills_and_the_callers_rights_hold(rig: Rig) -> None:
     """The gateway has the owner's socket: what it forwards is the caller's, checked here."""
-    given = {"source": "torchvision:resnet18", "inputs": {"x": [[1, [1, 8]], "int64"]},
-             "state": {"h": ["h_out", -1]}, "devices": ["cpu"]}  # fmt: skip
+    given = {
+        "source": "torchvision:resnet18",
+        "inputs": {"x": [[1, [1, 8]], "int64"]},
+        "state": {"h": ["h_out", -1]},
+        "devices": ["cpu"],
+    }
     told(rig.ask("POST", "/api/models/m", json.dumps(given).encode()))
     assert rig.upstream.asked.pop()[2]["state"] == {"h": ("h_out", -1)}
-    function = {"source": "torchvision:resnet18", "preprocess": "models.zoo:read",
-                "raw": {"text": [[1], "bytes"]}}  # fmt: skip
+    function = {
+        "source": "torchvision:resnet18",
+        "preprocess": "models.zoo:read",
+        "raw": {"text": [[1], "bytes"]},
+    }
     body = json.dumps(function).encode()
     assert "--allow-code" in rig.refused("POST", "/api/models/m", body)[1]  # the owner's token too
     allowed, token = Rig(allow_code=("models.*",)), "token-of-register".ljust(16, "-")
@@ -362,10 +388,13 @@ def test_streams_of_one_address_are_limited(rig: Rig) -> None:
 
 def test_another_method_is_told_which_there_are(rig: Rig) -> None:
     for path, allow in (
-        ("/v2/health/live", "GET, HEAD"), ("/v2/models/m/infer", "POST"),
-        ("/health", "GET, HEAD"), ("/v1/models/m", "GET, HEAD"), ("/v1/completions", "POST"),
+        ("/v2/health/live", "GET, HEAD"),
+        ("/v2/models/m/infer", "POST"),
+        ("/health", "GET, HEAD"),
+        ("/v1/models/m", "GET, HEAD"),
+        ("/v1/completions", "POST"),
         ("/api/models/m", "GET, POST, DELETE"),
-    ):  # fmt: skip
+    ):
         answer = rig.ask("OPTIONS", path)
         assert (answer.status, dict(answer.headers)["Allow"]) == (405, allow)
 
@@ -373,7 +402,7 @@ def test_another_method_is_told_which_there_are(rig: Rig) -> None:
 def test_a_probe_of_http_1_0_that_names_no_host_is_answered(rig: Rig) -> None:
     head = Head(method="GET", path="/ui", query="", headers={}, peer="1.2.3.4", length=0)
     answer = rig.rest(head)
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, Response)
     assert answer.status == 200
 
 
@@ -394,8 +423,9 @@ def test_a_page_of_a_site_that_the_owner_named_may_ask_and_reads_refusals_too() 
     assert "Authorization" in headers["Access-Control-Allow-Headers"]
     wished = "authorization,content-type,x-stainless-os,x-stainless-retry-count"
     for asked, is_allowed in ((wished, True), ("x: y", False), ("a" * 9999, False)):
-        answer = rig.ask("OPTIONS", "/v1/models", token="", **preflight,
-                         access_control_request_headers=asked)  # fmt: skip
+        answer = rig.ask(
+            "OPTIONS", "/v1/models", token="", **preflight, access_control_request_headers=asked
+        )
         allowed = dict(answer.headers)["Access-Control-Allow-Headers"]
         assert allowed.endswith(f", {asked}") is is_allowed
     for path, status in (("/api/models", 200), ("/api/ps", 403), ("/v2/modles", 404)):
@@ -435,9 +465,17 @@ def test_the_pages_files_ask_no_other_site_and_parse_no_text_as_html() -> None:
         sites = set(re.findall(r"https?://[^\s\"'<)]+", text))
         assert sites <= {"http://www.w3.org/2000/svg"}, path  # a name, not an address
         for word in (
-            "innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "new Function",
-            "document.cookie", " style=", "onclick", "javascript:",
-        ):  # fmt: skip
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacent",
+            "document.write",
+            "eval(",
+            "new Function",
+            "document.cookie",
+            " style=",
+            "onclick",
+            "javascript:",
+        ):
             assert word not in text, f"{path}: {word}"
 
 

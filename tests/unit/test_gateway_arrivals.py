@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("grpc", reason="make installs it")
 
 from pipeswitch.base.errors import QueueFull
-from pipeswitch.base.shares import Shares
+from pipeswitch.base.quotas import FairQuota
 from pipeswitch.gateway.kserve.arrivals import Arrivals
 
 SIZE = 400 << 20
@@ -22,7 +22,7 @@ class Wire:
 
     def __init__(self) -> None:
         self.arrived: dict[str, int] = {}
-        self.shares = Shares(SIZE)
+        self.shares = FairQuota(SIZE)
         self.arrivals = Arrivals(self.shares, lambda peers: self.arrived)
 
     def arrive(self, peer: str, size: int) -> None:

@@ -13,23 +13,23 @@ from pipeswitch.base.errors import (
     PermissionDenied,
     PipeSwitchError,
 )
-from pipeswitch.base.roles import ALL_ROLES, ANYONE, LEAST, Role, Standing
+from pipeswitch.base.roles import ALL_ROLES, ANYONE, LEAST, Principal, Role
 from pipeswitch.frontend.verbs import VERBS
-from pipeswitch.gateway.callers import Callers, require, told
-from pipeswitch.gateway.refusals import Unauthenticated, WrongHost, as_ours, body_of, status_of
+from pipeswitch.gateway.auth import Authenticator, require, told
+from pipeswitch.gateway.http_errors import Unauthenticated, WrongHost, as_ours, body_of, status_of
 from pipeswitch.wire.tokens import read_tokens
 
 TOKEN = "0123456789abcdef"
 
 
-def callers(*, needs_token: bool = False, hosts: frozenset[str] | None = None) -> Callers:
-    tokens = {TOKEN: Standing(tenant="ops", roles=frozenset({Role.INFER, Role.OPERATE}))}
-    return Callers(roles=LEAST, tokens=tokens, needs_token=needs_token, hosts=hosts)
+def callers(*, needs_token: bool = False, hosts: frozenset[str] | None = None) -> Authenticator:
+    tokens = {TOKEN: Principal(tenant="ops", roles=frozenset({Role.INFER, Role.OPERATE}))}
+    return Authenticator(roles=LEAST, tokens=tokens, needs_token=needs_token, hosts=hosts)
 
 
 def test_without_a_token_a_caller_has_infer_alone() -> None:
-    anyone = callers().standing("")
-    assert anyone == Standing(tenant=ANYONE, roles=LEAST)
+    anyone = callers().principal("")
+    assert anyone == Principal(tenant=ANYONE, roles=LEAST)
     for verb, row in VERBS.items():
         if row.role is Role.INFER:
             require(anyone, verb)
@@ -41,20 +41,20 @@ def test_without_a_token_a_caller_has_infer_alone() -> None:
 
 def test_a_token_adds_its_roles_and_an_unknown_one_is_no_ones() -> None:
     for scheme in ("Bearer", "bearer"):
-        assert callers().standing(f"{scheme} {TOKEN}").may_operate
+        assert callers().principal(f"{scheme} {TOKEN}").may_operate
     for shown in ("Bearer nonsense", "Basic abc", TOKEN, "Bearer", "Bearer \udcff"):
         with pytest.raises(Unauthenticated):
-            callers().standing(shown)
+            callers().principal(shown)
     with pytest.raises(Unauthenticated, match="asks for a token"):
-        callers(needs_token=True).standing("")
+        callers(needs_token=True).principal("")
 
 
 def test_a_token_that_is_taken_away_is_known_no_more() -> None:
     known = callers()
-    known.learn({"another-token-of-ops": Standing(tenant="ops")})
-    assert known.standing("Bearer another-token-of-ops").tenant == "ops"
+    known.learn({"another-token-of-ops": Principal(tenant="ops")})
+    assert known.principal("Bearer another-token-of-ops").tenant == "ops"
     with pytest.raises(Unauthenticated):
-        known.standing(f"Bearer {TOKEN}")
+        known.principal(f"Bearer {TOKEN}")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost:1", "LOCALHOST", "[::1]:8000"])
@@ -82,8 +82,8 @@ def test_another_host_is_refused(host: str) -> None:
 
 def test_a_row_is_cut_to_what_infer_is_told() -> None:
     row = {"name": "m", "state": "ready", "source": "/home/me/m.bundle", "tenant": "alice"}
-    assert told(row, Standing(tenant=ANYONE)) == {"name": "m", "state": "ready"}
-    assert told(row, Standing(tenant="ops", roles=ALL_ROLES)) == row
+    assert told(row, Principal(tenant=ANYONE)) == {"name": "m", "state": "ready"}
+    assert told(row, Principal(tenant="ops", roles=ALL_ROLES)) == row
 
 
 def written(folder: Path, text: str, mode: int = 0o600) -> Path:
@@ -96,7 +96,7 @@ def written(folder: Path, text: str, mode: int = 0o600) -> Path:
 def test_a_file_of_tokens_is_read(tmp_path: Path) -> None:
     path = written(tmp_path, f"# ours\nops {TOKEN} infer,operate  # the dashboard\n\nci {'x' * 16}")
     found = read_tokens(path)
-    assert found[TOKEN] == Standing(tenant="ops", roles=frozenset({Role.INFER, Role.OPERATE}))
+    assert found[TOKEN] == Principal(tenant="ops", roles=frozenset({Role.INFER, Role.OPERATE}))
     assert found["x" * 16].roles == LEAST
 
 
@@ -123,20 +123,34 @@ def test_every_error_has_a_status_and_what_may_be_sent_again_says_so() -> None:
     ours = {cls.__name__: cls for cls in PipeSwitchError.__subclasses__()}  # the gateway's too
     statuses = {name: status_of(cls.__new__(cls)) for name, cls in (ERRORS_BY_NAME | ours).items()}
     assert {name: s.http for name, s in statuses.items() if s.http != 500} == {
-        "InvalidInput": 400, "SharedInputRefused": 400, "RegistrationRefused": 400,
+        "InvalidInput": 400,
+        "SharedInputRefused": 400,
+        "RegistrationRefused": 400,
         "Unauthenticated": 401,
-        "PermissionDenied": 403, "WrongHost": 403, "ModelNotFound": 404, "NotFound": 404,
+        "PermissionDenied": 403,
+        "WrongHost": 403,
+        "ModelNotFound": 404,
+        "NotFound": 404,
         "SequenceNotFound": 404,
-        "MethodNotAllowed": 405, "RequestTimeout": 408, "AlreadyExists": 409, "DeviceBusy": 409,
+        "MethodNotAllowed": 405,
+        "RequestTimeout": 408,
+        "AlreadyExists": 409,
+        "DeviceBusy": 409,
         "TooLarge": 413,
         "UnknownCoding": 415,
-        "QueueFull": 429, "HeadTooLarge": 431, "Cancelled": 499, "ServerUnavailable": 503,
-        "ModelQuarantined": 503, "DeadlineExceeded": 504, "OutOfDeviceMemory": 507,
+        "QueueFull": 429,
+        "HeadTooLarge": 431,
+        "Cancelled": 499,
+        "ServerUnavailable": 503,
+        "ModelQuarantined": 503,
+        "DeadlineExceeded": 504,
+        "OutOfDeviceMemory": 507,
         "HostStoreFull": 507,
-    }  # fmt: skip
+    }
     assert {name for name, s in statuses.items() if s.may_retry} == {
-        "QueueFull", "ServerUnavailable"
-    }  # fmt: skip
+        "QueueFull",
+        "ServerUnavailable",
+    }
 
 
 def test_a_refusal_has_text_code_and_hint_and_a_bug_keeps_its_insides() -> None:
@@ -149,5 +163,5 @@ def test_a_refusal_has_text_code_and_hint_and_a_bug_keeps_its_insides() -> None:
 @pytest.mark.parametrize("needs_token", [True, False])
 def test_a_placeholder_key_is_told_which_one_is_right(needs_token: bool) -> None:
     with pytest.raises(Unauthenticated) as caught:
-        callers(needs_token=needs_token).standing("Bearer DUMMY_KEY")
+        callers(needs_token=needs_token).principal("Bearer DUMMY_KEY")
     assert ("EMPTY" in caught.value.hint) is not needs_token

@@ -10,9 +10,14 @@ import pytest
 
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.gateway.openai.choices import check_count
-from pipeswitch.gateway.openai.completions import MAX_FIELDS, Asked, Said, _said
+from pipeswitch.gateway.openai.completions import (
+    MAX_FIELDS,
+    CompletionRequest,
+    TritonRequest,
+    _said,
+)
 from pipeswitch.gateway.openai.logprobs import requested
-from pipeswitch.gateway.openai.text_process import parsed
+from pipeswitch.gateway.openai.tokenizer_worker import parsed
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 
@@ -36,7 +41,7 @@ NESTED = b"{}," * 300_000 + b"{}"  # an empty dictionary takes 64 bytes
 def test_a_decoded_request_is_no_larger_than_a_few_bodies(data: bytes) -> None:
     tracemalloc.start()
     try:
-        request = _said(data, Said)
+        request = _said(data, CompletionRequest)
         kept, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -62,7 +67,7 @@ def test_a_prompt_of_many_parts_is_refused_by_its_first_parts(prompt: bytes) -> 
     tracemalloc.start()
     try:
         with pytest.raises(InvalidInput) as caught:
-            _said(data, Said)
+            _said(data, CompletionRequest)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -84,7 +89,10 @@ def test_a_prompt_of_many_parts_is_refused_by_its_first_parts(prompt: bytes) -> 
     ],
 )
 def test_a_prompt_is_a_text_or_ids_or_a_list_of_these(given: Any, read: Any) -> None:
-    assert _said(msgspec.json.encode({"model": "m", "prompt": given}), Said).prompt == read
+    assert (
+        _said(msgspec.json.encode({"model": "m", "prompt": given}), CompletionRequest).prompt
+        == read
+    )
 
 
 @pytest.mark.parametrize(("prompts", "n"), [(1, 0), (1, -1), (1, 65), (33, 2)])
@@ -124,28 +132,36 @@ def test_a_chat_of_many_fields_is_refused_before_they_are_decoded() -> None:
 )
 def test_a_request_that_cannot_be_read_is_refused(data: bytes, param: str | None) -> None:
     with pytest.raises(InvalidInput) as caught:
-        _said(data, Said)
+        _said(data, CompletionRequest)
     assert caught.value.data.get("param") == param
 
 
 def test_a_field_that_is_null_is_as_if_it_were_left_out() -> None:
     unset = {f"x{number}": None for number in range(2 * MAX_FIELDS)}
-    request = _said(body(seed=None, n=None, **unset), Said)
+    request = _said(body(seed=None, n=None, **unset), CompletionRequest)
     assert request.seed is None
     assert parsed(bytes(request.messages)) == CHAT["messages"]
 
 
 def test_tritons_parameters_stand_beside_the_text() -> None:
     data = b'{"text_input": "a", "seed": 1, "parameters": {"max_tokens": 3, "seed": 2}}'
-    request = _said(data, Asked)
+    request = _said(data, TritonRequest)
     assert (request.text_input, request.max_tokens, request.seed) == ("a", 3, 2)
 
 
 @pytest.mark.parametrize(
     "messages",
-    [b"[]", b"{}", b"3", b"[3]", b"[{}", b'[{"role": "user", "content": [{}]}]', b"[{}]" * 2,
-     b"[" + b"{}," * 2000 + b"{}]"],
-)  # fmt: skip
+    [
+        b"[]",
+        b"{}",
+        b"3",
+        b"[3]",
+        b"[{}",
+        b'[{"role": "user", "content": [{}]}]',
+        b"[{}]" * 2,
+        b"[" + b"{}," * 2000 + b"{}]",
+    ],
+)
 def test_messages_that_are_not_a_chat_are_refused(messages: bytes) -> None:
     with pytest.raises(InvalidInput) as caught:
         parsed(messages)

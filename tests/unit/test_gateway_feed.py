@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import pytest
 
 from pipeswitch.base.errors import QueueFull
-from pipeswitch.gateway.http import feed as feeds
-from pipeswitch.gateway.http.feed import Feed, Reader
+from pipeswitch.gateway.http import event_stream as feeds
+from pipeswitch.gateway.http.event_stream import EventLog, Reader
 
 T = TypeVar("T")
 
@@ -38,8 +38,8 @@ async def pieces(reader: Reader, count: int) -> list[tuple[str, str, Any]]:
     return [record for _ in range(count) for record in parsed(await reader.next())]
 
 
-def filled(count: int) -> Feed:
-    feed = Feed()
+def filled(count: int) -> EventLog:
+    feed = EventLog()
     for number in range(count):
         feed.add("job.progress" if number % 2 else "switch.started", {"number": number})
     return feed
@@ -85,7 +85,7 @@ def test_an_id_of_another_life_is_told_as_a_gap(last_id: str) -> None:
 
 
 def test_who_does_not_read_is_told_how_many_it_missed_and_holds_nothing() -> None:
-    feed = Feed()
+    feed = EventLog()
     reader = feed.read("a")
     total = feeds.KEPT + 40
     for number in range(total):
@@ -101,19 +101,20 @@ def test_who_does_not_read_is_told_how_many_it_missed_and_holds_nothing() -> Non
 
 
 def test_only_topics_that_were_asked_for_are_told() -> None:
-    feed = Feed()
+    feed = EventLog()
     reader = feed.read("a", ["switch.", "model."])
     for topic in ("job.done", "switch.started", "model.registered", "worker.died"):
         feed.add(topic, {})
     found = now(pieces(reader, 2))
     assert [data["topic"] for _, name, data in found if not name] == [
-        "switch.started", "model.registered",
-    ]  # fmt: skip
+        "switch.started",
+        "model.registered",
+    ]
 
 
 def test_a_silent_stream_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeds, "KEEP_ALIVE_S", 0.0)
-    reader = Feed().read("a")
+    reader = EventLog().read("a")
 
     async def scenario() -> bytes:
         await reader.next()
@@ -123,7 +124,7 @@ def test_a_silent_stream_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_streams_of_an_address_and_of_all_are_counted() -> None:
-    feed = Feed()
+    feed = EventLog()
     open_ones = [feed.read("a") for _ in range(feeds.MAX_READERS_PER_ADDRESS)]
     with pytest.raises(QueueFull, match="too many streams"):
         feed.read("a")
@@ -137,7 +138,7 @@ def test_streams_of_an_address_and_of_all_are_counted() -> None:
 
 
 def test_a_record_is_one_line_whatever_its_texts_are() -> None:
-    feed = Feed()
+    feed = EventLog()
     reader = feed.read("a")
     feed.add("job.warning", {"text": "a\n\ndata: {}\r\nid: 1\u2028<img>", "value": float("nan")})
     _, (_, _, data) = now(pieces(reader, 2))

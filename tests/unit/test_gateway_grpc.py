@@ -17,7 +17,8 @@ pytest.importorskip("grpc", reason="make installs it")
 import grpc.aio
 
 from pipeswitch.base.errors import ERRORS_BY_NAME, InvalidInput
-from pipeswitch.base.shares import ALPHA, Shares
+from pipeswitch.base.quotas import ALPHA, FairQuota
+from pipeswitch.gateway.http_errors import TooLarge, status_of
 from pipeswitch.gateway.kserve import grpc as grpc_module
 from pipeswitch.gateway.kserve.arrivals import Arrivals
 from pipeswitch.gateway.kserve.grpc import (
@@ -34,13 +35,12 @@ from pipeswitch.gateway.kserve.grpc import (
 )
 from pipeswitch.gateway.kserve.protos import HEALTH, INFERENCE, POOL, REFLECTION
 from pipeswitch.gateway.kserve.reflection import SERVICES, described
-from pipeswitch.gateway.refusals import TooLarge, status_of
+from pipeswitch.gateway.offload import CROWD, Shared
 from pipeswitch.gateway.serving.oip import DATATYPES, InferRequest, Output, config
 from pipeswitch.gateway.serving.service import Service
-from pipeswitch.gateway.sharing import CROWD, Shared
 from pipeswitch.wire.frames import MAX_TENSORS
 
-ARRIVALS = Arrivals(Shares(1 << 20), lambda peers: {})
+ARRIVALS = Arrivals(FairQuota(1 << 20), lambda peers: {})
 
 
 def request(datatype: str, shape: list[int], **fields: Any) -> Any:
@@ -60,8 +60,12 @@ def test_typed_and_raw_contents_are_the_same_bytes(datatype: str) -> None:
     raw = request(datatype, [2, 2], raw_input_contents=[array.tobytes()])
     typed = request(datatype, [2, 2])
     field = {
-        "BOOL": "bool", "UINT8": "uint", "INT64": "int64", "FP32": "fp32", "FP64": "fp64",
-    }.get(datatype, "int")  # fmt: skip
+        "BOOL": "bool",
+        "UINT8": "uint",
+        "INT64": "int64",
+        "FP32": "fp32",
+        "FP64": "fp64",
+    }.get(datatype, "int")
     getattr(typed.inputs[0].contents, f"{field}_contents").extend(array.reshape(-1).tolist())
     for one in (raw, typed):
         asked = decode_request(one)
@@ -81,8 +85,14 @@ def test_raw_contents_are_taken_as_they_lie_and_nothing_else_changes() -> None:
     assert type(made).FromString(rest) == made
     early = request("FP32", [1], raw_input_contents=[large]).SerializeToString()
     unknown = b"\x9d\x06" + bytes(4)  # a field of four bytes: no request has one
-    for broken in (early[:-1], early + b"\x3a", early + b"\xff" * 11, early + b"\x3a\x05ab",
-                   unknown + early, early + unknown):  # fmt: skip
+    for broken in (
+        early[:-1],
+        early + b"\x3a",
+        early + b"\xff" * 11,
+        early + b"\x3a\x05ab",
+        unknown + early,
+        early + unknown,
+    ):
         with pytest.raises(InvalidInput, match="these bytes are no"):
             split_raw(broken)
     small = request("FP32", [1], raw_input_contents=[b"1234"]).SerializeToString()
@@ -153,7 +163,7 @@ def test_what_is_wrong_is_said_in_words(made: Any, words: str) -> None:
 def test_an_answer_is_raw_and_has_the_bill_by_type() -> None:
     asked = InferRequest(id="r", inputs=(), frames=[])
     output = Output(name="y", dtype="bfloat16", shape=(1, 2), data=memoryview(b"abcd"))
-    bill = {"total_ms": 1.5, "resident": True, "epoch": 7, "preempted": "j"}
+    bill = {"total_ms": 1.5, "resident": True, "op_id": 7, "preempted": "j"}
     answer = INFERENCE["ModelInferResponse"].FromString(
         b"".join(encode_answer("m", asked, [output], bill))
     )
@@ -161,9 +171,11 @@ def test_an_answer_is_raw_and_has_the_bill_by_type() -> None:
     assert (answer.outputs[0].datatype, list(answer.outputs[0].shape)) == ("BF16", [1, 2])
     told = {name: value.WhichOneof("choice") for name, value in answer.parameters.items()}
     assert told == {
-        "total_ms": "double_param", "resident": "bool_param", "epoch": "int64_param",
+        "total_ms": "double_param",
+        "resident": "bool_param",
+        "op_id": "int64_param",
         "preempted": "string_param",
-    }  # fmt: skip
+    }
 
 
 def test_every_datatype_has_its_number_in_a_models_configuration() -> None:
@@ -181,8 +193,10 @@ def test_our_messages_have_the_fields_of_tritons() -> None:
     pytest.importorskip("tritonclient.grpc", reason="make installs it")
     from tritonclient.grpc import model_config_pb2, service_pb2
 
-    theirs = {**service_pb2.DESCRIPTOR.message_types_by_name,
-              **model_config_pb2.DESCRIPTOR.message_types_by_name}  # fmt: skip
+    theirs = {
+        **service_pb2.DESCRIPTOR.message_types_by_name,
+        **model_config_pb2.DESCRIPTOR.message_types_by_name,
+    }
 
     def compare(ours: Any, other: Any) -> None:
         known = {field.name: field for field in other.fields}
@@ -202,8 +216,13 @@ def test_our_messages_have_the_fields_of_tritons() -> None:
 
 
 def test_a_joined_models_configuration_is_a_message_too() -> None:
-    row = {"name": "m", "inputs": {}, "outputs": {"y": [["batch"], "float32"]}, "batch": [1, 64],
-           "batching": {"limit": 8, "delay_ms": 2.0, "is_exact": True}}  # fmt: skip
+    row = {
+        "name": "m",
+        "inputs": {},
+        "outputs": {"y": [["batch"], "float32"]},
+        "batch": [1, 64],
+        "batching": {"limit": 8, "delay_ms": 2.0, "is_exact": True},
+    }
     message = INFERENCE["ModelConfig"](**config(row))
     assert message.WhichOneof("scheduling_choice") == "dynamic_batching"
     assert message.dynamic_batching.max_queue_delay_microseconds == 2000
@@ -226,8 +245,9 @@ def test_a_client_that_knows_nothing_learns_every_service(package: str) -> None:
     infer = pool.FindServiceByName("inference.GRPCInferenceService").methods_by_name
     assert infer["ModelInfer"].input_type.fields_by_name["raw_input_contents"].number == 7
     assert (infer["ModelStreamInfer"].server_streaming, infer["ModelInfer"].server_streaming) == (
-        True, False,
-    )  # fmt: skip
+        True,
+        False,
+    )
     by_name = described(asks(file_by_filename="pipeswitch/inference.proto"))
     assert by_name.file_descriptor_response.file_descriptor_proto
     assert described(asks(file_containing_symbol="no.Such")).error_response.error_code == 5
@@ -286,7 +306,7 @@ def test_an_answer_that_is_refused_is_held_no_longer(monkeypatch: pytest.MonkeyP
     )
 
     class Service:
-        def standing(self, token: str) -> None: ...
+        def principal(self, token: str) -> None: ...
 
         async def infer(self, *_: Any) -> Any:
             made.append(np.zeros(1 << 16, np.uint8))
@@ -322,7 +342,7 @@ def test_a_calls_deadline_is_its_requests_where_that_names_none(
     asked = list[InferRequest]()
 
     class Service:
-        def standing(self, token: str) -> None: ...
+        def principal(self, token: str) -> None: ...
 
         async def infer(self, *given: Any) -> Any:
             asked.append(given[3])
@@ -375,14 +395,14 @@ def test_who_watches_the_health_without_a_token_takes_no_more_than_a_share_of_th
 @pytest.mark.parametrize("verb", ["ModelInfer", "ModelStreamInfer", "ServerLive", "reflection"])
 def test_a_call_whose_half_message_is_too_much_for_its_address_is_refused(verb: str) -> None:
     class Service:
-        def standing(self, token: str) -> None: ...
+        def principal(self, token: str) -> None: ...
 
     class Half(Context):
         async def read(self) -> Any:
             await asyncio.get_running_loop().create_future()  # the other half does not come
 
     async def call() -> None:
-        shares, context = Shares(1 << 20), Half("10.0.0.1")
+        shares, context = FairQuota(1 << 20), Half("10.0.0.1")
         arrivals = Arrivals(shares, lambda peers: dict.fromkeys(peers, 1 << 20))
         service = cast(Any, Service())
         calls = Calls(service, service, Shared(1 << 20, 1 << 20), arrivals)
@@ -416,7 +436,7 @@ def test_a_long_answer_that_is_copied_once_is_the_same_message(sizes: tuple[int,
     answer = INFERENCE["ModelInferResponse"].FromString(whole)
     assert [*answer.raw_output_contents] == data
     assert [one.name for one in answer.outputs] == [one.name for one in outputs]
-    streamed = joined(encode_answer("m", asked, outputs, bill, is_streamed=True))
+    streamed = joined(encode_answer("m", asked, outputs, bill, is_offloaded=True))
     found = INFERENCE["ModelStreamInferResponse"].FromString(streamed)
     assert (found.infer_response, found.error_message) == (answer, "")
 
@@ -428,7 +448,7 @@ class Echo:
         self._output = np.zeros(size, np.uint8)
         self.asked = 0
 
-    def standing(self, token: str) -> None: ...
+    def principal(self, token: str) -> None: ...
 
     async def infer(self, *_: Any) -> Any:
         self.asked += 1

@@ -18,9 +18,16 @@ from hypothesis import strategies as st
 pytest.importorskip("httptools", reason="make installs it")
 
 from pipeswitch.base.errors import DeadlineExceeded
-from pipeswitch.gateway import sharing
+from pipeswitch.gateway import offload
 from pipeswitch.gateway.http import server as http
-from pipeswitch.gateway.http.server import Answer, Connection, Head, HttpServer, Limits, json_answer
+from pipeswitch.gateway.http.server import (
+    Head,
+    HttpConnection,
+    HttpServer,
+    Limits,
+    Response,
+    json_answer,
+)
 from tests.fuzz.gateways import Wire
 
 HOST = b"Host: 127.0.0.1\r\n"
@@ -44,14 +51,14 @@ class Rig:
         self.cancelled: list[str] = []
         self.gate: asyncio.Event | None = None
 
-    def admit(self, head: Head) -> Callable[[Any], Awaitable[Answer]] | Answer:
+    def admit(self, head: Head) -> Callable[[Any], Awaitable[Response]] | Response:
         self.heads.append(head)
         if head.path == "/no":
             return json_answer({"error": "no"}, 404)
         if head.path == "/long":
-            return Answer(parts=[bytes(http.PIECE_BYTES)] * 3)
+            return Response(parts=[bytes(http.PIECE_BYTES)] * 3)
 
-        async def work(body: Any) -> Answer:
+        async def work(body: Any) -> Response:
             self.asked.append((head.path, bytes(body)))
             try:
                 if self.gate is not None:
@@ -59,11 +66,13 @@ class Rig:
             except asyncio.CancelledError:
                 self.cancelled.append(head.path)
                 raise
-            return Answer(parts=[head.path.encode(), b" ", bytes(body)], content_type="text/plain")
+            return Response(
+                parts=[head.path.encode(), b" ", bytes(body)], content_type="text/plain"
+            )
 
         return work
 
-    def connect(self, peer: str = "127.0.0.1") -> tuple[Connection, Wire]:
+    def connect(self, peer: str = "127.0.0.1") -> tuple[HttpConnection, Wire]:
         wire, connection = Wire(peer), self.server()
         wire.protocol = connection
         connection.connection_made(wire)
@@ -92,7 +101,7 @@ def rig() -> Iterator[Rig]:
         yield made
 
 
-def feed(connection: Connection, data: bytes, piece: int = 1 << 20) -> None:
+def feed(connection: HttpConnection, data: bytes, piece: int = 1 << 20) -> None:
     """Bytes as a socket would give them: as much as the buffer takes, ``piece`` at most."""
 
     async def run() -> None:
@@ -129,9 +138,10 @@ def answers(wire: Wire, sent: bytes | None = None) -> list[tuple[int, bytes]]:
 def test_requests_are_read_in_whatever_pieces_they_come(rig: Rig, piece: int) -> None:
     connection, wire = rig.connect()
     chunked = (
-        b"POST /c HTTP/1.1\r\nTransfer-Encoding: chunked\r\n" + HOST
+        b"POST /c HTTP/1.1\r\nTransfer-Encoding: chunked\r\n"
+        + HOST
         + b"\r\n3\r\nabc\r\n2\r\nde\r\n0\r\nHost: late\r\n\r\n"
-    )  # fmt: skip
+    )
     feed(connection, post("/a", b"x" * 700) + chunked + post("/b", b""), piece)
     assert answers(wire) == [(200, b"/a " + b"x" * 700), (200, b"/c abcde"), (200, b"/b ")]
     assert not wire.is_closed
@@ -172,9 +182,13 @@ LOOKALIKES = [
     lambda body: b"\r\n" + post("/a", body),
     lambda body: post("/a", body).replace(b"Content-Length: ", b"content-length:  0", 1),
     lambda body: post("/a", body).replace(b"POST", b"PUT", 1),
-    lambda body: b"POST /a HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n"
-    + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body),
-]  # fmt: skip
+    lambda body: (
+        b"POST /a HTTP/1.1\r\n"
+        + HOST
+        + b"Transfer-Encoding: chunked\r\n\r\n"
+        + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    ),
+]
 
 
 @given(
@@ -253,14 +267,26 @@ def test_a_peer_that_sends_very_many_requests_ahead_is_not_parsed_to_the_end(rig
         (b"GET / HTTP/1.1\r\n" + b"A%d: 1\r\n" * 101 % tuple(range(101)) + b"\r\n", 431),
         (b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 1001\r\n\r\n", 413),
         (b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 99999999999999999999\r\n\r\n", 400),
-        (b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n"
-         + (b"1f4\r\n" + b"x" * 500 + b"\r\n") * 3, 413),
-        (b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n1;"
-         + b"x" * 5000, 400),
-        (b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n0\r\nA: "
-         + b"x" * 5000, 400),
+        (
+            b"POST / HTTP/1.1\r\n"
+            + HOST
+            + b"Transfer-Encoding: chunked\r\n\r\n"
+            + (b"1f4\r\n" + b"x" * 500 + b"\r\n") * 3,
+            413,
+        ),
+        (
+            b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n1;" + b"x" * 5000,
+            400,
+        ),
+        (
+            b"POST / HTTP/1.1\r\n"
+            + HOST
+            + b"Transfer-Encoding: chunked\r\n\r\n0\r\nA: "
+            + b"x" * 5000,
+            400,
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_is_refused_once_and_the_connection_ends(
     rig: Rig, request_bytes: bytes, status: int
 ) -> None:
@@ -310,7 +336,7 @@ def test_a_compressed_body_is_read_as_what_it_was(
     assert rig.server.shared.waiting.held == 0
 
 
-async def answered(connection: Connection) -> None:
+async def answered(connection: HttpConnection) -> None:
     while connection._task is not None:  # a thread is at work
         await asyncio.sleep(0)
 
@@ -345,11 +371,12 @@ def test_each_path_has_the_form_of_errors_that_its_clients_read(rig: Rig) -> Non
     rig.server = HttpServer(rig.admit, LIMITS, None, form)
     gzipped = b"Content-Encoding: gzip\r\n"
     for request in (
-        post("/v1/x", b"b", b"Content-Encoding: zstd\r\n"), post("/v1/x", b"not gzip", gzipped),
+        post("/v1/x", b"b", b"Content-Encoding: zstd\r\n"),
+        post("/v1/x", b"not gzip", gzipped),
         post("/v1/x", gzip.compress(b"y" * 2000), gzipped),
         post("http://h/v1/x", bytes(LIMITS.body_bytes + 1)),
         b"POST /v1/x HTTP/1.1\r\nA: " + b"a" * LIMITS.head_bytes,
-    ):  # fmt: skip
+    ):
         connection, wire = rig.connect()
         feed(connection, b"GET /a HTTP/1.1\r\n" + HOST + b"\r\n")
         feed(connection, request)
@@ -408,7 +435,7 @@ def test_head_gets_the_head_alone(rig: Rig) -> None:
     assert b"Content-Length: 3" in wire.sent
 
 
-def look(connection: Connection, after_s: float) -> None:
+def look(connection: HttpConnection, after_s: float) -> None:
     """The server's look, so long after what the connection does now began."""
 
     async def run() -> None:
@@ -473,8 +500,10 @@ def test_a_crowd_of_late_requests_makes_room_and_the_good_caller_stays(
         late.since_s -= 2
         newer, newer_wire = rig.connect("10.0.0.1")
         assert (late_wire.is_closed, newer_wire.is_closed, good_wire.is_closed) == (
-            True, False, False,
-        )  # fmt: skip
+            True,
+            False,
+            False,
+        )
         newer.connection_lost(None)
     unread, unread_wire = rig.connect("10.0.0.1")
     feed(unread, post("/u", b""))
@@ -500,8 +529,10 @@ def test_a_crowd_that_comes_fast_is_looked_at_once_for_many_and_the_oldest_go_fi
     for number, (one, _) in enumerate(crowd):
         one.since_s -= 100 - number
     looks = []
-    claim = Connection.claim
-    monkeypatch.setattr(Connection, "claim", lambda one, now: looks.append(one) or claim(one, now))
+    claim = HttpConnection.claim
+    monkeypatch.setattr(
+        HttpConnection, "claim", lambda one, now: looks.append(one) or claim(one, now)
+    )
     for number in range(40):
         assert not rig.connect("10.0.0.1")[1].is_closed
         if not number:
@@ -570,7 +601,7 @@ def test_requests_of_a_crowded_address_take_turns_and_others_go_first(rig: Rig) 
     paths = [path for path, _ in rig.asked]
     assert paths == ["/other"] * len(others) + ["/crowd"] * (len(crowd) - 1)
     assert begun[0] == len(others)
-    assert max(after - before for before, after in pairwise(begun)) == sharing.PASS_REQUESTS
+    assert max(after - before for before, after in pairwise(begun)) == offload.PASS_REQUESTS
     assert rig.server.shared.waiting.held == 0
 
 
@@ -632,12 +663,23 @@ def test_a_long_answer_leaves_as_it_is_read_and_unread_ones_have_their_share(rig
 
 PIECES = st.sampled_from(
     [
-        post("/a", b"12"), post("/no", b""), HOST, b"GET / HTTP/1.1\r\n", b"\r\n", b"0\r\n\r\n",
-        b"POST /c HTTP/1.1\r\nTransfer-Encoding: chunked\r\n" + HOST + b"\r\n", b"5\r\nabcde\r\n",
-        b"Connection: Upgrade\r\nUpgrade: h2c\r\n", b"Content-Length: 7\r\n", b"PRI * HTTP/2.0",
-        b"Expect: 100-continue\r\n", b"HTTP/1.0\r\n", b"CONNECT a:1 HTTP/1.1\r\n", b"\x16\x03\x01",
+        post("/a", b"12"),
+        post("/no", b""),
+        HOST,
+        b"GET / HTTP/1.1\r\n",
+        b"\r\n",
+        b"0\r\n\r\n",
+        b"POST /c HTTP/1.1\r\nTransfer-Encoding: chunked\r\n" + HOST + b"\r\n",
+        b"5\r\nabcde\r\n",
+        b"Connection: Upgrade\r\nUpgrade: h2c\r\n",
+        b"Content-Length: 7\r\n",
+        b"PRI * HTTP/2.0",
+        b"Expect: 100-continue\r\n",
+        b"HTTP/1.0\r\n",
+        b"CONNECT a:1 HTTP/1.1\r\n",
+        b"\x16\x03\x01",
     ]
-)  # fmt: skip
+)
 
 
 @given(st.lists(PIECES | st.binary(max_size=20), max_size=12), st.integers(1, 200))
@@ -674,7 +716,7 @@ class Pieces:
 
 
 def streaming(rig: Rig, pieces: Pieces) -> None:
-    rig.server.admit = lambda head: Answer(content_type="text/event-stream", stream=pieces)
+    rig.server.admit = lambda head: Response(content_type="text/event-stream", stream=pieces)
 
 
 def get(path: str = "/s", method: str = "GET") -> bytes:
@@ -713,7 +755,7 @@ def test_a_stream_that_fails_or_must_leave_has_no_last_chunk(rig: Rig, head: byt
     is_chunked = b"1.1" in head
     for error in (RuntimeError("a bug"), None):
         pieces = Pieces()
-        rig.server.admit = lambda head, pieces=pieces: Answer(
+        rig.server.admit = lambda head, pieces=pieces: Response(
             stream=pieces, cut=lambda told: f"cut: {told.message}".encode()
         )
         connection, wire = rig.connect()

@@ -15,9 +15,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_plain
 
 from pipeswitch.frontend.transport.clients import Counters
-from pipeswitch.gateway.serving import tally as tally_module
+from pipeswitch.gateway.serving import model_stats as tally_module
 from pipeswitch.gateway.serving.metrics import Metrics
-from pipeswitch.gateway.serving.tally import Tally
+from pipeswitch.gateway.serving.model_stats import ModelStats
 from pipeswitch.scheduler.scheduler import Scheduler, SchedulerSettings
 
 ROOT = Path(__file__).parents[2]
@@ -33,41 +33,41 @@ def samples(text: str, read: Any = read_plain) -> dict[tuple[str, ...], float]:
 
 
 def told(
-    metrics: Metrics | Tally, facts: dict[str, Any] | None = None
+    metrics: Metrics | ModelStats, facts: dict[str, Any] | None = None
 ) -> dict[tuple[str, ...], float]:
-    metrics = Metrics(metrics) if isinstance(metrics, Tally) else metrics
+    metrics = Metrics(metrics) if isinstance(metrics, ModelStats) else metrics
     return samples(metrics.text("", facts)[0].decode())
 
 
 def test_requests_are_counted_and_their_bills_are_histograms_in_seconds() -> None:
-    tally = Tally()
-    tally.answered("m", 33.0, BILL)
-    tally.failed("m", "QueueFull")
-    found = told(tally)
+    model_stats = ModelStats()
+    model_stats.answered("m", 33.0, BILL)
+    model_stats.failed("m", "QueueFull")
+    found = told(model_stats)
     assert found["pipeswitch_gateway_requests_total", "m", "ok"] == 1
     assert found["pipeswitch_gateway_requests_total", "QueueFull", "m"] == 1
     assert found["pipeswitch_request_compute_seconds_sum", "m"] == 0.03
     assert found["pipeswitch_request_compute_seconds_bucket", "0.02", "m"] == 0
     assert found["pipeswitch_request_compute_seconds_bucket", "0.05", "m"] == 1
-    tally.failed("n", "TaskFailed")
-    tally.forget_others({"n"})
-    assert not [key for key in told(tally) if "m" in key]
-    assert told(tally)["pipeswitch_gateway_requests_total", "TaskFailed", "n"] == 1
+    model_stats.failed("n", "TaskFailed")
+    model_stats.forget_others({"n"})
+    assert not [key for key in told(model_stats) if "m" in key]
+    assert told(model_stats)["pipeswitch_gateway_requests_total", "TaskFailed", "n"] == 1
 
 
 def test_a_strangers_names_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the server is away no answer tells which models there are."""
     monkeypatch.setattr(tally_module, "MAX_COUNTED", 3)
-    tally = Tally()
-    tally.answered("m", 33.0, BILL)
-    assert not tally.failed("x" * 10_000, "ServerUnavailable")
-    counted = [tally.failed(f"m{number}", "ServerUnavailable") for number in range(5)]
+    model_stats = ModelStats()
+    model_stats.answered("m", 33.0, BILL)
+    assert not model_stats.failed("x" * 10_000, "ServerUnavailable")
+    counted = [model_stats.failed(f"m{number}", "ServerUnavailable") for number in range(5)]
     assert counted == [True, True, False, False, False]
-    assert tally.failed("m1", "ServerUnavailable")
-    tally.answered("n", 33.0, BILL)  # what answers is there
-    assert told(tally)["pipeswitch_gateway_requests_total", "n", "ok"] == 1
-    tally.forget_others({"m", "n"})
-    assert tally.failed("m", "QueueFull")
+    assert model_stats.failed("m1", "ServerUnavailable")
+    model_stats.answered("n", 33.0, BILL)  # what answers is there
+    assert told(model_stats)["pipeswitch_gateway_requests_total", "n", "ok"] == 1
+    model_stats.forget_others({"m", "n"})
+    assert model_stats.failed("m", "QueueFull")
 
 
 def facts() -> dict[str, Any]:
@@ -78,30 +78,53 @@ def facts() -> dict[str, Any]:
     scheduler = Scheduler(settings)
     scheduler.machine.devices[0].state.accounts.of("alice").used_ms = 1500.0
     stats = scheduler.listing.stats()
-    own = dict.fromkeys(("malformed", "queue_full", "slow_clients", "clients", "sequences",
-                         "sequence_steps", "tokens_reused"), 0)  # fmt: skip
+    own = dict.fromkeys(
+        (
+            "malformed",
+            "queue_full",
+            "slow_clients",
+            "clients",
+            "sequences",
+            "sequence_steps",
+            "tokens_reused",
+        ),
+        0,
+    )
     counts = Counters(accepted=3, ok=2).as_dict()
     row = {"sequences": 2, "sequence_bytes": 96, "spare_bytes": 32, "tokens": 7}
     own["sequences_by_model"] = {"chat": row, "chat@2": row | {"tokens": 1}}
     own |= {"pool_capacity_bytes": 10, "pool_free_bytes": 4, "inference": counts}
-    job = {"name": "j", "state": "running", "step": 7, "committed_step": 6, "persisted_step": 4,
-           "suspensions": 2, "evictions": 0,
-           "restarts": 1, "steps_recomputed": 3, "preempted_s": 1.5}  # fmt: skip
+    job = {
+        "name": "j",
+        "state": "running",
+        "step": 7,
+        "committed_step": 6,
+        "persisted_step": 4,
+        "suspensions": 2,
+        "evictions": 0,
+        "restarts": 1,
+        "steps_recomputed": 3,
+        "preempted_s": 1.5,
+    }
     workers = [{"kind": "worker", "state": "standby"}] * 2
-    tally = Tally()
-    tally.answered("m", 40.0, BILL)
+    model_stats = ModelStats()
+    model_stats.answered("m", 40.0, BILL)
     models = [
         {"name": name, "version": version, "share": share}
         for name, version, share in (("m", 1, 0), ("m", 2, 90), ("m", 3, 10), ("whole", 1, 100))
     ]
     models[-1]["precision"] = {"name": "bf16"}
-    rows = {"jobs": [job], "ps": [*workers, {"kind": "model"}], "tally": [tally.row("m", 1)],
-            "models": models}  # fmt: skip
+    rows = {
+        "jobs": [job],
+        "ps": [*workers, {"kind": "model"}],
+        "model_stats": [model_stats.row("m", 1)],
+        "models": models,
+    }
     return {"stats": {**stats, **own}, **rows}
 
 
 def test_an_operator_is_told_of_the_server_and_others_are_not() -> None:
-    metrics = Metrics(Tally())
+    metrics = Metrics(ModelStats())
     found = told(metrics, facts())
     assert found["pipeswitch_switches_total",] == 0
     assert found["pipeswitch_requests_total", "ok"] == 2
@@ -112,8 +135,12 @@ def test_an_operator_is_told_of_the_server_and_others_are_not() -> None:
     assert found["pipeswitch_job_step", "j", "running"] == 7
     assert found["pipeswitch_job_suspensions_total", "j"] == 2
     assert found["pipeswitch_tenant_device_seconds_total", "alice"] == 1.5
-    for name, values in {"tokens_total": (7, 1), "model_sequences": (2, 2),
-                         "sequence_bytes": (96, 96), "spare_bytes": (32, 32)}.items():  # fmt: skip
+    for name, values in {
+        "tokens_total": (7, 1),
+        "model_sequences": (2, 2),
+        "sequence_bytes": (96, 96),
+        "spare_bytes": (32, 32),
+    }.items():
         versions = ("1", "2")
         assert tuple(found[f"pipeswitch_{name}", one, "chat"] for one in versions) == values
     shares = {key[1:]: value for key, value in found.items() if "share_ratio" in key[0]}
@@ -124,9 +151,9 @@ def test_an_operator_is_told_of_the_server_and_others_are_not() -> None:
 
 
 def test_a_scraper_that_asks_for_openmetrics_gets_it_whole() -> None:
-    tally = Tally()
-    tally.answered("m", 33.0, BILL)
-    metrics = Metrics(tally)
+    model_stats = ModelStats()
+    model_stats.answered("m", 33.0, BILL)
+    metrics = Metrics(model_stats)
     text, kind = metrics.text("application/openmetrics-text; version=1.0.0", facts())
     assert kind.startswith("application/openmetrics-text")
     found = samples(text.decode(), read_open)
@@ -140,11 +167,14 @@ def spent(facts: dict[str, Any], up_s: float, **device_s: float) -> dict[str, An
 
 
 def test_device_time_is_told_by_kind_and_idle_time_never_sinks() -> None:
-    metrics, name = Metrics(Tally()), "pipeswitch_device_seconds_total"
+    metrics, name = Metrics(ModelStats()), "pipeswitch_device_seconds_total"
     found = told(metrics, spent(facts(), 10.0, infer=1.0, train=5.0, switch=0.5))
     assert [found[name, kind] for kind in ("infer", "switch", "train", "idle")] == [
-        1.0, 0.5, 5.0, 3.5,
-    ]  # fmt: skip
+        1.0,
+        0.5,
+        5.0,
+        3.5,
+    ]
     found = told(metrics, spent(facts(), 10.5, infer=2.0, train=5.0, switch=0.5))  # told late
     assert found[name, "idle"] == 3.5
     found = told(metrics, spent(facts(), 20.0, infer=2.0, train=5.0, switch=0.5))
@@ -155,7 +185,7 @@ def test_device_time_is_told_by_kind_and_idle_time_never_sinks() -> None:
 
 
 def test_several_devices_are_told_apart() -> None:
-    metrics, name = Metrics(Tally(), has_nv_names=True), "pipeswitch_device_seconds_total"
+    metrics, name = Metrics(ModelStats(), has_nv_names=True), "pipeswitch_device_seconds_total"
     told(metrics, of_two(spent(facts(), 10.0, infer=1.0), 1.0, 0.0))
     found = told(metrics, of_two(spent(facts(), 20.0, infer=6.0), 2.0, 4.0))
     assert found[name, "cpu:0", "infer"] == 2.0
@@ -168,16 +198,20 @@ def test_several_devices_are_told_apart() -> None:
 def of_two(facts: dict[str, Any], *infer_s: float) -> dict[str, Any]:
     """Facts of a server whose devices have computed requests for so long."""
     rows = [
-        {"device": f"cpu:{index}", "device_s": {"infer": each_s, "switch": 0.0, "train": 0.0},
-         "inferences": 7, "ready": index == 0}
+        {
+            "device": f"cpu:{index}",
+            "device_s": {"infer": each_s, "switch": 0.0, "train": 0.0},
+            "inferences": 7,
+            "ready": index == 0,
+        }
         for index, each_s in enumerate(infer_s)
-    ]  # fmt: skip
+    ]
     return {**facts, "stats": {**facts["stats"], "devices": rows}}
 
 
 def test_tritons_names_are_told_when_they_are_asked_for() -> None:
-    assert not [key for key in told(Metrics(Tally()), facts()) if key[0].startswith("nv_")]
-    metrics = Metrics(Tally(), has_nv_names=True)
+    assert not [key for key in told(Metrics(ModelStats()), facts()) if key[0].startswith("nv_")]
+    metrics = Metrics(ModelStats(), has_nv_names=True)
     told(metrics, spent(facts(), 10.0, infer=1.0))
     found = told(metrics, spent(facts(), 14.0, infer=3.0))
     assert found["nv_gpu_utilization", "cpu"] == 0.5
@@ -188,24 +222,24 @@ def test_tritons_names_are_told_when_they_are_asked_for() -> None:
 
 def test_joined_requests_are_one_run_and_their_rows_are_counted_once() -> None:
     """As Triton's statistics have it: inferences are rows, executions are runs."""
-    tally = Tally()
-    tally.answered("m", 1.0, {**BILL, "batch": 4, "joined": 1})
+    model_stats = ModelStats()
+    model_stats.answered("m", 1.0, {**BILL, "batch": 4, "batched": 1})
     for _ in range(3):
-        tally.answered("m", 1.0, {**BILL, "batch": 6, "joined": 3})
-    row = tally.row("m", 1)
+        model_stats.answered("m", 1.0, {**BILL, "batch": 6, "batched": 3})
+    row = model_stats.row("m", 1)
     assert (row["inference_count"], row["execution_count"]) == (10, 2)
     assert row["inference_stats"]["success"]["count"] == 4
-    metrics = Metrics(Tally(), has_nv_names=True)
-    found = told(metrics, {**facts(), "tally": [row]})
+    metrics = Metrics(ModelStats(), has_nv_names=True)
+    found = told(metrics, {**facts(), "model_stats": [row]})
     assert found["nv_inference_count", "1", "m"] == 10
     assert found["nv_inference_exec_count", "1", "m"] == 2
 
 
 def test_every_metric_of_the_dashboard_and_the_alerts_exists() -> None:
     dashboard = json.loads((ROOT / "packaging/grafana.json").read_text())
-    tally = Tally()
-    tally.answered("m", 33.0, BILL)
-    metrics = Metrics(tally)
+    model_stats = ModelStats()
+    model_stats.answered("m", 33.0, BILL)
+    metrics = Metrics(model_stats)
     known = {key[0] for key in told(metrics, facts())}
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     asked += re.findall(r"expr: .*", (ROOT / "packaging/alerts.yaml").read_text())

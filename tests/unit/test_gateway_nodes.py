@@ -94,9 +94,15 @@ async def infer(nodes: Nodes, **options: Any) -> str:
     return str((await nodes.ask("infer", **options)).body["node"])
 
 
-@pytest.mark.parametrize(("holders", "serving", "asked"), [
-    ("ab", "b", "a"), ("bc", "c", "c"), ("bc", "b", "b"), ("c", "c", "c"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("holders", "serving", "asked"),
+    [
+        ("ab", "b", "a"),
+        ("bc", "c", "c"),
+        ("bc", "b", "b"),
+        ("c", "c", "c"),
+    ],
+)
 def test_a_request_goes_to_this_node_if_it_holds_the_model_else_where_it_is_served(
     rig: Rig, holders: str, serving: str, asked: str
 ) -> None:
@@ -111,8 +117,9 @@ def test_without_a_table_all_is_asked_of_the_server_here(rig: Rig) -> None:
     assert rig.counts() == [2, 0, 0]
 
 
-@pytest.mark.parametrize("error", [errors.ServerUnavailable, errors.ModelNotFound,
-                                   errors.PermissionDenied])  # fmt: skip
+@pytest.mark.parametrize(
+    "error", [errors.ServerUnavailable, errors.ModelNotFound, errors.PermissionDenied]
+)
 def test_each_other_holder_is_asked_once(rig: Rig, error: type[errors.PipeSwitchError]) -> None:
     rig.table("abc")
     rig.servers["a"].error = rig.servers["b"].error = error("gone")

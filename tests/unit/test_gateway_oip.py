@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from pipeswitch.base.errors import InvalidInput
-from pipeswitch.gateway.refusals import TooLarge
+from pipeswitch.gateway.http_errors import TooLarge
 from pipeswitch.gateway.serving import oip
 
 PLAIN = [name for name in oip.DATATYPES if name not in ("BF16", "BYTES")]
@@ -84,8 +84,10 @@ def test_what_comes_binary_or_as_numbers_goes_back_to_the_bit(
                 array.shape,
             )
             assert bytes(frame) == array.tobytes()
-    outputs = [oip.Output(name=n, dtype=oip.DATATYPES[k], shape=a.shape, data=a.tobytes())
-               for n, k, a in named]  # fmt: skip
+    outputs = [
+        oip.Output(name=n, dtype=oip.DATATYPES[k], shape=a.shape, data=a.tobytes())
+        for n, k, a in named
+    ]
     plain = oip.InferRequest(id="7", inputs=(), frames=[])
     (text,), json_bytes = oip.encode_answer("m", plain, outputs, {"total_ms": 1.5})
     assert json_bytes is None
@@ -131,8 +133,10 @@ def test_what_may_be_left_out_may_be_null() -> None:
     ask["inputs"][0]["parameters"] = None
     asked = oip.decode_request(json.dumps(ask).encode(), None)
     assert (asked.id, asked.outputs, bytes(asked.frames[0])) == (
-        "", None, np.array([1, 2, 3, 4], np.float32).tobytes(),
-    )  # fmt: skip
+        "",
+        None,
+        np.array([1, 2, 3, 4], np.float32).tobytes(),
+    )
     ask["outputs"] = [{"name": "y", "parameters": None}]
     asked = oip.decode_request(json.dumps(ask).encode(), None)
     output = oip.Output(name="y", dtype="int32", shape=(1,), data=bytes(4))
@@ -282,14 +286,15 @@ def test_the_batch_dimension_is_implicit_only_where_all_tensors_begin_with_it() 
 
 def test_a_model_whose_requests_are_joined_says_so_as_triton_does() -> None:
     assert "dynamic_batching" not in oip.config(ROW)
-    joined = ROW | {"batching": {"limit": 8, "delay_ms": 2.5, "is_exact": True}}
-    assert oip.config(joined)["dynamic_batching"] == {
-        "preferred_batch_size": [8], "max_queue_delay_microseconds": 2500,
-    }  # fmt: skip
+    batched = ROW | {"batching": {"limit": 8, "delay_ms": 2.5, "is_exact": True}}
+    assert oip.config(batched)["dynamic_batching"] == {
+        "preferred_batch_size": [8],
+        "max_queue_delay_microseconds": 2500,
+    }
 
 
 def test_every_dtype_of_the_wire_has_a_datatype() -> None:
-    from pipeswitch.base.texts import BYTES
+    from pipeswitch.base.bytes_tensors import BYTES
     from pipeswitch.programs.interface.layout import ITEM_BYTES
 
     assert oip.DATATYPE_OF.keys() == {*ITEM_BYTES, BYTES}

@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 
 from pipeswitch.base.errors import AlreadyExists, InvalidInput, PermissionDenied, QueueFull
-from pipeswitch.base.roles import OWNER, Role, Standing
-from pipeswitch.gateway.refusals import NotFound, TooLarge
+from pipeswitch.base.roles import OWNER, Principal, Role
+from pipeswitch.gateway.http_errors import NotFound, TooLarge
 from pipeswitch.gateway.serving.oip import InferRequest, Output, Place, RequestedOutput, place_of
-from pipeswitch.gateway.serving.regions import FOLDER, MAX_REGIONS, Regions
+from pipeswitch.gateway.serving.shared_memory import FOLDER, MAX_REGIONS, SharedMemoryRegions
 from tests.open_files import open_files
 
 SIZE = 10_000
 KEY = f"/pipeswitch-test-{os.getpid()}"
 PATH = Path(f"{FOLDER}{KEY}")
-OTHER = Standing(tenant="other", roles=frozenset(Role))
+OTHER = Principal(tenant="other", roles=frozenset(Role))
 
 
 @pytest.fixture
-def regions() -> Iterator[Regions]:
+def regions() -> Iterator[SharedMemoryRegions]:
     PATH.write_bytes(bytes(range(250)) * 40)
-    made = Regions(max_bytes=SIZE)
+    made = SharedMemoryRegions(max_bytes=SIZE)
     made.register(OWNER, "all", {"key": KEY, "offset": 0, "byte_size": SIZE})
     made.register(OWNER, "part", {"key": KEY, "offset": 250, "byte_size": 500})
     yield made
@@ -44,7 +44,9 @@ def at(offset: int, size: int, region: str = "part") -> Place:
     return Place(region=region, offset_bytes=offset, size_bytes=size)
 
 
-def test_an_input_is_read_where_it_lies_and_an_output_written_there(regions: Regions) -> None:
+def test_an_input_is_read_where_it_lies_and_an_output_written_there(
+    regions: SharedMemoryRegions,
+) -> None:
     (frame,) = regions.filled(OWNER, asked(at(10, 20))).frames
     assert bytes(frame) == bytes(range(10, 30))
     y = Output(name="y", dtype="uint8", shape=(3,), data=memoryview(b"abc"))
@@ -56,7 +58,7 @@ def test_an_input_is_read_where_it_lies_and_an_output_written_there(regions: Reg
     assert bytes(frame) == bytes(range(10, 30))  # ours: what changes there does not change it
 
 
-def test_regions_are_listed_and_forgotten_by_name_or_all(regions: Regions) -> None:
+def test_regions_are_listed_and_forgotten_by_name_or_all(regions: SharedMemoryRegions) -> None:
     part = {"name": "part", "key": KEY, "offset": 250, "byte_size": 500}
     assert regions.rows(OWNER, "part") == [part]
     regions.unregister(OWNER, "part")
@@ -68,7 +70,7 @@ def test_regions_are_listed_and_forgotten_by_name_or_all(regions: Regions) -> No
 
 
 def test_a_region_that_is_forgotten_while_it_is_read_is_read_to_its_end(
-    regions: Regions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    regions: SharedMemoryRegions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its descriptor's number would be the next file's."""
     preadv, begun = os.preadv, []
@@ -86,7 +88,7 @@ def test_a_region_that_is_forgotten_while_it_is_read_is_read_to_its_end(
     assert bytes(frame) == bytes(range(30))
 
 
-def test_the_files_of_regions_are_closed(regions: Regions) -> None:
+def test_the_files_of_regions_are_closed(regions: SharedMemoryRegions) -> None:
     before = open_files(KEY)
     regions.register(OWNER, "another", {"key": KEY, "byte_size": 1})
     assert open_files(KEY) == before + 1
@@ -96,7 +98,7 @@ def test_the_files_of_regions_are_closed(regions: Regions) -> None:
     assert open_files(KEY) == before - 2
 
 
-def test_no_caller_sees_anothers_region(regions: Regions) -> None:
+def test_no_caller_sees_anothers_region(regions: SharedMemoryRegions) -> None:
     assert regions.rows(OTHER) == []
     for request in (asked(at(0, 1)), asked(output=at(0, 1))):
         with pytest.raises(NotFound):
@@ -107,8 +109,10 @@ def test_no_caller_sees_anothers_region(regions: Regions) -> None:
 
 
 @pytest.mark.parametrize("role", [role for role in Role if role is not Role.CODE])
-def test_every_verb_takes_the_role_that_has_the_machine(regions: Regions, role: Role) -> None:
-    caller = Standing(tenant="", roles=frozenset({role}))  # the owner's regions would be its own
+def test_every_verb_takes_the_role_that_has_the_machine(
+    regions: SharedMemoryRegions, role: Role
+) -> None:
+    caller = Principal(tenant="", roles=frozenset({role}))  # the owner's regions would be its own
     for verb in (
         lambda: regions.register(caller, "x", {"key": KEY, "byte_size": 1}),
         lambda: regions.rows(caller),
@@ -122,15 +126,32 @@ def test_every_verb_takes_the_role_that_has_the_machine(regions: Regions, role: 
 
 @pytest.mark.parametrize(
     "key",
-    ["", "/", "..", "/..", "/.", "../etc/passwd", "/../etc/passwd", "//x", "a/b", "/a/b", "x\0",
-     "é", "/x\n", "x" * 201, None, 7, ["/x"]],
-)  # fmt: skip
-def test_a_key_that_could_lead_elsewhere_is_refused(regions: Regions, key: Any) -> None:
+    [
+        "",
+        "/",
+        "..",
+        "/..",
+        "/.",
+        "../etc/passwd",
+        "/../etc/passwd",
+        "//x",
+        "a/b",
+        "/a/b",
+        "x\0",
+        "é",
+        "/x\n",
+        "x" * 201,
+        None,
+        7,
+        ["/x"],
+    ],
+)
+def test_a_key_that_could_lead_elsewhere_is_refused(regions: SharedMemoryRegions, key: Any) -> None:
     with pytest.raises(InvalidInput, match="no key"):
         regions.register(OWNER, "x", {"key": key, "byte_size": 1})
 
 
-def test_what_is_no_plain_file_is_refused(regions: Regions, tmp_path: Path) -> None:
+def test_what_is_no_plain_file_is_refused(regions: SharedMemoryRegions, tmp_path: Path) -> None:
     beside = Path(f"{PATH}-beside")
     try:
         beside.symlink_to("/etc/hostname")
@@ -154,13 +175,18 @@ def test_what_is_no_plain_file_is_refused(regions: Regions, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "fields",
     [
-        {"byte_size": SIZE + 1}, {"offset": 1, "byte_size": SIZE}, {"byte_size": 0}, {},
-        {"offset": -1, "byte_size": 1}, {"offset": True, "byte_size": 1}, {"byte_size": "1"},
+        {"byte_size": SIZE + 1},
+        {"offset": 1, "byte_size": SIZE},
+        {"byte_size": 0},
+        {},
+        {"offset": -1, "byte_size": 1},
+        {"offset": True, "byte_size": 1},
+        {"byte_size": "1"},
         {"offset": 1 << 70, "byte_size": 1},
     ],
-)  # fmt: skip
+)
 def test_a_stretch_that_the_file_does_not_have_is_refused(
-    regions: Regions, fields: dict[str, Any]
+    regions: SharedMemoryRegions, fields: dict[str, Any]
 ) -> None:
     before = open_files(KEY)
     with pytest.raises(InvalidInput):
@@ -169,13 +195,15 @@ def test_a_stretch_that_the_file_does_not_have_is_refused(
 
 
 @pytest.mark.parametrize("place", [at(0, 501), at(500, 1), at(1 << 50, 1), at(0, 1 << 50)])
-def test_a_place_outside_of_its_region_is_refused(regions: Regions, place: Place) -> None:
+def test_a_place_outside_of_its_region_is_refused(
+    regions: SharedMemoryRegions, place: Place
+) -> None:
     for request in (asked(place), asked(output=place)):
         with pytest.raises((InvalidInput, TooLarge)):
             regions.filled(OWNER, request)
 
 
-def test_a_region_that_shrank_is_an_error_and_no_signal(regions: Regions) -> None:
+def test_a_region_that_shrank_is_an_error_and_no_signal(regions: SharedMemoryRegions) -> None:
     os.truncate(PATH, 300)
     with pytest.raises(InvalidInput, match="shrunk"):
         regions.filled(OWNER, asked(at(0, 100)))
@@ -185,7 +213,7 @@ def test_a_region_that_shrank_is_an_error_and_no_signal(regions: Regions) -> Non
     assert PATH.stat().st_size == 300
 
 
-def test_an_output_larger_than_its_place_is_not_written(regions: Regions) -> None:
+def test_an_output_larger_than_its_place_is_not_written(regions: SharedMemoryRegions) -> None:
     before = PATH.read_bytes()
     y = Output(name="y", dtype="uint8", shape=(5,), data=memoryview(bytes(5)))
     with pytest.raises(InvalidInput, match="5 bytes, its shared memory 4"):
@@ -193,7 +221,7 @@ def test_an_output_larger_than_its_place_is_not_written(regions: Regions) -> Non
     assert PATH.read_bytes() == before
 
 
-def test_names_and_counts_are_bounded(regions: Regions) -> None:
+def test_names_and_counts_are_bounded(regions: SharedMemoryRegions) -> None:
     for name in ("", "x" * 257, "a\nb"):
         with pytest.raises(InvalidInput):
             regions.register(OWNER, name, {"key": KEY, "byte_size": 1})

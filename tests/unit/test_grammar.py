@@ -14,7 +14,7 @@ import pytest
 
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.gateway.openai.completions import ResponseFormat, schema_of
-from pipeswitch.ipc.messages.worker import Choosing
+from pipeswitch.ipc.messages.worker import SamplingParams
 from pipeswitch.programs.decoding.generation import packed_tokenizer
 from pipeswitch.programs.decoding.grammar import Matcher, Tokenizers, check_schema, ends_of
 from pipeswitch.programs.decoding.sampling import Options
@@ -102,8 +102,8 @@ def test_a_schema_needs_an_end_token_and_leaves_no_room_for_what_contradicts_it(
 
 
 def test_a_request_with_a_schema_is_computed_alone() -> None:
-    assert not Choosing(options={"logprobs": 1}).is_alone
-    assert Choosing(options={"json_schema": "{}"}).is_alone
+    assert not SamplingParams(options={"logprobs": 1}).never_batch
+    assert SamplingParams(options={"json_schema": "{}"}).never_batch
 
 
 def test_a_response_format_is_a_schema() -> None:

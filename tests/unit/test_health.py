@@ -33,13 +33,13 @@ class Server(Rig):
                     pass
 
     def ping(self, token: int) -> None:
-        self.handle(ev.PingAsked(token=ev.Token(token)))
+        self.handle(ev.PingRequest(token=ev.Token(token)))
 
     def all_answer(self) -> None:
-        epoch = self.daemon_pings[-1].epoch
-        self.daemon(Pong(epoch=epoch))
+        op_id = self.daemon_pings[-1].op_id
+        self.daemon(Pong(op_id=op_id))
         for slot in range(3):
-            self.worker(slot, Pong(epoch=epoch))
+            self.worker(slot, Pong(op_id=op_id))
 
     def wait(self) -> None:
         due = self.scheduler.next_wakeup_ms()
@@ -58,29 +58,31 @@ def up() -> Server:
 
 def test_everybody_is_asked_and_the_answer_has_each_time(up: Server) -> None:
     up.ping(1)
-    epoch = up.daemon_pings[0].epoch
-    assert [pings[0].epoch for pings in up.worker_pings.values()] == [epoch] * 3
+    op_id = up.daemon_pings[0].op_id
+    assert [pings[0].op_id for pings in up.worker_pings.values()] == [op_id] * 3
     up.now_ms = 2.0
-    up.daemon(Pong(epoch=epoch))
+    up.daemon(Pong(op_id=op_id))
     up.now_ms = 3.0
     for slot in (0, 1):
-        up.worker(slot, Pong(epoch=epoch))
+        up.worker(slot, Pong(op_id=op_id))
     assert 1 not in up.answers
     up.now_ms = 5.0
-    up.worker(2, Pong(epoch=epoch))
+    up.worker(2, Pong(op_id=op_id))
     body = up.body(1)
     assert (body["ready"], body["why"], body["daemon_ms"], body["engine_ms"]) == (True, "", 2, 5)
     assert [(row["worker"], row["state"], row["ms"]) for row in body["workers"]] == [
-        (0, "standby", 3.0), (1, "standby", 3.0), (2, "standby", 5.0),
-    ]  # fmt: skip
+        (0, "standby", 3.0),
+        (1, "standby", 3.0),
+        (2, "standby", 5.0),
+    ]
 
 
 def test_one_silent_worker_is_told_and_the_server_is_ready(up: Server) -> None:
     up.ping(1)
-    epoch = up.daemon_pings[0].epoch
-    up.daemon(Pong(epoch=epoch))
-    up.worker(0, Pong(epoch=epoch))
-    up.worker(2, Pong(epoch=epoch))
+    op_id = up.daemon_pings[0].op_id
+    up.daemon(Pong(op_id=op_id))
+    up.worker(0, Pong(op_id=op_id))
+    up.worker(2, Pong(op_id=op_id))
     up.wait()
     assert up.now_ms == SILENT_AFTER_MS
     assert up.body(1)["ready"]
@@ -90,7 +92,7 @@ def test_one_silent_worker_is_told_and_the_server_is_ready(up: Server) -> None:
 def test_a_silent_daemon_is_not_ready_after_a_second(up: Server) -> None:
     up.ping(1)
     for slot in range(3):
-        up.worker(slot, Pong(epoch=up.daemon_pings[0].epoch))
+        up.worker(slot, Pong(op_id=up.daemon_pings[0].op_id))
     up.wait()
     assert up.now_ms == SILENT_AFTER_MS
     assert (up.body(1)["ready"], up.body(1)["daemon_ms"]) == (False, None)
@@ -99,7 +101,7 @@ def test_a_silent_daemon_is_not_ready_after_a_second(up: Server) -> None:
 
 def test_three_silent_workers_are_not_ready(up: Server) -> None:
     up.ping(1)
-    up.daemon(Pong(epoch=up.daemon_pings[0].epoch))
+    up.daemon(Pong(op_id=up.daemon_pings[0].op_id))
     up.wait()
     assert not up.body(1)["ready"]
 
@@ -119,10 +121,10 @@ def test_a_daemon_that_dies_while_it_is_asked_is_not_ready_at_once(up: Server) -
 
 def test_a_worker_that_dies_while_it_is_asked_is_not_waited_for(up: Server) -> None:
     up.ping(1)
-    epoch = up.daemon_pings[0].epoch
-    up.daemon(Pong(epoch=epoch))
-    up.worker(0, Pong(epoch=epoch))
-    up.worker(1, Pong(epoch=epoch))
+    op_id = up.daemon_pings[0].op_id
+    up.daemon(Pong(op_id=op_id))
+    up.worker(0, Pong(op_id=op_id))
+    up.worker(1, Pong(op_id=op_id))
     up.worker_exits(2)
     assert up.body(1)["ready"]
     assert [row["worker"] for row in up.body(1)["workers"]] == [0, 1]
@@ -136,7 +138,7 @@ def test_a_server_that_is_starting_is_not_ready(up: Server) -> None:
     assert not up.body(1)["ready"]
     up.daemon(DaemonReady(pid=1))
     up.ping(2)
-    up.daemon(Pong(epoch=up.daemon_pings[-1].epoch))
+    up.daemon(Pong(op_id=up.daemon_pings[-1].op_id))
     assert (up.body(2)["ready"], up.body(2)["workers"]) == (False, [])
 
 
@@ -154,12 +156,12 @@ def test_a_thousand_askers_share_two_rounds(up: Server) -> None:
 
 def test_a_late_answer_of_an_earlier_round_counts_for_nothing(up: Server) -> None:
     up.ping(1)
-    late = up.daemon_pings[0].epoch
+    late = up.daemon_pings[0].op_id
     up.wait()
     up.ping(2)
-    up.daemon(Pong(epoch=late))
+    up.daemon(Pong(op_id=late))
     for slot in range(3):
-        up.worker(slot, Pong(epoch=late))
+        up.worker(slot, Pong(op_id=late))
     assert 2 not in up.answers
     up.all_answer()
     assert up.body(2)["ready"]
@@ -169,5 +171,5 @@ def test_who_waits_when_the_server_leaves_is_answered(up: Server) -> None:
     up.ping(1)
     up.ping(2)
     for _ in range(2):
-        up.handle(ev.DrainAsked(token=None, grace_ms=1000.0))
+        up.handle(ev.DrainRequest(token=None, grace_ms=1000.0))
     assert {token for token, answer in up.answers.items() if answer.error} == {1, 2}

@@ -76,34 +76,34 @@ IN_SCHEDULER: Mapping[str, str] = {
     "processes": "core events state training",
     "requests": "core events memory policies processes state training",
     "device": "core events memory processes requests state training",
-    "machine": "core device memory state training",
-    "models": "core events machine memory requests state",
-    "profiling": "core device events machine state",
-    "": "core device events machine memory models policies processes profiling requests state "
+    "server_state": "core device memory state training",
+    "models": "core events server_state memory requests state",
+    "profiling": "core device events server_state state",
+    "": "core device events server_state memory models policies processes profiling requests state "
     "training",
 }
 
 # The same inside other folders.
 IN_GATEWAY: Mapping[str, str] = {
-    "refusals": "",
-    "sharing": "",
-    "callers": "refusals",
+    "http_errors": "",
+    "offload": "",
+    "auth": "http_errors",
     "decoding": "",
-    "serving": "callers decoding refusals",
-    "http": "decoding refusals sharing",
-    "kserve": "callers refusals serving sharing",
-    "admin": "callers decoding http refusals serving",
-    "openai": "decoding http refusals serving sharing",
-    "": "admin callers decoding http kserve openai refusals serving sharing",
+    "serving": "auth decoding http_errors",
+    "http": "decoding http_errors offload",
+    "kserve": "auth http_errors serving offload",
+    "admin": "auth decoding http http_errors serving",
+    "openai": "decoding http http_errors serving offload",
+    "": "admin auth decoding http kserve openai http_errors serving offload",
 }
 IN_FRONTEND: Mapping[str, str] = {
-    "admission": "",
+    "validation": "",
     "permissions": "",
     "request_log": "",
-    "request_pool": "admission",
-    "transport": "admission request_log",
-    "sequences": "admission request_pool transport",
-    "": "admission permissions request_log request_pool sequences transport",
+    "request_pool": "validation",
+    "transport": "validation request_log",
+    "sequences": "validation request_pool transport",
+    "": "validation permissions request_log request_pool sequences transport",
 }
 IN_PROGRAMS: Mapping[str, str] = {
     "interface": "",
@@ -125,11 +125,32 @@ TABLES: Mapping[str, Mapping[str, str]] = {
 # What a pure module may take from outside of the project: nothing here opens a file or a socket,
 # starts a thread or a process, or touches a device.
 PURE = (
-    "__future__", "abc", "array", "bisect", "collections", "contextlib", "dataclasses", "datetime",
-    "enum", "functools", "heapq", "itertools", "math", "msgspec", "numpy", "operator",
-    "os.EX_IOERR", "os.EX_SOFTWARE", "random.Random", "re", "statistics", "struct",
-    "threading.Condition", "threading.RLock", "typing",
-)  # fmt: skip
+    "__future__",
+    "abc",
+    "array",
+    "bisect",
+    "collections",
+    "contextlib",
+    "dataclasses",
+    "datetime",
+    "enum",
+    "functools",
+    "heapq",
+    "itertools",
+    "math",
+    "msgspec",
+    "numpy",
+    "operator",
+    "os.EX_IOERR",
+    "os.EX_SOFTWARE",
+    "random.Random",
+    "re",
+    "statistics",
+    "struct",
+    "threading.Condition",
+    "threading.RLock",
+    "typing",
+)
 IMPURE_BUILTINS = {"open", "__import__", "exec", "eval", "input", "print", "breakpoint"}
 
 

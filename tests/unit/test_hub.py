@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeswitch.ipc.messages.base import Epoch, Message, ModelName
+from pipeswitch.ipc.messages.base import Message, ModelName, OpId
 from pipeswitch.ipc.messages.builder import BuildDone, BuildFailed, BuildSettings
 from pipeswitch.programs.build import builder, hub
 from pipeswitch.programs.build import program as build_module
@@ -22,9 +22,16 @@ from tests.unit.test_job_host import Sent
 KIB = 1 << 10
 TOKEN, OWNERS = "hf_secret", "what the owner fetched"
 MANIFEST = Manifest(
-    digest="a" * 64, mode="graph", mode_reason="", source="hf:a/b", total_bytes=0, tensors=(),
-    groups=(), inputs=(), outputs=(),
-)  # fmt: skip
+    digest="a" * 64,
+    mode="graph",
+    mode_reason="",
+    source="hf:a/b",
+    total_bytes=0,
+    tensors=(),
+    groups=(),
+    inputs=(),
+    outputs=(),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -134,10 +141,15 @@ def build_that(
 
     spec = BuildSpec(name="m", source="hf:a/b", weights="pretrained")
     settings = BuildSettings(
-        model=ModelName("m"), epoch=Epoch(1), spec=msgspec.msgpack.encode(spec),
-        directory=str(folder), disk_bytes=8 * KIB, is_sandboxed=True, is_owners=is_owners,
+        model=ModelName("m"),
+        op_id=OpId(1),
+        spec=msgspec.msgpack.encode(spec),
+        directory=str(folder),
+        disk_bytes=8 * KIB,
+        is_sandboxed=True,
+        is_owners=is_owners,
         threads=torch.get_num_threads(),  # it sets them for good: here they stay what they are
-    )  # fmt: skip
+    )
     try:
         builder.run(settings, sent)  # type: ignore[arg-type]
     except Ended:
@@ -156,8 +168,13 @@ def test_what_a_client_fetches_is_its_builds_own_and_is_gone_with_it(
     [work] = models.iterdir()
     assert list(work.iterdir()) == []
     own = str(work / "hub")
-    assert seen == {"HF_HOME": own, "HF_HUB_CACHE": None, "TORCH_HOME": own, "HF_TOKEN": None,
-                    "folder": None}  # fmt: skip
+    assert seen == {
+        "HF_HOME": own,
+        "HF_HUB_CACHE": None,
+        "TORCH_HOME": own,
+        "HF_TOKEN": None,
+        "folder": None,
+    }
     assert [path.name for path in (home / "hub").iterdir()] == ["config.json"]
 
 

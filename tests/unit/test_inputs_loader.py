@@ -20,7 +20,7 @@ from pipeswitch.base.errors import InvalidInput, SharedInputRefused
 from pipeswitch.inputs.loader import SharedLoader
 from pipeswitch.inputs.ring import HEAD_BYTES, Ring
 from pipeswitch.inputs.table import SHARERS_BYTE
-from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.ipc.control_page import sealed_memfd
 
 SAMPLES, BATCH = 40, 8
 PASS = SAMPLES // BATCH
@@ -122,8 +122,9 @@ def test_by_hand_the_batches_are_those_of_the_job() -> None:
     loader = job.shared(noisy())
     seen = [
         [part.clone() for part in batch]
-        for _ in job.epochs(2) for batch in job.steps(loader, model=module, optimizer=optimizer)
-    ]  # fmt: skip
+        for _ in job.epochs(2)
+        for batch in job.steps(loader, model=module, optimizer=optimizer)
+    ]
     assert all(map(equal, seen, alone(2 * PASS)))
 
 

@@ -14,7 +14,7 @@ from pipeswitch.base.errors import ModelNotFound, RemoteProtocolError
 from pipeswitch.commits.files import CommitRecord, load_commit, remove_unnamed
 from pipeswitch.commits.progress import HANDED_ON, SUFFIX, Life, read_life
 from pipeswitch.controller.effects import Effects
-from pipeswitch.controller.folders import Places
+from pipeswitch.controller.folders import StateDir
 from pipeswitch.controller.journal import FILE_NAME, JournalFile
 from pipeswitch.frontend.job_files import CHUNK_BYTES, CUT, read_piece, whole_characters
 from pipeswitch.ipc.messages.base import JobName
@@ -51,15 +51,15 @@ def test_pieces_join_to_the_whole_log(tmp_path: Path) -> None:
 
 def test_of_a_long_log_the_newest_stays_and_who_follows_goes_on(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    path, kept_bytes, written = tmp_path / "logs" / "job-j.log", 1 << 18, 0
+    path, resident_bytes, written = tmp_path / "logs" / "job-j.log", 1 << 18, 0
     with path.open("ab", buffering=0) as log:
         follows, read = 0, ""
         for number in range(20_000):
             line = f"line {number} of a script that says a good deal while it trains\n".encode()
             written += log.write(line)
             if number % 500 == 499:
-                keep_newest(str(path), kept_bytes)
-                assert held_bytes(log.fileno()) <= 2 * kept_bytes
+                keep_newest(str(path), resident_bytes)
+                assert held_bytes(log.fileno()) <= 2 * resident_bytes
                 piece = read_piece(tmp_path, JobName("j"), "logs", follows)
                 follows, read = piece["offset_bytes"], read + piece["text"]
     assert (follows, CUT in read) == (written, False)  # it was there all the time
@@ -70,7 +70,7 @@ def test_of_a_long_log_the_newest_stays_and_who_follows_goes_on(tmp_path: Path) 
     rest = read_piece(tmp_path, JobName("j"), "logs", late["offset_bytes"])
     lines = (late["text"] + rest["text"]).splitlines()[1:]
     assert [int(line.split()[1]) for line in lines] == list(range(first, 20_000))
-    assert sum(map(len, lines)) >= kept_bytes // 2
+    assert sum(map(len, lines)) >= resident_bytes // 2
     assert path.stat().st_size == written
 
 
@@ -100,7 +100,7 @@ def test_what_a_script_puts_in_place_of_its_files_is_not_read(
 
 
 def test_the_past_of_a_job_of_another_node_is_kept_when_it_is_accepted(tmp_path: Path) -> None:
-    places, told = Places(root=tmp_path), tmp_path / "jobs" / "j" / HANDED_ON
+    places, told = StateDir(root=tmp_path), tmp_path / "jobs" / "j" / HANDED_ON
     places.create()
     told.parent.mkdir(parents=True)
     told.write_bytes(Life(False, 3, 30, 7).packed())

@@ -9,11 +9,11 @@ import pytest
 
 from pipeswitch.base.errors import PipeSwitchError
 from pipeswitch.commits.progress import Life, read_life
-from pipeswitch.ipc.messages.base import Epoch, JobName, Message, StepCommitted, Turn
+from pipeswitch.ipc.messages.base import JobName, Message, OpId, StepCommitted, Turn
 from pipeswitch.ipc.messages.worker import CommitStep, JobReport, RunJob
 from pipeswitch.workers.training.host import JobHost
 
-EPOCH = Epoch(7)
+EPOCH = OpId(7)
 
 
 class Sent:
@@ -37,18 +37,28 @@ class View:
 
 def host_of(task: Sent, **options: Any) -> JobHost:
     order = RunJob(
-        epoch=EPOCH, turn=Turn(0), job=JobName("j"), entry="a.py", args=(),
-        slot_bytes=0, commit_every_ms=1.0, **{"log_path": "", **options},
-    )  # fmt: skip
+        op_id=EPOCH,
+        turn=Turn(0),
+        job=JobName("j"),
+        entry="a.py",
+        args=(),
+        slot_bytes=0,
+        commit_every_ms=1.0,
+        **{"log_path": "", **options},
+    )
     parts: Any = (order, task, View(), [])
     return JobHost(*parts)
 
 
 def answer_to(commit: Any, copy_ms: float, error: str = "") -> StepCommitted:
     return StepCommitted(
-        job=JobName("j"), epoch=commit.epoch, number=commit.number, step=commit.step,
-        copy_ms=copy_ms, error=error,
-    )  # fmt: skip
+        job=JobName("j"),
+        op_id=commit.op_id,
+        number=commit.number,
+        step=commit.step,
+        copy_ms=copy_ms,
+        error=error,
+    )
 
 
 def test_commits_are_numbered_from_one_in_each_dispatch_also_those_of_one_step() -> None:
@@ -61,7 +71,7 @@ def test_commits_are_numbered_from_one_in_each_dispatch_also_those_of_one_step()
             assert isinstance(commit, CommitStep)
             host.commit_answered(answer_to(commit, 1.0))
             host.wait_commit()
-        told = [(m.epoch, m.number, m.step) for m in task.messages if isinstance(m, CommitStep)]
+        told = [(m.op_id, m.number, m.step) for m in task.messages if isinstance(m, CommitStep)]
         assert told == [(EPOCH, 1, 5), (EPOCH, 2, 5), (EPOCH, 3, 9)]
 
 

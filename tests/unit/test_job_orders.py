@@ -27,9 +27,12 @@ class Server(World):
         self.ends_ms: dict[str, float] = {}
         self._names: dict[ev.Token, str] = {}
         settings = SchedulerSettings(
-            arena_bytes=64 * MIB, store_bytes=64 * MIB, words=64, training=order,
+            arena_bytes=64 * MIB,
+            store_bytes=64 * MIB,
+            words=64,
+            training=order,
             training_cycle_ms=CYCLE_MS,
-        )  # fmt: skip
+        )
         super().__init__(Scheduler(settings))
         self.run()
         self.began_ms = self.now_ms
@@ -37,17 +40,26 @@ class Server(World):
     def perform(self, commands: list[ev.Command]) -> None:
         super().perform(commands)
         for command in commands:
-            if isinstance(command, ev.Answer) and command.token in self._names:
+            if isinstance(command, ev.Reply) and command.token in self._names:
                 self.ends_ms[self._names[command.token]] = self.now_ms - self.began_ms
 
     def start(
-        self, name: str, seconds: float, *, mib: int = 2, priority: int = 1,
-        step_ms: float = STEP_MS, loader_ms: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        seconds: float,
+        *,
+        mib: int = 2,
+        priority: int = 1,
+        step_ms: float = STEP_MS,
+        loader_ms: float = 0.0,
+    ) -> None:
         training = Training(
-            steps=round(seconds * 1000.0 / step_ms), step_ms=step_ms, loader_ms=loader_ms,
-            slice_bytes=2 * mib * MIB, state_bytes=mib * MIB,
-        )  # fmt: skip
+            steps=round(seconds * 1000.0 / step_ms),
+            step_ms=step_ms,
+            loader_ms=loader_ms,
+            slice_bytes=2 * mib * MIB,
+            state_bytes=mib * MIB,
+        )
         self.clients.train(JobName(name), training, priority=priority)
         self._names[self.clients.ask(JobName(name), "wait")] = name
 
@@ -167,7 +179,15 @@ def test_a_group_is_told_how_many_of_its_jobs_are_not_over() -> None:
     training = Training(steps=5, step_ms=STEP_MS, slice_bytes=2 * MIB, state_bytes=MIB)
     for name, share in (("a", "g"), ("b", "g"), ("c", "")):
         server.scene.scripts[JobName(name)] = training
-        server.handle(ev.TrainAsked(token=server.clients.token(), job=JobName(name), entry="",
-                                    args=(), priority=1, share=share))  # fmt: skip
+        server.handle(
+            ev.TrainRequest(
+                token=server.clients.token(),
+                job=JobName(name),
+                entry="",
+                args=(),
+                priority=1,
+                share=share,
+            )
+        )
     server.run()
     assert told == [("/g", 1), ("/g", 2), ("/g", 1), ("/g", 0)]

@@ -17,25 +17,37 @@ import pytest
 
 from pipeswitch.base.errors import ConfigError
 from pipeswitch.controller import journal
-from pipeswitch.controller.folders import TRASH_KEPT_S, Places
+from pipeswitch.controller.folders import TRASH_KEPT_S, StateDir
 from pipeswitch.controller.journal import BACKUPS, DIGEST_COLUMN, FILE_NAME, JournalFile
 
 
 def job(name: str, **more: Any) -> dict[str, Any]:
     return {
-        "kind": "job", "name": name, "entry": "x.py", "args": ["a"], "priority": 1, "tenant": "",
+        "kind": "job",
+        "name": name,
+        "entry": "x.py",
+        "args": ["a"],
+        "priority": 1,
+        "tenant": "",
         "share": "",
         "devices": [],
         "defaults": [],
         **more,
-    }  # fmt: skip
+    }
 
 
 def model(name: str, **more: Any) -> dict[str, Any]:
     return {
-        "kind": "model", "name": name, "spec": b"\0spec", "spec_digest": "s", "digest": "d",
-        "priority": 1, "pin": False, "tenant": "", **more,
-    }  # fmt: skip
+        "kind": "model",
+        "name": name,
+        "spec": b"\0spec",
+        "spec_digest": "s",
+        "digest": "d",
+        "priority": 1,
+        "pin": False,
+        "tenant": "",
+        **more,
+    }
 
 
 @contextmanager
@@ -147,8 +159,16 @@ def test_jobs_of_a_release_without_ended_ones_are_the_owners(tmp_path: Path) -> 
 def test_models_of_a_release_without_tenants_are_the_owners(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         file.append(model("m", tenant="a"))
-        file.append({"kind": "serving", "name": "m", "version": 2, "last": 2, "spec_digest": "s",
-                     "shares": [(1, 10)]})  # fmt: skip
+        file.append(
+            {
+                "kind": "serving",
+                "name": "m",
+                "version": 2,
+                "last": 2,
+                "spec_digest": "s",
+                "shares": [(1, 10)],
+            }
+        )
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
         database.execute("ALTER TABLE model DROP COLUMN tenant")
         database.execute("ALTER TABLE serving DROP COLUMN shares")
@@ -356,14 +376,25 @@ def test_a_journal_of_a_later_release_is_left_alone(tmp_path: Path) -> None:
 # ---- what lies beside the journal -----------------------------------------------------------
 
 WHOLE = (
-    model("m"), model("n", digest="e" * 64), model("n@2", digest="f" * 64),
-    {"kind": "serving", "name": "n", "version": 2, "last": 2, "spec_digest": "s",
-     "shares": [[1, 10]]},
+    model("m"),
+    model("n", digest="e" * 64),
+    model("n@2", digest="f" * 64),
+    {
+        "kind": "serving",
+        "name": "n",
+        "version": 2,
+        "last": 2,
+        "spec_digest": "s",
+        "shares": [[1, 10]],
+    },
     {"kind": "chain", "name": "c", "spec": b"\0chain", "tenant": ""},
-    job("one", args=["--x", "1"]), job("held"), {"kind": "hold", "name": "held", "why": "paused"},
+    job("one", args=["--x", "1"]),
+    job("held"),
+    {"kind": "hold", "name": "held", "why": "paused"},
     {"kind": "placed", "name": "held", "device": "cpu:1", "is_sent": True},
-    job("old"), {"kind": "ended", "name": "old", "record": {"state": "done", "step": 7}},
-)  # fmt: skip
+    job("old"),
+    {"kind": "ended", "name": "old", "record": {"state": "done", "step": 7}},
+)
 
 
 def contents(file: JournalFile) -> dict[str, dict[str, Any]]:
@@ -376,8 +407,13 @@ def filled(folder: Path) -> dict[str, dict[str, Any]]:
     with opened(folder) as file:
         for entry in WHOLE:
             file.append(entry)
-    for place in ("models/" + "e" * 64, "models/" + "f" * 64, "models/" + "a" * 64,
-                  "commits/one", "commits/nobodys"):  # fmt: skip
+    for place in (
+        "models/" + "e" * 64,
+        "models/" + "f" * 64,
+        "models/" + "a" * 64,
+        "commits/one",
+        "commits/nobodys",
+    ):
         (folder / place).mkdir(parents=True)
         (folder / place / "file").write_bytes(b"x")
     with opened(folder) as file:
@@ -400,11 +436,14 @@ def damaged_page(path: Path) -> None:
 
 
 DAMAGES = [
-    damaged_schema, damaged_magic, damaged_page, Path.unlink,
+    damaged_schema,
+    damaged_magic,
+    damaged_page,
+    Path.unlink,
     lambda path: path.write_bytes(b""),
     lambda path: path.write_bytes(path.read_bytes()[:5000]),
     lambda path: path.write_bytes((path.parent / "models" / "m~model").read_bytes()),
-]  # fmt: skip
+]
 COPIES = ["all", "backups alone", "copies alone"]
 
 
@@ -417,8 +456,11 @@ def test_a_journal_is_written_again_from_what_lies_beside_it(
     damage(tmp_path / FILE_NAME)
     for path in tmp_path.glob("*/*~*"):  # a clock may be too coarse to tell which came first
         os.utime(path, ns=(0, 0))
-    doomed = {"all": [], "backups alone": tmp_path.glob("*/*~*"),
-              "copies alone": tmp_path.glob("journal.backup*")}[copies]  # fmt: skip
+    doomed = {
+        "all": [],
+        "backups alone": tmp_path.glob("*/*~*"),
+        "copies alone": tmp_path.glob("journal.backup*"),
+    }[copies]
     for path in [*doomed]:
         path.unlink()
     with closing(JournalFile(tmp_path / FILE_NAME, lambda: 1000.0)) as again:
@@ -504,7 +546,7 @@ def test_a_copy_that_is_damaged_or_anothers_is_written_again(tmp_path: Path) -> 
 def test_a_start_throws_away_what_a_sound_journal_does_not_name_and_keeps_it_a_day(
     tmp_path: Path,
 ) -> None:
-    places = Places(root=tmp_path)
+    places = StateDir(root=tmp_path)
     for name in ("a" * 64, "b" * 64):
         (tmp_path / "models" / name).mkdir(parents=True)
     (tmp_path / "commits" / "gone").mkdir(parents=True)

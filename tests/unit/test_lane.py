@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeswitch.base.errors import HostStoreFull, PipeSwitchError, ServerUnavailable
-from pipeswitch.base.lane import Lane
+from pipeswitch.base.worker_thread import WorkerThread
 from pipeswitch.controller.effects import Tracer
 from pipeswitch.controller.shared_memory import close_soon
 from pipeswitch.scheduler.events import Token
@@ -20,7 +20,7 @@ from tests.open_files import open_files
 
 
 def test_what_is_put_before_the_end_is_done_in_order() -> None:
-    lane, done = Lane("test-lane"), list[tuple[int, str]]()
+    lane, done = WorkerThread("test-lane"), list[tuple[int, str]]()
 
     def work(number: int) -> None:
         done.append((number, threading.current_thread().name))
@@ -35,7 +35,7 @@ def test_what_is_put_before_the_end_is_done_in_order() -> None:
     "error", [MemoryError(), RuntimeError("a bug"), SystemExit(), HostStoreFull("full")]
 )
 def test_work_that_fails_is_answered_and_the_next_is_done(error: BaseException) -> None:
-    lane, answers = Lane("test-lane"), list[PipeSwitchError]()
+    lane, answers = WorkerThread("test-lane"), list[PipeSwitchError]()
     done: list[str] = []
 
     def fails() -> None:
@@ -51,7 +51,7 @@ def test_work_that_fails_is_answered_and_the_next_is_done(error: BaseException) 
 
 
 def test_work_that_no_thread_could_begin_is_not_done_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane, done, answers = Lane("test-lane"), list[str](), list[PipeSwitchError]()
+    lane, done, answers = WorkerThread("test-lane"), list[str](), list[PipeSwitchError]()
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", no_thread)
         lane.put(functools.partial(done.append, "refused"), answers.append)
@@ -62,7 +62,7 @@ def test_work_that_no_thread_could_begin_is_not_done_later(monkeypatch: pytest.M
 
 
 def test_work_for_a_lane_that_is_shut_down_is_answered() -> None:
-    lane, answers = Lane("test-lane"), list[PipeSwitchError]()
+    lane, answers = WorkerThread("test-lane"), list[PipeSwitchError]()
     lane.put(lambda: None)
     lane.shutdown()
     lane.put(lambda: None, answers.append)
@@ -74,7 +74,7 @@ def test_an_answer_that_fails_reaches_the_process_and_the_lane_goes_on(
 ) -> None:
     reports: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", reports.append)
-    lane, done = Lane("test-lane"), list[str]()
+    lane, done = WorkerThread("test-lane"), list[str]()
 
     def fails(*_: object) -> None:
         raise MemoryError
@@ -118,7 +118,7 @@ def test_work_that_is_done_holds_its_payload_no_longer() -> None:
     class Payload:
         """Something large."""
 
-    lane, is_done, is_looking = Lane("test-lane"), threading.Event(), threading.Event()
+    lane, is_done, is_looking = WorkerThread("test-lane"), threading.Event(), threading.Event()
     payload = Payload()
     gone = threading.Event()
     weakref.finalize(payload, gone.set)

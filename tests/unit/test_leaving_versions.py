@@ -30,25 +30,25 @@ class Frontend(Rig):
     """A scheduler, and all that its frontend has ever known: a request may be of any of that."""
 
     def __init__(self) -> None:
-        self.known: list[tuple[ev.Announce, ...]] = [()]
+        self.known: list[tuple[ev.ModelAvailable, ...]] = [()]
         super().__init__(keep_versions=2)
 
     def _take(self, commands: list[ev.Command]) -> None:
         super()._take(commands)
         for command in commands:
-            if isinstance(command, ev.Announce):
+            if isinstance(command, ev.ModelAvailable):
                 others = [one for one in self.known[-1] if one.model != command.model]
                 self.known.append((*others, command))
-            elif isinstance(command, ev.Retract):
+            elif isinstance(command, ev.ModelRemoved):
                 left = [one for one in self.known[-1] if one.model != command.model]
                 self.known.append(tuple(left))
 
-    def ask_as(self, announced: ev.Announce, version: int) -> ev.Token:
+    def ask_as(self, announced: ev.ModelAvailable, version: int) -> ev.Token:
         """As the frontend asks that has heard of this one; 0: the caller named no version."""
         return self.infer(
             announced.model,
             digest=announced.manifest.digest,
-            lineage=0 if version else announced.lineage,
+            registration_id=0 if version else announced.registration_id,
         )
 
     def serve(self) -> None:
@@ -72,7 +72,7 @@ class Frontend(Rig):
                 publish(self, job)
             case "rollback" | "split":
                 share = 30 if what == "split" else -1
-                self.ask(ev.RollbackAsked, model="net", version=number, share=share)
+                self.ask(ev.RollbackRequest, model="net", version=number, share=share)
             case "unregister one" if versions.of("net", number) is not None:
                 unregister(self, "net" if number == 1 else f"net@{number}")
             case "unregister all":
@@ -101,7 +101,7 @@ def test_no_request_meets_a_version_that_left_without_a_word_for_it(
         of = [one for one in known if names_one or one.is_current]
         for announced in of[-1:]:
             served = rig.scheduler.versions.served("net")
-            is_same = served is not None and served.born == announced.lineage
+            is_same = served is not None and served.born == announced.registration_id
             stays = any(
                 model.manifest is not None and model.state.state is not ModelState.LEAVING
                 for model in rig.scheduler.versions.all_of("net")

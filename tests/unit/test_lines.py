@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeswitch.scheduler import policies
-from pipeswitch.scheduler.policies.guard import Judge
-from pipeswitch.scheduler.state.fair_queue import Accounts
+from pipeswitch.scheduler.policies.guard import PolicyGuard
+from pipeswitch.scheduler.state.fair_queue import CallerQueue
 from pipeswitch.scheduler.state.queue import Queue
 from pipeswitch.scheduler.state.records import Request
 
@@ -26,8 +26,8 @@ class Device:
 
     def __init__(self, policy: policies.Policy) -> None:
         self.order = policy.order
-        self.judge = Judge(policy, MAX_WAIT_MS)
-        self.queue = Queue(self.judge, Accounts({}, MAX_WAIT_MS))
+        self.judge = PolicyGuard(policy, MAX_WAIT_MS)
+        self.queue = Queue(self.judge, CallerQueue({}, MAX_WAIT_MS))
         self.on_device: set[str] = set()
         self.current: str | None = None
         self.now_ms = 0.0
@@ -35,10 +35,16 @@ class Device:
 
     def view(self, request: Request) -> policies.Waiting:
         return policies.Waiting(
-            request.token, request.model, request.priority, request.deadline_at_ms,
-            request.arrived_at_ms, request.batch, request.size_bytes,
-            request.model in self.on_device, request.model == self.current,
-        )  # fmt: skip
+            request.token,
+            request.model,
+            request.priority,
+            request.deadline_at_ms,
+            request.arrived_at_ms,
+            request.batch,
+            request.size_bytes,
+            request.model in self.on_device,
+            request.model == self.current,
+        )
 
     def at(self) -> policies.View:
         return policies.View(self.now_ms)
@@ -58,7 +64,7 @@ def tried(pairs: list[tuple[policies.Waiting, Request]], device: Device) -> list
     for view, request in pairs:
         if any(view.model == other.model for other in blocked):
             continue
-        if not all(device.order.may_overtake(view, b, device.at()) for b in blocked):
+        if not all(device.order.may_backfill(view, b, device.at()) for b in blocked):
             break
         blocked.append(view)
         found.append(request.token)
@@ -67,15 +73,20 @@ def tried(pairs: list[tuple[policies.Waiting, Request]], device: Device) -> list
 
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), st.integers(0, 3), st.integers(0, 2),
-                  st.sampled_from((None, 10.0, 50.0, 1e4)), st.sampled_from((0.0, 0.0, 60.0))),
+        st.tuples(
+            st.just("add"),
+            st.integers(0, 3),
+            st.integers(0, 2),
+            st.sampled_from((None, 10.0, 50.0, 1e4)),
+            st.sampled_from((0.0, 0.0, 60.0)),
+        ),
         st.tuples(st.just("leave"), st.integers(0, 1 << 16)),
         st.tuples(st.just("move"), st.integers(0, 3)),
         st.tuples(st.just("compute"), st.integers(-1, 3)),
         st.tuples(st.just("wait"), st.sampled_from((0.0, 0.1, 1.0, 30.0, 100.0, 99.9, 250.0))),
     ),
     max_size=60,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=300)
@@ -91,9 +102,19 @@ def test_the_same_requests_are_tried_as_by_a_look_at_all(
                 deadline = None if deadline_ms is None else device.now_ms + deadline_ms
                 came_at_ms = device.now_ms - aged_ms  # its worker died, and it is queued again
                 device.queue.add(
-                    Request(device.count, "r", MODELS[model], priority, deadline, (), 0, 0,
-                            came_at_ms, str(device.count % callers))
-                )  # fmt: skip
+                    Request(
+                        device.count,
+                        "r",
+                        MODELS[model],
+                        priority,
+                        deadline,
+                        (),
+                        0,
+                        0,
+                        came_at_ms,
+                        str(device.count % callers),
+                    )
+                )
             case ("leave", number) if len(device.queue):
                 device.queue.discard(list(device.queue)[number % len(device.queue)])
             case ("move", model):

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeswitch.base.errors import RemoteProtocolError
-from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.wire.frames import INLINE, MAX_HEADER_BYTES, MAX_TENSORS, pack_table, read_table
-from pipeswitch.wire.stream import Share, Stream
+from pipeswitch.wire.stream import ShmSegment, Stream
 
 MAX_BYTES = 1 << 20
 HALF = 1 << 20
@@ -25,10 +25,10 @@ parts = st.lists(
 
 
 @pytest.fixture
-def share() -> Iterator[tuple[Share, Share]]:
+def share() -> Iterator[tuple[ShmSegment, ShmSegment]]:
     """The client's side and the server's."""
     descriptor = sealed_memfd("share", 2 * HALF)
-    yield Share(descriptor, is_servers=False), Share(descriptor, is_servers=True)
+    yield ShmSegment(descriptor, is_servers=False), ShmSegment(descriptor, is_servers=True)
     os.close(descriptor)
 
 
@@ -68,21 +68,25 @@ def test_a_table_that_is_none_is_refused_before_anything_is_allocated(
         read_table(data, MAX_BYTES)
 
 
-def test_what_one_side_writes_in_its_half_the_other_finds(share: tuple[Share, Share]) -> None:
+def test_what_one_side_writes_in_its_half_the_other_finds(
+    share: tuple[ShmSegment, ShmSegment],
+) -> None:
     for one, other, text in ((*share, b"x" * 5000), (*share[::-1], b"y" * 5000)):
         place = one.place(5000)
         one.own(place, 5000)[:] = text
         assert bytes(other.find(place, 5000)) == text
 
 
-def test_a_part_outside_of_the_peers_half_is_refused(share: tuple[Share, Share]) -> None:
+def test_a_part_outside_of_the_peers_half_is_refused(share: tuple[ShmSegment, ShmSegment]) -> None:
     for place, size in ((HALF, 1), (HALF - 1, 2), (0, HALF + 1), (INLINE - 1, 5), (1 << 63, 1)):
         with pytest.raises(RemoteProtocolError, match="not in the share"):
             share[1].find(place, size)
     assert len(share[1].find(0, HALF)) == HALF
 
 
-def test_a_full_half_has_no_room_until_a_part_is_taken(share: tuple[Share, Share]) -> None:
+def test_a_full_half_has_no_room_until_a_part_is_taken(
+    share: tuple[ShmSegment, ShmSegment],
+) -> None:
     client, _ = share
     first = client.place(HALF - 4096)
     assert client.place(8192) == INLINE

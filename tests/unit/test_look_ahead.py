@@ -41,7 +41,7 @@ class Server(World):
         super().perform(commands)
         for command in commands:
             match command:
-                case ev.Answer(more=False):
+                case ev.Reply(more=False):
                     self.ends_ms[command.token] = self.now_ms
                 case ev.Send(message=TransmitModel(model=model)):
                     self.sent.append((self.now_ms, model))
@@ -103,4 +103,4 @@ def test_one_copy_at_a_time_is_sent_ahead() -> None:
     server.run()
     assert [(at - began_ms, name) for at, name in server.sent] == [
         (n * COPY_MS, name) for n, name in enumerate(("long", "short", "next", "other"))
-    ]  # fmt: skip
+    ]

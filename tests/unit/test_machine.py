@@ -20,9 +20,14 @@ def group(folder: Path, names: tuple[str, str, str], limit: str, used: int, cach
     (folder / "memory.stat").write_text(f"anon 7\n{names[2]} {cached}\n")
 
 
-@pytest.mark.parametrize(("names", "line", "root"), [
-    (V2, "0::/a/b", ""), (V1, "4:memory:/a/b", "memory"), (V1, "3:cpu,memory:/a/b", "memory"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("names", "line", "root"),
+    [
+        (V2, "0::/a/b", ""),
+        (V1, "4:memory:/a/b", "memory"),
+        (V1, "3:cpu,memory:/a/b", "memory"),
+    ],
+)
 def test_memory_is_bounded_by_every_cgroup_around(
     names: tuple[str, str, str], line: str, root: str, tmp_path: Path
 ) -> None:

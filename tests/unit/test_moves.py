@@ -33,9 +33,13 @@ class Server:
 
     def __init__(self, **settings: float) -> None:
         self.settings = SchedulerSettings(
-            arena_bytes=24 * MIB, store_bytes=256 * MIB, words=64, standby=1,
-            commit_every_ms=300.0, **settings,  # type: ignore[arg-type]
-        )  # fmt: skip
+            arena_bytes=24 * MIB,
+            store_bytes=256 * MIB,
+            words=64,
+            standby=1,
+            commit_every_ms=300.0,
+            **settings,  # type: ignore[arg-type]
+        )
         each = [replace(self.settings, device=f"cpu:{index}") for index in range(2)]
         self.scheduler = Scheduler(self.settings, devices=each)
         costs = Costs(to_device=Link(bytes_per_ms=MIB / 4), reap_ms=5.0)
@@ -59,7 +63,7 @@ class Server:
 
     def move(self, to: int) -> None:
         token = self.clients.token()
-        self.world.handle(ev.JobAsked(token=token, job=J, action="move", to=f"cpu:{to}"))
+        self.world.handle(ev.JobRequest(token=token, job=J, action="move", to=f"cpu:{to}"))
 
     def run_until_it_leaves(self) -> None:
         while self.job.state.state is not TaskState.EVICTING:
@@ -114,8 +118,9 @@ def test_a_job_waits_on_its_device_until_the_other_one_is_ready() -> None:
 
 def test_what_an_idle_job_leaves_behind_is_zeroed_before_a_model_comes_there() -> None:
     server = Server()
-    server.clients.register(ModelName("m"), program_of("dm", 20 * MIB, groups=2, layer_ms=2.0),
-                            devices=("cpu:0",))  # fmt: skip
+    server.clients.register(
+        ModelName("m"), program_of("dm", 20 * MIB, groups=2, layer_ms=2.0), devices=("cpu:0",)
+    )
     server.run(50.0)
     server.move(1)
     server.clients.infer(ModelName("m"))  # the world refuses what overlaps a slice's bytes
@@ -172,13 +177,20 @@ def test_a_job_is_limited_to_devices_and_is_where_it_was_after_a_restart() -> No
 
     server.world.perform = note  # type: ignore[method-assign]
     for devices in (("cpu:7",), ("cpu:1",)):
-        asked = ev.TrainAsked(token=server.clients.token(), job=JobName("k"), entry="x.py", args=(),
-                              priority=1, devices=devices)  # fmt: skip
+        asked = ev.TrainRequest(
+            token=server.clients.token(),
+            job=JobName("k"),
+            entry="x.py",
+            args=(),
+            priority=1,
+            devices=devices,
+        )
         server.world.scene.scripts[JobName("k")] = TRAINING
         server.world.handle(asked)
     assert server.clients.outcomes == {"InvalidInput": 1, "ok": 2}
-    server.world.handle(ev.JobAsked(
-        token=server.clients.token(), job=JobName("k"), action="move", to="cpu:0"))  # fmt: skip
+    server.world.handle(
+        ev.JobRequest(token=server.clients.token(), job=JobName("k"), action="move", to="cpu:0")
+    )
     assert server.clients.outcomes["InvalidInput"] == 2
     server.move(1)
     server.run(50.0)
@@ -203,9 +215,15 @@ def hold(server: Server, ms: float) -> None:
     server.run(ms)
 
 
-@pytest.mark.parametrize(("after_ms", "is_idle", "expected"), [
-    (300.0, True, (1, 1)), (0.0, True, (0, 0)), (300.0, False, (0, 0)), (3e6, True, (0, 0)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("after_ms", "is_idle", "expected"),
+    [
+        (300.0, True, (1, 1)),
+        (0.0, True, (0, 0)),
+        (300.0, False, (0, 0)),
+        (3e6, True, (0, 0)),
+    ],
+)
 def test_a_job_whose_device_requests_hold_goes_to_an_idle_one_after_a_while(
     after_ms: float, is_idle: bool, expected: tuple[int, int]
 ) -> None:
@@ -254,11 +272,14 @@ def test_a_hundred_moves_evictions_and_kills_lose_and_repeat_no_committed_step(s
 def test_each_slot_that_jobs_in_place_and_standbys_take_has_a_bell() -> None:
     """A worker in a slot without one could not start."""
     config = Config()
-    bells = sizes_of(config, [ChosenDevice(kind=CpuKind(), name="cpu")])[0].bell_count
+    doorbells = sizes_of(config, [ChosenDevice(kind=CpuKind(), name="cpu")])[0].doorbell_count
     settings = SchedulerSettings(
-        arena_bytes=64 * MIB, store_bytes=256 * MIB, words=64, training_cycle_ms=50.0,
+        arena_bytes=64 * MIB,
+        store_bytes=256 * MIB,
+        words=64,
+        training_cycle_ms=50.0,
         standby=config.workers.standby,
-    )  # fmt: skip
+    )
     scheduler = Scheduler(settings)
     world = World(scheduler)
     for name in "jklmn":
@@ -266,4 +287,4 @@ def test_each_slot_that_jobs_in_place_and_standbys_take_has_a_bell() -> None:
     world.run(1000.0)
     slots = scheduler.machine.devices[0].state.workers
     assert len(slots) > 1 + config.workers.standby + 1  # several are suspended
-    assert max(slots) < bells
+    assert max(slots) < doorbells

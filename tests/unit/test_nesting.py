@@ -17,14 +17,14 @@ from pipeswitch.base.errors import InvalidInput, RegistrationRefused, RemoteProt
 from pipeswitch.client.calls import Reply
 from pipeswitch.client.model_sources import declared
 from pipeswitch.client.tensors import Result, from_reply, to_frames
-from pipeswitch.frontend.admission import check_infer
 from pipeswitch.frontend.registration import check
 from pipeswitch.frontend.transport.replies import reply_frames
+from pipeswitch.frontend.validation import check_infer
 from pipeswitch.ipc.messages.base import ModelName
 from pipeswitch.programs.build.naming import Flat, named_inputs
 from pipeswitch.programs.graphs import bundle
 from pipeswitch.programs.interface.layout import Manifest
-from pipeswitch.programs.interface.nesting import (
+from pipeswitch.programs.interface.pytree import (
     MAX_DEPTH,
     MAX_KEY_CHARS,
     MAX_PARTS,
@@ -34,10 +34,10 @@ from pipeswitch.programs.interface.nesting import (
 )
 from pipeswitch.programs.running.values import nested_outputs
 from pipeswitch.programs.spec import load_manifest, save_manifest
-from pipeswitch.scheduler.events import Announce
-from pipeswitch.wire.bill import Bill
+from pipeswitch.scheduler.events import ModelAvailable
 from pipeswitch.wire.frames import MAX_TENSORS, RequestHeader, WireTensor, decode_reply
 from pipeswitch.wire.register_request import RegisterRequest
+from pipeswitch.wire.request_timing import RequestTiming
 
 
 class Leaf:
@@ -124,9 +124,13 @@ def test_a_tree_that_is_none_is_refused_wherever_it_comes_from(tree: Any, tmp_pa
     if tree is None:
         return  # a signature without a tree
     graph = {
-        "version": 2, "inputs": [spec("x")], "weights": [], "nodes": [], "results": [0],
+        "version": 2,
+        "inputs": [spec("x")],
+        "weights": [],
+        "nodes": [],
+        "results": [0],
         "outputs": [spec("a")],
-    }  # fmt: skip
+    }
     for place in ("takes", "returns"):
         with pytest.raises(RegistrationRefused, match="tree"):
             bundle.decode_graph(msgspec.json.encode({**graph, place: tree}).decode())
@@ -159,18 +163,25 @@ GRAPH = bundle.Graph(
     version=2, inputs=(value("x"),), weights=(), nodes=(), results=(0,), outputs=(value("y"),)
 )
 MANIFEST = Manifest(
-    digest="d", mode="graph", mode_reason="", source="bundle", total_bytes=0, tensors=(),
-    groups=(), inputs=(value("x"), value("state.h"), value("state.c")), outputs=(value("a"),),
+    digest="d",
+    mode="graph",
+    mode_reason="",
+    source="bundle",
+    total_bytes=0,
+    tensors=(),
+    groups=(),
+    inputs=(value("x"), value("state.h"), value("state.c")),
+    outputs=(value("a"),),
     takes={"dict": [["x", "x"], ["state", {"dict": [["h", "state.h"], ["c", "state.c"]]}]]},
-)  # fmt: skip
+)
 
 
 def test_a_bundle_without_trees_is_as_it_was() -> None:
     assert "takes" not in bundle.encode_graph(GRAPH)
     assert bundle.decode_graph(bundle.encode_graph(GRAPH)) == GRAPH
     arrays = {"y": np.zeros(2)}
-    assert Result("m", "1", arrays, Bill()).value is arrays["y"]
-    both = Result("m", "1", {"a": 1, "b": 2}, Bill())
+    assert Result("m", "1", arrays, RequestTiming()).value is arrays["y"]
+    both = Result("m", "1", {"a": 1, "b": 2}, RequestTiming())
     assert both.value == dict(both) == {"a": 1, "b": 2}
     assert [*both] == ["a", "b"]
 
@@ -179,7 +190,7 @@ def admitted(given: Any) -> dict[str, float]:
     """Each input's first number, as the model would see it."""
     tensors, frames, _ = to_frames(given)
     header = RequestHeader(v=1, op="infer", id="1", model="m", inputs=tensors)
-    announced = Announce(model=ModelName("m"), manifest=MANIFEST, priority=0)
+    announced = ModelAvailable(model=ModelName("m"), manifest=MANIFEST, priority=0)
     found = check_infer(header, [len(frame) for frame in frames], announced, 1 << 20)
     return {one.name: np.frombuffer(frames[one.frame], "float32")[0] for one in found.inputs}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeswitch.base.roles import OWNER
 from pipeswitch.frontend.transport.clients import Client, Outgoing
-from pipeswitch.frontend.transport.outbox import SHORT_BYTES, SLOW_CLIENT_MS, Outbox
+from pipeswitch.frontend.transport.send_queue import SHORT_BYTES, SLOW_CLIENT_MS, SendQueue
 
 
 class FullPeer:
@@ -30,9 +30,9 @@ class Rig:
 
     def __init__(self) -> None:
         self.now_ms, self.peer, self.said = 0.0, FullPeer(), list[bool]()
-        self.client = Client(peer=self.peer, standing=OWNER)
+        self.client = Client(peer=self.peer, principal=OWNER)
         self.dropped: list[Client] = []
-        self.outbox = Outbox(100, lambda: self.now_ms, self.dropped.append)
+        self.outbox = SendQueue(100, lambda: self.now_ms, self.dropped.append)
 
     def send(self) -> None:
         self.outbox.send(self.client, Outgoing(frames=[b"x" * 40], on_end=self.said.append))
@@ -74,7 +74,7 @@ def test_a_client_over_its_budget_or_too_slow_is_dropped_and_its_answers_are_los
 def order(*sent: tuple[int, bool]) -> list[int]:
     """Return the order in which messages leave, given their sizes and which are answers."""
     peer = FullPeer()
-    client, outbox = Client(peer=peer, standing=OWNER), Outbox(1 << 30, lambda: 0.0, print)
+    client, outbox = Client(peer=peer, principal=OWNER), SendQueue(1 << 30, lambda: 0.0, print)
     messages = [
         Outgoing(frames=[bytes(size)], on_end=(lambda _: None) if is_answer else None)
         for size, is_answer in sent

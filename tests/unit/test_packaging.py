@@ -182,8 +182,9 @@ def test_rays_launcher_takes_its_file() -> None:
     server = LAUNCHER["available_node_types"]["server"]
     starts, profile = LAUNCHER["head_start_ray_commands"], " ".join(LAUNCHER["setup_commands"])
     assert (server["resources"], [text for text in starts if "--head" in text]) == (
-        {RESOURCE: 1}, [text for text in starts if "--include-dashboard=false" in text],
-    )  # fmt: skip
+        {RESOURCE: 1},
+        [text for text in starts if "--include-dashboard=false" in text],
+    )
     assert all(word in profile for word in ("RAY_AUTH_MODE=token", "chmod 600 ~/.ray/auth_token"))
     assert words_of_up(starts[-1]) == (1, server["max_workers"])
 

@@ -8,9 +8,9 @@ import pytest
 
 from pipeswitch.base.errors import InvalidInput, PermissionDenied
 from pipeswitch.base.roles import OWNER
-from pipeswitch.frontend import admission
-from pipeswitch.frontend.admission import Body
+from pipeswitch.frontend import validation
 from pipeswitch.frontend.permissions import check_entry, check_source
+from pipeswitch.frontend.validation import Body
 
 
 def script(folder: Path, name: str) -> str:
@@ -74,9 +74,9 @@ def test_a_factory_is_matched_by_its_module_alone() -> None:
 def test_only_the_owner_names_the_address_that_a_request_comes_from() -> None:
     """The gateway does: requests of one address have their turns together."""
     named = Body("infer", {"address": "10.0.0.1"})
-    assert admission.address_of(named, OWNER.tenant) == "10.0.0.1"
-    assert admission.address_of(Body("infer", {}), "alice") == ""
+    assert validation.address_of(named, OWNER.tenant) == "10.0.0.1"
+    assert validation.address_of(Body("infer", {}), "alice") == ""
     with pytest.raises(PermissionDenied):
-        admission.address_of(Body("infer", {"address": "10.0.0.1"}), "alice")
+        validation.address_of(Body("infer", {"address": "10.0.0.1"}), "alice")
     with pytest.raises(InvalidInput):
-        admission.address_of(Body("infer", {"address": "1" * 65}), OWNER.tenant)
+        validation.address_of(Body("infer", {"address": "1" * 65}), OWNER.tenant)

@@ -58,13 +58,13 @@ class Life:
                 pin, groups = what == "pinned", 12 if name == "s" else 2
                 world.register(name, self.sizes[name] * MIB, pin=pin, groups=groups)
             case "pin" | "unpin":
-                world.handle(ev.PinAsked(token=token(), model=name, pin=what == "pin"))
+                world.handle(ev.PinRequest(token=token(), model=name, pin=what == "pin"))
             case "infer":
                 world.infer(name)
             case "train":
                 self.train(name, self.sizes[name])
             case "unregister":
-                world.handle(ev.UnregisterAsked(token=token(), model=name))
+                world.handle(ev.UnregisterRequest(token=token(), model=name))
             case "kill daemon":
                 if world.daemon is not None:
                     world.daemon.end(-9)
@@ -157,8 +157,8 @@ def test_a_model_that_is_pinned_in_the_middle_moves_for_a_job_that_comes_back() 
     life.train("job", 32, steps=100)
     life.do("acts", "60")
     assert life.ask("d") == life.ask("a") == "ok"
-    before = life.device.state.replicas["d"].home_bytes
-    life.world.handle(ev.PinAsked(token=life.world.token(), model="d", pin=True))
+    before = life.device.state.replicas["d"].preferred_offset_bytes
+    life.world.handle(ev.PinRequest(token=life.world.token(), model="d", pin=True))
     life.rest()
     assert life.state("job") == "done", life.error("job")
     assert life.ask("a") == life.ask("d") == "ok"
@@ -166,7 +166,7 @@ def test_a_model_that_is_pinned_in_the_middle_moves_for_a_job_that_comes_back() 
     life.train("other", 54)
     life.rest()
     assert life.state("other") == "done", life.error("other")
-    assert life.device.state.replicas["d"].home_bytes > before
+    assert life.device.state.replicas["d"].preferred_offset_bytes > before
 
 
 def test_a_job_waits_for_memory_that_was_pinned_since_it_trained() -> None:

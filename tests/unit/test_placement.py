@@ -22,8 +22,16 @@ from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.world import World
 
 MIB = 1 << 20
-IDLE = Place(device=0, is_resident=False, is_busy=False, waiting=0, queue_ms=0.0, switch_ms=10.0,
-             free_bytes=100, size_bytes=10)  # fmt: skip
+IDLE = Place(
+    device=0,
+    is_resident=False,
+    is_busy=False,
+    waiting=0,
+    queue_ms=0.0,
+    switch_ms=10.0,
+    free_bytes=100,
+    size_bytes=10,
+)
 
 
 def places(*changes: dict[str, Any]) -> list[Place]:
@@ -93,7 +101,7 @@ class Server:
 
         def note(commands: list[ev.Command]) -> None:
             for one in commands:
-                if isinstance(one, ev.Answer) and one.timing:
+                if isinstance(one, ev.Reply) and one.timing:
                     self.bills.append((one.timing.device, one.timing.placed))
             perform(commands)
 
@@ -117,7 +125,7 @@ class Server:
     def move(self, job: str, to: str) -> str:
         """How the asker is answered, within 20 ms."""
         outcomes = self.world.clients.outcomes.copy()
-        asked = ev.JobAsked(
+        asked = ev.JobRequest(
             token=self.world.clients.token(), job=JobName(job), action="move", to=to
         )
         self.world.handle(asked)
@@ -174,7 +182,7 @@ def test_a_request_goes_where_pinned_models_leave_it_a_place(is_pinned_first: bo
     server.ask("a")
     if not is_pinned_first:
         server.world.handle(
-            ev.PinAsked(token=server.world.clients.token(), model=ModelName("large"), pin=True)
+            ev.PinRequest(token=server.world.clients.token(), model=ModelName("large"), pin=True)
         )
     server.ask("b")
     server.world.run()
@@ -355,8 +363,9 @@ def test_rows_and_events_name_the_device() -> None:
     ]
     stats = server.scheduler.listing.stats()
     assert [(row["device"], row["inferences"]) for row in stats["devices"]] == [
-        ("cpu:0", 1), ("cpu:1", 1),
-    ]  # fmt: skip
+        ("cpu:0", 1),
+        ("cpu:1", 1),
+    ]
     told: list[Any] = []
     server.scheduler.core.out = told
     server.scheduler.machine.devices[1].state.publish("worker.ready", worker=0)
@@ -376,8 +385,11 @@ def test_devices_of_two_kinds_serve_one_model_on_purpose_only() -> None:
     server.world.run()
     found = {name: {on for on, _ in server.placed(name * 8)} for name in "aefg"}
     assert found == {
-        "a": {"cuda:0"}, "e": {"cpu:0", "cpu:1"}, "f": set(OF_TWO_KINDS), "g": {"cuda:0", "cpu:1"}
-    }  # fmt: skip
+        "a": {"cuda:0"},
+        "e": {"cpu:0", "cpu:1"},
+        "f": set(OF_TWO_KINDS),
+        "g": {"cuda:0", "cpu:1"},
+    }
 
 
 def test_a_job_stays_on_devices_of_one_kind_whatever_is_lost() -> None:

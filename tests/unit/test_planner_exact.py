@@ -131,8 +131,8 @@ def test_no_two_neighbouring_groups_could_be_one_without_ending_later(costs: Lay
     plan = plan_groups(costs)
     total_ms = makespan(plan, costs)
     for cut in range(1, len(plan)):
-        joined = plan[:cut] + plan[cut + 1 :]
-        assert makespan(joined, costs) > total_ms
+        batched = plan[:cut] + plan[cut + 1 :]
+        assert makespan(batched, costs) > total_ms
 
 
 def test_a_model_without_layers_has_no_groups_and_takes_no_time() -> None:

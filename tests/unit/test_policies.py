@@ -29,7 +29,7 @@ from pipeswitch.scheduler.policies import (
     Waiting,
     make_policy,
 )
-from pipeswitch.scheduler.policies.guard import Judge
+from pipeswitch.scheduler.policies.guard import PolicyGuard
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state.predictions import KEPT_BATCHES, Predictions
 from pipeswitch.simulator.costs import Costs, Link
@@ -53,17 +53,31 @@ def waiting(
     is_current: bool = False,
 ) -> Waiting:
     return Waiting(
-        token=1, model="m", priority=priority, deadline_at_ms=deadline_at_ms,
-        arrived_at_ms=arrived_at_ms, is_resident=is_resident, is_current=is_current,
-    )  # fmt: skip
+        token=1,
+        model="m",
+        priority=priority,
+        deadline_at_ms=deadline_at_ms,
+        arrived_at_ms=arrived_at_ms,
+        is_resident=is_resident,
+        is_current=is_current,
+    )
 
 
-def resident(*, size_bytes: int = 1 << 20, last_used_at_ms: float = 0.0, waiting_count: int = 0,
-             priority: int = 1) -> Resident:  # fmt: skip
+def resident(
+    *,
+    size_bytes: int = 1 << 20,
+    last_used_at_ms: float = 0.0,
+    waiting_count: int = 0,
+    priority: int = 1,
+) -> Resident:
     return Resident(
-        model="m", size_bytes=size_bytes, priority=priority, last_used_at_ms=last_used_at_ms,
-        use_count=1, waiting_count=waiting_count,
-    )  # fmt: skip
+        model="m",
+        size_bytes=size_bytes,
+        priority=priority,
+        last_used_at_ms=last_used_at_ms,
+        use_count=1,
+        waiting_count=waiting_count,
+    )
 
 
 def test_a_higher_class_goes_first() -> None:
@@ -100,7 +114,7 @@ def test_of_those_who_waited_too_long_the_oldest_goes_first() -> None:
 @given(priority=st.integers(0, 2), fresh=st.integers(0, 2))
 def test_nobody_starves(priority: int, fresh: int) -> None:
     """After three waits the lowest class is ahead of whatever arrives then."""
-    now_ms = 4 * PRIORITY.patience_ms
+    now_ms = 4 * PRIORITY.aging_ms
     newcomer = waiting(priority=fresh, arrived_at_ms=now_ms, is_current=True, is_resident=True)
     assert PRIORITY.rank(waiting(priority=priority), View(now_ms)) < PRIORITY.rank(
         newcomer, View(now_ms)
@@ -108,13 +122,13 @@ def test_nobody_starves(priority: int, fresh: int) -> None:
 
 
 def test_a_lower_class_never_overtakes_one_that_waits_for_memory() -> None:
-    assert not PRIORITY.may_overtake(waiting(priority=2), waiting(priority=0), View(1.0))
-    assert PRIORITY.may_overtake(waiting(priority=1), waiting(priority=1), View(1.0))
+    assert not PRIORITY.may_backfill(waiting(priority=2), waiting(priority=0), View(1.0))
+    assert PRIORITY.may_backfill(waiting(priority=1), waiting(priority=1), View(1.0))
 
 
 def test_nobody_overtakes_one_that_waited_too_long() -> None:
     blocked = waiting(priority=1)
-    assert not PRIORITY.may_overtake(
+    assert not PRIORITY.may_backfill(
         waiting(priority=0, arrived_at_ms=1999.0), blocked, View(2000.0)
     )
 
@@ -134,7 +148,7 @@ def test_a_model_somebody_waits_for_costs_more() -> None:
 def test_fifo_keeps_the_order_of_arrival_strictly() -> None:
     first, second = waiting(priority=2), waiting(priority=0, arrived_at_ms=1.0, is_current=True)
     assert FIFO.order.rank(first, View(9.0)) < FIFO.order.rank(second, View(9.0))
-    assert not FIFO.order.may_overtake(second, first, View(9.0))
+    assert not FIFO.order.may_backfill(second, first, View(9.0))
 
 
 def test_an_unknown_policy_is_named_with_those_there_are() -> None:
@@ -230,8 +244,8 @@ class Fails(Order):
         found: float = self._answer("stays_until_ms", super().stays_until_ms(head, view))
         return found
 
-    def may_overtake(self, request: Waiting, blocked: Waiting, view: View) -> bool:
-        found: bool = self._answer("may_overtake", True)
+    def may_backfill(self, request: Waiting, blocked: Waiting, view: View) -> bool:
+        found: bool = self._answer("may_backfill", True)
         return found
 
     def arrange(self, heads: Any, counts: Any, view: View) -> Any:
@@ -264,7 +278,7 @@ class Heard(World):
 
     def perform(self, commands: list[ev.Command]) -> None:
         super().perform(commands)
-        self.warnings += [one.text for one in commands if isinstance(one, ev.Warn)]
+        self.warnings += [one.text for one in commands if isinstance(one, ev.LogWarning)]
         self.topics += [one.topic for one in commands if isinstance(one, ev.Publish)]
 
 
@@ -296,10 +310,18 @@ OfMine, WholeOfMine = (odd(kind, *(f"__{name}__" for name in USED)) for kind in 
 
 
 HOW = [
-    ValueError("no"), SystemExit(3), (math.nan,), "text", [3, 3, 3], KeyboardInterrupt(),
-    GeneratorExit(), odd(Exception, "__str__", "__repr__")(), (odd(float, "__float__")(1.0),),
-    (10**400,), Waiting,
-]  # fmt: skip
+    ValueError("no"),
+    SystemExit(3),
+    (math.nan,),
+    "text",
+    [3, 3, 3],
+    KeyboardInterrupt(),
+    GeneratorExit(),
+    odd(Exception, "__str__", "__repr__")(),
+    (odd(float, "__float__")(1.0),),
+    (10**400,),
+    Waiting,
+]
 
 
 @pytest.mark.parametrize("how", HOW, ids=lambda how: type(how).__name__)
@@ -325,23 +347,29 @@ class OddCost(Eviction):
 def test_numbers_of_a_policys_own_classes_are_compared_as_plain_ones() -> None:
     numbers, one = (OfMine(1.0), WholeOfMine(2), True), waiting()
     judges = {
-        where: Judge(Policy("mine", Fails(where, 0, how), OddCost()), 3.0)
-        for where, how in (("key", numbers), ("rank", numbers), ("stays_until_ms", OfMine(7.0)),
-                           ("arrange", iter([WholeOfMine(0)])))
-    }  # fmt: skip
+        where: PolicyGuard(Policy("mine", Fails(where, 0, how), OddCost()), 3.0)
+        for where, how in (
+            ("key", numbers),
+            ("rank", numbers),
+            ("stays_until_ms", OfMine(7.0)),
+            ("arrange", iter([WholeOfMine(0)])),
+        )
+    }
     view = View(0.0)
     found = (
-        *judges["key"].key(one), *judges["rank"].rank(one, view),
-        *judges["key"].cost(resident(), view), judges["stays_until_ms"].stays_until_ms(one, view),
+        *judges["key"].key(one),
+        *judges["rank"].rank(one, view),
+        *judges["key"].cost(resident(), view),
+        judges["stays_until_ms"].stays_until_ms(one, view),
         *judges["arrange"].arrange([one], [1], view),
-    )  # fmt: skip
+    )
     assert found == (1.0, 2, 1) * 3 + (7.0, 0)
     assert {type(number) for number in found} == {float, int}
     assert {judge.name for judge in judges.values()} == {"mine"}
 
 
 def test_an_arrangement_without_end_is_none() -> None:
-    judge = Judge(Policy("mine", Fails("arrange", 0, itertools.count()), Eviction()), 3.0)
+    judge = PolicyGuard(Policy("mine", Fails("arrange", 0, itertools.count()), Eviction()), 3.0)
     assert judge.arrange([waiting(), waiting()], [1, 1], View(0.0)) == [0, 1]
     assert judge.name == "priority"
 
@@ -351,7 +379,7 @@ def test_a_policy_that_fails_when_memory_is_short_is_replaced_too() -> None:
         Policy("mine", Order(), CostFails()),
         Policy("mine", Order(), CostIsHuge()),
         Policy("mine", Order(), CostIsNegative()),
-        Policy("mine", Fails("may_overtake", 0, ValueError("no")), Eviction()),
+        Policy("mine", Fails("may_backfill", 0, ValueError("no")), Eviction()),
     ):
         world = live(policy, arena_mib=8)  # one model fits
         assert world.scheduler.core.judge.name == "priority"
@@ -360,7 +388,7 @@ def test_a_policy_that_fails_when_memory_is_short_is_replaced_too() -> None:
 
 
 def test_an_order_of_places_that_are_no_whole_numbers_is_none() -> None:
-    judge = Judge(Policy("mine", Fails("arrange", 0, [1.0, 0.0]), Eviction()), 3.0)
+    judge = PolicyGuard(Policy("mine", Fails("arrange", 0, [1.0, 0.0]), Eviction()), 3.0)
     assert judge.arrange([waiting(), waiting()], [1, 1], View(0.0)) == [0, 1]
     assert judge.name == "priority"
 
@@ -375,10 +403,11 @@ def test_the_contract_finds_what_is_wrong() -> None:
             return (head.arrived_at_ms - view.now_ms,)
 
     for order, text in (
-        (Starves(), "goes before"), (Drifts(), "changes before"),
+        (Starves(), "goes before"),
+        (Drifts(), "changes before"),
         (Fails("arrange", 0, [0, 0]), "arrange gave"),
         (Fails("rank", 0, (math.nan,)), "rank of"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(AssertionError, match=text):
             check_policy(lambda max_wait_ms, order=order: Policy("mine", order, Eviction()))
 
@@ -412,11 +441,19 @@ def test_many_batches_cost_neither_memory_nor_time() -> None:
     assert known.safe("m", 20_000 - kept).compute_ms == 1.0  # of the nearest smaller one
 
 
-@pytest.mark.parametrize("setting", [
-    ("window", 2.5), ("window", "8"), ("window", -1), ("window", True),
-    ("patience_ms", "soon"), ("patience_ms", math.nan), ("patience_ms", None),
-    ("patience_ms", -1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "setting",
+    [
+        ("window", 2.5),
+        ("window", "8"),
+        ("window", -1),
+        ("window", True),
+        ("aging_ms", "soon"),
+        ("aging_ms", math.nan),
+        ("aging_ms", None),
+        ("aging_ms", -1.0),
+    ],
+)
 def test_a_window_or_patience_that_cannot_be_used_is_refused_at_the_start(
     setting: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,7 +465,7 @@ def test_a_window_or_patience_that_cannot_be_used_is_refused_at_the_start(
     with pytest.raises(AssertionError, match=f"{name} is {value!r}"):
         check_policy(MAKERS["odd"])
     with pytest.raises(ValueError, match=f"{name} is {value!r}"):
-        Judge(odd, 3.0)
+        PolicyGuard(odd, 3.0)
 
 
 def test_what_the_scheduler_hears_is_what_a_policy_may_predict_from() -> None:
@@ -451,9 +488,10 @@ def test_the_owners_own_policy_is_found_by_module_and_name(
     assert find_policy("of_mine:make", max_wait_ms=3.0).name == "mine 3.0"
     assert find_policy("edf", max_wait_ms=3.0).name == "edf"
     for name, why in (
-        ("of_mine:other", "no attribute 'other'"), ("no_such:make", "No module named 'no_such'"),
+        ("of_mine:other", "no attribute 'other'"),
+        ("no_such:make", "No module named 'no_such'"),
         ("of_mine:nothing", "made a Order, no Policy"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigError, match=why):
             find_policy(name, max_wait_ms=3.0)
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeswitch.base.errors import QueueFull
-from pipeswitch.frontend.admission import CheckedInput
-from pipeswitch.frontend.request_pool import RequestPool, Room
-from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.frontend.request_pool import PoolAllocation, RequestPool
+from pipeswitch.frontend.validation import CheckedInput
+from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.programs.interface.layout import aligned
 from pipeswitch.wire.slabs import SLAB_ALIGN_BYTES as PAGE
 
@@ -38,7 +38,7 @@ def make_pool() -> RequestPool:
         os.close(descriptor)
 
 
-def release(pool: RequestPool, room: Room) -> None:
+def release(pool: RequestPool, room: PoolAllocation) -> None:
     pool.release_inputs(room)
     pool.release_reply(room)
 
@@ -202,8 +202,8 @@ def test_any_sequence_keeps_shares_and_slabs_and_ends_empty(
     steps: list[tuple[str, int, int]],
 ) -> None:
     pool = make_pool()
-    whole: list[Room] = []
-    halves: list[Room] = []  # their inputs are released
+    whole: list[PoolAllocation] = []
+    halves: list[PoolAllocation] = []  # their inputs are released
     for what, number, reply_bytes in steps:
         if what == "inputs":
             if whole:

@@ -107,8 +107,8 @@ def packing_always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
             call()
         return 2.0, 1.0
 
-    monkeypatch.setattr(fusing, "least_ms", timed)
-    monkeypatch.setattr(precision, "least_ms", timed)
+    monkeypatch.setattr(fusing, "min_ms", timed)
+    monkeypatch.setattr(precision, "min_ms", timed)
     torch.manual_seed(0)
 
 
@@ -227,7 +227,7 @@ def test_a_call_is_packed_if_it_gains_at_a_batch(
         return times[len(calls[0]())]
 
     monkeypatch.setattr(fusing._Fusing, "_plain", lambda self, chain, x: x)
-    monkeypatch.setattr(fusing, "least_ms", timed)
+    monkeypatch.setattr(fusing, "min_ms", timed)
     manifest = built(nn.Linear(16, 16), (torch.randn(2, 16),), tmp_path)
     assert manifest.precision is not None
     assert "batch=8" in manifest.extra["notes"][-1]
@@ -273,7 +273,7 @@ def test_machines_that_derive_other_forms_name_one_program(
 ) -> None:
     module, x = nn.Linear(64, 64), torch.randn(2, 64)
     packed = built(module, (x,), tmp_path)
-    monkeypatch.setattr(precision, "least_ms", lambda calls: (1.0, 2.0))
+    monkeypatch.setattr(precision, "min_ms", lambda calls: (1.0, 2.0))
     slower, exact = (built(module, (x,), tmp_path, form) for form in ("fast", "exact"))
     assert packed.program == slower.program != exact.program
     assert len({packed.digest, slower.digest, exact.digest}) == 3
@@ -510,7 +510,7 @@ def test_weights_shrink_as_the_form_says(form: str, tmp_path: Path) -> None:
 def test_a_slower_form_is_kept_for_its_bytes_and_says_so(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "least_ms", lambda calls: (1.0, 2.0))
+    monkeypatch.setattr(precision, "min_ms", lambda calls: (1.0, 2.0))
     manifest = built(nn.Linear(64, 64), (torch.randn(2, 64),), tmp_path, form)
     assert manifest.precision is not None
     assert "slower" in manifest.extra["notes"][-1]

@@ -18,34 +18,42 @@ from rich.console import Console
 
 import pipeswitch as ps
 from pipeswitch.base.errors import to_wire
-from pipeswitch.base.units import printable
+from pipeswitch.base.units import escape_control_chars
 from pipeswitch.cli import main as cli_main
 from pipeswitch.cli import views
 from pipeswitch.controller.main import _log_to
-from pipeswitch.frontend.admission import Body
 from pipeswitch.frontend.registration import check
 from pipeswitch.frontend.transport.replies import reply_frames
+from pipeswitch.frontend.validation import Body
 from pipeswitch.memory_daemon.main import log_to as log_daemon_to
 from pipeswitch.programs.graphs.bundle import is_name
 from pipeswitch.wire.register_request import RegisterRequest
 from pipeswitch.workers.main import _log_to_stderr as log_worker_to
 
 OBEYED = [
-    "\x1b[2J", "\x9b31m", "\x9d0;title\x07", "\u202eevil", "\u2066", "\u200b", "\x7f", "\u2028",
-    "\ud800", "\r",
-]  # fmt: skip
+    "\x1b[2J",
+    "\x9b31m",
+    "\x9d0;title\x07",
+    "\u202eevil",
+    "\u2066",
+    "\u200b",
+    "\x7f",
+    "\u2028",
+    "\ud800",
+    "\r",
+]
 SHOWN = ["x", "größe ✔", "模型", "a\u0301", "x y"]
 
 
 @pytest.mark.parametrize("text", OBEYED)
 def test_what_a_terminal_would_obey_is_spelt_out(text: str) -> None:
-    assert text[0] not in printable(f"a{text}b")
-    assert printable(f"a{text}b").startswith("a\\")
+    assert text[0] not in escape_control_chars(f"a{text}b")
+    assert escape_control_chars(f"a{text}b").startswith("a\\")
 
 
 @pytest.mark.parametrize("text", [*SHOWN, "two\nlines\tand a tab"])
 def test_what_a_terminal_shows_stays(text: str) -> None:
-    assert printable(text) == text
+    assert escape_control_chars(text) == text
 
 
 @pytest.mark.parametrize("text", [*OBEYED, "\n", "\t", ""])
@@ -132,7 +140,7 @@ def test_no_command_prints_such_a_character(
     monkeypatch.setattr(views, "console", lambda: Console(file=out, width=240))
     printed = CliRunner().invoke(cli_main.main, [*words]).output + out.getvalue()
     assert text[0] not in printed
-    assert printable(text)[:3] in printed
+    assert escape_control_chars(text)[:3] in printed
 
 
 @pytest.mark.parametrize("text", ["\x1b[2J", "\x9b31m", "\u202eevil"])
@@ -143,7 +151,7 @@ def test_a_bar_of_progress_obeys_no_stage(text: str, monkeypatch: pytest.MonkeyP
         assert report is not None
         report(f"{text}[link=http://x]", 0.5)
     assert text not in out.getvalue()
-    assert f"{printable(text)}[link=http://x]" in out.getvalue()
+    assert f"{escape_control_chars(text)}[link=http://x]" in out.getvalue()
 
 
 @pytest.mark.parametrize(

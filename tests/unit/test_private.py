@@ -9,7 +9,7 @@ import pytest
 
 from pipeswitch.base.config import load
 from pipeswitch.base.errors import ConfigError
-from pipeswitch.controller.folders import Places
+from pipeswitch.controller.folders import StateDir
 from pipeswitch.controller.main import serve
 from pipeswitch.wire.keys import KeyFolder, client_keys, make_pair
 
@@ -33,13 +33,13 @@ def make(path: Path) -> Path:
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Places:
-    places = Places(root=tmp_path / "state")
+def places(tmp_path: Path) -> StateDir:
+    places = StateDir(root=tmp_path / "state")
     places.create()
     return places
 
 
-def test_a_state_directory_that_others_may_write_is_refused(places: Places) -> None:
+def test_a_state_directory_that_others_may_write_is_refused(places: StateDir) -> None:
     places.root.chmod(0o777)
     with pytest.raises(ConfigError, match="mode 0777") as caught:
         places.create()
@@ -50,7 +50,7 @@ def test_a_state_directory_that_others_may_write_is_refused(places: Places) -> N
 
 
 @pytest.mark.parametrize("name", TRUSTED)
-def test_a_file_in_it_that_others_may_write_is_refused(places: Places, name: str) -> None:
+def test_a_file_in_it_that_others_may_write_is_refused(places: StateDir, name: str) -> None:
     path = make(places.root / name)
     places.root.chmod(0o755)
     for folder in path.relative_to(places.root).parents:
@@ -64,7 +64,7 @@ def test_a_file_in_it_that_others_may_write_is_refused(places: Places, name: str
 
 @pytest.mark.parametrize("name", TRUSTED)
 @as_root
-def test_a_file_in_it_that_another_user_put_there_is_refused(places: Places, name: str) -> None:
+def test_a_file_in_it_that_another_user_put_there_is_refused(places: StateDir, name: str) -> None:
     path = make(places.root / name)
     os.chown(path, OTHER_USER, -1)
     with pytest.raises(ConfigError, match=f"user {OTHER_USER}") as caught:
@@ -73,19 +73,19 @@ def test_a_file_in_it_that_another_user_put_there_is_refused(places: Places, nam
 
 
 @as_root
-def test_a_state_directory_of_another_user_is_refused(places: Places) -> None:
+def test_a_state_directory_of_another_user_is_refused(places: StateDir) -> None:
     os.chown(places.root, OTHER_USER, -1)
     with pytest.raises(ConfigError, match=f"user {OTHER_USER}"):
         places.create()
 
 
-def test_a_link_in_it_is_refused(places: Places, tmp_path: Path) -> None:
+def test_a_link_in_it_is_refused(places: StateDir, tmp_path: Path) -> None:
     (places.commits / "job").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="is a link"):
         places.create()
 
 
-def test_a_server_does_not_start_from_such_folders(places: Places, tmp_path: Path) -> None:
+def test_a_server_does_not_start_from_such_folders(places: StateDir, tmp_path: Path) -> None:
     profiles = tmp_path / "profiles"
     profiles.mkdir()
     flags = {"server": {"state_dir": str(places.root)}, "profiles_dir": str(profiles)}

@@ -23,7 +23,7 @@ from pipeswitch.controller.processes import (
     rotate,
 )
 from pipeswitch.ipc.channel import cause, channel_pair, name_event
-from pipeswitch.ipc.messages.base import Epoch, Message, Pong
+from pipeswitch.ipc.messages.base import Message, OpId, Pong
 from pipeswitch.ipc.messages.fork_server import ChildExited, Forked
 from tests.open_files import open_files
 
@@ -39,10 +39,10 @@ def test_descriptors_that_a_worker_sends_unasked_are_closed(tmp_path: Path) -> N
     with selectors.DefaultSelector() as selector:
         processes = Processes(selector, tmp_path / "log", lambda reason: None)
         for _ in range(3):
-            theirs.send(Pong(epoch=Epoch(1)), [sent, sent])
+            theirs.send(Pong(op_id=OpId(1)), [sent, sent])
             processes._read_one(child, ours)
         assert open_files("sent-unasked") == 1
-    assert heard == [(Pong(epoch=Epoch(1)), [])] * 3
+    assert heard == [(Pong(op_id=OpId(1)), [])] * 3
     for channel in (ours, theirs):
         channel.close()
     os.close(sent)
@@ -54,9 +54,9 @@ def test_the_receiver_of_a_packet_logs_the_event_that_caused_it(
 ) -> None:
     left, right = channel_pair()
     monkeypatch.setattr(cause, "event", number)
-    left.send(Pong(epoch=Epoch(1)))
+    left.send(Pong(op_id=OpId(1)))
     cause.event = 0
-    assert right.receive() == (Pong(epoch=Epoch(1)), [])
+    assert right.receive() == (Pong(op_id=OpId(1)), [])
     record = logging.makeLogRecord({})
     assert name_event(record)
     assert record.event == number  # type: ignore[attr-defined]

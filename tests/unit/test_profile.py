@@ -31,8 +31,15 @@ from pipeswitch.planning.profile import (
 from pipeswitch.simulator.replay import paper_model
 
 DIGEST = "ab" * 32
-HERE = Identity(device="cpu", name="a processor", cores=4, threads=3, link_bytes_per_s=0.0,
-                pipeswitch="1.0", torch="2.15.0")  # fmt: skip
+HERE = Identity(
+    device="cpu",
+    name="a processor",
+    cores=4,
+    threads=3,
+    link_bytes_per_s=0.0,
+    pipeswitch="1.0",
+    torch="2.15.0",
+)
 SIZES = (MIB, 0, 4 * MIB, 8 * MIB)
 
 
@@ -50,24 +57,43 @@ def profile(**changes: Any) -> Profile:
             for i, size in enumerate(SIZES)
         ),
         "batches": (
-            BatchProfile(batch=8, switch_ms=times, switch_spread_ms=zeros, resident_ms=times,
-                         resident_spread_ms=zeros, trials=5),
+            BatchProfile(
+                batch=8,
+                switch_ms=times,
+                switch_spread_ms=zeros,
+                resident_ms=times,
+                resident_spread_ms=zeros,
+                trials=5,
+            ),
         ),
-        "link": LinkProfile(alpha_ms=0.1, beta_ms_per_mib=1.0, residual_p50=0.0, residual_p90=0.0,
-                            samples=9, smallest_bytes=0, largest_bytes=13 * MIB),
+        "link": LinkProfile(
+            alpha_ms=0.1,
+            beta_ms_per_mib=1.0,
+            residual_p50=0.0,
+            residual_p90=0.0,
+            samples=9,
+            smallest_bytes=0,
+            largest_bytes=13 * MIB,
+        ),
         "overheads": Overheads(sigma_ms=0.01, launch_ms=0.02, wake_ms=0.3),
         **changes,
-    }  # fmt: skip
+    }
     return Profile(**values)
 
 
 def test_what_a_further_row_adds_follows_from_the_batches_that_were_measured() -> None:
     """13.5 ms alone; eight in as much and seven times 2.7 ms."""
     one, eight = (
-        BatchProfile(batch=rows, switch_ms=times, switch_spread_ms=(0.0,) * 4, resident_ms=times,
-                     resident_spread_ms=(0.0,) * 4, trials=5)
+        BatchProfile(
+            batch=rows,
+            switch_ms=times,
+            switch_spread_ms=(0.0,) * 4,
+            resident_ms=times,
+            resident_spread_ms=(0.0,) * 4,
+            trials=5,
+        )
         for rows, times in ((1, (1.0, 0.5, 4.0, 8.0)), (8, (2.4, 1.2, 9.6, 19.2)))
-    )  # fmt: skip
+    )
     overheads = Overheads(sigma_ms=0.01, launch_ms=0.0, wake_ms=0.3)
     both = profile(batches=(one, eight), overheads=overheads)
     assert paper_model("net", both).row_share == pytest.approx(0.2)
@@ -218,9 +244,16 @@ def test_a_profile_of_this_program_on_this_device_is_used() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"device": "cuda:0"}, {"name": "another"}, {"cores": 8}, {"threads": 1},
-     {"link_bytes_per_s": 1e9}, {"pipeswitch": "2.0"}, {"torch": "2.16.0"}],
-)  # fmt: skip
+    [
+        {"device": "cuda:0"},
+        {"name": "another"},
+        {"cores": 8},
+        {"threads": 1},
+        {"link_bytes_per_s": 1e9},
+        {"pipeswitch": "2.0"},
+        {"torch": "2.16.0"},
+    ],
+)
 def test_a_profile_measured_elsewhere_is_not(change: dict[str, Any]) -> None:
     there = msgspec.structs.replace(HERE, **change)
     (value,) = change.values()

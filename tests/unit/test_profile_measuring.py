@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from pipeswitch.planning.fit import MIB
 from pipeswitch.planning.measuring import (
-    LEAST_REPEATS,
-    MOST_REPEATS,
+    MAX_REPEATS,
+    MIN_REPEATS,
     Measurement,
     Program,
     Run,
@@ -135,7 +135,7 @@ def test_the_first_trial_under_each_plan_is_not_counted() -> None:
     assert found.batches[0].switch_ms == pytest.approx((10.1, 10.1))
 
 
-@pytest.mark.parametrize(("layer_ms", "repeats"), [(0.1, MOST_REPEATS), (5000.0, LEAST_REPEATS)])
+@pytest.mark.parametrize(("layer_ms", "repeats"), [(0.1, MAX_REPEATS), (5000.0, MIN_REPEATS)])
 def test_a_short_run_is_repeated_more_often(layer_ms: float, repeats: int) -> None:
     found = measure(program([1, 1]), [layer_ms, layer_ms])
     assert found.batches[0].trials == repeats

@@ -21,9 +21,9 @@ from pipeswitch.programs.graphs.graph import (
     mutations,
     resolve,
 )
-from pipeswitch.programs.graphs.kinds import fits
 from pipeswitch.programs.graphs.operators import OVERLOADS
 from pipeswitch.programs.graphs.partition import layers_of_graph
+from pipeswitch.programs.graphs.schema_types import fits
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import TensorSpec, ValueSpec
 from pipeswitch.programs.running.values import tensor_bytes
@@ -72,10 +72,12 @@ MUTATING: dict[str, list[tuple[Any, ...]]] = {
         ("aten.zero_.default", [value(1)]),
     ],
     "through dropout, whose schema does not say so": [
-        ("aten.dropout.default", [W, 0.5, False]), ADD,
+        ("aten.dropout.default", [W, 0.5, False]),
+        ADD,
     ],
     "through a conversion to its own type": [
-        ("aten.to.dtype", [W, {"dtype": "float32"}]), ADD,
+        ("aten.to.dtype", [W, {"dtype": "float32"}]),
+        ADD,
     ],
     "through another write": [
         ("aten.detach.default", [W]),
@@ -85,10 +87,13 @@ MUTATING: dict[str, list[tuple[Any, ...]]] = {
         ("aten.batch_norm.default", [X, None, None, W, W, True, 0.1, 1e-5, False]),
     ],
     "as batch statistics by keyword": [
-        ("aten.batch_norm.default", [X, None, None, W, W],
-         {"training": True, "momentum": 0.1, "eps": 1e-5, "cudnn_enabled": False}),
+        (
+            "aten.batch_norm.default",
+            [X, None, None, W, W],
+            {"training": True, "momentum": 0.1, "eps": 1e-5, "cudnn_enabled": False},
+        ),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MUTATING)
@@ -195,9 +200,13 @@ def test_a_layer_runs_from_one_first_use_to_the_next() -> None:
 
 def spec(**changes: Any) -> TensorSpec:
     fields: dict[str, Any] = {
-        "name": "w", "dtype": "float32", "shape": (2, 4), "offset_bytes": 512,
-        "size_bytes": 32, "file_offset_bytes": 0,
-    }  # fmt: skip
+        "name": "w",
+        "dtype": "float32",
+        "shape": (2, 4),
+        "offset_bytes": 512,
+        "size_bytes": 32,
+        "file_offset_bytes": 0,
+    }
     return TensorSpec(**(fields | changes))
 
 
@@ -216,10 +225,16 @@ def test_a_tensor_over_an_arena_sees_its_bytes_and_has_its_own_version() -> None
 @pytest.mark.parametrize(
     ("changes", "region"),
     [
-        ({}, 4096), ({}, 3568), ({}, -512), ({"size_bytes": 36}, 0), ({"offset_bytes": 514}, 0),
-        ({"offset_bytes": -512}, 1024), ({"shape": (1 << 40, 4)}, 0), ({"shape": (-2, -4)}, 0),
+        ({}, 4096),
+        ({}, 3568),
+        ({}, -512),
+        ({"size_bytes": 36}, 0),
+        ({"offset_bytes": 514}, 0),
+        ({"offset_bytes": -512}, 1024),
+        ({"shape": (1 << 40, 4)}, 0),
+        ({"shape": (-2, -4)}, 0),
     ],
-)  # fmt: skip
+)
 def test_a_tensor_outside_the_arena_is_never_made(changes: dict[str, Any], region: int) -> None:
     storage = torch.zeros(4096, dtype=torch.uint8).untyped_storage()
     with pytest.raises(LocalProtocolError):
@@ -239,11 +254,19 @@ def test_what_a_run_holds_at_once_is_told_from_extents() -> None:
     assert peak_bytes(graph(relu), weights) == row
     chain = [relu, *(("aten.relu.default", [value(i)]) for i in range(5))]
     assert peak_bytes(graph(*chain), weights) == 2 * row  # one is read, one written
-    kept = [relu, relu, relu, ("aten.add.Tensor", [value(0), value(1)]),
-            ("aten.add.Tensor", [value(3), value(2)])]  # fmt: skip
+    kept = [
+        relu,
+        relu,
+        relu,
+        ("aten.add.Tensor", [value(0), value(1)]),
+        ("aten.add.Tensor", [value(3), value(2)]),
+    ]
     assert peak_bytes(graph(*kept), weights) == 4 * row
-    views = [relu, ("aten.view.default", [value(0), [-1, 2, 2]]),
-             ("aten.view.default", [value(1), [-1, 4]])]  # fmt: skip
+    views = [
+        relu,
+        ("aten.view.default", [value(0), [-1, 2, 2]]),
+        ("aten.view.default", [value(1), [-1, 4]]),
+    ]
     assert peak_bytes(graph(*views), weights) == row
 
 
@@ -282,12 +305,22 @@ def test_one_row_of_a_column_is_dense_whatever_its_stride() -> None:
 # --- kinds ---------------------------------------------------------------------------------------
 
 CONSTANTS = {
-    "an integer": 11, "a fraction": 0.5, "a flag": True, "a text": "mean", "nothing": None,
-    "integers": [1], "fractions": [0.5], "a tensor": X, "tensors": [X], "an extent": {"v": 1},
-    "a dtype": {"dtype": "float32"}, "a layout": {"layout": "strided"},
-    "a format": {"memory_format": "contiguous_format"}, "a device": {"device": "target"},
+    "an integer": 11,
+    "a fraction": 0.5,
+    "a flag": True,
+    "a text": "mean",
+    "nothing": None,
+    "integers": [1],
+    "fractions": [0.5],
+    "a tensor": X,
+    "tensors": [X],
+    "an extent": {"v": 1},
+    "a dtype": {"dtype": "float32"},
+    "a layout": {"layout": "strided"},
+    "a format": {"memory_format": "contiguous_format"},
+    "a device": {"device": "target"},
     "infinity": {"float": "inf"},
-}  # fmt: skip
+}
 FITS = {
     "int": {"an integer", "an extent"},
     "bool": {"a flag"},
@@ -340,8 +373,9 @@ def test_what_names_a_dtype_a_layout_or_a_device_is_never_a_number(name: str) ->
 def test_a_number_that_depends_on_an_extent_is_no_dtype() -> None:
     """At the ends of its range it may be that of the rehearsed one."""
     made = graph(
-        ("aten.sym_size.int", [X, 0]), ("_operator.mod", [{"v": 2}, 2]),
+        ("aten.sym_size.int", [X, 0]),
+        ("_operator.mod", [{"v": 2}, 2]),
         ("aten.view.dtype", [X, {"v": 3}]),
-    )  # fmt: skip
+    )
     with pytest.raises(RegistrationRefused, match="argument 'dtype' is ScalarType"):
         CompiledGraph(made, [(0, 3)], "cpu")

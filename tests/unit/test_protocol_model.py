@@ -51,9 +51,21 @@ def test_the_model_finds_the_seeded_bug(mutant: Any) -> None:
 def test_a_thawed_state_goes_on_as_the_one_that_was_frozen(devices: int) -> None:
     """Renumbering loses nothing: two worlds, one of them frozen and thawed before each move."""
     scope = Scope(
-        name="both", steps=2, requests=2, kills=1, suspicions=1, daemon_kills=1, late=1, repeats=1,
-        deadlines=1, cancels=1, hints=1, drains=1, pins=devices - 1, devices=devices,
-    )  # fmt: skip
+        name="both",
+        steps=2,
+        requests=2,
+        kills=1,
+        suspicions=1,
+        daemon_kills=1,
+        late=1,
+        repeats=1,
+        deadlines=1,
+        cancels=1,
+        hints=1,
+        drains=1,
+        pins=devices - 1,
+        devices=devices,
+    )
     for seed in range(20):
         chance = random.Random(seed)
         straight, renumbered = World(scope), World(scope)
@@ -101,9 +113,19 @@ def test_a_server_leaves_when_the_commit_of_a_waiting_job_is_on_disk() -> None:
     world: Any = World(
         Scope(name="one", steps=1, requests=1, models=1, arena_mib=6, drains=1, is_coarse=True)
     )  # the model's place is the slice's: the job is evicted for the request, and waits
-    for action in [("moves", 1), ("tells", 1, "task"), ("moves", 1), ("ask",), ("moves", 1),
-                   ("moves", 1), ("tells", 1, "task"), ("daemon_works",), ("moves", 1),
-                   ("tells", 1, "task"), ("moves", 1)]:  # fmt: skip
+    for action in [
+        ("moves", 1),
+        ("tells", 1, "task"),
+        ("moves", 1),
+        ("ask",),
+        ("moves", 1),
+        ("moves", 1),
+        ("tells", 1, "task"),
+        ("daemon_works",),
+        ("moves", 1),
+        ("tells", 1, "task"),
+        ("moves", 1),
+    ]:
         world.apply(action)
     assert world.scheduler.machine.devices[0].state.jobs["job"].slot is None
     assert world.areas["job"].on_disk == -1

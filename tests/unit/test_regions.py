@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.scheduler.state.regions import Cost, Owner, Region, Regions
+from pipeswitch.scheduler.state.regions import Cost, Owner, Region, RegionAllocator
 
 OWNERS = [Owner("model", f"o{index}") for index in range(8)]
 A, B, C, NEW = (Owner("model", name) for name in ("a", "b", "c", "new"))
@@ -16,9 +16,9 @@ STEPS = st.lists(
 )
 
 
-def filled(steps: list[tuple[Owner, int, int | None]], capacity: int = 100) -> Regions:
+def filled(steps: list[tuple[Owner, int, int | None]], capacity: int = 100) -> RegionAllocator:
     """Each step takes a region for an owner that has none, or gives its region back."""
-    regions = Regions(capacity, 8)
+    regions = RegionAllocator(capacity, 8)
     for owner, size, at in steps:
         if regions.get(owner) is not None:
             regions.release(owner)
@@ -88,7 +88,7 @@ def test_overlapping_finds_who_shares_a_byte(
 
 
 def test_an_owner_has_one_region_at_a_time() -> None:
-    regions = Regions(64, 8)
+    regions = RegionAllocator(64, 8)
     regions.reserve(A, 8)
     with pytest.raises(ValueError, match="already holds"):
         regions.reserve(A, 8)
@@ -98,7 +98,7 @@ def test_an_owner_has_one_region_at_a_time() -> None:
 
 
 def test_a_place_that_is_taken_or_not_aligned_is_not_granted() -> None:
-    regions = Regions(64, 8)
+    regions = RegionAllocator(64, 8)
     assert regions.reserve(A, 8, at_bytes=16) is not None
     assert regions.reserve(B, 8, at_bytes=16) is None
     assert regions.reserve(B, 8, at_bytes=4) is None
@@ -107,7 +107,7 @@ def test_a_place_that_is_taken_or_not_aligned_is_not_granted() -> None:
 
 
 def test_the_smallest_hole_that_fits_is_taken() -> None:
-    regions = Regions(96, 8)
+    regions = RegionAllocator(96, 8)
     for owner, at in ((A, 16), (B, 32), (C, 88)):
         assert regions.reserve(owner, 8, at_bytes=at) is not None
     taken = regions.reserve(NEW, 8)
@@ -115,7 +115,7 @@ def test_the_smallest_hole_that_fits_is_taken() -> None:
 
 
 def test_clear_forgets_everything() -> None:
-    regions = Regions(64, 8)
+    regions = RegionAllocator(64, 8)
     regions.reserve(A, 8)
     regions.clear()
     regions.check()

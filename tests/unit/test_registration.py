@@ -20,7 +20,7 @@ from pipeswitch.controller.restore import configured
 from pipeswitch.frontend.verbs import Rules, ask
 from pipeswitch.programs.interface.packing import PRECISIONS
 from pipeswitch.programs.spec import BuildSpec
-from pipeswitch.scheduler.events import RegisterAsked, Token
+from pipeswitch.scheduler.events import RegisterModelRequest, Token
 from pipeswitch.wire.frames import VERSION, RequestHeader, encode_header
 
 SOURCE = "torchvision:resnet18"
@@ -41,10 +41,10 @@ class Recorded(Client):
         return future
 
 
-def asked(body: dict[str, Any]) -> RegisterAsked:
+def asked(body: dict[str, Any]) -> RegisterModelRequest:
     header = RequestHeader(v=VERSION, op="register", id="1", model="m", body=body)
     event = ask(header, Token(1), OWNER, Rules())
-    assert isinstance(event, RegisterAsked)
+    assert isinstance(event, RegisterModelRequest)
     return event
 
 
@@ -52,30 +52,79 @@ def test_the_sdk_the_command_line_and_the_file_ask_for_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sdk, line = Recorded(), Recorded()
-    sdk.register("m", SOURCE, inputs={"x": ((8, (1, 9)), "float32")}, max_batch=4, batch=2,
-                 batch_delay_ms=3.0, devices=["cpu:0"], preprocess="a.b:c", priority="normal",
-                 raw={"text": (((1, 64),), "bytes")}, precision="exact", weights="random:1",
-                 generate=True)  # fmt: skip
+    sdk.register(
+        "m",
+        SOURCE,
+        inputs={"x": ((8, (1, 9)), "float32")},
+        max_batch=4,
+        batch=2,
+        batch_delay_ms=3.0,
+        devices=["cpu:0"],
+        preprocess="a.b:c",
+        priority="normal",
+        raw={"text": (((1, 64),), "bytes")},
+        precision="exact",
+        weights="random:1",
+        generate=True,
+    )
     monkeypatch.setattr(common, "connected", lambda: line)
     monkeypatch.setattr(Recorded, "__exit__", lambda *_: None)
-    words = [SOURCE, "--input", "x=8x1..9:float32", "--max-batch", "4", "--batch", "2",
-             "--batch-delay", "3ms", "--devices", "cpu:0", "--preprocess", "a.b:c",
-             "--raw", "text=1..64:bytes", "--weights", "random:1", "--generate",
-             "--precision", "exact", "--json"]  # fmt: skip
+    words = [
+        SOURCE,
+        "--input",
+        "x=8x1..9:float32",
+        "--max-batch",
+        "4",
+        "--batch",
+        "2",
+        "--batch-delay",
+        "3ms",
+        "--devices",
+        "cpu:0",
+        "--preprocess",
+        "a.b:c",
+        "--raw",
+        "text=1..64:bytes",
+        "--weights",
+        "random:1",
+        "--generate",
+        "--precision",
+        "exact",
+        "--json",
+    ]
     done = CliRunner().invoke(main, ["register", "m", *words])
     assert done.exit_code == 0, done.output
     assert sdk.body == line.body
-    file = ModelConfig(name="m", source=SOURCE, inputs=("x=8x1..9:float32",), max_batch=4, batch=2,
-                       batch_delay_ms=3.0, devices=("cpu:0",), preprocess="a.b:c",
-                       raw=("text=1..64:bytes",), weights="random:1", generate=True,
-                       precision="exact")  # fmt: skip
+    file = ModelConfig(
+        name="m",
+        source=SOURCE,
+        inputs=("x=8x1..9:float32",),
+        max_batch=4,
+        batch=2,
+        batch_delay_ms=3.0,
+        devices=("cpu:0",),
+        preprocess="a.b:c",
+        raw=("text=1..64:bytes",),
+        weights="random:1",
+        generate=True,
+        precision="exact",
+    )
     assert configured(Token(1), file) == asked(sdk.body)
 
 
 def test_an_older_client_that_sends_every_field_asks_for_the_same() -> None:
     """Version 1 of the protocol: clients before the struct sent defaults too."""
-    older = {"source": SOURCE, "weights": "", "inputs": {}, "priority": "", "pin": False,
-             "max_batch": 0, "batch": 0, "batch_delay_ms": 0.0, "takes": None}  # fmt: skip
+    older = {
+        "source": SOURCE,
+        "weights": "",
+        "inputs": {},
+        "priority": "",
+        "pin": False,
+        "max_batch": 0,
+        "batch": 0,
+        "batch_delay_ms": 0.0,
+        "takes": None,
+    }
     sdk = Recorded()
     sdk.register("m", SOURCE)
     assert sdk.body == {"source": SOURCE}  # an older server knows each field that is sent
@@ -86,14 +135,35 @@ def test_an_older_client_that_sends_every_field_asks_for_the_same() -> None:
 
 @pytest.mark.parametrize(
     "field",
-    [{"source": 3}, {"source": "a\0b"}, {"weights": "x" * 5000}, {"pin": 1}, {"max_batch": -1},
-     {"max_batch": True}, {"batch": 1}, {"batch_delay_ms": 2}, {"batch_delay_ms": float("nan")},
-     {"max_error": float("inf")}, {"priority": "hgih"}, {"precision": "fats"}, {"devices": "cpu"},
-     {"devices": ["a"] * 257}, {"inputs": {"x": [[0], "int8"]}}, {"inputs": {"x": [[1], "bytes"]}},
-     {"inputs": {"x": [[[2, 1]], "int8"]}}, {"inputs": {"x": [[1] * 9, "int8"]}}, {"inputs": []},
-     {"raw": {"x": [[1], "bytes"]}}, {"preprocess": "a.b:c"}, {"state": {"h": "o"}},
-     {"state": {"h": ["o", -2]}}, {"takes": "x"}, {"example": "x"}, {"bacth": 8}],
-)  # fmt: skip
+    [
+        {"source": 3},
+        {"source": "a\0b"},
+        {"weights": "x" * 5000},
+        {"pin": 1},
+        {"max_batch": -1},
+        {"max_batch": True},
+        {"batch": 1},
+        {"batch_delay_ms": 2},
+        {"batch_delay_ms": float("nan")},
+        {"max_error": float("inf")},
+        {"priority": "hgih"},
+        {"precision": "fats"},
+        {"devices": "cpu"},
+        {"devices": ["a"] * 257},
+        {"inputs": {"x": [[0], "int8"]}},
+        {"inputs": {"x": [[1], "bytes"]}},
+        {"inputs": {"x": [[[2, 1]], "int8"]}},
+        {"inputs": {"x": [[1] * 9, "int8"]}},
+        {"inputs": []},
+        {"raw": {"x": [[1], "bytes"]}},
+        {"preprocess": "a.b:c"},
+        {"state": {"h": "o"}},
+        {"state": {"h": ["o", -2]}},
+        {"takes": "x"},
+        {"example": "x"},
+        {"bacth": 8},
+    ],
+)
 def test_each_mistake_is_refused_with_a_hint_or_the_field(field: dict[str, Any]) -> None:
     with pytest.raises(PipeSwitchError) as caught:
         asked({"source": SOURCE, **field})
@@ -105,9 +175,14 @@ def test_each_mistake_is_refused_with_a_hint_or_the_field(field: dict[str, Any])
 
 @pytest.mark.parametrize(
     ("given", "precision"),
-    [({}, "exact"), ({"generate": True}, "fast"), ({"precision": "bf16"}, "bf16"),
-     ({"generate": True, "precision": "exact"}, "exact"), ({"precision": "int8"}, "int8")],
-)  # fmt: skip
+    [
+        ({}, "exact"),
+        ({"generate": True}, "fast"),
+        ({"precision": "bf16"}, "bf16"),
+        ({"generate": True, "precision": "exact"}, "exact"),
+        ({"precision": "int8"}, "int8"),
+    ],
+)
 def test_a_language_model_is_fast_and_a_module_exact_unless_the_request_says(
     given: dict[str, Any], precision: str
 ) -> None:

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from benchmarks import thesis
 from pipeswitch.cli.main import main
 from pipeswitch.programs.interface.layout import Batching
-from pipeswitch.scheduler.events import Answer, Spans
+from pipeswitch.scheduler.events import Reply, Spans
 from pipeswitch.simulator import arrivals
 from pipeswitch.simulator.arrivals import Arrival, TraceError
 from pipeswitch.simulator.costs import Costs, Link
@@ -40,8 +40,9 @@ LINK = Costs(to_device=Link(bytes_per_ms=float(PER_MS)))
 
 def whole(name: str, load_ms: float, compute_ms: float) -> PaperModel:
     """A model of one group: nothing of it computes before all of it is there."""
-    return PaperModel(name=name, layer_bytes=(int(load_ms * PER_MS),), layer_ms=(compute_ms,),
-                      plan=(0,))  # fmt: skip
+    return PaperModel(
+        name=name, layer_bytes=(int(load_ms * PER_MS),), layer_ms=(compute_ms,), plan=(0,)
+    )
 
 
 def at_once(models: list[PaperModel], order: str, **settings: Any) -> Outcome:
@@ -80,8 +81,7 @@ def test_what_is_resident_takes_its_computing_alone() -> None:
 
 
 def test_the_first_group_computes_while_the_second_arrives() -> None:
-    model = PaperModel(name="A", layer_bytes=(5 * PER_MS,) * 2, layer_ms=(20.0, 20.0),
-                       plan=(0, 1))  # fmt: skip
+    model = PaperModel(name="A", layer_bytes=(5 * PER_MS,) * 2, layer_ms=(20.0, 20.0), plan=(0, 1))
     assert at_once([model], "A").latency_ms == pytest.approx((45.0,), abs=0.01)
 
 
@@ -117,13 +117,13 @@ def test_tokens_come_one_after_the_other_and_join_those_of_others() -> None:
     assert alone.between_ms == pytest.approx((4.0,) * 4, abs=0.01)
     assert (alone.in_slo, alone.makespan_ms) == (1, pytest.approx(34.0, abs=0.01))
     assert alone.busy_ms == pytest.approx(24.0, abs=0.01)
-    joined = [
+    batched = [
         dataclasses.replace(
             model, row_share=0.5, batching=Batching(limit=4, delay_ms=0.0, is_exact=True)
         )
         for model in models
     ]
-    six = replay(setting, joined, [Arrival(0.1 * at, 0, tokens=5) for at in range(6)])
+    six = replay(setting, batched, [Arrival(0.1 * at, 0, tokens=5) for at in range(6)])
     assert len(six.between_ms) == 24
     assert six.busy_ms < 27 * 4.0  # what is joined takes half of its own
     text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:20:07.1,30,2\n"
@@ -173,8 +173,9 @@ def test_azure_functions_are_spread_over_their_minutes() -> None:
 
 
 def test_azure_services_come_in_order_of_their_times() -> None:
-    texts = [(DATA / f"azure_llm_2023_{kind}_15min.csv").read_text("utf-8")
-             for kind in ("code", "conv")]  # fmt: skip
+    texts = [
+        (DATA / f"azure_llm_2023_{kind}_15min.csv").read_text("utf-8") for kind in ("code", "conv")
+    ]
     trace = arrivals.of_services(texts)
     assert [sum(a.model == m for a in trace.arrivals) for m in (0, 1)] == [2842, 4518]
     assert trace.arrivals[0].at_ms == 0.0
@@ -192,12 +193,19 @@ def test_random_arrivals_have_the_rate_and_repeat_with_their_seed() -> None:
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [("", "no rows"), ("at_ms,model\n", "no rows"), ("time,model\n1,a\n", "first line"),
-     ("at_ms,model\nx,a\n", "line 2"), ("at_ms,model\n1,a\n-1,a\n", "line 3"),
-     ("at_ms,model\nnan,a\n", "line 2"), ("at_ms,model\n1\n", "line 2"),
-     ("at_ms,model\n1,\n", "line 2"), ("at_ms,model,deadline_ms\n1,a,x\n", "line 2"),
-     ("at_ms,model,deadline_ms\n1,a,-5\n", "line 2")],
-)  # fmt: skip
+    [
+        ("", "no rows"),
+        ("at_ms,model\n", "no rows"),
+        ("time,model\n1,a\n", "first line"),
+        ("at_ms,model\nx,a\n", "line 2"),
+        ("at_ms,model\n1,a\n-1,a\n", "line 3"),
+        ("at_ms,model\nnan,a\n", "line 2"),
+        ("at_ms,model\n1\n", "line 2"),
+        ("at_ms,model\n1,\n", "line 2"),
+        ("at_ms,model,deadline_ms\n1,a,x\n", "line 2"),
+        ("at_ms,model,deadline_ms\n1,a,-5\n", "line 2"),
+    ],
+)
 def test_what_is_no_trace_is_said_with_its_line(text: str, told: str) -> None:
     with pytest.raises(TraceError, match=told):
         arrivals.of_rows(text)
@@ -229,9 +237,19 @@ def simulate(*args: str) -> tuple[int, str, str]:
 def test_the_command_compares_policies_and_memories(tmp_path: Path) -> None:
     drawn, traced = tmp_path / "plot.png", tmp_path / "trace.json"
     status, text, _ = simulate(
-        "poisson:50", "--requests", "120", "--models", "random:10", "--memory", "30%,90%", "--json",
-        "--plot", str(drawn.with_suffix("")), "--timeline", str(traced),
-    )  # fmt: skip
+        "poisson:50",
+        "--requests",
+        "120",
+        "--models",
+        "random:10",
+        "--memory",
+        "30%,90%",
+        "--json",
+        "--plot",
+        str(drawn.with_suffix("")),
+        "--timeline",
+        str(traced),
+    )
     assert status == 0
     told = json.loads(text)
     assert (told["requests"], told["models"], told["is_estimate"]) == (120, 10, True)
@@ -247,8 +265,10 @@ def test_the_command_compares_policies_and_memories(tmp_path: Path) -> None:
 
 def test_the_command_takes_ones_own_models_and_trace(tmp_path: Path) -> None:
     models, trace = tmp_path / "models.json", tmp_path / "own.csv"
-    rows = [{"name": "a", "bytes": 8_000_000, "compute_ms": 2.5},
-            {"name": "b", "bytes": 4_000_000, "compute_ms": 1.0, "layers": 2}]  # fmt: skip
+    rows = [
+        {"name": "a", "bytes": 8_000_000, "compute_ms": 2.5},
+        {"name": "b", "bytes": 4_000_000, "compute_ms": 1.0, "layers": 2},
+    ]
     models.write_text(json.dumps(rows))
     trace.write_text("at_ms,model\n0,b\n5,a\n9,b\n")
     command = (str(trace), "--models", str(models), "--memory", "16MiB", "--json")
@@ -309,8 +329,10 @@ def test_shares_that_are_not_given_fit_the_largest_model() -> None:
 
 def test_the_least_share_that_is_told_works(tmp_path: Path) -> None:
     models, trace = tmp_path / "models.json", tmp_path / "own.csv"
-    rows = [{"name": name, "bytes": size, "compute_ms": 1.0, "layers": 1}
-            for name, size in (("a", 57_000_000), ("b", 43_000_000))]  # fmt: skip
+    rows = [
+        {"name": name, "bytes": size, "compute_ms": 1.0, "layers": 1}
+        for name, size in (("a", 57_000_000), ("b", 43_000_000))
+    ]
     models.write_text(json.dumps(rows))
     trace.write_text("at_ms,model\n0,a\n5,b\n")
     command = (str(trace), "--models", str(models), "--memory")
@@ -325,31 +347,45 @@ HUGE = "9" * 400  # no float holds it
 
 @pytest.mark.parametrize(
     ("args", "told"),
-    [(["nosuch"], "no trace 'nosuch'"), (["azure", "--policy", "prio"], 'did you mean "priority"?'),
-     (["azure", "--policy", "no_such:make"], "No module named 'no_such'"),
-     (["azure", "--device", "v10"], "no device 'v10'"), (["azure", "--memory", "1%"], "at least"),
-     (["azure", "--memory", "much"], "--memory much"), (["poisson:-1"], "above 0"),
-     (["poisson"], "poisson:RATE"), (["poisson:"], "poisson:RATE"), (["poisson:a"], "poisson:RATE"),
-     (["poisson:5", "--memory", "6%"], "--memory 9% at least"),
-     (["poisson:5", "--memory", "x%"], "--memory x%: a number above 0, at most"),
-     (["none", "--job", "a:1:1ms:1MiB", "--plot", "p.txt"], "png"),
-     (["none", "--job", "a:1:1ms:1MiB", "--plot", "/no/such/p"], "/no/such/p.png: no folder that"),
-     (["none", "--job", "a:1:1ms:1MiB", "--timeline", "/no/t"], "--timeline /no/t: no folder that"),
-     (["poisson:5", "--memory", "1e308%"], "--memory 1e308%: a number above 0, at most"),
-     (["poisson:5", "--memory", f"{HUGE}MiB"], "MiB' is too large"),
-     (["poisson:5", "--memory", HUGE], "is not of the form"),
-     (["none", "--job", f"a:{HUGE}:1ms:1MiB"], "a number of steps"),
-     (["none", "--job", f"a:1:1ms:1MiB@{HUGE}s"], "s' is too large"),
-     (["poisson:5", "--slo", f"{HUGE}s"], "s' is too large"),
-     (["poisson:1e-320"], "poisson:RATE"),
-     (["poisson:5", "--speed-up", "1e-320"], "--speed-up 1e-320: a number above 0, at most"),
-     (["poisson:5", "--speed-up", "nan"], "--speed-up nan: a number above 0, at most"),
-     (["poisson:5", "--speed-up", "0"], "--speed-up 0: a number above 0, at most"),
-     (["poisson:5", "--batch", "2", "--batch-row", "x%"], "from 0% to 100% is expected"),
-     (["poisson:5", "--models", "random:x"], "--models random:x: from 1 to"),
-     (["poisson:5", "--models", "random:0"], "from 1 to"), (["azure", "--slo", "5"], "--slo 5"),
-     (["azure", "--policy", ","], "nothing was named")],
-)  # fmt: skip
+    [
+        (["nosuch"], "no trace 'nosuch'"),
+        (["azure", "--policy", "prio"], 'did you mean "priority"?'),
+        (["azure", "--policy", "no_such:make"], "No module named 'no_such'"),
+        (["azure", "--device", "v10"], "no device 'v10'"),
+        (["azure", "--memory", "1%"], "at least"),
+        (["azure", "--memory", "much"], "--memory much"),
+        (["poisson:-1"], "above 0"),
+        (["poisson"], "poisson:RATE"),
+        (["poisson:"], "poisson:RATE"),
+        (["poisson:a"], "poisson:RATE"),
+        (["poisson:5", "--memory", "6%"], "--memory 9% at least"),
+        (["poisson:5", "--memory", "x%"], "--memory x%: a number above 0, at most"),
+        (["none", "--job", "a:1:1ms:1MiB", "--plot", "p.txt"], "png"),
+        (
+            ["none", "--job", "a:1:1ms:1MiB", "--plot", "/no/such/p"],
+            "/no/such/p.png: no folder that",
+        ),
+        (
+            ["none", "--job", "a:1:1ms:1MiB", "--timeline", "/no/t"],
+            "--timeline /no/t: no folder that",
+        ),
+        (["poisson:5", "--memory", "1e308%"], "--memory 1e308%: a number above 0, at most"),
+        (["poisson:5", "--memory", f"{HUGE}MiB"], "MiB' is too large"),
+        (["poisson:5", "--memory", HUGE], "is not of the form"),
+        (["none", "--job", f"a:{HUGE}:1ms:1MiB"], "a number of steps"),
+        (["none", "--job", f"a:1:1ms:1MiB@{HUGE}s"], "s' is too large"),
+        (["poisson:5", "--slo", f"{HUGE}s"], "s' is too large"),
+        (["poisson:1e-320"], "poisson:RATE"),
+        (["poisson:5", "--speed-up", "1e-320"], "--speed-up 1e-320: a number above 0, at most"),
+        (["poisson:5", "--speed-up", "nan"], "--speed-up nan: a number above 0, at most"),
+        (["poisson:5", "--speed-up", "0"], "--speed-up 0: a number above 0, at most"),
+        (["poisson:5", "--batch", "2", "--batch-row", "x%"], "from 0% to 100% is expected"),
+        (["poisson:5", "--models", "random:x"], "--models random:x: from 1 to"),
+        (["poisson:5", "--models", "random:0"], "from 1 to"),
+        (["azure", "--slo", "5"], "--slo 5"),
+        (["azure", "--policy", ","], "nothing was named"),
+    ],
+)
 def test_bad_input_is_one_sentence(args: list[str], told: str) -> None:
     status, _, error = simulate(*args)
     assert status not in (0, 1) or error.startswith("Error")
@@ -390,8 +426,14 @@ def share_in_time(name: str, load: float, memory: float, rate: float) -> tuple[f
     for number in range(40):
         size = draw.lognormvariate(math.log(200 * PER_MS), 0.6) / 5
         ms = draw.lognormvariate(math.log(14.0), 0.6) / 5
-        models.append(PaperModel(name=f"m{number}", layer_bytes=(int(size),) * 5,
-                                 layer_ms=(ms,) * 5, plan=tuple(range(5))))  # fmt: skip
+        models.append(
+            PaperModel(
+                name=f"m{number}",
+                layer_bytes=(int(size),) * 5,
+                layer_ms=(ms,) * 5,
+                plan=tuple(range(5)),
+            )
+        )
     weights = [1 / (1 + number) for number in range(40)]
     mean_ms = sum(w * m.compute_ms for w, m in zip(weights, models, strict=True)) / sum(weights)
     asked, at_ms = [], 0.0
@@ -401,9 +443,13 @@ def share_in_time(name: str, load: float, memory: float, rate: float) -> tuple[f
     sizes = [model.size_bytes for model in models]
     setting = Setting(
         memory_bytes=max(int(memory * sum(sizes)), 2 * max(sizes)),
-        costs=Costs(to_device=Link(bytes_per_ms=rate, fixed_ms=0.01)), policy="edf", slo_ms=100.0,
-        has_deadlines=True, admission="deadline", is_known=True,
-    )  # fmt: skip
+        costs=Costs(to_device=Link(bytes_per_ms=rate, fixed_ms=0.01)),
+        policy="edf",
+        slo_ms=100.0,
+        has_deadlines=True,
+        admission="deadline",
+        is_known=True,
+    )
     ours = Kept(setting, Models(models))
     ours.serve(models)
     outcome = ours.replay(asked)
@@ -415,7 +461,7 @@ class Kept(Replay):
 
     refused_at_once = 0
 
-    def _answered(self, answer: Answer) -> None:
+    def _answered(self, answer: Reply) -> None:
         asked = self.asked.get(answer.token)
         if asked is not None and answer.error is not None and asked.at_ms == self.now_ms:
             self.refused_at_once += 1

@@ -22,8 +22,13 @@ LINK = Costs(to_device=Link(bytes_per_ms=float(MIB)))
 
 
 def job(name: str, seconds: float, mib: int = 2, at_ms: float = 0.0) -> PaperJob:
-    return PaperJob(name=name, steps=round(1000.0 * seconds / STEP_MS), step_ms=STEP_MS,
-                    memory_bytes=mib * MIB, at_ms=at_ms)  # fmt: skip
+    return PaperJob(
+        name=name,
+        steps=round(1000.0 * seconds / STEP_MS),
+        step_ms=STEP_MS,
+        memory_bytes=mib * MIB,
+        at_ms=at_ms,
+    )
 
 
 def trained(order: str, *jobs: PaperJob, mib: int = 64) -> Outcome:
@@ -49,9 +54,10 @@ def test_srtf_ends_three_jobs_sooner_on_average_than_turns(
 @given(
     shapes=st.lists(
         st.tuples(st.integers(1, 60), st.sampled_from((20.0, 100.0, 300.0)), st.integers(0, 9)),
-        min_size=2, max_size=4,
+        min_size=2,
+        max_size=4,
     )
-)  # fmt: skip
+)
 def test_srtf_ends_jobs_no_later_on_average_than_fifo_but_for_what_it_takes_to_learn(
     shapes: list[tuple[int, float, int]],
 ) -> None:
@@ -125,8 +131,14 @@ def test_joined_requests_take_what_their_rows_do(
     asked_at_ms: tuple[float, ...], took_ms: tuple[float, ...], busy_ms: float
 ) -> None:
     """10 ms alone, 5 for each further row, four at most, which wait 2 ms for each other."""
-    model = PaperModel(name="A", layer_bytes=(MIB,), layer_ms=(10.0,), plan=(0,), row_share=0.5,
-                       batching=Batching(limit=4, delay_ms=2.0, is_exact=True))  # fmt: skip
+    model = PaperModel(
+        name="A",
+        layer_bytes=(MIB,),
+        layer_ms=(10.0,),
+        plan=(0,),
+        row_share=0.5,
+        batching=Batching(limit=4, delay_ms=2.0, is_exact=True),
+    )
     warm_ms = 100.0
     asked = [Arrival(0.0, 0), *(Arrival(warm_ms + at_ms, 0) for at_ms in asked_at_ms)]
     outcome = replay(Setting(memory_bytes=8 * MIB, costs=LINK), [model], asked)
@@ -143,8 +155,17 @@ def simulate(*args: str) -> tuple[int, str, str]:
 
 
 def test_the_command_compares_orders_of_jobs() -> None:
-    args = ("none", "--job", "long:30:100ms:8MiB", "--job", "short:10:100ms:8MiB@500ms",
-            "--training", "rotate,srtf", "--memory", "32MiB")  # fmt: skip
+    args = (
+        "none",
+        "--job",
+        "long:30:100ms:8MiB",
+        "--job",
+        "short:10:100ms:8MiB@500ms",
+        "--training",
+        "rotate,srtf",
+        "--memory",
+        "32MiB",
+    )
     status, text, _ = simulate(*args, "--json")
     assert status == 0
     turns, shortest = json.loads(text)["runs"]
@@ -169,27 +190,30 @@ def test_the_command_joins_requests() -> None:
         "100%",
         "--json",
     )
-    alone, joined = (
+    alone, batched = (
         json.loads(simulate(*args, *more)[1])["runs"][0]
         for more in ((), ("--batch", "8", "--batch-delay", "2ms", "--batch-row", "10%"))
     )
-    assert joined["p99_ms"] < alone["p99_ms"]
-    assert joined["makespan_ms"] < alone["makespan_ms"]
+    assert batched["p99_ms"] < alone["p99_ms"]
+    assert batched["makespan_ms"] < alone["makespan_ms"]
 
 
 @pytest.mark.parametrize(
     ("args", "told"),
-    [(["none"], "nothing to simulate"), (["none", "--job", "a:1:1ms"], "four parts"),
-     (["none", "--job", "a:0:1ms:1MiB"], "number of steps"),
-     (["none", "--job", "a:1:1:1MiB"], "'1'"),
-     (["none", "--job", "a:1:1ms:0"], "some memory"),
-     (["none", "--job", "a:1:1ms:1GiB", "--job", "a:1:1ms:1GiB"], "a name of its own"),
-     (["none", "--job", "a:1:1ms:1GiB", "--memory", "1%"], "job a"),
-     (["none", "--job", "a:1:1ms:1GiB", "--training", "strf"], 'did you mean "srtf"'),
-     (["poisson:5", "--job", "a:1:1ms:1GiB", "--policy", "serial"], "trains no jobs"),
-     (["poisson:5", "--batch-delay", "2ms"], "--batch 8"),
-     (["poisson:5", "--batch", "2", "--batch-row", "2"], "from 0% to 100%")],
-)  # fmt: skip
+    [
+        (["none"], "nothing to simulate"),
+        (["none", "--job", "a:1:1ms"], "four parts"),
+        (["none", "--job", "a:0:1ms:1MiB"], "number of steps"),
+        (["none", "--job", "a:1:1:1MiB"], "'1'"),
+        (["none", "--job", "a:1:1ms:0"], "some memory"),
+        (["none", "--job", "a:1:1ms:1GiB", "--job", "a:1:1ms:1GiB"], "a name of its own"),
+        (["none", "--job", "a:1:1ms:1GiB", "--memory", "1%"], "job a"),
+        (["none", "--job", "a:1:1ms:1GiB", "--training", "strf"], 'did you mean "srtf"'),
+        (["poisson:5", "--job", "a:1:1ms:1GiB", "--policy", "serial"], "trains no jobs"),
+        (["poisson:5", "--batch-delay", "2ms"], "--batch 8"),
+        (["poisson:5", "--batch", "2", "--batch-row", "2"], "from 0% to 100%"),
+    ],
+)
 def test_bad_input_is_one_sentence(args: list[str], told: str) -> None:
     status, _, error = simulate(*args)
     assert status != 0

@@ -18,18 +18,18 @@ from pipeswitch.base.roles import OWNER
 from pipeswitch.frontend.request_log import (
     FILE_NAME,
     LINES_PER_MINUTE,
-    Complaints,
+    RateLimitedLog,
     RequestLog,
 )
 from pipeswitch.frontend.request_pool import RequestPool
 from pipeswitch.frontend.requests import Pending, Requests
 from pipeswitch.frontend.sequences.manager import Sequences
 from pipeswitch.frontend.transport.clients import Client, Outgoing
-from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import SlabTensor
-from pipeswitch.scheduler.events import Answer, Token
-from pipeswitch.wire.bill import Bill
+from pipeswitch.scheduler.events import Reply, Token
 from pipeswitch.wire.frames import RequestHeader, decode_reply
+from pipeswitch.wire.request_timing import RequestTiming
 
 POOL_BYTES = 1 << 20
 LARGE_BYTES = 128 << 10
@@ -46,7 +46,7 @@ def pool() -> Iterator[RequestPool]:
 
 @pytest.fixture
 def requests(pool: RequestPool, tmp_path: Path) -> Iterator[Requests]:
-    log = RequestLog(tmp_path, LogConfig(requests=1.0), Complaints(lambda: 0.0))
+    log = RequestLog(tmp_path, LogConfig(requests=1.0), RateLimitedLog(lambda: 0.0))
     yield Requests(pool, log, Sequences(pool, lambda: 0.0))
     log.close()
 
@@ -54,7 +54,7 @@ def requests(pool: RequestPool, tmp_path: Path) -> Iterator[Requests]:
 @pytest.fixture
 def client() -> Client:
     peer: Any = None
-    return Client(peer=peer, session="s", standing=OWNER)
+    return Client(peer=peer, session="s", principal=OWNER)
 
 
 def infer(requests: Requests, client: Client, request_id: str = "1", size: int = 4) -> Pending:
@@ -63,7 +63,7 @@ def infer(requests: Requests, client: Client, request_id: str = "1", size: int =
     return requests.accept(client, header, room)
 
 
-def output(pending: Pending, size: int = 4, at: int = 0) -> Answer:
+def output(pending: Pending, size: int = 4, at: int = 0) -> Reply:
     y = SlabTensor(
         name="y",
         dtype="uint8",
@@ -71,10 +71,10 @@ def output(pending: Pending, size: int = 4, at: int = 0) -> Answer:
         offset_bytes=pending.room.reply_offset_bytes + at,
         size_bytes=size,
     )
-    return Answer(token=pending.token, outputs=(y,))
+    return Reply(token=pending.token, outputs=(y,))
 
 
-def ended(requests: Requests, pending: Pending, answer: Answer) -> Outgoing:
+def ended(requests: Requests, pending: Pending, answer: Reply) -> Outgoing:
     outgoing = requests.end(pending, answer)
     assert outgoing is not None
     return outgoing
@@ -137,12 +137,12 @@ def test_a_client_that_is_gone_gets_no_message_and_holds_nothing(
 
 def test_progress_settles_nothing(requests: Requests, client: Client) -> None:
     pending = requests.accept(client, RequestHeader(v=1, op="register", id="r", model="m"))
-    outgoing = requests.progress(pending, Answer(token=pending.token, body={"n": 1}, more=True))
+    outgoing = requests.progress(pending, Reply(token=pending.token, body={"n": 1}, more=True))
     sent(outgoing)
     assert decode_reply(outgoing.frames[:2]).more
     assert requests.find(pending.token) is pending
     assert requests.counts.in_flight == 1
-    sent(ended(requests, pending, Answer(token=pending.token)))
+    sent(ended(requests, pending, Reply(token=pending.token)))
     assert requests.counts.ok == 1
     assert requests.inference.accepted == 0
 
@@ -177,7 +177,7 @@ def test_refusals_are_counted_apart_and_want_of_room_by_itself(
     assert (requests.counts.rejected, requests.inference.rejected) == (2, 1)
     assert requests.queue_full_count == 1
     pending = infer(requests, client)
-    sent(ended(requests, pending, Answer(token=pending.token, error=QueueFull("too many wait"))))
+    sent(ended(requests, pending, Reply(token=pending.token, error=QueueFull("too many wait"))))
     assert requests.queue_full_count == 2
     assert (requests.counts.accepted, requests.counts.error) == (1, 1)
 
@@ -191,31 +191,46 @@ def test_the_end_of_each_inference_is_a_line(
 ) -> None:
     good, bad, gone = (infer(requests, client, name) for name in ("good", "bad", "gone"))
     good.caller, good.bytes_in, good.trace_id = "kim", 4, "ab" * 16
-    timing = Bill(queue_ms=0.12345, total_ms=2.0, version=3)
+    timing = RequestTiming(queue_ms=0.12345, total_ms=2.0, version=3)
     answer = msgspec.structs.replace(output(good), timing=timing)
     sent(ended(requests, good, answer))
-    sent(ended(requests, bad, Answer(token=bad.token, error=TaskFailed("no"))))
+    sent(ended(requests, bad, Reply(token=bad.token, error=TaskFailed("no"))))
     ended(requests, gone, output(gone)).on_end(False)
     listing = requests.accept(client, RequestHeader(v=1, op="models", id="models"))
-    sent(ended(requests, listing, Answer(token=listing.token)))
+    sent(ended(requests, listing, Reply(token=listing.token)))
     requests.reject(
         client, RequestHeader(v=1, op="infer", id="\x1b", model="x" * 999), QueueFull("full")
     )
     lines = logged(tmp_path)
     outcomes = {line["request_id"]: line["outcome"] for line in lines}
-    assert outcomes == {"good": "ok", "bad": "TaskFailed", "gone": "undeliverable",
-                        "\x1b": "QueueFull"}  # fmt: skip
+    assert outcomes == {
+        "good": "ok",
+        "bad": "TaskFailed",
+        "gone": "undeliverable",
+        "\x1b": "QueueFull",
+    }
     assert lines[-1]["model"] == "x" * 64
-    known = {"op": "infer", "tenant": "kim", "model": "m", "trace_id": "ab" * 16, "version": 3,
-             "bytes_in": 4, "bytes_out": 4, "queue_ms": 0.123, "total_ms": 2.0}  # fmt: skip
+    known = {
+        "op": "infer",
+        "tenant": "kim",
+        "model": "m",
+        "trace_id": "ab" * 16,
+        "version": 3,
+        "bytes_in": 4,
+        "bytes_out": 4,
+        "queue_ms": 0.123,
+        "total_ms": 2.0,
+    }
     assert known.items() <= lines[0].items()
     assert abs(lines[0]["time"] - time.time()) < 60
     assert "\x1b" not in (tmp_path / FILE_NAME).read_text()
 
 
 def test_a_share_of_them_is_written_and_the_files_have_a_bound(tmp_path: Path) -> None:
-    log = RequestLog(tmp_path, LogConfig(requests=0.5, max_bytes=1 << 18), Complaints(lambda: 0.0))
-    answer = Answer(token=Token(1))
+    log = RequestLog(
+        tmp_path, LogConfig(requests=0.5, max_bytes=1 << 18), RateLimitedLog(lambda: 0.0)
+    )
+    answer = Reply(token=Token(1))
     for number in range(2_300):
         log.note(answer, op="infer", request_id=str(number), model="m" * 500)
     log.close()
@@ -230,9 +245,9 @@ def test_a_share_of_them_is_written_and_the_files_have_a_bound(tmp_path: Path) -
 def test_a_disk_that_is_full_ends_no_request(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = RequestLog(tmp_path / "none", LogConfig(requests=1.0), Complaints(lambda: 0.0))
+    log = RequestLog(tmp_path / "none", LogConfig(requests=1.0), RateLimitedLog(lambda: 0.0))
     for _ in range(100):
-        log.note(Answer(token=Token(1)), op="infer")
+        log.note(Reply(token=Token(1)), op="infer")
     log.close()
     assert len(caplog.messages) == LINES_PER_MINUTE
     assert "a line is lost" in caplog.text
@@ -242,16 +257,16 @@ def test_the_servers_log_has_a_few_lines_of_each_kind_of_failure(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     now_ms = 0.0
-    log = RequestLog(tmp_path, LogConfig(), Complaints(lambda: now_ms))
+    log = RequestLog(tmp_path, LogConfig(), RateLimitedLog(lambda: now_ms))
     errors = [QueueFull("full"), InvalidInput("bad"), Cancelled("taken back")]
     for number in range(100):
         for error in errors:
-            answer = Answer(token=Token(1), error=error)
+            answer = Reply(token=Token(1), error=error)
             log.note(answer, op="infer", request_id=str(number), tenant="kim")
     assert len(caplog.messages) == 2 * LINES_PER_MINUTE
     first = "op=infer request_id=0 tenant=kim cause=QueueFull: full unsaid=0"
     assert caplog.messages[0] == first
     now_ms = 61_000.0
-    log.note(Answer(token=Token(1), error=errors[0]), op="infer")
+    log.note(Reply(token=Token(1), error=errors[0]), op="infer")
     assert caplog.messages[-1] == f"op=infer cause=QueueFull: full unsaid={100 - LINES_PER_MINUTE}"
     assert not [*tmp_path.iterdir()]

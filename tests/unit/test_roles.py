@@ -17,8 +17,8 @@ from pipeswitch.base.roles import (
     LEAST,
     MODEL_FACTS,
     OWNER,
+    Principal,
     Role,
-    Standing,
     in_order,
     parse_roles,
 )
@@ -27,11 +27,11 @@ from pipeswitch.client.verbs import REACHES
 from pipeswitch.frontend.frontend import Frontend
 from pipeswitch.frontend.transport.replies import told
 from pipeswitch.frontend.verbs import VERBS
-from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.wire.keys import AllowList, KeyFolder, make_pair
 
 ROOT = Path(__file__).parents[2]
-STRANGER = Standing(tenant=ANYONE)
+STRANGER = Principal(tenant=ANYONE)
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_refusal_names_the_role_who_lacks_it_and_what_gives_it() -> None:
     assert '"register"' in caught.value.message
     assert "a TCP client without a key has infer" in caught.value.message
     assert "--tcp-roles infer,register" in caught.value.hint
-    keyed = Standing(tenant="a", roles=parse_roles(["register"]))
+    keyed = Principal(tenant="a", roles=parse_roles(["register"]))
     with pytest.raises(ps.PermissionDenied) as caught:
         keyed.require(Role.OPERATE, "load")
     assert 'key "a" has infer, register' in caught.value.message
@@ -142,8 +142,8 @@ def test_a_file_that_is_called_like_clients_without_keys_admits_nobody(folder: K
 
 def test_an_address_adds_its_roles_to_those_of_each_key(folder: KeyFolder) -> None:
     key = admitted(folder, "a", "operate")
-    standing = AllowList(folder, parse_roles(["register"])).standings()[key]
-    assert standing == Standing(tenant="a", roles=parse_roles(["register", "operate"]))
+    principal = AllowList(folder, parse_roles(["register"])).standings()[key]
+    assert principal == Principal(tenant="a", roles=parse_roles(["register", "operate"]))
 
 
 # ---- settings and listings -----------------------------------------------------------------------
@@ -172,10 +172,14 @@ def row(tenant: str) -> dict[str, Any]:
 
 def test_a_listing_tells_a_client_no_paths_and_of_no_other_client() -> None:
     body = {"models": [row("a"), row("b"), row("")]}
-    for standing in (STRANGER, Standing(tenant="a"), Standing(tenant="c", roles=parse_roles(()))):
-        (shown,) = {tuple(sorted(one)) for one in told("models", body, standing, {})["models"]}
+    for principal in (
+        STRANGER,
+        Principal(tenant="a"),
+        Principal(tenant="c", roles=parse_roles(())),
+    ):
+        (shown,) = {tuple(sorted(one)) for one in told("models", body, principal, {})["models"]}
         assert shown == tuple(sorted(MODEL_FACTS))
-    own = Standing(tenant="a", roles=parse_roles(["register"]))
+    own = Principal(tenant="a", roles=parse_roles(["register"]))
     first, *others = told("models", body, own, {})["models"]
     assert first == row("a")
     assert all(set(one) == MODEL_FACTS for one in others)

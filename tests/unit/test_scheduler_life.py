@@ -40,8 +40,12 @@ def test_without_faults_nothing_is_lost_or_restarted(seed: int) -> None:
     assert "WorkerLost" not in world.counts
 
 
-@given(seed=SEEDS, requests=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2)),
-                                     min_size=1, max_size=16))  # fmt: skip
+@given(
+    seed=SEEDS,
+    requests=st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(0, 2)), min_size=1, max_size=16
+    ),
+)
 def test_models_that_do_not_fit_together_do_not_block_each_other(
     seed: int, requests: list[tuple[str, int]]
 ) -> None:
@@ -96,13 +100,14 @@ def _seen(scheduler: Any) -> Any:
     return [
         (
             {r.token: r.state.state for r in state.requests.values()},
-            {w.slot: (w.state.state, w.task_epoch) for w in state.workers.values()},
+            {w.slot: (w.state.state, w.dispatch_id) for w in state.workers.values()},
             [(a.caller, dict(a.tags), a.running, a.waiting, a.seen_at_ms) for a in state.accounts],
-            dict(state.accounts._clock), state.accounts._had_at_ms,
+            dict(state.accounts._clock),
+            state.accounts._had_at_ms,
             repr((state.owner.running, state.owner.pending)),
         )
         for state in (device.state for device in scheduler.machine.devices)
-    ]  # fmt: skip
+    ]
 
 
 def test_a_request_that_is_dispatched_at_once_is_the_one_that_the_order_would_have_put_first(

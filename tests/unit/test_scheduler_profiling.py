@@ -17,7 +17,7 @@ from pipeswitch.ipc.messages.worker import RunInference
 from pipeswitch.planning.profile import UNKNOWN_DEVICE, Found, Profile
 from pipeswitch.programs.interface.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.requests.endings import batch_of
+from pipeswitch.scheduler.requests.completion import batch_of
 from pipeswitch.scheduler.state.regions import Owner
 from pipeswitch.scheduler.state.states import Residency, TaskState
 from tests.unit.fleet_model import MIB, QUIET, Faults, World, manifest_of
@@ -65,7 +65,7 @@ class Rig:
     def refused(self, token: int) -> Any:
         """The error that this question ended in."""
         self.until(lambda: token not in self.world.open)
-        (error,) = [a.error for a in self.commands(ev.Answer) if a.token == token and not a.more]
+        (error,) = [a.error for a in self.commands(ev.Reply) if a.token == token and not a.more]
         return error
 
     def profile(self, name: str = "a") -> None:
@@ -91,7 +91,7 @@ def test_a_measured_model_gets_the_planned_groups_and_the_profile_is_kept(rig: R
     assert model.grouping.source == "planned"
     assert model.grouping.plan == saved.profile.checks[-1].plan
     assert len(model.manifest.groups) == len(model.grouping.plan)
-    answer = rig.commands(ev.Answer)[-1]
+    answer = rig.commands(ev.Reply)[-1]
     assert answer.body["profile"]["digest"] == saved.profile.digest
     rig.said.clear()
     rig.world.infer("a")
@@ -107,7 +107,7 @@ def test_each_run_is_a_request_of_the_asker_and_only_those_are_timed(rig: Rig) -
     rig.world.profile("a")
     rig.rest()
     first, *runs = rig.sent(RunInference)
-    asked = [a for a in rig.commands(ev.Answer) if a.more and "batch" in a.body]
+    asked = [a for a in rig.commands(ev.Reply) if a.more and "batch" in a.body]
     assert not first.is_timed
     assert all(run.is_timed for run in runs)
     assert [f"r{token}" for token in rig.world.runs] == [run.request_id for run in runs]
@@ -179,7 +179,7 @@ def test_a_measurement_whose_client_goes_leaves_the_groups_of_before(rig: Rig) -
     measurement = rig.world.profile("a")
     rig.until(lambda: len(rig.world.runs) == 3)
     assert len(rig.state.replicas["a"].grouping.plan) > 1
-    rig.world.handle(ev.CancelAsked(token=measurement))
+    rig.world.handle(ev.CancelRequest(token=measurement))
     assert isinstance(rig.refused(measurement), Cancelled)
     rig.rest()
     assert rig.state.replicas["a"].grouping.plan == ()
@@ -191,8 +191,8 @@ def test_a_measurement_whose_client_goes_leaves_the_groups_of_before(rig: Rig) -
 def test_a_model_that_is_unregistered_or_a_drain_ends_its_measurement(rig: Rig) -> None:
     rig.register("a", "b")
     for end, error in (
-        (ev.UnregisterAsked(token=rig.world.token(), model="a"), ModelNotFound),
-        (ev.DrainAsked(token=None, grace_ms=1e6), ServerUnavailable),
+        (ev.UnregisterRequest(token=rig.world.token(), model="a"), ModelNotFound),
+        (ev.DrainRequest(token=None, grace_ms=1e6), ServerUnavailable),
     ):
         measurement = rig.world.profile("a" if error is ModelNotFound else "b")
         rig.until(lambda: rig.state.owner.running is not None)
@@ -225,7 +225,7 @@ def test_a_profile_found_at_registration_plans_at_once_and_a_foreign_one_warns_o
     rig: Rig,
 ) -> None:
     profile = measured(rig)
-    rig.world.handle(ev.UnregisterAsked(token=rig.world.token(), model="a"))
+    rig.world.handle(ev.UnregisterRequest(token=rig.world.token(), model="a"))
     rig.rest()
     other = msgspec.structs.replace(profile, identity=identity("elsewhere"))
     for one, source, warnings in ((profile, "planned", 0), (other, "buckets", 1)):
@@ -233,8 +233,8 @@ def test_a_profile_found_at_registration_plans_at_once_and_a_foreign_one_warns_o
         found = (Found("a.json", one),)
         register_with(rig, found)
         assert rig.state.replicas["a"].grouping.source == source
-        assert len(rig.commands(ev.Warn)) == warnings
-        rig.world.handle(ev.UnregisterAsked(token=rig.world.token(), model="a"))
+        assert len(rig.commands(ev.LogWarning)) == warnings
+        rig.world.handle(ev.UnregisterRequest(token=rig.world.token(), model="a"))
         rig.rest()
 
 
@@ -253,7 +253,7 @@ def test_other_groups_wait_until_nobody_reads_the_model(rig: Rig) -> None:
 
 def test_a_pinned_model_is_measured_and_comes_back(rig: Rig) -> None:
     rig.register("a")
-    rig.world.handle(ev.PinAsked(token=rig.world.token(), model="a", pin=True))
+    rig.world.handle(ev.PinRequest(token=rig.world.token(), model="a", pin=True))
     rig.rest()
     rig.profile()
     model = rig.state.replicas["a"]
@@ -272,7 +272,7 @@ def test_a_plan_without_arrival_words_changes_nothing(rig: Rig) -> None:
     assert arena.words.get(Owner("model", "a")).size_bytes == 2
     token = rig.world.profile("a")
     rig.until(lambda: token not in rig.world.open)
-    assert "arrival words" in rig.commands(ev.Answer)[-1].error.message
+    assert "arrival words" in rig.commands(ev.Reply)[-1].error.message
     arena.words.release(Owner("words"))
     rig.profile()
     assert model.grouping.source == "planned"

@@ -29,9 +29,7 @@ from pipeswitch.ipc.messages.daemon import (
     TransmitModel,
 )
 from pipeswitch.ipc.messages.worker import (
-    Back,
     BindTenant,
-    Cleaned,
     CommitStep,
     EvictTask,
     GrantTurn,
@@ -40,12 +38,13 @@ from pipeswitch.ipc.messages.worker import (
     InferenceDone,
     InferenceFailed,
     JobEnded,
+    JobParked,
+    JobReady,
     JobReport,
     LeaseGranted,
     LeaseRefused,
     LeaseRequest,
     ModelPrepared,
-    Parked,
     PrepareModel,
     PublishAnswered,
     PublishCopied,
@@ -53,20 +52,21 @@ from pipeswitch.ipc.messages.worker import (
     RunInference,
     RunJob,
     StopTask,
+    WorkerClean,
     WorkerReady,
 )
 from pipeswitch.programs.interface.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
-from pipeswitch.scheduler.models.publishing import MOST_COPIES
+from pipeswitch.scheduler.models.publishing import MAX_COPIES
 from pipeswitch.scheduler.scheduler import Scheduler
-from pipeswitch.scheduler.state.records import JobSpec, Replica
+from pipeswitch.scheduler.state.records import DeviceModel, JobSpec
 from pipeswitch.scheduler.state.regions import Owner
 from pipeswitch.scheduler.state.states import ModelState, Residency, TaskState, WorkerState
 from pipeswitch.scheduler.training.jobs import RestoredJob
 from pipeswitch.scheduler.training.training import (
     FORGIVEN_AFTER,
-    MOST_MISSED,
+    MAX_MISSED,
     STARVED_CYCLES,
     STARVED_STEPS,
 )
@@ -82,20 +82,20 @@ def tenant_of(model: str) -> str:
 
 def test_one_part_takes_each_question() -> None:
     takers = Rig().scheduler._takers
-    assert {*takers} == {*ev.Asked.__subclasses__()} - {ev.InferArrived}
+    assert {*takers} == {*ev.ClientRequest.__subclasses__()} - {ev.InferArrived}
 
 
-def builder(epoch: Any) -> ev.Address:
-    return ev.Address("builder", generation=epoch)
+def builder(op_id: Any) -> ev.Address:
+    return ev.Address("builder", generation=op_id)
 
 
 def received(message: Any, **read: Any) -> ev.Received:
     """A builder's message, with what was read from disk."""
-    return ev.Received(builder(message.epoch), message, **read)
+    return ev.Received(builder(message.op_id), message, **read)
 
 
-def exited(epoch: Any, status: int) -> ev.Exited:
-    return ev.Exited(builder(epoch), status)
+def exited(op_id: Any, status: int) -> ev.Exited:
+    return ev.Exited(builder(op_id), status)
 
 
 class Rig:
@@ -103,16 +103,20 @@ class Rig:
 
     def __init__(self, **settings: Any) -> None:
         values = {
-            "arena_bytes": 64 * MIB, "store_bytes": 256 * MIB, "words": 64, "standby": 2,
-            "restart_backoff_ms": 100.0, **settings,
-        }  # fmt: skip
+            "arena_bytes": 64 * MIB,
+            "store_bytes": 256 * MIB,
+            "words": 64,
+            "standby": 2,
+            "restart_backoff_ms": 100.0,
+            **settings,
+        }
         policy = values.pop("policy", "priority")
         self.scheduler = Scheduler(SchedulerSettings(**values), policy, 2000.0)
         self.core = self.scheduler.core
         self.state = self.scheduler.machine.devices[0].state
         self.now_ms = 0.0
         self.last_token = 0
-        self.answers: dict[int, ev.Answer] = {}
+        self.answers: dict[int, ev.Reply] = {}
         self.out: list[ev.Command] = []
         self._take(self.scheduler.start(0.0))
         self.daemon(DaemonReady(pid=1))
@@ -122,7 +126,7 @@ class Rig:
     def _take(self, commands: list[ev.Command]) -> None:
         self.out = commands
         for command in commands:
-            if isinstance(command, ev.Answer) and not command.more:
+            if isinstance(command, ev.Reply) and not command.more:
                 assert command.token not in self.answers, "answered twice"
                 self.answers[command.token] = command
 
@@ -192,18 +196,24 @@ class Rig:
     ) -> ev.Token:
         spec = spec or f"spec of {name}"
         fields = {"spec_digest": spec, "tenant": tenant_of(name), **fields}
-        return self.ask(ev.RegisterAsked, model=name, spec=spec.encode("latin1"), priority=1,
-                        is_pinned=pin, **fields)  # fmt: skip
+        return self.ask(
+            ev.RegisterModelRequest,
+            model=name,
+            spec=spec.encode("latin1"),
+            priority=1,
+            is_pinned=pin,
+            **fields,
+        )
 
     def begin(self, name: str, **fields: Any) -> tuple[ev.Token, Any]:
-        """A registration whose build has begun: its token and epoch."""
+        """A registration whose build has begun: its token and operation id."""
         token = self.ask_register(name, **fields)
-        return token, self.commands(ev.StartBuild)[0].epoch
+        return token, self.commands(ev.StartBuild)[0].op_id
 
     def register(self, name: str, mib: int = 10, *, pin: bool = False) -> None:
-        token, epoch = self.begin(name, pin=pin)
-        self.built(name, mib, epoch)
-        self.stored(name, epoch)
+        token, op_id = self.begin(name, pin=pin)
+        self.built(name, mib, op_id)
+        self.stored(name, op_id)
         assert self.error(token) is None
         self.prepared()
 
@@ -212,28 +222,35 @@ class Rig:
         while busy := [w for w in self.state.workers.values() if w.preparing is not None]:
             for worker in busy:
                 name = worker.preparing
-                self.worker(worker.slot, ModelPrepared(
-                    model=name, digest=f"digest {name}"))  # fmt: skip
+                self.worker(worker.slot, ModelPrepared(model=name, digest=f"digest {name}"))
 
-    def built(self, name: str, mib: int, epoch: Any) -> None:
+    def built(self, name: str, mib: int, op_id: Any) -> None:
         manifest = manifest_of(f"digest {name}", mib * MIB, 2)
         if name.startswith("code"):
             manifest = msgspec.structs.replace(manifest, mode="module")
-        done = BuildDone(model=name, epoch=epoch, digest=manifest.digest)
+        done = BuildDone(model=name, op_id=op_id, digest=manifest.digest)
         self.handle(received(done, manifest=manifest))
 
-    def stored(self, name: str, epoch: Any) -> None:
+    def stored(self, name: str, op_id: Any) -> None:
         """Its builder has left, and the daemon has its bytes."""
-        self.handle(exited(epoch, 0))
-        self.daemon(ModelStored(model=name, epoch=epoch, load_ms=1.0))
+        self.handle(exited(op_id, 0))
+        self.daemon(ModelStored(model=name, op_id=op_id, load_ms=1.0))
 
     def infer(self, name: str, *, deadline_ms: float | None = None, **fields: Any) -> ev.Token:
         at_ms = None if deadline_ms is None else self.now_ms + deadline_ms
         token = self.token()
         own = {"digest": f"digest {name}", "priority": 1, "tenant": self.pool_of(name)}
-        self.handle(ev.InferArrived(
-            token=token, request_id=f"r{token}", model=name, deadline_at_ms=at_ms,
-            reply_offset_bytes=0, reply_bytes=0, **{"inputs": (), **own, **fields}))  # fmt: skip
+        self.handle(
+            ev.InferArrived(
+                token=token,
+                request_id=f"r{token}",
+                model=name,
+                deadline_at_ms=at_ms,
+                reply_offset_bytes=0,
+                reply_bytes=0,
+                **{"inputs": (), **own, **fields},
+            )
+        )
         return token
 
     def pool_of(self, name: str) -> str:
@@ -242,19 +259,35 @@ class Rig:
         return "" if replica is None else self.core.tenant_of(replica.model.tenant)
 
     def arrived(self, name: str, *, is_complete: bool = True) -> None:
-        epoch = self.state.replicas[name].residency_epoch
-        self.daemon(TransmitEnded(
-            model=name, epoch=epoch, is_complete=is_complete, group_count=2,
-            copied_bytes=1, started_at_ms=0.0, ended_at_ms=0.0))  # fmt: skip
+        op_id = self.state.replicas[name].residency_id
+        self.daemon(
+            TransmitEnded(
+                model=name,
+                op_id=op_id,
+                is_complete=is_complete,
+                group_count=2,
+                copied_bytes=1,
+                started_at_ms=0.0,
+                ended_at_ms=0.0,
+            )
+        )
 
     def done(self) -> None:
         """The computing task ends well and its worker cleans up."""
         task = self.state.owner.running
-        self.worker(task.slot, InferenceDone(
-            epoch=task.epoch, outputs=(), turn_at_ms=0.0,
-            first_group_at_ms=0.0, ended_at_ms=0.0, stall_ms=0.0))  # fmt: skip
+        self.worker(
+            task.slot,
+            InferenceDone(
+                op_id=task.op_id,
+                outputs=(),
+                turn_at_ms=0.0,
+                first_group_at_ms=0.0,
+                ended_at_ms=0.0,
+                stall_ms=0.0,
+            ),
+        )
         out = self.out
-        self.worker(task.slot, Cleaned(epoch=task.epoch))
+        self.worker(task.slot, WorkerClean(op_id=task.op_id))
         self.out = out + self.out
 
     def make_resident(self, *names: str) -> None:
@@ -265,12 +298,13 @@ class Rig:
 
     def train(self, name: str, *, priority: int = 1) -> Any:
         """Submit a job; returns its record."""
-        self.handle(ev.TrainAsked(token=self.token(), job=name, entry="t.py", args=(),
-                                  priority=priority))  # fmt: skip
+        self.handle(
+            ev.TrainRequest(token=self.token(), job=name, entry="t.py", args=(), priority=priority)
+        )
         return self.state.jobs[name]
 
     def lease(self, job: Any, mib: int = 10) -> None:
-        request = LeaseRequest(epoch=job.epoch, slice_bytes=mib * MIB, state_bytes=MIB)
+        request = LeaseRequest(op_id=job.op_id, slice_bytes=mib * MIB, state_bytes=MIB)
         self.worker(job.slot, request)
 
     def start_training(self, name: str = "cifar", mib: int = 10) -> Any:
@@ -282,13 +316,14 @@ class Rig:
 
     def commit(self, job: Any, number: int, step: int) -> None:
         """It asks for a commit, and nothing more."""
-        message = CommitStep(epoch=job.epoch, number=number, step=step, ranges=())
+        message = CommitStep(op_id=job.op_id, number=number, step=step, ranges=())
         self.worker(job.slot, message)
 
     def flip(self, job: Any, number: int, step: int) -> None:
         """The memory daemon answers."""
-        self.daemon(StepCommitted(job=job.spec.name, epoch=job.epoch, number=number, step=step,
-                                      copy_ms=1.0))  # fmt: skip
+        self.daemon(
+            StepCommitted(job=job.spec.name, op_id=job.op_id, number=number, step=step, copy_ms=1.0)
+        )
 
     def committed(self, job: Any, number: int, step: int) -> None:
         """The commit is in the host store, and on its way to disk if that has time."""
@@ -297,18 +332,22 @@ class Rig:
 
     def written(self, job: Any, step: int) -> None:
         """It is on disk."""
-        self.daemon(CommitPersisted(job=job.spec.name, epoch=job.epoch, step=step))
+        self.daemon(CommitPersisted(job=job.spec.name, op_id=job.op_id, step=step))
 
     def scrubbed(self) -> None:
         """What was given back is zeroed."""
         (scrub,) = self.sent(Scrub)
-        self.daemon(Scrubbed(epoch=scrub.epoch))
+        self.daemon(Scrubbed(op_id=scrub.op_id))
 
     def park(self, job: Any, next_turn: int = 0, where: Any = "forward") -> None:
-        message = Parked(
-            epoch=job.epoch, turn=job.turn, next_turn=next_turn, where=where,
-            asked_at_ms=0.0, parked_at_ms=1.0,
-        )  # fmt: skip
+        message = JobParked(
+            op_id=job.op_id,
+            turn=job.turn,
+            next_turn=next_turn,
+            where=where,
+            asked_at_ms=0.0,
+            parked_at_ms=1.0,
+        )
         self.worker(job.slot, message)
 
     def switch(self, job: Any, model: str = "a") -> None:
@@ -319,12 +358,20 @@ class Rig:
 
     def job_ends(self, job: Any, outcome: Any, step: int = 3) -> int:
         slot = int(job.slot)
-        self.worker(slot, JobEnded(epoch=job.epoch, outcome=outcome, step=step,
-                                       error_type="ValueError", error_text="nan"))  # fmt: skip
+        self.worker(
+            slot,
+            JobEnded(
+                op_id=job.op_id,
+                outcome=outcome,
+                step=step,
+                error_type="ValueError",
+                error_text="nan",
+            ),
+        )
         return slot
 
     def job_asked(self, name: str, action: Any) -> ev.Token:
-        return self.ask(ev.JobAsked, job=name, action=action)
+        return self.ask(ev.JobRequest, job=name, action=action)
 
     def residency(self, name: str) -> Any:
         return self.state.replicas[name].residency.state
@@ -339,20 +386,20 @@ def rig() -> Rig:
 
 
 def awaited(rig: Rig, name: str = "a") -> int:
-    """A model whose program is known and whose bytes are on their way; its epoch."""
-    _, epoch = rig.begin(name)
-    rig.built(name, 10, epoch)
-    assert [command.model for command in rig.commands(ev.Announce)] == [name]
-    rig.handle(exited(epoch, 0))
-    return int(epoch)
+    """A model whose program is known and whose bytes are on their way; its operation id."""
+    _, op_id = rig.begin(name)
+    rig.built(name, 10, op_id)
+    assert [command.model for command in rig.commands(ev.ModelAvailable)] == [name]
+    rig.handle(exited(op_id, 0))
+    return int(op_id)
 
 
 def test_requests_wait_for_a_model_that_is_being_stored(rig: Rig) -> None:
-    epoch = awaited(rig)
+    op_id = awaited(rig)
     first, second = rig.infer("a"), rig.infer("a")
     assert not rig.sent(RunInference)
     assert not rig.answers
-    rig.daemon(ModelStored(model="a", epoch=epoch, load_ms=1.0))
+    rig.daemon(ModelStored(model="a", op_id=op_id, load_ms=1.0))
     runs = rig.sent(RunInference)
     assert [run.request_id for run in runs] == [f"r{first}", f"r{second}"]
     rig.done()
@@ -373,11 +420,11 @@ def test_a_request_that_waits_for_its_model_holds_nobody_up(rig: Rig) -> None:
 
 
 def test_who_waited_for_a_model_that_cannot_be_stored_reads_why(rig: Rig) -> None:
-    epoch = awaited(rig)
+    op_id = awaited(rig)
     token = rig.infer("a")
-    rig.daemon(StoreFailed(model="a", epoch=epoch, reason="the digest does not match"))
+    rig.daemon(StoreFailed(model="a", op_id=op_id, reason="the digest does not match"))
     assert isinstance(rig.error(token), errors.RegistrationRefused)
-    assert [command.model for command in rig.commands(ev.Retract)] == ["a"]
+    assert [command.model for command in rig.commands(ev.ModelRemoved)] == ["a"]
     assert isinstance(rig.error(rig.infer("a")), errors.ModelNotFound)
 
 
@@ -385,7 +432,7 @@ def test_a_request_that_waits_for_its_model_expires_and_is_taken_back(rig: Rig) 
     awaited(rig)
     late, unwanted = rig.infer("a", deadline_ms=50.0), rig.infer("a")
     rig.tick(51.0)
-    rig.handle(ev.CancelAsked(token=unwanted))
+    rig.handle(ev.CancelRequest(token=unwanted))
     assert isinstance(rig.error(late), errors.DeadlineExceeded)
     assert isinstance(rig.error(unwanted), errors.Cancelled)
 
@@ -400,7 +447,7 @@ def test_requests_that_wait_for_their_model_are_bounded_too() -> None:
 def test_a_server_that_leaves_answers_who_waits_for_a_model(rig: Rig) -> None:
     awaited(rig)
     token = rig.infer("a")
-    rig.handle(ev.DrainAsked(token=None, grace_ms=10.0))
+    rig.handle(ev.DrainRequest(token=None, grace_ms=10.0))
     rig.tick(11.0)
     assert isinstance(rig.error(token), errors.ServerUnavailable)
 
@@ -412,9 +459,9 @@ def test_a_cold_request_transmits_and_activates_in_the_same_breath(rig: Rig) -> 
     rig.register("a")
     rig.infer("a")
     (order,), (run,) = rig.sent(TransmitModel), rig.sent(RunInference)
-    assert (run.residency_epoch, run.arena_offset_bytes) == (order.epoch, order.arena_offset_bytes)
+    assert (run.residency_id, run.arena_offset_bytes) == (order.op_id, order.arena_offset_bytes)
     assert run.first_word == order.groups[0].word
-    assert [command.turn for command in rig.commands(ev.RaiseTurn)] == [run.epoch]
+    assert [command.turn for command in rig.commands(ev.RaiseTurn)] == [run.op_id]
 
 
 def test_a_request_during_training_transmits_activates_and_stops_in_one_call(rig: Rig) -> None:
@@ -423,14 +470,14 @@ def test_a_request_during_training_transmits_activates_and_stops_in_one_call(rig
     rig.infer("a")
     assert rig.sent(TransmitModel)
     (run,), (stop,) = rig.sent(RunInference), rig.sent(StopTask)
-    assert (stop.turn, stop.next_turn) == (job.turn, run.epoch)
+    assert (stop.turn, stop.next_turn) == (job.turn, run.op_id)
     assert not rig.commands(ev.RaiseTurn), "the parking worker raises it, not the controller"
 
 
 def test_a_suspended_job_resumes_in_place_when_the_queue_is_empty(rig: Rig) -> None:
     rig.register("a")
     job = rig.start_training()
-    slot, epoch, turn = job.slot, job.epoch, job.turn
+    slot, op_id, turn = job.slot, job.op_id, job.turn
     token = rig.infer("a")
     rig.park(job, rig.state.owner.pending.turn)
     assert job.state.state is TaskState.SUSPENDED
@@ -438,7 +485,7 @@ def test_a_suspended_job_resumes_in_place_when_the_queue_is_empty(rig: Rig) -> N
     rig.done()
     assert rig.answers[token].timing.preempted == "cifar"
     (grant,) = rig.sent(GrantTurn)
-    assert (grant.epoch, job.slot, job.epoch) == (epoch, slot, epoch)
+    assert (grant.op_id, job.slot, job.op_id) == (op_id, slot, op_id)
     assert grant.turn > turn
     assert not rig.sent(RunJob)
 
@@ -474,7 +521,7 @@ def test_what_a_task_does_before_its_first_group_belongs_to_the_switch_alone(rig
     rig.worker(
         task.slot,
         InferenceDone(
-            epoch=task.epoch,
+            op_id=task.op_id,
             outputs=(),
             stall_ms=45.0,
             **{name: began_ms + ms for name, ms in at.items()},
@@ -490,9 +537,17 @@ def test_the_answer_may_arrive_before_the_parked_of_the_job_it_preempted(rig: Ri
     job = rig.start_training()
     token = rig.infer("a")
     task = rig.state.owner.pending
-    rig.worker(task.slot, InferenceDone(
-        epoch=task.epoch, outputs=(), turn_at_ms=0.0, first_group_at_ms=0.0,
-        ended_at_ms=0.0, stall_ms=0.0))  # fmt: skip
+    rig.worker(
+        task.slot,
+        InferenceDone(
+            op_id=task.op_id,
+            outputs=(),
+            turn_at_ms=0.0,
+            first_group_at_ms=0.0,
+            ended_at_ms=0.0,
+            stall_ms=0.0,
+        ),
+    )
     assert rig.error(token) is None
     rig.park(job, task.turn)
     assert rig.sent(GrantTurn), "nobody waits: training goes on"
@@ -505,7 +560,7 @@ def test_a_stop_that_names_a_dead_worker_s_turn_does_not_lose_the_next_request(r
     first = rig.state.owner.pending
     rig.worker_exits(first.slot)
     second = rig.state.owner.pending
-    assert second.epoch > first.epoch
+    assert second.op_id > first.op_id
     rig.park(job, first.turn)  # raised for nobody
     assert [command.turn for command in rig.commands(ev.RaiseTurn)] == [second.turn]
     rig.done()
@@ -517,11 +572,20 @@ def test_a_parked_that_is_late_behind_its_own_end_frees_the_board(rig: Rig) -> N
     job = rig.start_training()
     rig.infer("a")
     first = rig.state.owner.pending
-    epoch, turn, slot = job.epoch, job.turn, rig.job_ends(job, "done")
+    op_id, turn, slot = job.op_id, job.turn, rig.job_ends(job, "done")
     rig.infer("a")
     rig.done()
-    rig.worker(slot, Parked(epoch=epoch, turn=turn, next_turn=first.turn, where="loader",
-                                asked_at_ms=0.0, parked_at_ms=0.0))  # fmt: skip
+    rig.worker(
+        slot,
+        JobParked(
+            op_id=op_id,
+            turn=turn,
+            next_turn=first.turn,
+            where="loader",
+            asked_at_ms=0.0,
+            parked_at_ms=0.0,
+        ),
+    )
     assert len(rig.commands(ev.RaiseTurn)) == 1
 
 
@@ -591,7 +655,7 @@ def test_a_model_moves_rather_than_evict_another_while_there_is_room(rig: Rig) -
     rig.make_resident("a", "b")  # a at the bottom
     rig.make_resident("c")  # evicts a (older)
     assert rig.residency("a") is Residency.HOST
-    rig.ask(ev.UnregisterAsked, model="b")
+    rig.ask(ev.UnregisterRequest, model="b")
     rig.make_resident("a")
     assert rig.residency("c") is Residency.RESIDENT, "a's home is taken, but there is room"
 
@@ -617,9 +681,10 @@ def test_any_idle_model_leaves_rather_than_a_request_waits_for_a_range_being_zer
 
 
 def test_messages_name_their_files_in_full() -> None:
-    rig = Rig(models_dir="/s/models", logs_dir="/s/logs", commits_dir="/s/commits",
-              commit_every_ms=0.0)  # fmt: skip
-    rig.built("a", 4, (rig.ask_register("a"), rig.commands(ev.StartBuild)[0].epoch)[1])
+    rig = Rig(
+        models_dir="/s/models", logs_dir="/s/logs", commits_dir="/s/commits", commit_every_ms=0.0
+    )
+    rig.built("a", 4, (rig.ask_register("a"), rig.commands(ev.StartBuild)[0].op_id)[1])
     (store,) = rig.sent(StoreModel)
     assert store.directory == "/s/models/digest a"
     job = rig.train("cifar")
@@ -628,7 +693,7 @@ def test_messages_name_their_files_in_full() -> None:
     rig.commit(job, 1, 1)
     rig.flip(job, 1, 1)
     assert [m.directory for m in rig.sent(PersistCommit)] == ["/s/commits/cifar"]
-    rig.daemon(ModelStored(model="a", epoch=store.epoch, load_ms=1.0))
+    rig.daemon(ModelStored(model="a", op_id=store.op_id, load_ms=1.0))
     assert [m.directory for m in rig.sent(PrepareModel)] == ["/s/models/digest a"]
     rig.prepared()
     rig.infer("a")
@@ -648,7 +713,7 @@ def test_a_queued_request_can_be_taken_back_and_a_dispatched_one_is_answered(rig
     rig.register("a")
     running, waiting, queued = rig.infer("a"), rig.infer("a"), rig.infer("a")
     for token in (running, waiting, queued):
-        rig.handle(ev.CancelAsked(token=token))
+        rig.handle(ev.CancelRequest(token=token))
     assert isinstance(rig.error(queued), errors.Cancelled)
     assert running not in rig.answers
     rig.done()
@@ -727,7 +792,7 @@ def test_a_caller_whose_models_go_on_killing_workers_has_no_turn_for_a_while(
         rig.arrived(name)
         while token not in rig.answers:
             if rig.state.owner.running is None:
-                until_ms = rig.state.accounts.of(caller).barred_until_ms
+                until_ms = rig.state.accounts.of(caller).penalty_until_ms
                 bars_s.append(math.ceil((until_ms - rig.now_ms) / 1000.0))
                 rig.infer("other", caller="alice")
                 rig.done()
@@ -795,14 +860,14 @@ def test_a_tenants_models_leave_another_room_in_the_host_store() -> None:
     rig = Rig(store_bytes=64 * MIB)
     refused = []
     for name in (*(f"greedy.{number}" for number in range(6)), "modest.0"):
-        token, epoch = rig.begin(name)
-        rig.built(name, 10, epoch)
+        token, op_id = rig.begin(name)
+        rig.built(name, 10, op_id)
         if token not in rig.answers:
-            rig.stored(name, epoch)
+            rig.stored(name, op_id)
         else:
             assert isinstance(rig.error(token), errors.HostStoreFull)
             refused.append(name)
-            rig.handle(exited(epoch, 0))
+            rig.handle(exited(op_id, 0))
         rig.prepared()
     assert refused == ["greedy.4", "greedy.5"]
 
@@ -822,9 +887,9 @@ def test_a_flood_for_one_model_leaves_room_for_the_others() -> None:
 
 def test_an_unknown_model_or_another_digest_is_refused(rig: Rig) -> None:
     assert isinstance(rig.error(rig.infer("a")), errors.ModelNotFound)
-    _, epoch = rig.begin("a")
+    _, op_id = rig.begin("a")
     assert isinstance(rig.error(rig.infer("a")), errors.ModelNotFound)
-    rig.built("a", 10, epoch)
+    rig.built("a", 10, op_id)
     token = rig.infer("a", digest="of the one before")
     assert isinstance(rig.error(token), errors.ModelNotFound)
 
@@ -834,7 +899,7 @@ def test_an_error_of_the_model_is_the_request_s_alone(rig: Rig) -> None:
     token = rig.infer("a")
     task = rig.state.owner.running
     data = {"type": "ValueError"}
-    failed = InferenceFailed(epoch=task.epoch, error="TaskFailed", message="boom", data=data)
+    failed = InferenceFailed(op_id=task.op_id, error="TaskFailed", message="boom", data=data)
     rig.worker(task.slot, failed)
     assert isinstance(rig.error(token), errors.TaskFailed)
     assert rig.error(token).request_id == f"r{token}"
@@ -847,7 +912,7 @@ def test_a_request_that_fails_before_its_turn_leaves_the_turn_alone(rig: Rig) ->
     token = rig.infer("a")
     current, upcoming = rig.state.owner.running, rig.state.owner.pending
     rig.worker(
-        upcoming.slot, InferenceFailed(epoch=upcoming.epoch, error="TaskFailed", message="x")
+        upcoming.slot, InferenceFailed(op_id=upcoming.op_id, error="TaskFailed", message="x")
     )
     assert isinstance(rig.error(token), errors.TaskFailed)
     assert rig.state.owner.running is current
@@ -863,7 +928,7 @@ def test_a_request_whose_worker_dies_is_dispatched_again_at_once(rig: Rig) -> No
     task = rig.state.owner.running
     rig.worker_exits(task.slot)
     (run,) = rig.sent(RunInference)
-    assert run.epoch > task.epoch
+    assert run.op_id > task.op_id
     assert not rig.sent(TransmitModel), "its groups are still on their way"
     rig.done()
     assert rig.error(token) is None
@@ -883,7 +948,7 @@ def test_three_deaths_in_a_row_while_computing_quarantine_the_model(rig: Rig) ->
     while rig.state.owner.running is not None:  # what was dispatched before may still end
         rig.done()
     assert {first, second, third} <= set(rig.answers)
-    rig.ask(ev.PinAsked, model="a", pin=True)
+    rig.ask(ev.PinRequest, model="a", pin=True)
     token = rig.infer("a")
     assert token not in rig.answers, "load pardons it"
 
@@ -926,7 +991,7 @@ def test_a_daemon_that_dies_too_often_ends_the_server_and_answers_everybody(rig:
         for slot, worker in rig.state.workers.items():
             if worker.is_alive:
                 rig.worker_exits(slot)
-        if rig.commands(ev.Leave) or rig.core.has_left:
+        if rig.commands(ev.Shutdown) or rig.core.has_left:
             break
         rig.tick(rig.now_ms + 1e5)
     assert rig.core.has_left
@@ -950,8 +1015,8 @@ def test_a_copy_that_breaks_off_kills_who_waits_for_it_and_is_sent_again(rig: Ri
 def test_a_transmission_the_daemon_refuses_is_not_waited_for(rig: Rig) -> None:
     rig.register("a")
     rig.infer("a")
-    epoch = rig.state.replicas["a"].residency_epoch
-    rig.daemon(DaemonFault(epoch=epoch, reason="overlaps"))
+    op_id = rig.state.replicas["a"].residency_id
+    rig.daemon(DaemonFault(op_id=op_id, reason="overlaps"))
     assert rig.commands(ev.Kill)
 
 
@@ -997,7 +1062,7 @@ def test_a_slice_that_fits_nowhere_is_refused(rig: Rig) -> None:
 
 def test_a_commit_area_that_does_not_fit_is_refused_and_leaves_the_books_right(rig: Rig) -> None:
     job = rig.start_training()
-    rig.worker(job.slot, LeaseRequest(epoch=job.epoch, slice_bytes=1, state_bytes=1 << 40))
+    rig.worker(job.slot, LeaseRequest(op_id=job.op_id, slice_bytes=1, state_bytes=1 << 40))
     (refused,) = rig.sent(LeaseRefused)
     assert refused.error == "HostStoreFull"
     rig.job_ends(job, "failed")
@@ -1009,15 +1074,15 @@ def test_what_a_job_offloads_counts_in_the_host_store_while_its_process_lives(ri
     free = store.free_bytes
 
     def ask(size_bytes: int) -> type:
-        rig.worker(job.slot, HostRequest(epoch=job.epoch, size_bytes=size_bytes))
+        rig.worker(job.slot, HostRequest(op_id=job.op_id, size_bytes=size_bytes))
         (answer,) = rig.sent(HostGranted) or rig.sent(LeaseRefused)
         return type(answer)
 
     for size_bytes in (10 * MIB, free, free - 4 * MIB):
         assert ask(size_bytes) is HostGranted
         assert store.free_bytes == free - size_bytes
-    token, epoch = rig.begin("large")
-    rig.built("large", 5, epoch)
+    token, op_id = rig.begin("large")
+    rig.built("large", 5, op_id)
     assert "has 4.0 MiB left" in str(rig.error(token))
     assert ask(free + 1) is LeaseRefused
     (refused,) = rig.sent(LeaseRefused)
@@ -1049,7 +1114,7 @@ def test_jobs_share_the_device_in_turns_of_training_cycle_ms(rig: Rig) -> None:
     assert not rig.sent(StopTask)
     rig.tick(1000.0)
     (stop,) = rig.sent(StopTask)
-    assert (stop.epoch, stop.next_turn, stop.at_boundary) == (one.epoch, 0, True)
+    assert (stop.op_id, stop.next_turn, stop.at_boundary) == (one.op_id, 0, True)
     rig.park(one)
     (run,) = rig.sent(RunJob)
     assert run.job == "two"
@@ -1070,14 +1135,14 @@ def test_a_job_that_needs_what_another_holds_has_the_device_after_that_one() -> 
     (run,) = rig.sent(RunJob)
     assert (run.job, run.activation_bytes) == ("high", 1 << 20)
     rig.lease(high)
-    rig.worker(low.slot, Back(epoch=low.epoch, turn=low.turn))
+    rig.worker(low.slot, JobReady(op_id=low.op_id, turn=low.turn))
     assert not rig.sent(StopTask)  # of a lower priority
-    rig.worker(high.slot, Back(epoch=high.epoch, turn=high.turn, is_blocked=True))
-    assert [stop.epoch for stop in rig.sent(StopTask)] == [high.epoch]
+    rig.worker(high.slot, JobReady(op_id=high.op_id, turn=high.turn, is_blocked=True))
+    assert [stop.op_id for stop in rig.sent(StopTask)] == [high.op_id]
     rig.park(high, where="copies")
     assert low.state.state is TaskState.RUNNING
-    rig.worker(high.slot, Back(epoch=high.epoch, turn=high.turn))
-    assert [stop.epoch for stop in rig.sent(StopTask)] == [low.epoch]
+    rig.worker(high.slot, JobReady(op_id=high.op_id, turn=high.turn))
+    assert [stop.op_id for stop in rig.sent(StopTask)] == [low.op_id]
     rig.park(low, where="loader")
     assert high.state.state is TaskState.RUNNING
 
@@ -1090,8 +1155,8 @@ def starved() -> tuple[Rig, Any, Any]:
     other = rig.train("other")
     rig.park(keeper, where="loader")
     rig.lease(other)
-    rig.worker(keeper.slot, Back(epoch=keeper.epoch, turn=keeper.turn))
-    rig.worker(other.slot, Back(epoch=other.epoch, turn=other.turn, is_blocked=True))
+    rig.worker(keeper.slot, JobReady(op_id=keeper.op_id, turn=keeper.turn))
+    rig.worker(other.slot, JobReady(op_id=other.op_id, turn=other.turn, is_blocked=True))
     rig.park(other, where="copies")
     assert rig.state.owner.job == "keeper"
     return rig, keeper, other
@@ -1103,7 +1168,7 @@ def test_a_job_that_keeps_activations_leaves_for_one_that_waits_for_them(comes_l
 
     def steps(count: int) -> None:
         values = {"step": keeper.progress.step + count, "left": 100}
-        rig.worker(keeper.slot, JobReport(epoch=keeper.epoch, kind="progress", values=values))
+        rig.worker(keeper.slot, JobReport(op_id=keeper.op_id, kind="progress", values=values))
 
     def why(job: Any) -> str:
         return str(rig.answers[rig.job_asked(job.spec.name, "show")].body["job"]["why"])
@@ -1119,12 +1184,12 @@ def test_a_job_that_keeps_activations_leaves_for_one_that_waits_for_them(comes_l
     while not comes_late and rig.now_ms < due_ms:
         assert not rig.sent(EvictTask), "only when it has waited for some cycles"
         rig.tick(rig.scheduler.next_wakeup_ms())
-    assert [order.epoch for order in rig.sent(EvictTask)] == [keeper.epoch]
+    assert [order.op_id for order in rig.sent(EvictTask)] == [keeper.op_id]
     assert "job keeper keeps" in why(other)
     assert "job other waits" in why(keeper)
     rig.worker_exits(rig.job_ends(keeper, "preempted"), 0)
     assert rig.state.owner.job == "other"
-    rig.worker(other.slot, JobReport(epoch=other.epoch, kind="progress", values={"step": 1}))
+    rig.worker(other.slot, JobReport(op_id=other.op_id, kind="progress", values={"step": 1}))
     assert why(other) == ""
 
 
@@ -1177,7 +1242,7 @@ def test_the_timeline_and_the_accounts_have_all_of_a_turn_that_outlasts_its_cycl
     spans = []
     for at_ms in (1000.0, 2000.0, 2500.0):
         rig.now_ms = at_ms
-        rig.worker(job.slot, JobReport(epoch=job.epoch, kind="progress", values={}))
+        rig.worker(job.slot, JobReport(op_id=job.op_id, kind="progress", values={}))
         spans += [span for one in rig.commands(ev.Spans) for span in one.spans]
     rig.infer("a")
     rig.park(job, rig.state.owner.pending.turn)
@@ -1223,7 +1288,7 @@ def test_a_job_keeps_its_memory_for_ten_times_its_start(rig: Rig) -> None:
     assert one.state.state is TaskState.RUNNING
     rig.tick(6000.0)
     rig.park(one)
-    assert [order.epoch for order in rig.sent(EvictTask)] == [one.epoch]
+    assert [order.op_id for order in rig.sent(EvictTask)] == [one.op_id]
 
 
 def test_a_later_phase_of_a_script_does_not_count_as_its_start(rig: Rig) -> None:
@@ -1242,7 +1307,7 @@ def test_a_job_that_waits_for_another_s_memory_gets_it_when_its_time_comes(rig: 
     rig.park(one)
     rig.lease(two, 40)  # one is suspended and holds the room
     (evict,) = rig.sent(EvictTask)
-    assert evict.epoch == one.epoch
+    assert evict.op_id == one.op_id
     slot = rig.job_ends(one, "preempted")
     assert not rig.sent(LeaseGranted), "its process may still write"
     rig.worker_exits(slot, 0)
@@ -1264,14 +1329,14 @@ def test_a_running_job_does_not_keep_one_that_waits_for_its_memory_out_for_ever(
     rig.tick(3000.0)
     assert rig.sent(StopTask)
     rig.park(one)
-    assert [order.epoch for order in rig.sent(EvictTask)] == [one.epoch]
+    assert [order.op_id for order in rig.sent(EvictTask)] == [one.op_id]
 
 
 def test_a_request_whose_place_is_a_slice_evicts_the_job_and_waits_for_the_scrub(rig: Rig) -> None:
     rig.register("big", 40)
     job = rig.start_training(mib=40)
     rig.infer("big")
-    assert [order.epoch for order in rig.sent(EvictTask)] == [job.epoch]
+    assert [order.op_id for order in rig.sent(EvictTask)] == [job.op_id]
     assert not rig.sent(TransmitModel)
     slot = rig.job_ends(job, "preempted")
     rig.worker_exits(slot, 0)
@@ -1299,16 +1364,16 @@ def test_a_script_that_does_not_stop_or_unwind_is_killed_after_its_grace(rig: Ri
     assert [command.target.slot for command in rig.commands(ev.Kill)] == [job.slot]
 
 
-@pytest.mark.parametrize("has_stepped_aside", [False, True])
-def test_a_job_that_never_stepped_aside_says_so(rig: Rig, has_stepped_aside: bool) -> None:
+@pytest.mark.parametrize("has_yielded", [False, True])
+def test_a_job_that_never_stepped_aside_says_so(rig: Rig, has_yielded: bool) -> None:
     rig.register("a")
     job = rig.start_training()
-    job.progress.suspensions = int(has_stepped_aside)
+    job.progress.suspensions = int(has_yielded)
     rig.infer("a")
     rig.tick(rig.core.settings.stop_grace_ms)
     rig.worker_exits(job.slot)
     (row,) = rig.scheduler.listing.jobs()
-    assert ("never stepped aside" in row["why"]) != has_stepped_aside
+    assert ("never stepped aside" in row["why"]) != has_yielded
 
 
 def hangs(rig: Rig, job: Any) -> float:
@@ -1327,7 +1392,7 @@ def hangs(rig: Rig, job: Any) -> float:
     rig.done()
     assert rig.error(token) is None
     for scrub in scrubs:
-        rig.daemon(Scrubbed(epoch=scrub.epoch))
+        rig.daemon(Scrubbed(op_id=scrub.op_id))
     return waited_ms
 
 
@@ -1354,8 +1419,8 @@ def test_a_script_that_does_not_stop_again_costs_requests_less_and_is_paused(
         waits.append(hangs(rig, job))
         trains_again(rig, job)
     waits.append(hangs(rig, job))
-    least_ms = min(1000.0, stop_grace_ms)
-    assert waits == [max(least_ms, stop_grace_ms / 4**missed) for missed in range(4)]
+    min_ms = min(1000.0, stop_grace_ms)
+    assert waits == [max(min_ms, stop_grace_ms / 4**missed) for missed in range(4)]
     assert job.state.state is TaskState.PAUSED
     assert (
         "pipeswitch jobs resume cifar"
@@ -1369,7 +1434,7 @@ def test_a_script_that_does_not_stop_again_costs_requests_less_and_is_paused(
 def test_a_script_that_stopped_a_hundred_times_since_is_forgiven(rig: Rig) -> None:
     rig.register("a")
     job = rig.start_training()
-    for _ in range(2 * MOST_MISSED):
+    for _ in range(2 * MAX_MISSED):
         hangs(rig, job)
         trains_again(rig, job)
         for _ in range(FORGIVEN_AFTER):
@@ -1402,7 +1467,7 @@ def test_after_a_crash_the_job_starts_again_and_without_progress_it_fails(rig: R
         slot = job.slot
         rig.worker_exits(slot)
         for scrub in rig.sent(Scrub):
-            rig.daemon(Scrubbed(epoch=scrub.epoch))
+            rig.daemon(Scrubbed(op_id=scrub.op_id))
         assert rig.state.owner.job == "cifar"
         assert rig.state.workers[slot].state.state is WorkerState.STARTING, (
             "no delay: it had a task"
@@ -1424,14 +1489,14 @@ def test_steps_that_are_lost_are_counted_once_however_the_process_ended(rig: Rig
             rig.job_asked("cifar", "resume")
             rig.worker_exits(slot, 0)
         else:
-            report = JobReport(epoch=job.epoch, kind="progress", values={"step": 9})
+            report = JobReport(op_id=job.op_id, kind="progress", values={"step": 9})
             rig.worker(slot, report)
             rig.worker_exits(slot)
         assert [order.last_step for order in rig.sent(RunJob)] == [9]
         rig.scrubbed()
         rig.lease(job)
         assert (job.progress.steps_recomputed, job.progress.step) == (lost, 4)
-    rig.worker(int(job.slot), JobReport(epoch=job.epoch, kind="unseen", values={"steps": 3}))
+    rig.worker(int(job.slot), JobReport(op_id=job.op_id, kind="unseen", values={"steps": 3}))
     assert job.progress.steps_recomputed == 13, "it knows better than its last report"
 
 
@@ -1439,7 +1504,7 @@ def test_a_commit_counts_when_the_daemon_flipped_it_and_forgives_deaths(rig: Rig
     job = rig.start_training()
     rig.commit(job, 1, step=7)
     (copy,) = rig.sent(CommitCopy)
-    assert (copy.number, copy.step, copy.epoch) == (1, 7, job.epoch)
+    assert (copy.number, copy.step, copy.op_id) == (1, 7, job.op_id)
     assert job.memory.committed_step == -1
     job.progress.deaths_without_progress = 2
     rig.flip(job, 1, step=7)
@@ -1460,7 +1525,7 @@ def test_a_commit_that_is_told_again_or_late_is_counted_and_not_copied(rig: Rig)
             rig.commit(job, repeated, step=number)
             assert not rig.sent(CommitCopy)
     assert rig.core.counts["stale_messages"] == 6
-    assert not job.memory.copying_epoch, "nothing is waited for"
+    assert not job.memory.copy_id, "nothing is waited for"
 
 
 def test_numbers_that_leap_shut_out_their_own_sender_alone(rig: Rig) -> None:
@@ -1482,7 +1547,7 @@ def test_a_commit_that_found_no_memory_daemon_has_not_used_its_number_up(rig: Ri
     rig.daemon_exits()
     rig.commit(job, 1, step=1)
     assert not rig.sent(CommitCopy)
-    assert (job.memory.commit_number, job.memory.copying_epoch) == (0, 0)
+    assert (job.memory.commit_number, job.memory.copy_id) == (0, 0)
     assert not rig.core.counts["stale_messages"], "it was not late"
     assert rig.state.workers[job.slot].kill_reason, "who waits for the answer is ended"
 
@@ -1496,13 +1561,13 @@ def test_the_first_commit_goes_to_disk_at_once_and_each_one_that_the_disk_has_ti
     rig.committed(job, 2, 2)
     assert not rig.sent(PersistCommit), "one at a time"
     rig.now_ms += 10.0
-    rig.daemon(CommitPersisted(job=job.spec.name, epoch=order.epoch, step=1))
+    rig.daemon(CommitPersisted(job=job.spec.name, op_id=order.op_id, step=1))
     assert not rig.sent(PersistCommit), "it took 10 ms: the disk rests for twenty times as long"
     due_ms = rig.scheduler.next_wakeup_ms()
     assert due_ms == pytest.approx(rig.now_ms + 200.0)
     rig.tick(due_ms)
     (order,) = rig.sent(PersistCommit)
-    rig.daemon(CommitPersisted(job=job.spec.name, epoch=order.epoch, step=2))
+    rig.daemon(CommitPersisted(job=job.spec.name, op_id=order.op_id, step=2))
     rig.committed(job, 3, 3)
     assert rig.sent(PersistCommit), "written within an instant: so is the next one"
 
@@ -1511,7 +1576,7 @@ def test_a_disk_that_takes_no_commit_is_asked_again_after_the_interval(rig: Rig)
     job = rig.start_training()
     rig.committed(job, 1, 1)
     (order,) = rig.sent(PersistCommit)
-    rig.daemon(CommitPersisted(job=job.spec.name, epoch=order.epoch, step=-1, error="disk full"))
+    rig.daemon(CommitPersisted(job=job.spec.name, op_id=order.op_id, step=-1, error="disk full"))
     due_ms = rig.now_ms + rig.core.settings.commit_every_ms
     rig.tick(due_ms - 1.0)
     assert not rig.sent(PersistCommit)
@@ -1528,7 +1593,7 @@ def test_what_a_job_wants_on_disk_at_once_is_written_right_behind_the_write_unde
     rig.now_ms += 1000.0
     rig.committed(job, 2, 2)
     rig.job_asked("cifar", "export")
-    rig.daemon(CommitPersisted(job=job.spec.name, epoch=order.epoch, step=1))
+    rig.daemon(CommitPersisted(job=job.spec.name, op_id=order.op_id, step=1))
     assert rig.sent(PersistCommit), "not after twenty seconds"
 
 
@@ -1711,31 +1776,31 @@ def test_another_clients_name_is_taken_though_it_asks_for_the_same(rig: Rig) -> 
 
 
 def test_builds_run_one_after_the_other_until_the_process_is_gone(rig: Rig) -> None:
-    first, epoch = rig.begin("a")
+    first, op_id = rig.begin("a")
     rig.ask_register("b")
     assert not rig.commands(ev.StartBuild)
-    rig.handle(ev.CancelAsked(token=first))
+    rig.handle(ev.CancelRequest(token=first))
     assert rig.commands(ev.Kill)
     assert not rig.commands(ev.StartBuild)
-    rig.handle(exited(epoch, -9))
+    rig.handle(exited(op_id, -9))
     assert [command.model for command in rig.commands(ev.StartBuild)] == ["b"]
     assert isinstance(rig.error(first), errors.Cancelled)
 
 
 def test_a_running_build_is_cancelled_by_an_unregister_of_anyone(rig: Rig) -> None:
-    token, epoch = rig.begin("a")
-    gone = rig.ask(ev.UnregisterAsked, model="a")
-    assert [command.target.generation for command in rig.commands(ev.Kill)] == [epoch]
+    token, op_id = rig.begin("a")
+    gone = rig.ask(ev.UnregisterRequest, model="a")
+    assert [command.target.generation for command in rig.commands(ev.Kill)] == [op_id]
     assert rig.error(gone) is None
     assert isinstance(rig.error(token), errors.Cancelled)
-    rig.handle(exited(epoch, -9))
+    rig.handle(exited(op_id, -9))
     rig.register("a")  # the name is free again
 
 
 def test_a_build_that_waits_is_cancelled_without_a_kill(rig: Rig) -> None:
     rig.ask_register("a")
     token = rig.ask_register("b")
-    gone = rig.ask(ev.UnregisterAsked, model="b")
+    gone = rig.ask(ev.UnregisterRequest, model="b")
     assert not rig.commands(ev.Kill)
     assert rig.error(gone) is None
     assert isinstance(rig.error(token), errors.Cancelled)
@@ -1756,13 +1821,13 @@ def test_clients_take_turns_at_builds(rig: Rig) -> None:
     for number in range(3):
         rig.ask_register(f"enemy-{number}", client="enemy")
         if number == 0:
-            epoch = rig.commands(ev.StartBuild)[0].epoch
+            op_id = rig.commands(ev.StartBuild)[0].op_id
     rig.ask_register("friend", client="friend")
     order = []
     for _ in range(3):
-        rig.handle(exited(epoch, -9))
+        rig.handle(exited(op_id, -9))
         (started,) = rig.commands(ev.StartBuild)
-        epoch = started.epoch
+        op_id = started.op_id
         order.append(started.model)
     assert order == ["friend", "enemy-1", "enemy-2"]
 
@@ -1787,16 +1852,16 @@ def test_a_client_has_so_many_models_and_no_more_and_the_owner_any() -> None:
     for name in ("friend.0", "owners-0", "owners-1", "owners-2"):
         rig.register(name)
     assert rig.error(rig.ask_register("enemy.1", client="enemy")) is None  # it has that one
-    rig.ask(ev.UnregisterAsked, model="enemy.0", tenant="enemy")
+    rig.ask(ev.UnregisterRequest, model="enemy.0", tenant="enemy")
     assert rig.ask_register("enemy.2", client="enemy") not in rig.answers
 
 
 def test_a_registration_that_is_being_stored_cannot_be_taken_back(rig: Rig) -> None:
-    token, epoch = rig.begin("a")
-    rig.built("a", 10, epoch)
-    rig.handle(ev.CancelAsked(token=token))
+    token, op_id = rig.begin("a")
+    rig.built("a", 10, op_id)
+    rig.handle(ev.CancelRequest(token=token))
     assert token not in rig.answers
-    rig.daemon(ModelStored(model="a", epoch=epoch, load_ms=1.0))
+    rig.daemon(ModelStored(model="a", op_id=op_id, load_ms=1.0))
     assert rig.error(token) is None
 
 
@@ -1804,8 +1869,8 @@ def test_a_registration_that_is_being_stored_cannot_be_taken_back(rig: Rig) -> N
 def test_a_builder_that_dies_without_a_word_refuses_its_model(
     rig: Rig, number: int, words: str
 ) -> None:
-    token, epoch = rig.begin("a")
-    rig.handle(exited(epoch, -number))
+    token, op_id = rig.begin("a")
+    rig.handle(exited(op_id, -number))
     assert isinstance(rig.error(token), errors.RegistrationRefused)
     assert words in rig.error(token).message
     assert "a" not in rig.state.replicas
@@ -1820,17 +1885,17 @@ def test_a_model_too_large_for_the_arena_or_the_store_is_refused(
 ) -> None:
     rig = Rig(store_bytes=store_mib * MIB)
     token = rig.ask_register("a")
-    rig.built("a", mib, rig.commands(ev.StartBuild)[0].epoch)
+    rig.built("a", mib, rig.commands(ev.StartBuild)[0].op_id)
     assert isinstance(rig.error(token), error)
     assert rig.error(token).requested_bytes == mib * MIB
     assert len(rig.scheduler.machine.store.regions) == 0
 
 
 def test_a_store_that_fails_in_a_way_nobody_expected_refuses_the_registration(rig: Rig) -> None:
-    token, epoch = rig.begin("a")
-    rig.built("a", 10, epoch)
-    rig.handle(exited(epoch, 0))
-    rig.daemon(DaemonFault(epoch=epoch, reason="RuntimeError: no idea"))
+    token, op_id = rig.begin("a")
+    rig.built("a", 10, op_id)
+    rig.handle(exited(op_id, 0))
+    rig.daemon(DaemonFault(op_id=op_id, reason="RuntimeError: no idea"))
     assert "no idea" in rig.error(token).message
     assert len(rig.scheduler.machine.store.regions) == 0
 
@@ -1840,33 +1905,33 @@ def test_a_slice_that_could_not_be_zeroed_is_nobodys_until_it_was(rig: Rig) -> N
     rig.lease(job)
     rig.lease(job, 40)  # another size: the first slice is given back
     (scrub,) = rig.sent(Scrub)
-    rig.daemon(DaemonFault(epoch=scrub.epoch, reason="RuntimeError: no idea"))
+    rig.daemon(DaemonFault(op_id=scrub.op_id, reason="RuntimeError: no idea"))
     assert not rig.sent(Scrub), "not at once: it would fail again"
     due = rig.scheduler.next_wakeup_ms()
     assert due is not None
     rig.tick(due)
-    assert [again.epoch for again in rig.sent(Scrub)] == [scrub.epoch]
-    rig.daemon(Scrubbed(epoch=scrub.epoch))
+    assert [again.op_id for again in rig.sent(Scrub)] == [scrub.op_id]
+    rig.daemon(Scrubbed(op_id=scrub.op_id))
     arena = rig.scheduler.machine.devices[0].arena
-    assert arena.regions.get(Owner("scrub", str(scrub.epoch))) is None
+    assert arena.regions.get(Owner("scrub", str(scrub.op_id))) is None
 
 
 def test_a_model_that_was_being_stored_when_the_daemon_died_is_stored_again(rig: Rig) -> None:
-    token, epoch = rig.begin("a")
+    token, op_id = rig.begin("a")
     rig.daemon_exits()
-    rig.built("a", 10, epoch)
+    rig.built("a", 10, op_id)
     assert not rig.sent(StoreModel), "nobody is there to take it"
     rig.daemon_returns()
     assert len(rig.sent(StoreModel)) == 1
-    rig.daemon(ModelStored(model="a", epoch=epoch, load_ms=1.0))
+    rig.daemon(ModelStored(model="a", op_id=op_id, load_ms=1.0))
     assert rig.error(token) is None
 
 
 def test_unregister_waits_for_its_requests_and_refuses_new_ones(rig: Rig) -> None:
     rig.register("a")
     first, queued, last = rig.infer("a"), rig.infer("a"), rig.infer("a")
-    token = rig.ask(ev.UnregisterAsked, model="a")
-    assert rig.commands(ev.Retract)
+    token = rig.ask(ev.UnregisterRequest, model="a")
+    assert rig.commands(ev.ModelRemoved)
     assert isinstance(rig.error(rig.infer("a")), errors.ModelNotFound)
     rig.arrived("a")
     for _ in range(3):
@@ -1887,7 +1952,7 @@ def test_a_pinned_model_comes_to_the_device_and_is_never_a_victim(rig: Rig) -> N
     error = rig.error(rig.infer("b"))
     assert isinstance(error, errors.OutOfDeviceMemory)
     assert error.hint == "pipeswitch unload a"
-    rig.ask(ev.PinAsked, model="a", pin=False)
+    rig.ask(ev.PinRequest, model="a", pin=False)
     rig.infer("b")
     assert rig.sent(TransmitModel)
 
@@ -1902,9 +1967,9 @@ def test_a_request_that_can_never_fit_is_refused_though_a_job_trains(rig: Rig) -
 
 def stored(rig: Rig, name: str) -> None:
     """Registered; nobody has prepared it yet."""
-    token, epoch = rig.begin(name)
-    rig.built(name, 10, epoch)
-    rig.stored(name, epoch)
+    token, op_id = rig.begin(name)
+    rig.built(name, 10, op_id)
+    rig.stored(name, op_id)
     assert rig.error(token) is None
 
 
@@ -1929,9 +1994,9 @@ def test_a_worker_that_knows_all_programs_is_not_asked_about_each_at_each_event(
         stored(rig, name)
     rig.prepared()
     looks: list[str] = []
-    version = Replica.version.fget
+    version = DeviceModel.version.fget
     monkeypatch.setattr(
-        Replica, "version", property(lambda self: looks.append(self.name) or version(self))
+        DeviceModel, "version", property(lambda self: looks.append(self.name) or version(self))
     )
     for _ in range(20):
         rig.scheduler.handle(ev.Tick(), rig.now_ms)
@@ -2012,43 +2077,43 @@ def test_drain_finishes_what_was_accepted_evicts_jobs_and_leaves(rig: Rig) -> No
     rig.committed(job, 1, 4)
     assert rig.sent(PersistCommit)
     request, waiting = rig.infer("a"), rig.job_asked("cifar", "wait")
-    token = rig.ask(ev.DrainAsked, grace_ms=60000.0)
+    token = rig.ask(ev.DrainRequest, grace_ms=60000.0)
     assert rig.sent(EvictTask)
     assert isinstance(rig.error(rig.infer("a")), errors.ServerUnavailable)
     rig.park(job, rig.state.owner.pending.turn)
     rig.done()
     assert rig.error(request) is None
     rig.job_ends(job, "preempted")
-    assert not rig.commands(ev.Leave), "its last commit is not on disk yet"
-    rig.daemon(CommitPersisted(job=job.spec.name, epoch=job.epoch, step=4))
-    assert [command.status for command in rig.commands(ev.Leave)] == [0]
+    assert not rig.commands(ev.Shutdown), "its last commit is not on disk yet"
+    rig.daemon(CommitPersisted(job=job.spec.name, op_id=job.op_id, step=4))
+    assert [command.status for command in rig.commands(ev.Shutdown)] == [0]
     assert rig.error(token) is None
     assert isinstance(rig.error(waiting), errors.ServerUnavailable)
 
 
 def test_a_second_drain_or_the_end_of_the_grace_leaves_at_once() -> None:
-    for second in (ev.DrainAsked(token=None, grace_ms=0.0), ev.Tick()):
+    for second in (ev.DrainRequest(token=None, grace_ms=0.0), ev.Tick()):
         rig = Rig()
         rig.register("a")
         token = rig.infer("a")
-        rig.handle(ev.DrainAsked(token=None, grace_ms=100.0))
-        assert not rig.commands(ev.Leave)
+        rig.handle(ev.DrainRequest(token=None, grace_ms=100.0))
+        assert not rig.commands(ev.Shutdown)
         rig.handle(second, 100.0)
-        assert rig.commands(ev.Leave)
+        assert rig.commands(ev.Shutdown)
         assert isinstance(rig.error(token), errors.ServerUnavailable)
 
 
 def test_a_user_s_cancel_survives_the_drain(rig: Rig) -> None:
     job = rig.start_training()
     token = rig.job_asked("cifar", "cancel")
-    rig.handle(ev.DrainAsked(token=None, grace_ms=60000.0))
+    rig.handle(ev.DrainRequest(token=None, grace_ms=60000.0))
     rig.job_ends(job, "preempted")
     assert rig.answers[token].body["job"]["state"] == "cancelled"
 
 
 def test_an_idle_server_leaves_at_once(rig: Rig) -> None:
-    rig.handle(ev.DrainAsked(token=None, grace_ms=60000.0))
-    assert rig.commands(ev.Leave)
+    rig.handle(ev.DrainRequest(token=None, grace_ms=60000.0))
+    assert rig.commands(ev.Shutdown)
 
 
 # -- listings ------------------------------------------------------------------------------------
@@ -2059,15 +2124,15 @@ def restored(rig: Rig, outputs: tuple[Any, ...] = ()) -> tuple[ev.Token, Any]:
     manifest = manifest_of("digest a", 10 * MIB, 2)
     rig.ask_register("a", restored=msgspec.structs.replace(manifest, outputs=outputs))
     [start] = rig.commands(ev.StartBuild)
-    assert rig.commands(ev.Announce)
-    return rig.infer("a"), start.epoch
+    assert rig.commands(ev.ModelAvailable)
+    return rig.infer("a"), start.op_id
 
 
 def test_a_request_for_a_model_that_is_checked_again_waits_for_it(rig: Rig) -> None:
-    token, epoch = restored(rig)
+    token, op_id = restored(rig)
     assert token not in rig.answers
-    rig.built("a", 10, epoch)
-    rig.daemon(ModelStored(model="a", epoch=epoch, load_ms=1.0))
+    rig.built("a", 10, op_id)
+    rig.daemon(ModelStored(model="a", op_id=op_id, load_ms=1.0))
     rig.prepared()
     rig.arrived("a")
     rig.done()
@@ -2075,22 +2140,22 @@ def test_a_request_for_a_model_that_is_checked_again_waits_for_it(rig: Rig) -> N
 
 
 def test_a_request_for_a_model_that_is_refused_when_checked_again_reads_why(rig: Rig) -> None:
-    token, epoch = restored(rig)
-    rig.handle(exited(epoch, -9))
+    token, op_id = restored(rig)
+    rig.handle(exited(op_id, -9))
     assert isinstance(rig.error(token), errors.RegistrationRefused)
-    assert rig.commands(ev.Retract)
+    assert rig.commands(ev.ModelRemoved)
 
 
 def test_a_request_for_a_model_that_comes_back_with_another_signature_is_refused(rig: Rig) -> None:
     other = ValueSpec(name="y", dtype="float32", shape=(7,))
-    token, epoch = restored(rig, outputs=(other,))
-    rig.built("a", 10, epoch)
+    token, op_id = restored(rig, outputs=(other,))
+    rig.built("a", 10, op_id)
     assert isinstance(rig.error(token), errors.ModelNotFound)
 
 
 def test_a_model_that_is_unregistered_while_it_is_checked_again_stays_away(rig: Rig) -> None:
     restored(rig)
-    rig.ask(ev.UnregisterAsked, model=ModelName("a"))
+    rig.ask(ev.UnregisterRequest, model=ModelName("a"))
     [journal] = rig.commands(ev.Journal)
     assert journal.entry == {"kind": "model-gone", "name": "a"}
 
@@ -2106,8 +2171,9 @@ def test_a_job_is_given_a_fresh_process_when_all_have_run_clients_programs() -> 
     [spawned] = rig.commands(ev.Spawn)
     assert spawned.target.slot == job.slot
     assert [type(c) for c in rig.commands(ev.Spawn | ev.Send)] == [
-        ev.Spawn, ev.Send,
-    ]  # fmt: skip
+        ev.Spawn,
+        ev.Send,
+    ]
     assert len(rig.sent(RunJob)) == 1
     # Its end is told before the fresh one is ready, and is not the job's.
     rig.handle(ev.Exited(ev.Address("worker", 0, job.slot, 1), -9, 0))
@@ -2260,10 +2326,10 @@ def test_a_job_gets_a_process_that_served_no_other_tenant(apart: Rig) -> None:
 
 def test_a_model_is_sent_to_its_tenants_file_and_announced_with_it(apart: Rig, rig: Rig) -> None:
     for one, tenant in ((apart, "ada"), (rig, "")):
-        token, epoch = one.begin("ada.m")
-        one.built("ada.m", 10, epoch)
-        announced = one.commands(ev.Announce)
-        one.stored("ada.m", epoch)
+        token, op_id = one.begin("ada.m")
+        one.built("ada.m", 10, op_id)
+        announced = one.commands(ev.ModelAvailable)
+        one.stored("ada.m", op_id)
         assert one.error(token) is None
         assert [command.tenant for command in announced] == [tenant]
         one.infer("ada.m")
@@ -2289,7 +2355,7 @@ def test_the_last_state_of_a_job_is_written_and_then_leaves_the_host_store(rig: 
     assert not rig.commands(ev.DropCommits), "its only copy"
     asked = rig.job_asked("cifar", "export")
     assert asked not in rig.answers
-    rig.daemon(CommitPersisted(job=job.spec.name, epoch=job.epoch, step=3))
+    rig.daemon(CommitPersisted(job=job.spec.name, op_id=job.op_id, step=3))
     assert rig.answers[asked].body["job"]["persisted_step"] == 3
     assert rig.commands(ev.DropCommits)
     assert rig.scheduler.machine.store.regions.free_bytes > free_bytes
@@ -2301,7 +2367,7 @@ def test_a_disk_that_does_not_take_the_last_state_is_asked_again(rig: Rig) -> No
     rig.committed(job, 1, 3)
     rig.job_ends(job, "failed")
     asked = rig.job_asked("cifar", "export")
-    rig.daemon(CommitPersisted(job=job.spec.name, epoch=job.epoch, step=-1, error="disk full"))
+    rig.daemon(CommitPersisted(job=job.spec.name, op_id=job.op_id, step=-1, error="disk full"))
     assert "disk full" in rig.error(asked).message
     assert not rig.commands(ev.DropCommits)
     due_ms = rig.scheduler.next_wakeup_ms()
@@ -2318,7 +2384,7 @@ def test_a_job_that_runs_again_waits_until_the_one_before_it_is_on_disk(rig: Rig
     rig.job_ends(old, "done")
     assert old.memory.is_persisting
     assert rig.train("cifar") is old
-    rig.daemon(CommitPersisted(job=old.spec.name, epoch=old.epoch, step=3))
+    rig.daemon(CommitPersisted(job=old.spec.name, op_id=old.op_id, step=3))
     new = rig.state.jobs["cifar"]
     assert new is not old
     removed = rig.out.index(ev.RemoveJob(job=old.spec.name))
@@ -2403,9 +2469,9 @@ SPEC = msgspec.msgpack.encode({"name": "net", "source": "x.bundle", "weights": "
 
 
 def register_net(rig: Rig, *, pin: bool = False) -> None:
-    _, epoch = rig.begin("net", spec=SPEC, spec_digest="first", pin=pin)
-    rig.built("net", 10, epoch)
-    rig.stored("net", epoch)
+    _, op_id = rig.begin("net", spec=SPEC, spec_digest="first", pin=pin)
+    rig.built("net", 10, op_id)
+    rig.stored("net", op_id)
     rig.prepared()
 
 
@@ -2416,7 +2482,7 @@ def net_and_job(rig: Rig) -> Any:
 
 
 def ask_publish(rig: Rig, job: Any, step: int = -1) -> ev.Token:
-    return rig.ask(ev.PublishAsked, model="net", job=job.spec.name, step=step)
+    return rig.ask(ev.PublishRequest, model="net", job=job.spec.name, step=step)
 
 
 def publication(rig: Rig) -> Any:
@@ -2428,7 +2494,7 @@ def publication(rig: Rig) -> Any:
 def copied(rig: Rig, job: Any, step: int = 3) -> Any:
     """The daemon has copied the commit; the order to build."""
     order = publication(rig)
-    rig.daemon(CommitPersisted(job=job.spec.name, epoch=order.epoch, step=step))
+    rig.daemon(CommitPersisted(job=job.spec.name, op_id=order.op_id, step=step))
     (build,) = rig.commands(ev.StartBuild)
     return build
 
@@ -2436,9 +2502,9 @@ def copied(rig: Rig, job: Any, step: int = 3) -> Any:
 def comes(rig: Rig, build: Any, digest: str = "") -> None:
     """The version is built and stored."""
     manifest = manifest_of(digest or f"digest {build.model}", 10 * MIB, 2)
-    done = BuildDone(model=build.model, epoch=build.epoch, digest=manifest.digest)
+    done = BuildDone(model=build.model, op_id=build.op_id, digest=manifest.digest)
     rig.handle(received(done, manifest=manifest))
-    rig.stored(build.model, build.epoch)
+    rig.stored(build.model, build.op_id)
     rig.seen = rig.out
     rig.prepared()
 
@@ -2475,18 +2541,28 @@ def test_a_model_is_resident_for_the_next_request_though_its_answer_overtook_the
     assert found == [False, True, True, False]
 
 
-def infer_of(rig: Rig, lineage: int) -> ev.Token:
+def infer_of(rig: Rig, registration_id: int) -> ev.Token:
     """A request for version 1 by a frontend that has not heard that it left."""
     token = rig.token()
-    rig.handle(ev.InferArrived(
-        token=token, request_id=f"r{token}", model="net", digest="digest net", priority=1,
-        deadline_at_ms=None, inputs=(), reply_offset_bytes=0, reply_bytes=0,
-        lineage=lineage))  # fmt: skip
+    rig.handle(
+        ev.InferArrived(
+            token=token,
+            request_id=f"r{token}",
+            model="net",
+            digest="digest net",
+            priority=1,
+            deadline_at_ms=None,
+            inputs=(),
+            reply_offset_bytes=0,
+            reply_bytes=0,
+            registration_id=registration_id,
+        )
+    )
     return token
 
 
 def rollback(rig: Rig, version: int = 0, tenant: str | None = None) -> ev.Token:
-    return rig.ask(ev.RollbackAsked, model="net", version=version, tenant=tenant)
+    return rig.ask(ev.RollbackRequest, model="net", version=version, tenant=tenant)
 
 
 def test_a_publication_is_a_copy_of_the_commit_a_build_and_then_the_current_version(
@@ -2495,13 +2571,15 @@ def test_a_publication_is_a_copy_of_the_commit_a_build_and_then_the_current_vers
     job = net_and_job(rig)
     token = ask_publish(rig, job)
     (order,) = rig.sent(PersistCommit)
-    assert order.directory == f"published/cifar@{order.epoch}"
+    assert order.directory == f"published/cifar@{order.op_id}"
     build = copied(rig, job)
     spec = msgspec.msgpack.decode(build.spec)
     assert spec == {
-        "name": "net 2", "source": "models/digest net/program.bundle", "weights": order.directory,
+        "name": "net 2",
+        "source": "models/digest net/program.bundle",
+        "weights": order.directory,
         "part": "",
-    }  # fmt: skip
+    }
     assert not job.memory.is_persisting
     assert versions_of(rig) == [(1, True), (2, False)]
     comes(rig, build)
@@ -2509,7 +2587,7 @@ def test_a_publication_is_a_copy_of_the_commit_a_build_and_then_the_current_vers
     assert versions_of(rig) == [(1, False), (2, True)]
     kinds = [c.entry["kind"] for c in rig.seen if isinstance(c, ev.Journal)]
     assert kinds == ["model", "serving"], "a crash in between leaves the old version current"
-    said = [c for c in rig.seen if isinstance(c, ev.Announce) and c.is_current]
+    said = [c for c in rig.seen if isinstance(c, ev.ModelAvailable) and c.is_current]
     assert [(c.model, c.base, c.version) for c in said] == [("net@2", "net", 2)]
     assert ev.DropPublished(directory=order.directory) in rig.seen
 
@@ -2526,11 +2604,11 @@ def test_versions_that_nothing_keeps_leave_when_no_request_wants_them(rig: Rig) 
     rig.done()
     assert rig.error(waits) is None
     assert versions_of(rig) == [(2, False), (3, True)]
-    lineage = rig.scheduler.machine.served["net"].born
-    late = infer_of(rig, lineage)
+    registration_id = rig.scheduler.machine.served["net"].born
+    late = infer_of(rig, registration_id)
     assert rig.state.requests[late].model == "net@3", "nobody reads of a version that has left"
     assert isinstance(rig.error(infer_of(rig, 0)), errors.ModelNotFound), "it asked for version 1"
-    assert isinstance(rig.error(infer_of(rig, lineage - 1)), errors.ModelNotFound), (
+    assert isinstance(rig.error(infer_of(rig, registration_id - 1)), errors.ModelNotFound), (
         "another model's"
     )
 
@@ -2569,23 +2647,24 @@ def test_a_publication_that_is_refused_leaves_everything_as_it_was(rig: Rig) -> 
     assert "step 3" in rig.error(ask_publish(rig, job, step=2)).message
     token = ask_publish(rig, job, step=3)
     (order,) = rig.sent(PersistCommit)
-    rig.daemon(CommitPersisted(job=job.spec.name, epoch=order.epoch, step=4))
+    rig.daemon(CommitPersisted(job=job.spec.name, op_id=order.op_id, step=4))
     assert "step 4" in rig.error(token).message
     assert ev.DropPublished(directory=order.directory) in rig.out
 
     token = ask_publish(rig, job)
     (order,) = rig.sent(PersistCommit)
-    rig.daemon(DaemonFault(epoch=order.epoch, reason="no area"))
+    rig.daemon(DaemonFault(op_id=order.op_id, reason="no area"))
     assert "no area" in rig.error(token).message
 
     token = ask_publish(rig, job)
     build = copied(rig, job)
-    failed = BuildFailed(model=build.model, epoch=build.epoch, error="RegistrationRefused",
-                             message="w differs")  # fmt: skip
+    failed = BuildFailed(
+        model=build.model, op_id=build.op_id, error="RegistrationRefused", message="w differs"
+    )
     rig.handle(received(failed))
     assert "w differs" in rig.error(token).message
     assert any(isinstance(c, ev.DropPublished) for c in rig.out)
-    rig.handle(exited(build.epoch, 0))
+    rig.handle(exited(build.op_id, 0))
     assert versions_of(rig) == [(1, True)]
     publish(rig, job)
     assert versions_of(rig) == [(1, False), (2, True)]
@@ -2610,14 +2689,22 @@ def test_a_share_of_requests_goes_to_a_version_until_another_one_is_chosen(rig: 
     versions = rig.scheduler.versions
 
     def split(share: int, version: int = 1) -> ev.Token:
-        return rig.ask(ev.RollbackAsked, model="net", version=version, share=share)
+        return rig.ask(ev.RollbackRequest, model="net", version=version, share=share)
 
-    def came(lineage: int) -> int:
+    def came(registration_id: int) -> int:
         """Of 2,000 requests, those that came to version 1."""
         event = ev.InferArrived(
-            token=rig.token(), request_id="r", model="net@2", digest="digest net@2", priority=1,
-            deadline_at_ms=None, inputs=(), reply_offset_bytes=0, reply_bytes=0,
-            lineage=lineage)  # fmt: skip
+            token=rig.token(),
+            request_id="r",
+            model="net@2",
+            digest="digest net@2",
+            priority=1,
+            deadline_at_ms=None,
+            inputs=(),
+            reply_offset_bytes=0,
+            reply_bytes=0,
+            registration_id=registration_id,
+        )
         went = [rig.scheduler.admission._of_a_version_that_is_there(event) for _ in range(2000)]
         return sum((one.model, one.digest) == ("net", "digest net") for one in went)
 
@@ -2642,12 +2729,12 @@ def test_a_split_with_a_quarantined_version_answers_from_the_current_one(rig: Ri
     publish(rig, job)
     rig.job_ends(job, "done")
     versions = rig.scheduler.versions
-    assert rig.error(rig.ask(ev.RollbackAsked, model="net", version=1, share=50)) is None
-    lineage = versions.served("net").born
+    assert rig.error(rig.ask(ev.RollbackRequest, model="net", version=1, share=50)) is None
+    registration_id = versions.served("net").born
 
     def answers(count: int) -> list[str]:
         """Of which version each was, to requests that name none."""
-        tokens = [rig.infer("net@2", lineage=lineage) for _ in range(count)]
+        tokens = [rig.infer("net@2", registration_id=registration_id) for _ in range(count)]
         of = []
         while rig.state.owner.running is not None:
             of.append(rig.state.owner.running.model)
@@ -2670,7 +2757,7 @@ def test_a_split_with_a_quarantined_version_answers_from_the_current_one(rig: Ri
 def test_a_job_that_is_over_is_published_from_its_state_on_disk(rig: Rig) -> None:
     job = net_and_job(rig)
     rig.job_ends(job, "done")
-    rig.daemon(CommitPersisted(job=job.spec.name, epoch=job.epoch, step=3))
+    rig.daemon(CommitPersisted(job=job.spec.name, op_id=job.op_id, step=3))
     ask_publish(rig, job)
     (build,) = rig.commands(ev.StartBuild)
     assert msgspec.msgpack.decode(build.spec)["weights"] == "commits/cifar"
@@ -2683,7 +2770,7 @@ def test_a_model_and_all_its_versions_are_unregistered_together(rig: Rig) -> Non
     job = net_and_job(rig)
     publish(rig, job)
     rollback(rig)
-    token = rig.ask(ev.UnregisterAsked, model="net")
+    token = rig.ask(ev.UnregisterRequest, model="net")
     assert rig.error(token) is None
     assert versions_of(rig) == []
     gone = [c.entry for c in rig.commands(ev.Journal)]
@@ -2704,9 +2791,16 @@ def test_the_next_server_serves_the_version_that_the_journal_names(rig: Rig) -> 
     other = again.ask_register("net")
     assert isinstance(again.error(other), errors.AlreadyExists)
     model = again.scheduler.machine.models["net@3"]
-    again.handle(received(BuildFailed(
-        model="net@3", epoch=again.scheduler.registry.registrations["net@3"].build_epoch,
-        error="RegistrationRefused", message="damaged")))  # fmt: skip
+    again.handle(
+        received(
+            BuildFailed(
+                model="net@3",
+                op_id=again.scheduler.registry.registrations["net@3"].build_id,
+                error="RegistrationRefused",
+                message="damaged",
+            )
+        )
+    )
     assert model.state.state is ModelState.FAILED
     assert versions_of(again) == [(2, True), (3, False)], "the newest that is left serves"
     failed = again.scheduler.listing.models(all_versions=True)[-1]
@@ -2714,9 +2808,15 @@ def test_the_next_server_serves_the_version_that_the_journal_names(rig: Rig) -> 
 
 
 def script_publishes(
-    rig: Rig, job: Any, step: int, *, model: str = "net", wide: bool = False,
-    parts: tuple[str, ...] = ("model",), part: str = "",
-) -> Any:  # fmt: skip
+    rig: Rig,
+    job: Any,
+    step: int,
+    *,
+    model: str = "net",
+    wide: bool = False,
+    parts: tuple[str, ...] = ("model",),
+    part: str = "",
+) -> Any:
     """What the script reads; its tensors are the model's, or wider ones."""
     served = rig.scheduler.versions.current(model)
     weights = served.manifest.tensors if served is not None and served.manifest else ()
@@ -2724,7 +2824,7 @@ def script_publishes(
     tensors = tuple(
         (f"{part}.{w.name}", w.dtype, (*w.shape, *more)) for part in parts for w in weights
     )
-    message = PublishStep(epoch=job.epoch, model=model, step=step, tensors=tensors, part=part)
+    message = PublishStep(op_id=job.op_id, model=model, step=step, tensors=tensors, part=part)
     rig.worker(job.slot, message)
     (answer,) = rig.sent(PublishAnswered)
     return answer
@@ -2738,7 +2838,7 @@ def test_a_script_publishes_the_commit_of_its_step_and_commits_again_when_it_is_
     assert not rig.sent(PersistCommit), "step 3 is not what it publishes"
     rig.committed(job, 2, 5)
     build = copied(rig, job, step=5)
-    assert [m.epoch for m in rig.sent(PublishCopied)] == [job.epoch]
+    assert [m.op_id for m in rig.sent(PublishCopied)] == [job.op_id]
     comes(rig, build)
     assert versions_of(rig) == [(1, False), (2, True)]
 
@@ -2751,7 +2851,7 @@ def script_publishes_and_commits(rig: Rig, job: Any, number: int, step: int) -> 
 def is_copied(rig: Rig, job: Any, step: int) -> str:
     """The daemon has copied the commit; its folder."""
     order = publication(rig)
-    rig.daemon(CommitPersisted(job=job.spec.name, epoch=order.epoch, step=step))
+    rig.daemon(CommitPersisted(job=job.spec.name, op_id=order.op_id, step=step))
     return str(order.directory)
 
 
@@ -2764,7 +2864,7 @@ def test_each_publication_of_a_script_becomes_a_version_in_order(rig: Rig) -> No
     for number, step in enumerate((5, 6, 7, 8), 2):
         script_publishes_and_commits(rig, job, number, step)
         folders.append(is_copied(rig, job, step))
-        assert [m.epoch for m in rig.sent(PublishCopied)] == [job.epoch], "it trains on"
+        assert [m.op_id for m in rig.sent(PublishCopied)] == [job.op_id], "it trains on"
         builds += rig.commands(ev.StartBuild)
     while builds:
         built += builds
@@ -2778,7 +2878,7 @@ def test_each_publication_of_a_script_becomes_a_version_in_order(rig: Rig) -> No
 
 def test_a_script_that_publishes_faster_than_versions_are_built_waits(rig: Rig) -> None:
     job = net_and_job(rig)
-    for number in range(2, MOST_COPIES + 3):
+    for number in range(2, MAX_COPIES + 3):
         script_publishes_and_commits(rig, job, number, number + 3)
         is_copied(rig, job, number + 3)
         if number == 2:
@@ -2790,7 +2890,7 @@ def test_a_script_that_publishes_faster_than_versions_are_built_waits(rig: Rig) 
     rig.out = rig.seen
     is_copied(rig, job, 40)
     assert rig.sent(PublishCopied)
-    assert len(rig.scheduler.publishing._lines["net"]) == MOST_COPIES + 1
+    assert len(rig.scheduler.publishing._lines["net"]) == MAX_COPIES + 1
 
 
 def test_a_publication_whose_commit_does_not_come_holds_up_nobody(rig: Rig) -> None:
@@ -2819,13 +2919,13 @@ def test_a_clients_publication_waits_for_a_scripts_and_none_takes_its_place(rig:
     script_publishes(rig, job, step=5)
     rig.committed(job, 2, 5)
     order = publication(rig)
-    rig.daemon(CommitPersisted(job=job.spec.name, epoch=order.epoch, step=5))
+    rig.daemon(CommitPersisted(job=job.spec.name, op_id=order.op_id, step=5))
     comes(rig, first)
     rig.out = rig.seen
     comes(rig, copied(rig, job, step=5))
     assert rig.answers[token].body["version"] == 3
     (last,) = [c for c in rig.seen if isinstance(c, ev.StartBuild)]
-    assert msgspec.msgpack.decode(last.spec)["weights"].endswith(f"@{order.epoch}")
+    assert msgspec.msgpack.decode(last.spec)["weights"].endswith(f"@{order.op_id}")
 
 
 def test_a_publication_waits_until_its_model_is_there(rig: Rig) -> None:
@@ -2835,10 +2935,10 @@ def test_a_publication_waits_until_its_model_is_there(rig: Rig) -> None:
     assert "building" in script_publishes(rig, job, step=3).message, "no shapes to compare with"
     token = ask_publish(rig, job)
     order = publication(rig)
-    rig.daemon(CommitPersisted(job=job.spec.name, epoch=order.epoch, step=3))
-    rig.built("net", 10, build.epoch)
+    rig.daemon(CommitPersisted(job=job.spec.name, op_id=order.op_id, step=3))
+    rig.built("net", 10, build.op_id)
     assert token not in rig.answers
-    rig.stored("net", build.epoch)
+    rig.stored("net", build.op_id)
     comes(rig, rig.commands(ev.StartBuild)[0])
     assert rig.answers[token].body["version"] == 2
 
@@ -2866,8 +2966,9 @@ def test_a_script_says_which_part_where_several_fit(rig: Rig) -> None:
     job, parts = trained(rig), ("net", "ema")
     answer = script_publishes(rig, job, step=3, parts=parts)
     assert (answer.error, answer.message) == (
-        "InvalidInput", 'several parts of the job fit the model: "ema", "net"',
-    )  # fmt: skip
+        "InvalidInput",
+        'several parts of the job fit the model: "ema", "net"',
+    )
     assert not rig.scheduler.publishing._lines
     assert not script_publishes(rig, job, step=3, parts=parts, part="ema").error
     assert msgspec.msgpack.decode(copied(rig, job).spec)["part"] == "ema"
@@ -2878,8 +2979,8 @@ def test_a_script_whose_worker_died_is_not_told_of_its_copy(rig: Rig) -> None:
     script_publishes(rig, job, step=3)
     (order,) = rig.sent(PersistCommit)
     rig.worker_exits(job.slot)
-    rig.daemon(CommitPersisted(job=job.spec.name, epoch=order.epoch, step=3))
-    assert not [m for m in rig.sent(PublishCopied) if m.epoch != job.epoch]
+    rig.daemon(CommitPersisted(job=job.spec.name, op_id=order.op_id, step=3))
+    assert not [m for m in rig.sent(PublishCopied) if m.op_id != job.op_id]
     assert rig.commands(ev.StartBuild)
 
 
@@ -2899,7 +3000,7 @@ def registers(rig: Rig, tenant: str) -> None:
 
 
 def unregister(rig: Rig, model: str = "net") -> ev.Token:
-    return rig.ask(ev.UnregisterAsked, model=model)
+    return rig.ask(ev.UnregisterRequest, model=model)
 
 
 def test_a_publication_is_of_the_registration_it_was_accepted_for(rig: Rig) -> None:
@@ -2911,7 +3012,7 @@ def test_a_publication_is_of_the_registration_it_was_accepted_for(rig: Rig) -> N
     registers(rig, "bob")
     rig.committed(job, 2, 9)
     order = publication(rig)
-    rig.daemon(CommitPersisted(job=job.spec.name, epoch=order.epoch, step=9))
+    rig.daemon(CommitPersisted(job=job.spec.name, op_id=order.op_id, step=9))
     assert not rig.commands(ev.StartBuild)
     assert ev.DropPublished(directory=order.directory) in rig.out
     assert versions_of(rig) == [(1, True)]
@@ -2922,21 +3023,24 @@ def over(rig: Rig) -> Any:
     """A job that is done, whose state is on disk."""
     job = trained(rig)
     rig.job_ends(job, "done")
-    rig.daemon(CommitPersisted(job=job.spec.name, epoch=job.epoch, step=3))
+    rig.daemon(CommitPersisted(job=job.spec.name, op_id=job.op_id, step=3))
     return job
 
 
 def replaced(rig: Rig, job: Any) -> Any:
     """Another job has its name now."""
-    rig.handle(ev.TrainAsked(
-        token=rig.token(), job=job.spec.name, entry="e:f", args=(), priority=2))  # fmt: skip
+    rig.handle(
+        ev.TrainRequest(token=rig.token(), job=job.spec.name, entry="e:f", args=(), priority=2)
+    )
     assert rig.state.jobs[job.spec.name] is not job
     return rig.state.jobs[job.spec.name]
 
 
 def test_a_job_of_another_server_counts_on(rig: Rig) -> None:
     past = {"resumes": True, "restarts": 2, "steps_recomputed": 30, "last_step": 7}
-    rig.handle(ev.TrainAsked(token=rig.token(), job="j", entry="e:f", args=(), priority=2, **past))
+    rig.handle(
+        ev.TrainRequest(token=rig.token(), job="j", entry="e:f", args=(), priority=2, **past)
+    )
     progress, [run] = rig.state.jobs["j"].progress, rig.sent(RunJob)
     # It has no commit, so it does the seven steps again.
     assert (progress.restarts, progress.steps_recomputed) == (2, 37)
@@ -2949,9 +3053,9 @@ def test_a_build_that_reads_a_jobs_state_ends_with_the_job(rig: Rig) -> None:
     token = ask_publish(rig, job)
     (build,) = rig.commands(ev.StartBuild)
     new = replaced(rig, job)
-    assert ev.Kill(builder(build.epoch)) in rig.out
+    assert ev.Kill(builder(build.op_id)) in rig.out
     assert "no job" in rig.error(token).message
-    rig.handle(exited(build.epoch, -9))
+    rig.handle(exited(build.op_id, -9))
     assert versions_of(rig) == [(1, True)]
     assert new.progress.why == ""
 
@@ -2963,7 +3067,7 @@ def test_a_publication_that_waits_for_another_build_ends_with_its_job(rig: Rig) 
     (build,) = rig.commands(ev.StartBuild)
     token = ask_publish(rig, job)
     replaced(rig, job)
-    rig.handle(exited(build.epoch, -9))
+    rig.handle(exited(build.op_id, -9))
     assert "no job" in rig.error(token).message
     assert not rig.commands(ev.StartBuild)
 
@@ -2978,10 +3082,11 @@ def test_one_version_is_unregistered_alone_and_the_one_before_serves_at_once(rig
     models = rig.scheduler.machine.models
     assert rig.scheduler.versions.current("net") is models["net"]
     assert models["net"].want_pinned
-    said = [c for c in rig.out if isinstance(c, ev.Announce | ev.Retract)]
-    assert [(type(c), c.model) for c in said] == [(ev.Announce, "net"), (ev.Retract, "net@2")], (
-        "a request between the two finds a current version"
-    )
+    said = [c for c in rig.out if isinstance(c, ev.ModelAvailable | ev.ModelRemoved)]
+    assert [(type(c), c.model) for c in said] == [
+        (ev.ModelAvailable, "net"),
+        (ev.ModelRemoved, "net@2"),
+    ], "a request between the two finds a current version"
     written = [(c.entry["kind"], c.entry["name"]) for c in rig.commands(ev.Journal)]
     assert ("model", "net@2") not in written
     assert token not in rig.answers
@@ -3046,16 +3151,16 @@ def test_a_publication_that_is_cancelled_changes_nothing(rig: Rig, stage: str) -
     build = copied(rig, job) if stage == "builds" else None
     orders = rig.sent(PersistCommit)
     if stage == "copied":
-        rig.daemon(CommitPersisted(job=job.spec.name, epoch=orders[0].epoch, step=3))
-    rig.handle(ev.CancelAsked(token=token))
+        rig.daemon(CommitPersisted(job=job.spec.name, op_id=orders[0].op_id, step=3))
+    rig.handle(ev.CancelRequest(token=token))
     assert isinstance(rig.error(token), errors.Cancelled)
     rig.state.daemon.is_ready = True
     if stage == "copies":
         assert not rig.commands(ev.DropPublished), "the daemon still writes there"
-        rig.daemon(CommitPersisted(job=job.spec.name, epoch=orders[0].epoch, step=3))
+        rig.daemon(CommitPersisted(job=job.spec.name, op_id=orders[0].op_id, step=3))
         assert rig.commands(ev.DropPublished)
     for one in filter(None, (build, other)):
-        rig.handle(exited(one.epoch, -9))
+        rig.handle(exited(one.op_id, -9))
     rig.tick(rig.now_ms + 1.0)
     assert not rig.commands(ev.StartBuild)
     assert not rig.scheduler.publishing._lines
@@ -3068,14 +3173,27 @@ def test_a_job_from_another_server_begins_at_its_commit(rig: Rig) -> None:
     for step, slot_bytes, is_paused in ((7, MIB, True), (9, 1 << 40, False)):
         token, loaded = rig.token(), ev.LoadedCommit(slot_bytes, step, 5)
         name = job.spec.name if is_paused else "large"
-        rig.handle(ev.TrainAsked(token=token, job=name, entry="t.py", args=(), priority=1,
-                                 resumes=True, is_paused=is_paused, loaded=loaded))  # fmt: skip
+        rig.handle(
+            ev.TrainRequest(
+                token=token,
+                job=name,
+                entry="t.py",
+                args=(),
+                priority=1,
+                resumes=True,
+                is_paused=is_paused,
+                loaded=loaded,
+            )
+        )
         if not is_paused:
             assert isinstance(rig.error(token), errors.HostStoreFull)
             assert name not in rig.state.jobs
             continue
-        kinds = [type(one) for one in rig.out
-                 if isinstance(one, ev.RemoveJob | ev.CreateCommits | ev.Journal)]  # fmt: skip
+        kinds = [
+            type(one)
+            for one in rig.out
+            if isinstance(one, ev.RemoveJob | ev.CreateCommits | ev.Journal)
+        ]
         assert kinds == [ev.RemoveJob, ev.CreateCommits, ev.Journal, ev.Journal]
         made = rig.state.jobs[name]
         assert (made.state.state, made.memory.persisted_step) == (TaskState.PAUSED, 7)

@@ -10,8 +10,8 @@ import pytest
 
 from pipeswitch.base.errors import InvalidInput, SequenceNotFound
 from pipeswitch.frontend.sequences.blocks import TOKEN_BYTES, beside_bytes, tokens_of
-from pipeswitch.frontend.sequences.held import Asked
-from pipeswitch.scheduler.events import Answer, Token
+from pipeswitch.frontend.sequences.sequence import SequenceOptions
+from pipeswitch.scheduler.events import Reply, Token
 from pipeswitch.wire.frames import RequestHeader, WireTensor
 from tests.unit.sequence_world import MODEL, MOST, ROW, World, done, gathered, made
 
@@ -44,7 +44,7 @@ def offer(
     **shapes: Any,
 ) -> Any:
     """Offer a request with these inputs, and refuse it as the frontend does, or keep it."""
-    asked = Asked(id=KEY[1], starts=starts, ends=False)
+    asked = SequenceOptions(id=KEY[1], starts=starts, ends=False)
     held = world.sequences.of(asked, world, KEY[0], model)  # type: ignore[arg-type]
     inputs, data = [], []
     for name, one in frames.items():
@@ -92,7 +92,7 @@ def step(world: World, starts: bool, count: int) -> None:
     held, _ = offer(world, starts, numbers([[1] * count], count, 0), keep=True)
     room = world.pool.reserve(KEY[0], 1, ROW * count)
     rows = made(world.pool, room, bytes([1]) * ROW * count)
-    assert held.answered(Answer(token=Token(1), outputs=(rows,))).error is None
+    assert held.answered(Reply(token=Token(1), outputs=(rows,))).error is None
     world.pool.release_inputs(room)
     world.sequences.ended(held, room, is_ok=True, is_sent=True)
 

@@ -26,7 +26,7 @@ from pipeswitch.base.errors import (
     TaskFailed,
     from_wire,
 )
-from pipeswitch.base.roles import Standing
+from pipeswitch.base.roles import Principal
 from pipeswitch.frontend.generations import Generations
 from pipeswitch.frontend.inference import Inference
 from pipeswitch.frontend.request_pool import RequestPool
@@ -34,7 +34,7 @@ from pipeswitch.frontend.requests import Requests
 from pipeswitch.frontend.sequences.caches import Caches
 from pipeswitch.frontend.sequences.manager import IDLE_MS, longest
 from pipeswitch.frontend.transport.clients import Client
-from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
 from pipeswitch.programs.decoding.generation import (
     CACHE,
@@ -115,9 +115,13 @@ class Talk:
         ids = np.array(self.prompt, np.int64)
         inputs = (WireTensor(name=IDS, dtype="int64", shape=ids.shape, frame=0),)
         header = RequestHeader(
-            v=1, op="generate", id=self.id, model="m", inputs=inputs,
+            v=1,
+            op="generate",
+            id=self.id,
+            model="m",
+            inputs=inputs,
             body={"max_tokens": self.most, "options": self.options},
-        )  # fmt: skip
+        )
         try:
             self.rig.generations.generate(self.client, header, [ids.tobytes()])
         except PipeSwitchError as error:
@@ -160,7 +164,7 @@ class Rig:
             self.inference, lambda client, outgoing: self.heard(outgoing.frames)
         )
         self.inference.models.announce(
-            ev.Announce(model=ModelName("m"), manifest=MANIFEST, priority=1)
+            ev.ModelAvailable(model=ModelName("m"), manifest=MANIFEST, priority=1)
         )
         self.longest = longest(MANIFEST, self.pool.share_bytes)
         self.talks: list[Talk] = []
@@ -168,7 +172,7 @@ class Rig:
         self.chances: list[Any] = []  # that a worker claims, whatever its tokens are
 
     def client(self, tenant: str) -> Client:
-        return Client(peer=SimpleNamespace(), standing=Standing(tenant=tenant))
+        return Client(peer=SimpleNamespace(), principal=Principal(tenant=tenant))
 
     def talk(self, client: Client, prompt: list[int], most: int) -> Talk:
         self.talks.append(Talk(self, client, prompt, most))
@@ -183,7 +187,7 @@ class Rig:
         if (token := talk.client.requests.get(talk.id)) is not None:
             pending = self.requests.waiting(token)
             assert not pending.is_copying
-            self.events.append(ev.CancelAsked(token=token))
+            self.events.append(ev.CancelRequest(token=token))
 
     def compute(self, tokens: Collection[int], error: PipeSwitchError | None = None) -> None:
         """As a worker and the scheduler do: a run of these, of some of the steps that it may have.
@@ -191,10 +195,10 @@ class Rig:
         runs, more = [self.computing.pop(token) for token in tokens], []
         for run, answer in zip(runs, self.answers_of(runs), strict=True):
             token = answer.token
-            assert run.choosing is not None
+            assert run.sampling_params is not None
             if error is not None:
-                self.answer(ev.Answer(token=token, error=error))
-            elif run.choosing.ends_with(answer.body["tokens"]):
+                self.answer(ev.Reply(token=token, error=error))
+            elif run.sampling_params.ends_with(answer.body["tokens"]):
                 self.answer(msgspec.structs.replace(answer, timing=None))
             else:
                 self.between.add(token)
@@ -202,11 +206,11 @@ class Rig:
         if more:
             self.generations.run_ended(ev.RunEnded(answers=tuple(more)))
 
-    def answers_of(self, runs: Sequence[ev.InferArrived | ev.NextRun]) -> list[ev.Answer]:
-        steps = self.chance.randint(1, min(one.choosing.steps for one in runs))  # type: ignore[union-attr]
+    def answers_of(self, runs: Sequence[ev.InferArrived | ev.NextRun]) -> list[ev.Reply]:
+        steps = self.chance.randint(1, min(one.sampling_params.steps for one in runs))  # type: ignore[union-attr]
         return [self.computed(one, steps) for one in runs]
 
-    def computed(self, run: ev.InferArrived | ev.NextRun, steps: int) -> ev.Answer:
+    def computed(self, run: ev.InferArrived | ev.NextRun, steps: int) -> ev.Reply:
         memory, named = self.pool.memory, {one.name: one for one in run.inputs}
         found = {
             name: bytes(memory[one.offset_bytes :][: one.size_bytes]) for name, one in named.items()
@@ -216,7 +220,7 @@ class Rig:
         ids = np.frombuffer(found[IDS], np.int64).tolist()
         (used,) = np.frombuffer(found[USED], np.int64).tolist()
         assert np.frombuffer(found[COUNT], np.int64).tolist() == [len(ids)]
-        how = run.choosing
+        how = run.sampling_params
         assert how is not None
         cache, token = fed(found[CACHE][: ROW * used], ids)
         tokens = [] if how.is_piece else [*how.forced[:1]] or [token]
@@ -230,9 +234,9 @@ class Rig:
         body: dict[str, Any] = {"tokens": tokens}
         if (how.options or {}).get("logprobs") is not None:
             body["logprobs"] = self.chances or [(-1.0, ((token, -1.0),)) for token in tokens]
-        return ev.Answer(token=ev.Token(run.token), outputs=(), body=body)
+        return ev.Reply(token=ev.Token(run.token), outputs=(), body=body)
 
-    def answer(self, answer: ev.Answer) -> None:
+    def answer(self, answer: ev.Reply) -> None:
         pending = self.requests.find(answer.token)
         if pending is None:
             return
@@ -261,20 +265,21 @@ class Rig:
             self.computing[event.token] = event
         elif isinstance(event, ev.NextRuns):
             for run in event.runs:
-                if run.choosing and run.token in self.between:
+                if run.sampling_params and run.token in self.between:
                     self.between.remove(run.token)
                     self.computing[run.token] = run
-        elif isinstance(event, ev.CancelAsked):
+        elif isinstance(event, ev.CancelRequest):
             if event.token in self.computing or event.token in self.between:
                 self.computing.pop(event.token, None)
-                self.answer(ev.Answer(token=event.token, error=Cancelled("it was taken back")))
+                self.answer(ev.Reply(token=event.token, error=Cancelled("it was taken back")))
         else:
             assert isinstance(event, ev.PrefetchHint)
 
     def some(self) -> list[int]:
         """Those of the next run."""
-        return self.chance.sample(sorted(self.computing), self.chance.randint(
-            1, min(4, len(self.computing))))  # fmt: skip
+        return self.chance.sample(
+            sorted(self.computing), self.chance.randint(1, min(4, len(self.computing)))
+        )
 
     def run(self) -> None:
         """All to their ends, whose requests are computed in any order."""

@@ -16,24 +16,26 @@ from typing import Any
 import pytest
 
 from pipeswitch.frontend import request_pool
-from pipeswitch.frontend.request_pool import Room
+from pipeswitch.frontend.request_pool import PoolAllocation
 from pipeswitch.frontend.sequences import blocks
 from pipeswitch.frontend.sequences import manager as sequences
-from pipeswitch.frontend.sequences.blocks import Block, Space, Table
-from pipeswitch.frontend.sequences.held import Held
+from pipeswitch.frontend.sequences.blocks import Block, BlockNamespace, BlockTable
+from pipeswitch.frontend.sequences.sequence import SequenceState
 from pipeswitch.wire import slabs
 from tests.unit.sequence_world import Key, Move, Request, World, done
 
 PAGE = 512  # of two rows: a block
-STRUCTS = (Held, Block, Table, Space, Room, Request)
+STRUCTS = (SequenceState, Block, BlockTable, BlockNamespace, PoolAllocation, Request)
 UNTOLD = ("key", "number", "client", "announced", "steps", "made", "token", "used_at_ms")
 SIZES = (
-    (blocks, "BLOCK_ROWS", 2), (blocks, "BLOCK_BYTES", 0),
+    (blocks, "BLOCK_ROWS", 2),
+    (blocks, "BLOCK_BYTES", 0),
     (blocks, "SLAB_ALIGN_BYTES", PAGE),
-    (sequences, "ROWS_STEP", 2), (sequences, "SLAB_ALIGN_BYTES", PAGE),
+    (sequences, "ROWS_STEP", 2),
+    (sequences, "SLAB_ALIGN_BYTES", PAGE),
     (slabs, "SLAB_ALIGN_BYTES", PAGE),
     (request_pool, "SLAB_ALIGN_BYTES", PAGE),
-)  # fmt: skip
+)
 ONE, TWO, OTHER = ("a", "1"), ("a", "2"), ("b", "1")
 ONES, MIXED, LONG = (1, 1, 1), (1, 1, 2, 2, 2), (1, 1, 1, 1, 1, 1, 1)
 PROMPTS, RUNS = (ONES, MIXED, LONG), ((1,), (2,), (1, 2, 1))
@@ -92,9 +94,15 @@ def shape_of(world: World) -> int:
         return [plain(item) for item in one] if isinstance(one, list | tuple) else one
 
     own, slabs = world.sequences, world.pool._slabs
-    told = ([*own.held.values()], [*own.blocks.unlocked], world.live,
-            [*own.blocks.spaces.values()],
-            sorted(slabs._taken.items()), world.now_ms, own._look_at_ms)  # fmt: skip
+    told = (
+        [*own.held.values()],
+        [*own.blocks.unlocked],
+        world.live,
+        [*own.blocks.spaces.values()],
+        sorted(slabs._taken.items()),
+        world.now_ms,
+        own._look_at_ms,
+    )
     return hash((repr(plain(told)), bytes(world.pool.memory)))
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.scheduler import events as ev
-from pipeswitch.workers.inference import steps
+from pipeswitch.workers.inference import decode
+from pipeswitch.workers.inference.decode import DecodeRunner
 from pipeswitch.workers.inference.pool import RequestPool
-from pipeswitch.workers.inference.steps import Stepping
 from pipeswitch.workers.inference.task import _inputs, _write
 from tests.unit import test_sequence_room as room
 from tests.unit.test_sequence_room import MANIFEST, ROW, WORDS, fed, prompt, recomputed
@@ -52,15 +52,23 @@ class Rig(room.Rig):
 
         monkeypatch.setattr(room, "sealed_memfd", shared)
         super().__init__(POOL_BYTES, seed)
-        self.stepping, self.epoch, self.deaths, self.fed = Stepping(), 0, 0, 0
+        self.stepping, self.op_id, self.deaths, self.fed = DecodeRunner(), 0, 0, 0
 
-    def answers_of(self, runs: Sequence[Any]) -> list[ev.Answer]:
-        self.epoch += 1
-        fields = ("inputs", "reply_offset_bytes", "reply_bytes", "choosing", "sequence", "after")
-        head, *others = [SimpleNamespace(**{name: getattr(one, name) for name in fields})
-                         for one in runs]  # fmt: skip
+    def answers_of(self, runs: Sequence[Any]) -> list[ev.Reply]:
+        self.op_id += 1
+        fields = (
+            "inputs",
+            "reply_offset_bytes",
+            "reply_bytes",
+            "sampling_params",
+            "sequence",
+            "after",
+        )
+        head, *others = [
+            SimpleNamespace(**{name: getattr(one, name) for name in fields}) for one in runs
+        ]
         vars(head).update(
-            joined=tuple(others), landings=(), model="m", epoch=self.epoch, is_code=False
+            batched=tuple(others), landings=(), model="m", op_id=self.op_id, is_code=False
         )
         bound: Any = Program()
         while True:
@@ -71,11 +79,11 @@ class Rig(room.Rig):
             assert _write(bound, outputs, head, rows, self.worker_pool, found) == [()] * len(runs)
             if self.chance.random() > 0.1:
                 break
-            self.stepping, self.deaths = Stepping(), self.deaths + 1
+            self.stepping, self.deaths = DecodeRunner(), self.deaths + 1
         self.stepping.ended(head, found, 1.0)
-        timing: Any = SimpleNamespace(epoch=self.epoch)
+        timing: Any = SimpleNamespace(op_id=self.op_id)
         return [
-            ev.Answer(token=run.token, timing=timing, body={"tokens": list(tokens)})
+            ev.Reply(token=run.token, timing=timing, body={"tokens": list(tokens)})
             for run, tokens in zip(runs, found.tokens(), strict=True)
         ]
 
@@ -84,7 +92,7 @@ class Rig(room.Rig):
 def test_streams_of_common_prompts_have_their_own_tokens_whatever_dies_or_is_evicted(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "RUN_MS", 1e9)
+    monkeypatch.setattr(decode, "RUN_MS", 1e9)
     rig, chance = Rig(seed, monkeypatch), random.Random(seed)
     for number in range(14):
         stem = prompt(chance.randrange(2), chance.choice([20, 47, 100]))

@@ -11,15 +11,15 @@ import msgspec
 import pytest
 
 from pipeswitch.base.errors import InvalidInput, SequenceNotFound, TaskFailed
-from pipeswitch.frontend.admission import Body
-from pipeswitch.frontend.request_pool import RequestPool, Room
-from pipeswitch.frontend.sequences.held import Asked, Held, asked_of
+from pipeswitch.frontend.request_pool import PoolAllocation, RequestPool
 from pipeswitch.frontend.sequences.manager import IDLE_MS, ROWS_STEP, Sequences
-from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.frontend.sequences.sequence import SequenceOptions, SequenceState, sequence_options
+from pipeswitch.frontend.validation import Body
+from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import ValueSpec
-from pipeswitch.scheduler.events import Answer, Token
+from pipeswitch.scheduler.events import Reply, Token
 from pipeswitch.wire.frames import RequestHeader, WireTensor
 from tests.unit.sequence_world import gathered
 
@@ -53,14 +53,14 @@ class Rig:
         os.close(descriptor)
         self.sequences = Sequences(self.pool, lambda: self.now_ms)
         self.rows: dict[int, bytes] = {}  # that each has been given, by identity
-        self.ever: list[Held] = []
+        self.ever: list[SequenceState] = []
         self.refuses = False  # the next request, behind its sequence
-        self.under_way: dict[tuple[str, str], tuple[Held, Room, int]] = {}
+        self.under_way: dict[tuple[str, str], tuple[SequenceState, PoolAllocation, int]] = {}
 
     def ask(self, caller: str, name: str, client: Any, length: int = 1, **flags: bool) -> bool:
         """Whether it was taken; ``under_way`` has it then, with what its state was."""
         flags = {"starts": False, "ends": False} | flags
-        asked = Asked(id=name, **flags)
+        asked = SequenceOptions(id=name, **flags)
         try:
             held = self.sequences.of(asked, client, caller, self.model)
         except (InvalidInput, SequenceNotFound):
@@ -104,11 +104,17 @@ class Rig:
         held, room, count = self.under_way.pop(key)
         at, size = room.reply_offset_bytes, room.reply_bytes
         self.pool.memory[at : at + size] = bytes([(count + 1) % 251]) * size
-        state = SlabTensor(name="h_out", dtype="uint8", shape=(1, BYTES), offset_bytes=at,
-                           size_bytes=BYTES)  # fmt: skip
-        rows = SlabTensor(name="rows", dtype="uint8", shape=(1, (size - BYTES) // 3, 3),
-                          offset_bytes=at + BYTES, size_bytes=size - BYTES)  # fmt: skip
-        answer = Answer(token=Token(1), outputs=() if error else (state, rows), error=error)
+        state = SlabTensor(
+            name="h_out", dtype="uint8", shape=(1, BYTES), offset_bytes=at, size_bytes=BYTES
+        )
+        rows = SlabTensor(
+            name="rows",
+            dtype="uint8",
+            shape=(1, (size - BYTES) // 3, 3),
+            offset_bytes=at + BYTES,
+            size_bytes=size - BYTES,
+        )
+        answer = Reply(token=Token(1), outputs=() if error else (state, rows), error=error)
         if error is None:
             told = bytes(self.pool.memory[at + BYTES : at + size])
             self.rows[id(held)] += told
@@ -134,8 +140,9 @@ def test_random_lives_keep_every_state_and_give_every_byte_back(seed: int) -> No
             was_there = key in rig.sequences.held
             rig.refuses = chance.random() < 0.1
             held, length = rig.sequences.held.get(key), chance.choice([1, 1, 8])
-            taken = rig.ask(*key, clients[key[0] == "a"], length, starts=starts,
-                            ends=chance.random() < 0.05)  # fmt: skip
+            taken = rig.ask(
+                *key, clients[key[0] == "a"], length, starts=starts, ends=chance.random() < 0.05
+            )
             is_full = len(rig.rows.get(id(held), b"")) // 3 + length > MOST
             assert taken == (starts or (was_there and not is_full))
             if taken and not rig.refuses:
@@ -172,12 +179,13 @@ def test_what_a_worker_claims_wrongly_changes_nothing(claim: str) -> None:
     held, room, _ = rig.under_way.pop(("a", "one"))
     before, at = (dict(held.values), held.room, held.steps), room.reply_offset_bytes
     sizes = {"no rows": 0, "too many rows": 3 * 1400, "half a row": 2}
-    state = SlabTensor(name="h_out", dtype="uint8", shape=(1, BYTES), offset_bytes=at,
-                       size_bytes=BYTES)  # fmt: skip
+    state = SlabTensor(
+        name="h_out", dtype="uint8", shape=(1, BYTES), offset_bytes=at, size_bytes=BYTES
+    )
     size = sizes.get(claim, 3)
     rows = SlabTensor(name="rows", dtype="uint8", shape=(size,), offset_bytes=at, size_bytes=size)
     outputs = {"no rows": (state,), "no state": (rows,)}.get(claim, (state, rows))
-    answer = held.answered(Answer(token=Token(1), outputs=outputs))
+    answer = held.answered(Reply(token=Token(1), outputs=outputs))
     assert isinstance(answer.error, TaskFailed)
     rig.pool.release_inputs(room)
     rig.sequences.ended(held, room, is_ok=False, is_sent=True)
@@ -197,9 +205,9 @@ def test_one_request_at_a_time_and_no_flag_without_a_name() -> None:
     rig.answer(("a", "one"))
     assert not rig.sequences.held
     assert rig.pool.is_empty
-    assert asked_of(Body("infer", {})) is None
+    assert sequence_options(Body("infer", {})) is None
     wrong = [{"start": True}, {"sequence": "x" * 65}, {"sequence": "a\nb"}]
     for body in wrong:
         with pytest.raises(InvalidInput):
-            asked_of(Body("infer", body))
+            sequence_options(Body("infer", body))
     rig.pool.close()

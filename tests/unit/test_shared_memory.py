@@ -11,12 +11,12 @@ import pytest
 
 from pipeswitch.base.config import Config, SchedulerConfig
 from pipeswitch.controller import shared_memory
-from pipeswitch.controller.folders import Places
+from pipeswitch.controller.folders import StateDir
 from pipeswitch.controller.setup import make_scheduler, sizes_of
 from pipeswitch.controller.shared_memory import DeviceShare, Memory
 from pipeswitch.devices import ChosenDevice
 from pipeswitch.devices.cpu.kind import CpuKind
-from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import JobName
 
 
@@ -66,6 +66,6 @@ def test_the_scheduler_gets_every_setting_of_its_section_that_it_knows(tmp_path:
     given = SchedulerConfig(training="fair", placement="spread", max_queue=7, stop_grace_ms=1.5)
     devices = (ChosenDevice(kind=CpuKind(), name="cpu"),)
     config = Config(scheduler=given)
-    scheduler = make_scheduler(config, devices, sizes_of(config, devices), Places(root=tmp_path))
+    scheduler = make_scheduler(config, devices, sizes_of(config, devices), StateDir(root=tmp_path))
     settings = scheduler.core.settings
     assert (settings.max_queue, settings.stop_grace_ms, settings.training) == (7, 1.5, "fair")

@@ -21,9 +21,11 @@ from pipeswitch.simulator.replay import Models, PaperModel, Replay, Setting, rep
 
 MIB = 1 << 20
 MODELS = [
-    PaperModel(name=f"m{i}", layer_bytes=((20 + 3 * i) * MIB,) * 2, layer_ms=(2.0 + i, 3.0),
-               plan=(0, 1)) for i in range(6)
-]  # fmt: skip
+    PaperModel(
+        name=f"m{i}", layer_bytes=((20 + 3 * i) * MIB,) * 2, layer_ms=(2.0 + i, 3.0), plan=(0, 1)
+    )
+    for i in range(6)
+]
 SETTING = Setting(memory_bytes=120 * MIB, costs=Costs(to_device=Link(bytes_per_ms=6 * MIB)))
 
 

@@ -25,13 +25,13 @@ class Answered(World):
     """Knows when each token was answered."""
 
     def __init__(self, scheduler: Scheduler, costs: Costs) -> None:
-        self.answers: dict[ev.Token, tuple[float, ev.Answer]] = {}
+        self.answers: dict[ev.Token, tuple[float, ev.Reply]] = {}
         super().__init__(scheduler, costs=costs)
 
     def perform(self, commands: list[ev.Command]) -> None:
         super().perform(commands)
         for command in commands:
-            if isinstance(command, ev.Answer) and not command.more:
+            if isinstance(command, ev.Reply) and not command.more:
                 self.answers[command.token] = (self.now_ms, command)
 
 
@@ -41,8 +41,9 @@ class Server(Answered):
     def __init__(self, store_mib: int = 64, **costs: Any) -> None:
         settings = SchedulerSettings(arena_bytes=64 * MIB, store_bytes=store_mib * MIB, words=64)
         super().__init__(Scheduler(settings), Costs(to_device=LINK, **costs))
-        program = program_of("d", GROUPS * MIB, groups=GROUPS, layers_per_group=1,
-                             layer_ms=LAYER_MS)  # fmt: skip
+        program = program_of(
+            "d", GROUPS * MIB, groups=GROUPS, layers_per_group=1, layer_ms=LAYER_MS
+        )
         self.clients.register(MODEL, program)
         self.run()
 
@@ -132,7 +133,7 @@ def test_until_an_instant_nothing_later_happens() -> None:
 def test_a_token_is_answered_once() -> None:
     world = Server()
     with pytest.raises(Violation, match="answered twice"):
-        world.perform([ev.Answer(token=ev.Token(1))])
+        world.perform([ev.Reply(token=ev.Token(1))])
 
 
 @pytest.mark.parametrize("slice_mib", [12, 45], ids=["fit side by side", "fit one at a time"])
@@ -141,8 +142,13 @@ def test_three_jobs_train_nearly_as_much_as_one_alone_and_equally(slice_mib: int
 
     def trained_steps(jobs: int) -> list[int]:
         world = Server(start_ms=300.0, to_host=LINK, message_ms=0.1, store_mib=1024)
-        plan = Training(steps=10**6, step_ms=100.0, start_ms=2000.0, slice_bytes=slice_mib * MIB,
-                        state_bytes=slice_mib * MIB)  # fmt: skip
+        plan = Training(
+            steps=10**6,
+            step_ms=100.0,
+            start_ms=2000.0,
+            slice_bytes=slice_mib * MIB,
+            state_bytes=slice_mib * MIB,
+        )
         for number in range(jobs):
             world.clients.train(JobName(f"j{number}"), plan)
         for second in range(200):

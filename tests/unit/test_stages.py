@@ -12,13 +12,13 @@ import pytest
 from pipeswitch.base import errors
 from pipeswitch.frontend.permissions import check_function
 from pipeswitch.ipc.messages.base import SlabTensor
-from pipeswitch.ipc.messages.stage import RunStage, StageDone, StageFailed, StageReady
+from pipeswitch.ipc.messages.processor import RunStage, StageDone, StageFailed, StageReady
 from pipeswitch.programs.interface.dims import Dim
-from pipeswitch.programs.interface.stages import stage
+from pipeswitch.programs.interface.processors import stage
 from pipeswitch.programs.spec import BuildSpec, stage_of
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import Core, SchedulerSettings
-from pipeswitch.scheduler.processes.stages import Stages
+from pipeswitch.scheduler.processes.preprocess_pool import PreprocessPool
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state.records import Request, Steps
 from pipeswitch.scheduler.state.states import TaskState
@@ -29,20 +29,28 @@ RAW = (SlabTensor(name="image", dtype="uint8", shape=(4, 3), offset_bytes=0, siz
 LIMIT_MS = 1000.0
 
 
-class Pool(Stages):
+class Pool(PreprocessPool):
     """With processes that do what the test says."""
 
     def __init__(self, stages: int = 1) -> None:
         settings = SchedulerSettings(stages=stages, max_stage_ms=LIMIT_MS, max_deaths=2)
         self.core = Core(settings, None)
-        self.born = self.core.next_epoch()
+        self.born = self.core.next_op_id()
         super().__init__(self.core)
 
     def ask(self, token: int, *, priority: int = 1, deadline_at_ms: float | None = None) -> Request:
         request = Request(
-            token, f"r{token}", "m", priority, deadline_at_ms, RAW, 0, 0, self.core.now_ms,
+            token,
+            f"r{token}",
+            "m",
+            priority,
+            deadline_at_ms,
+            RAW,
+            0,
+            0,
+            self.core.now_ms,
             steps=Steps(is_raw=True),
-        )  # fmt: skip
+        )
         self.take(request, STAGE.function, self.born, "")
         return request
 
@@ -61,18 +69,19 @@ class Pool(Stages):
 
     def calls(self) -> list[int]:
         """Whose inputs are being made."""
-        assert all(isinstance(one.message, RunStage) for one in self.core.out
-                   if isinstance(one, ev.Send))  # fmt: skip
-        return [process.token for process in self.processes if process.epoch]  # type: ignore[misc]
+        assert all(
+            isinstance(one.message, RunStage) for one in self.core.out if isinstance(one, ev.Send)
+        )
+        return [process.token for process in self.processes if process.op_id]  # type: ignore[misc]
 
     def returns(self, slot: int = 0) -> None:
-        self.hears(StageDone(epoch=self.processes[slot].epoch, outputs=()), slot)
+        self.hears(StageDone(op_id=self.processes[slot].op_id, outputs=()), slot)
 
     def dies(self, slot: int = 0) -> None:
         self.exited(ev.Exited(self.processes[slot].address, -9))
 
     def error(self) -> str:
-        (answer,) = self.out(ev.Answer)
+        (answer,) = self.out(ev.Reply)
         return type(answer.error).__name__
 
 
@@ -110,7 +119,7 @@ def test_a_death_is_blamed_on_the_request_whose_function_ran(pool: Pool) -> None
         if not deadly.batching.deaths:
             pool.ask(2)
         pool.dies()
-    answers = [c for c in pool.core.out if isinstance(c, ev.Answer)]
+    answers = [c for c in pool.core.out if isinstance(c, ev.Reply)]
     assert [type(a.error).__name__ for a in answers] == ["WorkerLost"]
     assert "pkg:fn" in answers[0].error.message  # type: ignore[union-attr]
     pool.starts()
@@ -139,7 +148,7 @@ def test_a_deadline_counts_from_arrival_and_a_call_that_hangs_is_killed(pool: Po
     pool.core.now_ms = LIMIT_MS
     pool.advance()
     kinds = [type(command).__name__ for command in pool.core.out]
-    assert kinds == ["Kill", "Answer"]
+    assert kinds == ["Kill", "Reply"]
     assert not len(pool)
     assert "[preprocess] max_time" in pool.core.out[1].error.hint  # type: ignore[union-attr]
     pool.advance()
@@ -163,9 +172,9 @@ def test_what_is_taken_back_is_answered_at_once_but_while_its_room_is_written(po
     pool.core.now_ms = 10.0
     pool.advance()
     assert pool.cancel(2)
-    assert not pool.out(ev.Answer)
+    assert not pool.out(ev.Reply)
     pool.refuse_all(errors.ServerUnavailable("the server has stopped"))
-    assert not pool.out(ev.Answer)
+    assert not pool.out(ev.Reply)
     assert pool.prepared(ev.Prepared(token=2, slot=0)) is None
     assert (pool.error(), late.state.state) == ("Cancelled", TaskState.CANCELLED)
 
@@ -174,13 +183,13 @@ def test_an_error_names_the_function_and_the_process_goes_on(pool: Pool) -> None
     pool.ask(1)
     pool.ask(2)
     pool.starts()
-    pool.hears(StageFailed(epoch=pool.processes[0].epoch, reason="it raised ValueError: no"))
+    pool.hears(StageFailed(op_id=pool.processes[0].op_id, reason="it raised ValueError: no"))
     assert pool.calls() == [2]
-    (answer,) = pool.out(ev.Answer)
+    (answer,) = pool.out(ev.Reply)
     assert answer.error.message == 'preprocess pkg:fn of "m": it raised ValueError: no'
-    pool.hears(StageFailed(epoch=1, reason="of an older call"))
+    pool.hears(StageFailed(op_id=1, reason="of an older call"))
     assert pool.calls() == [2]
-    assert not pool.out(ev.Answer)
+    assert not pool.out(ev.Reply)
 
 
 def test_a_process_older_than_a_registration_makes_none_of_its_inputs(pool: Pool) -> None:
@@ -188,7 +197,7 @@ def test_a_process_older_than_a_registration_makes_none_of_its_inputs(pool: Pool
     pool.starts()
     pool.returns()
     pool.prepared(ev.Prepared(token=1, slot=0))
-    pool.born = pool.core.next_epoch()
+    pool.born = pool.core.next_op_id()
     pool.core.out.clear()
     pool.ask(2)
     assert len(pool.out(ev.Kill)) == 1
@@ -242,10 +251,10 @@ def test_a_deadline_that_passes_as_something_else_happens_is_not_forgotten() -> 
     scheduler = Scheduler(SchedulerSettings(arena_bytes=1 << 22, store_bytes=1 << 22, words=64))
     scheduler.start(0.0)
     late = Request(1, "r1", "m", 1, 9.0, RAW, 0, 0, 0.0, steps=Steps(is_raw=True))
-    scheduler.admission.stages.take(late, STAGE.function, scheduler.core.next_epoch(), "")
+    scheduler.admission.stages.take(late, STAGE.function, scheduler.core.next_op_id(), "")
     assert scheduler.next_wakeup_ms() == 9.0
     commands = scheduler.handle(ev.PrefetchHint(model="other"), 10.0)
-    (answer,) = (command for command in commands if isinstance(command, ev.Answer))
+    (answer,) = (command for command in commands if isinstance(command, ev.Reply))
     assert isinstance(answer.error, errors.DeadlineExceeded)
 
 
@@ -255,33 +264,44 @@ def test_a_server_that_leaves_waits_for_the_function_behind_a_model() -> None:
     rig.register("a")
     rig.state.replicas["a"].model.stage = stage("", {}, "pkg:fn", {"label": ([1], "bytes")})
     token = rig.infer("a")
-    rig.handle(ev.DrainAsked(token=None, grace_ms=1000.0))
+    rig.handle(ev.DrainRequest(token=None, grace_ms=1000.0))
     rig.arrived("a")
     rig.done()
     assert rig.answers.pop(token).error is None  # which the frontend keeps back
-    assert not rig.commands(ev.Leave)
-    rig.handle(ev.InferArrived(
-        token=token, request_id="r", model="a", digest="", priority=1, deadline_at_ms=None,
-        inputs=(), reply_offset_bytes=0, reply_bytes=0, is_after=True))  # fmt: skip
-    assert not rig.commands(ev.Leave)
-    rig.handle(ev.CancelAsked(token=token))
+    assert not rig.commands(ev.Shutdown)
+    rig.handle(
+        ev.InferArrived(
+            token=token,
+            request_id="r",
+            model="a",
+            digest="",
+            priority=1,
+            deadline_at_ms=None,
+            inputs=(),
+            reply_offset_bytes=0,
+            reply_bytes=0,
+            is_postprocess=True,
+        )
+    )
+    assert not rig.commands(ev.Shutdown)
+    rig.handle(ev.CancelRequest(token=token))
     assert isinstance(rig.error(token), errors.Cancelled)
-    assert rig.commands(ev.Leave)
+    assert rig.commands(ev.Shutdown)
 
 
 def test_a_server_that_leaves_finishes_a_chain_that_it_has_begun() -> None:
     rig = Rig()
     rig.register("a")
     first = rig.infer("a", follows=True)
-    rig.handle(ev.DrainAsked(token=None, grace_ms=1000.0))
+    rig.handle(ev.DrainRequest(token=None, grace_ms=1000.0))
     rig.arrived("a")
     rig.done()
     assert rig.answers.pop(first).error is None
-    assert not rig.commands(ev.Leave)
-    late, last = rig.infer("a"), rig.infer("a", is_later=True)
+    assert not rig.commands(ev.Shutdown)
+    late, last = rig.infer("a"), rig.infer("a", is_chain_continuation=True)
     assert isinstance(rig.error(late), errors.ServerUnavailable)
-    rig.handle(ev.CancelAsked(token=first))  # the frontend has given that one up
-    assert not rig.commands(ev.Leave)
+    rig.handle(ev.CancelRequest(token=first))  # the frontend has given that one up
+    assert not rig.commands(ev.Shutdown)
     rig.done()
     assert rig.error(last) is None
-    assert rig.commands(ev.Leave)
+    assert rig.commands(ev.Shutdown)

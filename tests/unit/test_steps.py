@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from pipeswitch.base.errors import InvalidInput
-from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import SlabTensor
-from pipeswitch.ipc.messages.worker import Choosing
+from pipeswitch.ipc.messages.worker import SamplingParams
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import Batching
-from pipeswitch.workers.inference import steps
+from pipeswitch.workers.inference import decode
+from pipeswitch.workers.inference.decode import DecodeRunner
 from pipeswitch.workers.inference.pool import RequestPool
-from pipeswitch.workers.inference.steps import Stepping
 
 VOCABULARY, WIDTH, CONTEXT = 11, 3, 200
 NAMES = ("ids", "count", "used", "cache")
@@ -29,13 +29,17 @@ class Toy:
     """Its logits depend on every row that is used, and on nothing else."""
 
     def __init__(self) -> None:
-        specs = [[SimpleNamespace(name=one) for one in names]
-                 for names in (NAMES, ("logits", "cache_new"))]  # fmt: skip
+        specs = [
+            [SimpleNamespace(name=one) for one in names]
+            for names in (NAMES, ("logits", "cache_new"))
+        ]
         self.manifest: Any = SimpleNamespace(
-            inputs=specs[0], outputs=specs[1], digest="d",
+            inputs=specs[0],
+            outputs=specs[1],
+            digest="d",
             batching=Batching(limit=8, delay_ms=0.0, is_exact=False),
             dims=[Dim("past", 1, CONTEXT)],
-        )  # fmt: skip
+        )
         self.is_nonsense = False
 
     def run(self, inputs: Any, before_group: Any) -> list[torch.Tensor]:
@@ -77,16 +81,24 @@ def padded(inputs: list[Any]) -> list[torch.Tensor]:
 
 class Worker:
     def __init__(self, toy: Toy | None = None) -> None:
-        self.toy, self.stepping, self.copies = toy or Toy(), Stepping(), 0
-        self.epoch, self.took_ms = 0, 0.0
+        self.toy, self.stepping, self.copies = toy or Toy(), DecodeRunner(), 0
+        self.op_id, self.took_ms = 0, 0.0
         self.waits: Any = lambda: False
 
     def rows(self, tokens: list[int]) -> torch.Tensor:
         ids = torch.tensor([tokens], dtype=torch.int64).reshape(1, -1)
         return torch.stack([ids * 7.0 + 1, ids * 3.0, ids * 5.0 + 2], -1)
 
-    def asked(self, tokens: list[int], most: int, *, sequence: int = 0, after: int = 0,
-              length: int = 1, **how: Any) -> Any:  # fmt: skip
+    def asked(
+        self,
+        tokens: list[int],
+        most: int,
+        *,
+        sequence: int = 0,
+        after: int = 0,
+        length: int = 1,
+        **how: Any,
+    ) -> Any:
         used = len(tokens) - length
         rows = self.rows(tokens[:used])[0]
         cache = SimpleNamespace(
@@ -99,15 +111,20 @@ class Worker:
             cache,
         ]
         return SimpleNamespace(
-            choosing=Choosing(steps=most, **how), inputs=inputs, model="m", landings=(), joined=(),
-            sequence=sequence, after=after,
-        )  # fmt: skip
+            sampling_params=SamplingParams(steps=most, **how),
+            inputs=inputs,
+            model="m",
+            landings=(),
+            batched=(),
+            sequence=sequence,
+            after=after,
+        )
 
     def told(self, requests: list[Any]) -> list[tuple[list[int], torch.Tensor]]:
         """What each gets of a run: its tokens and its new rows."""
-        head = SimpleNamespace(**vars(requests[0]) | {"joined": tuple(requests[1:])})
-        self.epoch += 1
-        head.epoch = self.epoch
+        head = SimpleNamespace(**vars(requests[0]) | {"batched": tuple(requests[1:])})
+        self.op_id += 1
+        head.op_id = self.op_id
         run = self.stepping.begin(head, self.toy, Pool(), "cpu", self.waits)  # type: ignore[arg-type]
         assert run is not None
         self.run = run
@@ -132,7 +149,7 @@ class Worker:
 
 @pytest.fixture(autouse=True)
 def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "RUN_MS", 1e9)
+    monkeypatch.setattr(decode, "RUN_MS", 1e9)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -150,15 +167,17 @@ def test_runs_of_any_sequences_in_any_order_answer_each_as_alone(seed: int) -> N
             continue
         chosen = chance.sample(sorted(lives), min(len(lives), chance.randrange(1, 6)))
         most = chance.choice([1, 2, 9])
-        requests = [worker.asked(lives[n][0], most, sequence=n, after=lives[n][1], **lives[n][2])
-                    for n in chosen]  # fmt: skip
+        requests = [
+            worker.asked(lives[n][0], most, sequence=n, after=lives[n][1], **lives[n][2])
+            for n in chosen
+        ]
         caches = worker.stepping.caches
         kept += sum((n, lives[n][1], len(lives[n][0]) - 1) in caches._known for n in chosen)
         for n, (tokens, rows) in zip(chosen, worker.told(requests), strict=True):
             before, _, how = lives[n]
             assert tokens == worker.alone(before, len(tokens), **how)
             assert torch.equal(rows, worker.rows([before[-1], *tokens[:-1]]))
-            lives[n][:2] = [[*before, *tokens], worker.epoch]
+            lives[n][:2] = [[*before, *tokens], worker.op_id]
             if chance.random() < 0.1:  # its answer got lost, and another worker's came
                 lives[n][:2] = [[*before, *chance.choices(range(VOCABULARY), k=len(tokens))], 1]
             if len(lives[n][0]) > CONTEXT - 20 or chance.random() < 0.05:
@@ -184,7 +203,7 @@ def test_a_run_ends_with_a_last_token_with_others_that_wait_and_with_its_time(
     worker.waits = lambda: next(answers)
     assert run() == whole[:2]
     worker.waits = lambda: False
-    monkeypatch.setattr(steps, "RUN_MS", 0.0)
+    monkeypatch.setattr(decode, "RUN_MS", 0.0)
     assert run() == whole[:1]
 
 
@@ -192,8 +211,8 @@ def test_a_prompt_is_one_step_and_so_is_the_first_and_what_takes_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     worker = Worker()
-    monkeypatch.setattr(steps, "RUN_MS", 40.0)
-    monkeypatch.setattr(steps, "now_ms", lambda: 0.0)
+    monkeypatch.setattr(decode, "RUN_MS", 40.0)
+    monkeypatch.setattr(decode, "now_ms", lambda: 0.0)
     counts = []
     for length, worker.took_ms in ((1, 1.0), (3, 1.0), (1, 21.0), (1, 20.0), (1, 1.0)):
         [(tokens, _)] = worker.told([worker.asked([1, 2, 3], 9, length=length)])
@@ -223,9 +242,14 @@ def test_rows_in_pieces_are_gathered_and_new_ones_lie_behind_them(dtype: str) ->
     pool, memory = RequestPool(descriptor, 1 << 16), mmap.mmap(descriptor, 0)
     os.close(descriptor)
     slab = SlabTensor(
-        name="cache", dtype=dtype, shape=(1, 6, 8 // kind.itemsize), offset_bytes=4096,
-        size_bytes=24, pieces=(4096, 0, 8192), piece_bytes=16,
-    )  # fmt: skip
+        name="cache",
+        dtype=dtype,
+        shape=(1, 6, 8 // kind.itemsize),
+        offset_bytes=4096,
+        size_bytes=24,
+        pieces=(4096, 0, 8192),
+        piece_bytes=16,
+    )
     memory[4096:4112], memory[:8], memory[8:16] = bytes(range(16)), bytes(range(50, 58)), b"x" * 8
     before = pool.own(slab)
     assert bytes(before.view(torch.uint8).flatten().tolist()) == bytes(

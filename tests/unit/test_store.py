@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from pipeswitch.base.errors import RemoteProtocolError
-from pipeswitch.ipc.messages.base import Epoch, ModelName
+from pipeswitch.ipc.messages.base import ModelName, OpId
 from pipeswitch.ipc.messages.daemon import GroupCopy, TransmitModel
 from pipeswitch.memory_daemon.store import UnusableModel, load_model
 from pipeswitch.memory_daemon.transmit import TransmitGuard
@@ -157,12 +157,12 @@ ARENA_BYTES, STORE_BYTES, WORDS = 1 << 20, 1 << 20, 64
 
 
 def order(
-    epoch: int, start: int, size: int, *, word: int = 0, group: GroupCopy | None = None
+    op_id: int, start: int, size: int, *, word: int = 0, group: GroupCopy | None = None
 ) -> TransmitModel:
     whole = GroupCopy(store_offset_bytes=0, arena_offset_bytes=start, size_bytes=size, word=word)
     return TransmitModel(
         model=ModelName("m"),
-        epoch=Epoch(epoch),
+        op_id=OpId(op_id),
         arena_offset_bytes=start,
         region_bytes=size,
         groups=(group or whole,),
@@ -184,18 +184,40 @@ def guard() -> TransmitGuard:
         order(0, 4096, 100),
         order(1, 4096, 100, word=WORDS),
         order(1, 4096, 100, word=-1),
-        order(1, 4096, 100, group=GroupCopy(
-            store_offset_bytes=0, arena_offset_bytes=4095, size_bytes=10, word=0)),
-        order(1, 4096, 100, group=GroupCopy(
-            store_offset_bytes=0, arena_offset_bytes=4096, size_bytes=101, word=0)),
-        order(1, 4096, 100, group=GroupCopy(
-            store_offset_bytes=0, arena_offset_bytes=4096, size_bytes=-1, word=0)),
-        order(1, 4096, 100, group=GroupCopy(
-            store_offset_bytes=STORE_BYTES - 1, arena_offset_bytes=4096, size_bytes=2, word=0)),
-        order(1, 4096, 100, group=GroupCopy(
-            store_offset_bytes=-1, arena_offset_bytes=4096, size_bytes=2, word=0)),
+        order(
+            1,
+            4096,
+            100,
+            group=GroupCopy(store_offset_bytes=0, arena_offset_bytes=4095, size_bytes=10, word=0),
+        ),
+        order(
+            1,
+            4096,
+            100,
+            group=GroupCopy(store_offset_bytes=0, arena_offset_bytes=4096, size_bytes=101, word=0),
+        ),
+        order(
+            1,
+            4096,
+            100,
+            group=GroupCopy(store_offset_bytes=0, arena_offset_bytes=4096, size_bytes=-1, word=0),
+        ),
+        order(
+            1,
+            4096,
+            100,
+            group=GroupCopy(
+                store_offset_bytes=STORE_BYTES - 1, arena_offset_bytes=4096, size_bytes=2, word=0
+            ),
+        ),
+        order(
+            1,
+            4096,
+            100,
+            group=GroupCopy(store_offset_bytes=-1, arena_offset_bytes=4096, size_bytes=2, word=0),
+        ),
     ],
-)  # fmt: skip
+)
 def test_anything_out_of_bounds_is_refused(guard: TransmitGuard, bad: TransmitModel) -> None:
     with pytest.raises(RemoteProtocolError):
         guard.accept(bad)
@@ -208,7 +230,7 @@ def test_overlapping_a_live_transmission_is_refused_until_it_ended(guard: Transm
         with pytest.raises(RemoteProtocolError, match="overlaps"):
             guard.accept(order(2, start, 4096, word=1))
     guard.accept(order(3, 8192, 4096, word=1))
-    guard.end(Epoch(1))
+    guard.end(OpId(1))
     guard.accept(order(2, 4096, 4096))
 
 
@@ -220,9 +242,9 @@ def test_a_word_of_a_live_transmission_is_refused(guard: TransmitGuard) -> None:
 
 def test_an_older_epoch_is_refused_for_every_byte_a_newer_one_had(guard: TransmitGuard) -> None:
     guard.accept(order(5, 4096, 4096))
-    guard.end(Epoch(5))
+    guard.end(OpId(5))
     guard.accept(order(7, 6000, 1000))
-    guard.end(Epoch(7))
+    guard.end(OpId(7))
     with pytest.raises(RemoteProtocolError, match="stale"):
         guard.accept(order(4, 4096, 10))
     with pytest.raises(RemoteProtocolError, match="stale"):
@@ -237,17 +259,17 @@ def test_the_store_knows_which_of_its_bytes_are_being_read(guard: TransmitGuard)
     guard.accept(order(1, 4096, 1000))
     assert guard.live_reads(999, 10) == 1
     assert guard.live_reads(1000, 10) is None
-    guard.end(Epoch(1))
+    guard.end(OpId(1))
     assert guard.live_reads(0, 1000) is None
 
 
 def test_accepted_spans_stay_disjoint_and_few(guard: TransmitGuard) -> None:
     rng = random.Random(3)
     newest = [0] * 128  # per 8 KiB page, the model of what the guard should remember
-    for epoch in range(1, 1500):
+    for op_id in range(1, 1500):
         first = rng.randrange(1, 127)
         count = rng.randrange(1, 128 - first + 1)
-        claimed = rng.choice((epoch, max(1, epoch - 300)))
+        claimed = rng.choice((op_id, max(1, op_id - 300)))
         is_stale = any(newest[page] > claimed for page in range(first, first + count))
         asked = order(claimed, first * 8192, count * 8192)
         if is_stale:
@@ -255,6 +277,6 @@ def test_accepted_spans_stay_disjoint_and_few(guard: TransmitGuard) -> None:
                 guard.accept(asked)
         else:
             guard.accept(asked)
-            guard.end(Epoch(claimed))
+            guard.end(OpId(claimed))
             newest[first : first + count] = [claimed] * count
     assert len(guard._accepted) <= 128

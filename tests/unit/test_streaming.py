@@ -16,10 +16,10 @@ from pipeswitch.devices.orders import check_order
 from pipeswitch.ipc.messages.base import JobName, ModelName
 from pipeswitch.ipc.messages.builder import BuildDone
 from pipeswitch.ipc.messages.daemon import CancelTransmit, TransmitModel
-from pipeswitch.ipc.messages.worker import Choosing, InferenceFailed, RunInference, SteppedAside
+from pipeswitch.ipc.messages.worker import InferenceFailed, RunInference, SamplingParams, Yielded
 from pipeswitch.planning.costs import LayerCosts, LinkCost
 from pipeswitch.planning.profile import Found
-from pipeswitch.planning.streaming import Landings, land, least_window, pass_ms
+from pipeswitch.planning.streaming import StagingLayout, land, least_window, pass_ms
 from pipeswitch.programs.graphs.bundle import Graph, Node
 from pipeswitch.programs.graphs.graph import last_readers
 from pipeswitch.programs.interface.layout import ValueSpec
@@ -42,12 +42,12 @@ LARGE, SMALL, JOB = ModelName("large"), ModelName("small"), JobName("j")
 # -- where groups land ------------------------------------------------------------------------
 
 
-def overlap(found: Landings, sizes: list[int], one: int, other: int) -> bool:
+def overlap(found: StagingLayout, sizes: list[int], one: int, other: int) -> bool:
     starts = found.offsets[one], found.offsets[other]
     return starts[0] < starts[1] + sizes[other] and starts[1] < starts[0] + sizes[one]
 
 
-def check(found: Landings, sizes: list[int], until: list[int], window: int) -> None:
+def check(found: StagingLayout, sizes: list[int], until: list[int], window: int) -> None:
     padded = [-(-size // UNIT) * UNIT for size in sizes]
     for index, size in enumerate(padded):
         assert found.offsets[index] % UNIT == 0
@@ -59,7 +59,7 @@ def check(found: Landings, sizes: list[int], until: list[int], window: int) -> N
                 # Copies go in order, so one waits for what those before it have waited for.
                 waited = max(found.waits[: index + 1])
                 assert until[before] < waited, "what is read is overwritten"
-    assert sum(padded[index] for index in found.kept) == found.kept_bytes
+    assert sum(padded[index] for index in found.kept) == found.resident_bytes
 
 
 def test_no_landing_is_used_before_what_lay_there_has_been_read() -> None:
@@ -83,10 +83,12 @@ def test_the_least_ring_is_hardly_larger_than_the_best_there_is(sizes: tuple[int
     def fits(ring: int) -> bool:
         places = [range(ring - size + 1) for size in sizes]
         return any(
-            not any(a < b + y and b < a + x
-                    for (a, x), (b, y) in pairwise(zip(starts, sizes, strict=True)))
+            not any(
+                a < b + y and b < a + x
+                for (a, x), (b, y) in pairwise(zip(starts, sizes, strict=True))
+            )
             for starts in product(*places)
-        )  # fmt: skip
+        )
 
     best = next(ring for ring in range(20) if fits(ring))
     least = least_window(list(sizes), range(4), 20, 1)
@@ -113,7 +115,7 @@ def test_what_is_read_again_at_the_end_stays() -> None:
     assert land([6] + [4] * 11, until, 12, 2) is None
 
 
-def by_hand(found: Landings, copy_ms: float, compute_ms: float) -> float:
+def by_hand(found: StagingLayout, copy_ms: float, compute_ms: float) -> float:
     """A pass by the ticks of a clock: a link, a device, and who waits for whom."""
     count = len(found.offsets)
     order = [index for index in range(count) if index not in found.kept]
@@ -149,7 +151,9 @@ def test_a_pass_takes_the_longer_of_link_and_compute_and_a_bubble(
 def test_a_weight_is_read_by_what_may_alias_it_and_an_output_may_be_one() -> None:
     value = ValueSpec(name="x", dtype="float32", shape=(2, 2))
     graph = Graph(
-        version=1, inputs=(value,), weights=("table", "plain", "viewed", "returned"),
+        version=1,
+        inputs=(value,),
+        weights=("table", "plain", "viewed", "returned"),
         nodes=(
             Node("aten.mm.default", ({"v": 0}, {"v": 1})),  # 5: of the table
             Node("aten.t.default", ({"v": 3},)),  # 6: a view
@@ -157,8 +161,9 @@ def test_a_weight_is_read_by_what_may_alias_it_and_an_output_may_be_one() -> Non
             Node("aten.mm.default", ({"v": 7}, {"v": 6})),  # what it reads is the third weight's
             Node("aten.mm.default", ({"v": 8}, {"v": 1})),  # and the table again
         ),
-        results=(9, 4), outputs=(value, value),
-    )  # fmt: skip
+        results=(9, 4),
+        outputs=(value, value),
+    )
     assert last_readers(graph) == [4, 2, 3, 5]
 
 
@@ -172,8 +177,9 @@ class Streaming(Answered):
         settings = SchedulerSettings(arena_bytes=34 * MIB, store_bytes=256 * MIB, words=64)
         link = Link(bytes_per_ms=4 * MIB / (ratio * layer_ms), fixed_ms=0.0)
         super().__init__(Scheduler(settings), Costs(to_device=link))
-        self.clients.register(LARGE, program_of(
-            "d", 96 * MIB, groups=24, layers_per_group=1, layer_ms=layer_ms))  # fmt: skip
+        self.clients.register(
+            LARGE, program_of("d", 96 * MIB, groups=24, layers_per_group=1, layer_ms=layer_ms)
+        )
         self.clients.register(SMALL, program_of("s", 4 * MIB, groups=2, layer_ms=1.0))
         self.run()
 
@@ -194,7 +200,7 @@ def test_a_pass_of_three_times_the_arena_is_hardly_longer_than_link_or_compute(
     world.ask()
     for _ in range(3):
         took_ms, bill = world.ask()
-        assert (bill.kept_bytes + bill.streamed, bill.resident) == (96 * MIB, False)
+        assert (bill.resident_bytes + bill.streamed, bill.resident) == (96 * MIB, False)
         link_ms = bill.streamed / world.scene.costs.to_device.bytes_per_ms
         assert max(link_ms, 96.0) <= took_ms <= 1.15 * max(link_ms, 96.0)
 
@@ -219,9 +225,14 @@ def test_a_pass_of_a_language_model_is_one_step_and_lets_in_whom_the_policy_does
     asked = next(one for _, _, one in world.story if isinstance(one, ev.InferArrived))
     tokens = [world.clients.token() for _ in range(2)]
     for token in tokens:
-        world.handle(msgspec.structs.replace(
-            asked, token=token, request_id=f"r{token}", choosing=Choosing(steps=8),
-        ))  # fmt: skip
+        world.handle(
+            msgspec.structs.replace(
+                asked,
+                token=token,
+                request_id=f"r{token}",
+                sampling_params=SamplingParams(steps=8),
+            )
+        )
         world.run(world.now_ms + 10.0)
     assert not world.scene.device.stop_words  # the other one is a pass of its own
     world.run(world.now_ms + 1e4)
@@ -238,12 +249,12 @@ def rig() -> Rig:
 
 def registered(rig: Rig, *, mib: int = 186, groups: int = 31, **fields: Any) -> ev.Token:
     """Three times the arena, in groups of 6 MiB; not of one release before."""
-    token, epoch = rig.begin("large", **fields)
+    token, op_id = rig.begin("large", **fields)
     manifest = manifest_of("digest large", mib * MIB, groups)
-    done = BuildDone(model="large", epoch=epoch, digest=manifest.digest)
+    done = BuildDone(model="large", op_id=op_id, digest=manifest.digest)
     rig.handle(received(done, manifest=manifest))
     if rig.answers.get(token) is None:
-        rig.stored("large", epoch)
+        rig.stored("large", op_id)
         rig.prepared()
     return token
 
@@ -293,9 +304,8 @@ def test_a_request_that_fails_in_the_middle_stops_its_copy_and_the_next_one_is_s
     rig.infer("large")
     other = rig.infer("large")
     task = rig.state.owner.running
-    rig.worker(task.slot, InferenceFailed(
-        epoch=task.epoch, error="TaskFailed", message="no"))  # fmt: skip
-    assert [one.epoch for one in rig.sent(CancelTransmit)] == [task.residency_epoch]
+    rig.worker(task.slot, InferenceFailed(op_id=task.op_id, error="TaskFailed", message="no"))
+    assert [one.op_id for one in rig.sent(CancelTransmit)] == [task.residency_id]
     assert not rig.sent(TransmitModel), "the range is the copy's until that has ended"
     rig.arrived("large", is_complete=False)
     assert len(rig.sent(TransmitModel)) == 1
@@ -329,12 +339,12 @@ def test_a_copy_whose_end_is_told_after_the_answer_leaves_what_stays(rig: Rig) -
 
 
 def test_a_profile_of_another_server_predicts_its_pass_and_leaves_its_groups(rig: Rig) -> None:
-    token, epoch = rig.begin("large")
+    token, op_id = rig.begin("large")
     manifest = manifest_of("digest large", 186 * MIB, 31)
     found = Found("large.json", profile_of("large", manifest, layer_ms=50.0))
-    done = BuildDone(model="large", epoch=epoch, digest=manifest.digest)
+    done = BuildDone(model="large", op_id=op_id, digest=manifest.digest)
     rig.handle(received(done, manifest=manifest, profiles=(found,)))
-    rig.stored("large", epoch)
+    rig.stored("large", op_id)
     assert rig.answers[token].body["streams"]["pass_ms"] == pytest.approx(62 * 50.0, rel=0.15)
     assert len(rig.state.replicas["large"].manifest.groups) == 31
 
@@ -347,7 +357,7 @@ def test_it_is_neither_hinted_nor_sent_ahead(rig: Rig) -> None:
 
 def test_it_cannot_be_pinned(rig: Rig) -> None:
     registered(rig)
-    error = rig.error(rig.ask(ev.PinAsked, model="large", pin=True))
+    error = rig.error(rig.ask(ev.PinRequest, model="large", pin=True))
     assert isinstance(error, OutOfDeviceMemory)
     other = Rig()
     assert isinstance(other.error(registered(other, pin=True)), OutOfDeviceMemory)
@@ -388,7 +398,7 @@ def beside(rig: Rig) -> Any:
 
 
 def steps_aside(rig: Rig, passing: Any) -> None:
-    rig.worker(passing.slot, SteppedAside(epoch=passing.epoch))
+    rig.worker(passing.slot, Yielded(op_id=passing.op_id))
 
 
 def turns(rig: Rig) -> list[int]:
@@ -396,13 +406,13 @@ def turns(rig: Rig) -> list[int]:
 
 
 def asked(rig: Rig) -> list[tuple[int, int]]:
-    return [(command.target.slot, command.epoch) for command in rig.commands(ev.Interrupt)]
+    return [(command.target.slot, command.op_id) for command in rig.commands(ev.Interrupt)]
 
 
 def test_a_pass_steps_aside_for_a_small_one_and_goes_on_before_the_next(rig: Rig) -> None:
     passing = beside(rig)
     rig.infer("small")
-    assert asked(rig) == [(passing.slot, passing.epoch)]
+    assert asked(rig) == [(passing.slot, passing.op_id)]
     first = rig.state.owner.pending
     steps_aside(rig, passing)
     assert (rig.state.owner.running, turns(rig)) == (first, [first.turn])
@@ -410,7 +420,7 @@ def test_a_pass_steps_aside_for_a_small_one_and_goes_on_before_the_next(rig: Rig
     assert not asked(rig)
     rig.done()
     assert (rig.state.owner.running, turns(rig)) == (passing, [passing.turn])
-    assert asked(rig) == [(passing.slot, passing.epoch)], "if only for a group"
+    assert asked(rig) == [(passing.slot, passing.op_id)], "if only for a group"
     steps_aside(rig, passing)
     rig.done()
     assert rig.state.owner.running is passing

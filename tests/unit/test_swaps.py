@@ -8,7 +8,7 @@ from itertools import chain, combinations
 import pytest
 
 from pipeswitch.planning import swaps
-from pipeswitch.planning.swaps import Event, Forecast, Lane, Step, forecast, plan
+from pipeswitch.planning.swaps import Event, Forecast, LinkQueue, Step, forecast, plan
 
 PAGE = 4096
 
@@ -17,8 +17,11 @@ class Watched(swaps._Run):
     """Counts anew, at every tick, what lies on the device."""
 
     def _watch(self) -> None:
-        held = sum(size for size, place in zip(self._step.sizes_bytes, self._place, strict=True)
-                   if place in ("device", "leaving", "coming"))  # fmt: skip
+        held = sum(
+            size
+            for size, place in zip(self._step.sizes_bytes, self._place, strict=True)
+            if place in ("device", "leaving", "coming")
+        )
         assert held <= self._held <= self._budget
 
     def _carry(self, until_ms: float) -> None:
@@ -52,20 +55,24 @@ def random_step(dice: random.Random, count: int) -> Step:
 
 
 def random_lanes(dice: random.Random) -> swaps.Lanes:
-    out, back = (Lane(bytes_per_ms=dice.choice([5e3, 2e4, 1e5]), call_ms=dice.choice([0, 0.1]))
-                 for _ in "ab")  # fmt: skip
+    out, back = (
+        LinkQueue(bytes_per_ms=dice.choice([5e3, 2e4, 1e5]), call_ms=dice.choice([0, 0.1]))
+        for _ in "ab"
+    )
     return out, back
 
 
 def equal_step(count: int, size_bytes: int, compute_ms: float) -> Step:
     saves = [Event("save", storage, compute_ms) for storage in range(count)]
-    uses = [[Event("use", storage, compute_ms), Event("release", storage, compute_ms)]
-            for storage in reversed(range(count))]  # fmt: skip
+    uses = [
+        [Event("use", storage, compute_ms), Event("release", storage, compute_ms)]
+        for storage in reversed(range(count))
+    ]
     return Step(sizes_bytes=[size_bytes] * count, events=[*saves, *chain(*uses)])
 
 
 def both(rate: float) -> swaps.Lanes:
-    return Lane(bytes_per_ms=rate), Lane(bytes_per_ms=rate)
+    return LinkQueue(bytes_per_ms=rate), LinkQueue(bytes_per_ms=rate)
 
 
 def best_of_all(step: Step, budget_bytes: int, lanes: swaps.Lanes) -> Forecast | None:
@@ -100,9 +107,10 @@ def test_it_is_never_worse_than_layer_wise_or_belady_and_mostly_better_than_eith
         step, lanes = random_step(dice, 16), random_lanes(dice)
         budget_bytes = int(sum(step.sizes_bytes) * dice.uniform(0.3, 0.7))
         found = plan(step, budget_bytes, lanes)
-        others = {"layer-wise": swaps.hiding(step, budget_bytes, lanes),
-                  "belady": [forecast(step, swaps.farthest(step, budget_bytes), budget_bytes,
-                                      lanes)]}  # fmt: skip
+        others = {
+            "layer-wise": swaps.hiding(step, budget_bytes, lanes),
+            "belady": [forecast(step, swaps.farthest(step, budget_bytes), budget_bytes, lanes)],
+        }
         for name, several in others.items():
             waits = [one.wait_ms for one in several if one]
             if waits:
@@ -144,14 +152,20 @@ def test_bytes_come_back_in_the_order_of_use_and_before_it() -> None:
     found = plan(step, 4 * PAGE, both(2 * PAGE))
     assert found is not None
     assert [storage for storage, _ in found.fetches] == sorted(found.leaving, reverse=True)
-    used_at = {event.storage: number for number, event in enumerate(step.events)
-               if event.what == "use"}  # fmt: skip
+    used_at = {
+        event.storage: number for number, event in enumerate(step.events) if event.what == "use"
+    }
     assert all(asked_at < used_at[storage] for storage, asked_at in found.fetches)
 
 
 def test_one_lane_carries_out_while_the_other_brings_back() -> None:
-    events = [Event("save", 0, 0.0), Event("save", 1, 2.0),  # 0 is out, 1 begins to leave
-              Event("use", 0, 0.0), Event("release", 0, 1.0), Event("use", 1, 9.0)]  # fmt: skip
+    events = [
+        Event("save", 0, 0.0),
+        Event("save", 1, 2.0),  # 0 is out, 1 begins to leave
+        Event("use", 0, 0.0),
+        Event("release", 0, 1.0),
+        Event("use", 1, 9.0),
+    ]
     step = Step(sizes_bytes=[PAGE, 4 * PAGE], events=events)
     found = forecast(step, {0, 1}, 5 * PAGE, both(PAGE))
     assert found is not None
@@ -160,8 +174,11 @@ def test_one_lane_carries_out_while_the_other_brings_back() -> None:
 
 def test_a_slow_lane_is_waited_for() -> None:
     step = equal_step(8, PAGE, 1.0)
-    waits = [found.wait_ms for rate in (4.0, 1.0, 0.25)
-             if (found := plan(step, 3 * PAGE, both(rate * PAGE)))]  # fmt: skip
+    waits = [
+        found.wait_ms
+        for rate in (4.0, 1.0, 0.25)
+        if (found := plan(step, 3 * PAGE, both(rate * PAGE)))
+    ]
     assert waits == sorted(waits)
     assert waits[0] == 0.0
     assert waits[-1] > 8.0

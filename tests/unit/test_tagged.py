@@ -14,14 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.base import tagged
+from pipeswitch.base import state_codec
 from pipeswitch.base.errors import InvalidInput
 
 
 def round_trip(value: Any) -> Any:
-    data, attachments = tagged.encode(value)
+    data, attachments = state_codec.encode(value)
     text = json.dumps(data, allow_nan=False)
-    return tagged.decode(json.loads(text), [a.read() for a in attachments])
+    return state_codec.decode(json.loads(text), [a.read() for a in attachments])
 
 
 def same(a: Any, b: Any) -> bool:
@@ -47,9 +47,15 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 scalars = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
-    | st.floats(width=32).map(np.float32) | st.integers(0, 255).map(np.uint8)
-)  # fmt: skip
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.binary()
+    | st.floats(width=32).map(np.float32)
+    | st.integers(0, 255).map(np.uint8)
+)
 keys = st.integers() | st.text() | st.booleans() | st.tuples(st.integers(), st.text())
 values = st.recursive(
     scalars,
@@ -71,15 +77,21 @@ def test_decode_is_the_inverse_of_encode(value: Any) -> None:
     assert same(round_trip(value), value)
 
 
-@given(st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(sorted(tagged._DECODERS)) | st.text(), inner, max_size=2),
-    max_leaves=8,
-))  # fmt: skip
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(sorted(state_codec._DECODERS)) | st.text(), inner, max_size=2
+            )
+        ),
+        max_leaves=8,
+    )
+)
 def test_decoding_anything_raises_nothing_but_invalid_input(data: Any) -> None:
     with contextlib.suppress(InvalidInput):
-        tagged.decode(data, [b"\0" * 8])
+        state_codec.decode(data, [b"\0" * 8])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +129,7 @@ def test_awkward_values_come_back_bit_for_bit(value: Any) -> None:
 def test_a_dtype_is_one_of_numpys_own_names_and_never_parsed(name: Any) -> None:
     for data in ({"array": [name, [1], 0]}, {"scalar": [name, "00000000"]}):
         with pytest.raises(InvalidInput, match="is not allowed"):
-            tagged.decode(data, [bytes(4)])
+            state_codec.decode(data, [bytes(4)])
 
 
 def test_what_comes_back_is_a_copy_that_may_be_written() -> None:
@@ -139,30 +151,48 @@ class Flag(int):
 
 @pytest.mark.parametrize(
     "value",
-    [Thing(), Thing, lambda: 0, Pair(1, 2), Flag(1), np.array([Thing()]), 1j, range(3),
-     torch.eye(2).to_sparse()],
+    [
+        Thing(),
+        Thing,
+        lambda: 0,
+        Pair(1, 2),
+        Flag(1),
+        np.array([Thing()]),
+        1j,
+        range(3),
+        torch.eye(2).to_sparse(),
+    ],
     ids=lambda v: type(v).__name__,
-)  # fmt: skip
+)
 def test_other_types_are_refused_with_the_path_to_them(value: Any) -> None:
     with pytest.raises(InvalidInput, match=r"\$\['outer'\]\[1\]: a "):
-        tagged.encode({"outer": [0, value]})
+        state_codec.encode({"outer": [0, value]})
 
 
 def test_a_cycle_is_refused_and_not_followed_for_ever() -> None:
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(InvalidInput, match="nested deeper"):
-        tagged.encode(loop)
+        state_codec.encode(loop)
 
 
 @pytest.mark.parametrize(
     "data",
-    [{"x": 1}, {}, {"tuple": [1], "set": []}, {"array": ["|O", [1], 0]},
-     {"tensor": ["load", [1], 0]},
-     {"tensor": ["float32", [3], 0]}, {"tensor": ["float32", [1], 9]}, {"dict": [[1, 2, 3]]},
-     {"dict": [[[1], 2]]}, {"bytes": "*"}, {"int": "os.system"}],
+    [
+        {"x": 1},
+        {},
+        {"tuple": [1], "set": []},
+        {"array": ["|O", [1], 0]},
+        {"tensor": ["load", [1], 0]},
+        {"tensor": ["float32", [3], 0]},
+        {"tensor": ["float32", [1], 9]},
+        {"dict": [[1, 2, 3]]},
+        {"dict": [[[1], 2]]},
+        {"bytes": "*"},
+        {"int": "os.system"},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_malformed_data_is_refused(data: Any) -> None:
     with pytest.raises(InvalidInput):
-        tagged.decode(data, [b"\0" * 8])
+        state_codec.decode(data, [b"\0" * 8])

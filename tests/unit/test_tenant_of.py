@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from pipeswitch.base.errors import InvalidInput, PermissionDenied
-from pipeswitch.base.roles import ALL_ROLES, ANYONE, OWNER, Standing
+from pipeswitch.base.roles import ALL_ROLES, ANYONE, OWNER, Principal
 from pipeswitch.frontend.verbs import Rules, ask
-from pipeswitch.scheduler.events import RegisterAsked, Token
+from pipeswitch.scheduler.events import RegisterModelRequest, Token
 from pipeswitch.wire.frames import VERSION, RequestHeader
 
 
-def registered(folder: Path, standing: Standing, **more: Any) -> RegisterAsked:
+def registered(folder: Path, principal: Principal, **more: Any) -> RegisterModelRequest:
     body = {"source": "torchvision:resnet18", "weights": "random:0", **more}
     header = RequestHeader(v=VERSION, id="1", op="register", model="m", body=body)
     rules = Rules(allow_code=(), uploads_dir=str(folder))
-    event = ask(header, Token(1), standing, rules)
-    assert isinstance(event, RegisterAsked)
+    event = ask(header, Token(1), principal, rules)
+    assert isinstance(event, RegisterModelRequest)
     return event
 
 
@@ -40,10 +40,10 @@ def test_what_is_for_a_client_is_held_to_what_a_client_may_name(tmp_path: Path) 
 
 @pytest.mark.parametrize("own", ["bob", ANYONE])
 def test_no_other_client_asks_for_another_client(own: str, tmp_path: Path) -> None:
-    standing = Standing(tenant=own, roles=ALL_ROLES)
-    assert registered(tmp_path, standing).tenant == own
+    principal = Principal(tenant=own, roles=ALL_ROLES)
+    assert registered(tmp_path, principal).tenant == own
     with pytest.raises(PermissionDenied, match="only the server's owner"):
-        registered(tmp_path, standing, tenant="alice")
+        registered(tmp_path, principal, tenant="alice")
 
 
 @pytest.mark.parametrize("tenant", ["../x", "a b", "A" * 65, "\x1b[2J"])

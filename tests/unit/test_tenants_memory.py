@@ -12,8 +12,8 @@ import pytest
 from pipeswitch.base.errors import QueueFull, RemoteProtocolError
 from pipeswitch.devices.cpu.arenas import FilePerTenant, OneFile
 from pipeswitch.frontend.request_pool import RequestPool
-from pipeswitch.ipc.board import sealed_memfd
-from pipeswitch.ipc.messages.base import Epoch, ModelName, SlabTensor
+from pipeswitch.ipc.control_page import sealed_memfd
+from pipeswitch.ipc.messages.base import ModelName, OpId, SlabTensor
 from pipeswitch.ipc.messages.daemon import TransmitModel
 from pipeswitch.ipc.sparse import give_back, held_bytes, keep_only, read_only
 
@@ -35,11 +35,15 @@ def new_file() -> Iterator[Callable[[int], int]]:
         os.close(descriptor)
 
 
-def order(tenant: str, start: int, size: int, epoch: int = 1) -> TransmitModel:
+def order(tenant: str, start: int, size: int, op_id: int = 1) -> TransmitModel:
     return TransmitModel(
-        model=ModelName("m"), epoch=Epoch(epoch), arena_offset_bytes=start, region_bytes=size,
-        groups=(), tenant=tenant,
-    )  # fmt: skip
+        model=ModelName("m"),
+        op_id=OpId(op_id),
+        arena_offset_bytes=start,
+        region_bytes=size,
+        groups=(),
+        tenant=tenant,
+    )
 
 
 def pages(value: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -15,19 +15,19 @@ from msgspec import Raw
 pytest.importorskip("httptools", reason="make installs it")
 
 from pipeswitch.base.errors import InvalidInput
-from pipeswitch.base.roles import ANYONE, Standing
-from pipeswitch.gateway.openai.answers import turn_of
-from pipeswitch.gateway.openai.completions import NEUTRAL, Said, _check_neutral, _said
-from pipeswitch.gateway.openai.text_process import Begin, Came, Step
-from pipeswitch.gateway.openai.text_process import Texts as TextProcess
-from pipeswitch.gateway.openai.texts import TURN_S, Place, Texts, next_place
-from pipeswitch.gateway.sharing import MOST_PASSES, Turns
-from pipeswitch.programs.decoding.answer import Ending
-from pipeswitch.programs.decoding.generating import Facts
+from pipeswitch.base.roles import ANYONE, Principal
+from pipeswitch.gateway.offload import MAX_PASSES, Turns
+from pipeswitch.gateway.openai.answer_stream import turn_of
+from pipeswitch.gateway.openai.completions import NEUTRAL, CompletionRequest, _check_neutral, _said
+from pipeswitch.gateway.openai.tokenizer_worker import DecodedText, StartGeneration, TokensGenerated
+from pipeswitch.gateway.openai.tokenizer_worker import TokenizerWorker as TextProcess
+from pipeswitch.gateway.openai.tokenizers import TURN_S, TokenizerPool, TokenizerSlot, next_place
 from pipeswitch.programs.decoding.generation import author_defaults
+from pipeswitch.programs.decoding.model_config import LanguageModelConfig
+from pipeswitch.programs.decoding.output import StopCriteria
 from pipeswitch.programs.decoding.sampling import Sampling
 
-OPTIONS = [*Said.__struct_fields__]
+OPTIONS = [*CompletionRequest.__struct_fields__]
 
 
 def test_callers_take_turns_however_much_one_of_them_asks() -> None:
@@ -53,10 +53,10 @@ def test_callers_take_turns_however_much_one_of_them_asks() -> None:
 def test_tokens_of_answers_go_before_new_prompts_which_do_not_starve() -> None:
     turns: Turns[str] = Turns()
     turns.put("alice", "prompt")
-    for _ in range(MOST_PASSES + 2):
+    for _ in range(MAX_PASSES + 2):
         turns.put("mallory", "token", is_urgent=True)
-    order = [turns.take() for _ in range(MOST_PASSES + 3)]
-    assert order.index("prompt") == MOST_PASSES
+    order = [turns.take() for _ in range(MAX_PASSES + 3)]
+    assert order.index("prompt") == MAX_PASSES
     turns.put("alice", "prompt")
     turns.put("alice", "token", is_urgent=True)
     assert turns.clear() == ["token", "prompt"]
@@ -80,22 +80,22 @@ def test_each_thing_is_taken_once_and_those_of_a_caller_in_order(
 
 
 def test_a_token_is_one_caller_from_everywhere_and_who_has_none_is_an_address() -> None:
-    alice, stranger = Standing(tenant="alice"), Standing(tenant=ANYONE)
+    alice, stranger = Principal(tenant="alice"), Principal(tenant=ANYONE)
     assert turn_of(alice, "10.0.0.1") == turn_of(alice, "10.0.0.2")
     assert turn_of(stranger, "10.0.0.1") != turn_of(stranger, "10.0.0.2")
-    assert turn_of(Standing(tenant="10.0.0.1"), "x") != turn_of(stranger, "10.0.0.1")
+    assert turn_of(Principal(tenant="10.0.0.1"), "x") != turn_of(stranger, "10.0.0.1")
 
 
-def busy(owner: str, since_s: float = 0.0) -> Place:
-    return Place(owner=owner, since_s=since_s)
+def busy(owner: str, since_s: float = 0.0) -> TokenizerSlot:
+    return TokenizerSlot(owner=owner, since_s=since_s)
 
 
-def idle(owner: str, since_s: float) -> Place:
-    return Place(owner=owner, since_s=0.0, idle_since_s=since_s)
+def idle(owner: str, since_s: float) -> TokenizerSlot:
+    return TokenizerSlot(owner=owner, since_s=0.0, idle_since_s=since_s)
 
 
-def starting(owner: str) -> Place:
-    return Place(owner=owner, since_s=0.0, is_starting=True)
+def starting(owner: str) -> TokenizerSlot:
+    return TokenizerSlot(owner=owner, since_s=0.0, is_starting=True)
 
 
 EIGHT = {f"m{n}": busy("mallory", n / 8) for n in range(8)}
@@ -126,14 +126,14 @@ EIGHT = {f"m{n}": busy("mallory", n / 8) for n in range(8)}
     ],
 )
 def test_owners_share_the_text_processes(
-    held: dict[str, Place], wanted: dict[str, Place], now_s: float, found: Any
+    held: dict[str, TokenizerSlot], wanted: dict[str, TokenizerSlot], now_s: float, found: Any
 ) -> None:
     assert next_place(held, wanted, max(len(held), 1), now_s) == found
 
 
 def test_a_caller_that_wishes_for_many_models_waits_longer_than_one_with_one_wish() -> None:
-    wanted = {f"m{n}": Place(owner="", caller="address 1", since_s=n) for n in range(20)}
-    wanted["a"] = Place(owner="", caller="token alice", since_s=30.0)
+    wanted = {f"m{n}": TokenizerSlot(owner="", caller="address 1", since_s=n) for n in range(20)}
+    wanted["a"] = TokenizerSlot(owner="", caller="token alice", since_s=30.0)
     assert next_place({}, wanted, 1, 31.0) == ("a", "")
 
 
@@ -152,20 +152,20 @@ def test_nobody_waits_for_ever(held: dict[str, str], wanted: dict[str, str]) -> 
 
 
 def test_an_answer_goes_on_in_another_process_where_it_was() -> None:
-    facts = Facts(version=1, digest="d", vocabulary=9, context=30)
-    ending = Ending(max_new_tokens=8, eos_ids=(8,))
-    begin = Begin(answer=1, prompt=[1, 2, 3], sampling=Sampling(), ending=ending)
+    facts = LanguageModelConfig(version=1, digest="d", vocabulary=9, context=30)
+    ending = StopCriteria(max_new_tokens=8, eos_ids=(8,))
+    begin = StartGeneration(answer=1, prompt=[1, 2, 3], sampling=Sampling(), ending=ending)
     whole, made = TextProcess(facts), list[int]()
     whole.handle(begin)
     for tokens in ([7], [2, 3], [4, 8]):
         made += tokens
-        found = whole.handle(Came(answer=1, tokens=tokens))
-        assert isinstance(found, Step)
+        found = whole.handle(TokensGenerated(answer=1, tokens=tokens))
+        assert isinstance(found, DecodedText)
         assert [one.id for one in found.tokens] == tokens
         told = len(made) - len(tokens)
         resumed = msgspec.structs.replace(begin, so_far=made, told=told)
         again = TextProcess(facts).handle(resumed)
-        assert isinstance(again, Step)
+        assert isinstance(again, DecodedText)
         assert (again.tokens, again.reason) == (found.tokens, found.reason)
     assert found.reason == "stop"
 
@@ -179,7 +179,10 @@ def test_options_are_read_of_the_whole_request() -> None:
         "user": "u" * 999,
     }
     options = {"include_usage": True, "include_obfuscation": True, "continuous_usage_stats": False}
-    assert _said(json.dumps({**asked, "stream_options": options}).encode(), Said).model == "m"
+    assert (
+        _said(json.dumps({**asked, "stream_options": options}).encode(), CompletionRequest).model
+        == "m"
+    )
     for more, param in (
         ({"prompt_logprobs": 5}, "prompt_logprobs"),
         ({"suffix": "x" * 999}, "suffix"),
@@ -192,7 +195,7 @@ def test_options_are_read_of_the_whole_request() -> None:
         ({"add_special_tokens": False}, "add_special_tokens"),
     ):
         with pytest.raises(InvalidInput) as caught:
-            _said(json.dumps({**asked, **more}).encode(), Said)
+            _said(json.dumps({**asked, **more}).encode(), CompletionRequest)
         assert caught.value.data["param"] == param
 
 
@@ -304,8 +307,8 @@ def test_an_answer_whose_process_is_over_at_once_gets_another_one(
             opened.append(self)
 
     opened: list[Process] = []
-    facts = Facts(version=1, digest="d", vocabulary=8, context=8)
-    texts = Texts(cast(Any, None))
+    facts = LanguageModelConfig(version=1, digest="d", vocabulary=8, context=8)
+    texts = TokenizerPool(cast(Any, None))
 
     async def open_one(*_: object) -> Process:
         await asyncio.sleep(0)
@@ -313,7 +316,7 @@ def test_an_answer_whose_process_is_over_at_once_gets_another_one(
 
     async def entered(caller: str) -> bool:
         tries = 0
-        while (await texts.enter(Standing(tenant=caller), caller, "m", facts)).is_over:
+        while (await texts.enter(Principal(tenant=caller), caller, "m", facts)).is_over:
             tries += 1
             assert tries < 3
         return True

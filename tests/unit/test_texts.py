@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeswitch.base.bytes_tensors import pack, packed, unpack, unpacked
 from pipeswitch.base.errors import InvalidInput
-from pipeswitch.base.texts import pack, packed, unpack, unpacked
 
 
 @given(st.lists(st.binary(max_size=40), max_size=6))

@@ -9,16 +9,16 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.ipc.board import BOARD_BYTES, Board, sealed_memfd
-from pipeswitch.workers.training.tiles import TILE_BYTES, Tiles
+from pipeswitch.ipc.control_page import BOARD_BYTES, Board, sealed_memfd
+from pipeswitch.workers.training.activation_budget import TILE_BYTES, ActivationBudget
 
 
 class Script:
     """A job's steps; of each, what it needs at least at one moment after the other."""
 
-    def __init__(self, board: Board, slot: int, steps: list[list[int]], total: int) -> None:
-        view: Any = SimpleNamespace(board=board)
-        self.tiles = Tiles(view, slot, total * TILE_BYTES)
+    def __init__(self, control_page: Board, slot: int, steps: list[list[int]], total: int) -> None:
+        view: Any = SimpleNamespace(control_page=control_page)
+        self.tiles = ActivationBudget(view, slot, total * TILE_BYTES)
         self.steps, self.at = steps, 0
         self.measured = 0
 
@@ -54,7 +54,7 @@ class Script:
             self.tiles.hold(min(self.tiles.held, self.steps[0][self.at - 1]) * TILE_BYTES)
 
 
-def others_claim(tiles: Tiles) -> bool:
+def others_claim(tiles: ActivationBudget) -> bool:
     return any(tiles._others()[0])
 
 
@@ -64,8 +64,8 @@ def test_jobs_that_know_their_needs_keep_the_budget_and_never_wait_for_each_othe
 ) -> None:
     """The first step of each is its largest; until it has had that, it has its steps alone."""
     total = data.draw(st.integers(2, 12))
-    descriptor = sealed_memfd("board", BOARD_BYTES)
-    board = Board(descriptor)
+    descriptor = sealed_memfd("control_page", BOARD_BYTES)
+    control_page = Board(descriptor)
     os.close(descriptor)
     jobs = []
     for slot in range(count):
@@ -73,15 +73,15 @@ def test_jobs_that_know_their_needs_keep_the_budget_and_never_wait_for_each_othe
             st.lists(st.integers(0, total), min_size=1, max_size=4), min_size=1, max_size=4
         )
         drawn = sorted(data.draw(steps), key=max, reverse=True)
-        jobs.append(Script(board, slot, drawn, total))
+        jobs.append(Script(control_page, slot, drawn, total))
     while any(job.steps for job in jobs):
         order = data.draw(st.permutations([job for job in jobs if job.steps]))
         more = data.draw(st.integers(0, total))
         assert any(job.goes_on(more) for job in order), "nobody can go on"
-        assert sum(board.tiles()[0]) <= total
+        assert sum(control_page.tiles()[0]) <= total
         data.draw(st.sampled_from(jobs)).lets_go()
         held = [job.tiles.held for job in jobs]
         assert sum(held) <= total
         assert all(job.tiles.most <= total for job in jobs)
-    assert board.tiles()[0] == [0] * 64
-    board.close()
+    assert control_page.tiles()[0] == [0] * 64
+    control_page.close()

@@ -13,9 +13,18 @@ from pipeswitch.scheduler.timeline import KEPT, RING_BYTES, Timeline
 
 
 def span(name: str = "a", begin_ms: float = 1.0, flow: int = 0, **args: Any) -> Spans:
-    return Spans(spans=[Span(
-        track="copy", name=name, begin_ms=begin_ms, end_ms=begin_ms + 1, args=args, flow=flow
-    )])  # fmt: skip
+    return Spans(
+        spans=[
+            Span(
+                track="copy",
+                name=name,
+                begin_ms=begin_ms,
+                end_ms=begin_ms + 1,
+                args=args,
+                flow=flow,
+            )
+        ]
+    )
 
 
 def complete(trace: dict[str, Any]) -> list[dict[str, Any]]:
@@ -27,8 +36,11 @@ def test_a_span_comes_back_in_microseconds_on_its_track() -> None:
     timeline.add(span("copy m group 0", 2.5, model="m"))
     (event,) = complete(timeline.chrome_trace(0.0))
     assert (event["name"], event["ts"], event["dur"], event["tid"]) == (
-        "copy m group 0", 2500.0, 1000.0, 1,
-    )  # fmt: skip
+        "copy m group 0",
+        2500.0,
+        1000.0,
+        1,
+    )
     assert event["args"] == {"model": "m"}
 
 

@@ -16,11 +16,11 @@ import pytest
 from pipeswitch.base.errors import InvalidInput, ModelNotFound
 from pipeswitch.base.roles import OWNER
 from pipeswitch.client.client import Client
-from pipeswitch.frontend.admission import Body, trace_id_of
+from pipeswitch.frontend.validation import Body, trace_id_of
 from pipeswitch.gateway.serving.oip import InferRequest
 from pipeswitch.gateway.serving.service import Service
 from pipeswitch.wire import tracing
-from pipeswitch.wire.bill import Bill
+from pipeswitch.wire.request_timing import RequestTiming
 from pipeswitch.wire.tracing import open_tracer
 from tests.unit.request_rig import BILL, answering
 
@@ -36,7 +36,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import (
 TRACE, PARENT = "ab" * 16, "cd" * 8
 CALLERS = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "kim=1"}
 PARTS = ["queue", "switch", "groups", "compute", "out"]
-TIMES = Bill(queue_ms=1.0, switch_ms=2.0, copy_ms=9.0, stall_ms=3.0, compute_ms=4.0, total_ms=10.5)
+TIMES = RequestTiming(
+    queue_ms=1.0, switch_ms=2.0, copy_ms=9.0, stall_ms=3.0, compute_ms=4.0, total_ms=10.5
+)
 ASKED = InferRequest(id="", inputs=(), frames=())
 
 
@@ -139,12 +141,16 @@ def test_a_request_of_the_sdk_is_seen_under_the_programs_span(
         assert took_ms(parts["switch"]) == pytest.approx(BILL["switch_ms"])
 
 
-@pytest.mark.parametrize(("variables", "names"), [
-    ({}, []), ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://h:4318"}, ["otlp"]),
-    ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://h"}, []),
-    ({"OTEL_TRACES_EXPORTER": "console,otlp"}, ["console", "otlp"]),
-    ({"OTEL_TRACES_EXPORTER": "console", "OTEL_SDK_DISABLED": "true"}, []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("variables", "names"),
+    [
+        ({}, []),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://h:4318"}, ["otlp"]),
+        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://h"}, []),
+        ({"OTEL_TRACES_EXPORTER": "console,otlp"}, ["console", "otlp"]),
+        ({"OTEL_TRACES_EXPORTER": "console", "OTEL_SDK_DISABLED": "true"}, []),
+    ],
+)
 def test_the_standard_variables_say_where_spans_go(
     variables: dict[str, str], names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

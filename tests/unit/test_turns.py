@@ -28,7 +28,7 @@ RUN_MS = 2.0
 LOAD_MS = 40.0
 MAX_WAIT_MS = 100.0
 OPEN = 100  # of a greedy caller: they wait for longer than MAX_WAIT_MS
-MODELS = {"a": RUN_MS, "b": RUN_MS, "long": 5 * fair_queue.LONG_MS, "joined": RUN_MS}
+MODELS = {"a": RUN_MS, "b": RUN_MS, "long": 5 * fair_queue.LONG_MS, "batched": RUN_MS}
 
 
 class Server(World):
@@ -47,7 +47,7 @@ class Server(World):
         costs = Costs(to_device=Link(bytes_per_ms=4 * MIB / LOAD_MS))
         super().__init__(Scheduler(chosen, policy, MAX_WAIT_MS), costs=costs, is_checked=False)
         for name, run_ms in MODELS.items():
-            joins = Batching(limit=4, delay_ms=0.0, is_exact=True) if name == "joined" else None
+            joins = Batching(limit=4, delay_ms=0.0, is_exact=True) if name == "batched" else None
             program = program_of(name, 4 * MIB, layer_ms=run_ms / 4, batching=joins)
             self.clients.register(ModelName(name), program)
             self.run()
@@ -68,7 +68,7 @@ class Server(World):
     def perform(self, commands: list[ev.Command]) -> None:
         super().perform(commands)
         for command in commands:
-            if isinstance(command, ev.Answer) and command.token in self.of:
+            if isinstance(command, ev.Reply) and command.token in self.of:
                 client, asked_at_ms = self.of.pop(command.token)
                 self.answers.append(client)
                 self.took_ms.setdefault(client, []).append(self.now_ms - asked_at_ms)
@@ -110,9 +110,9 @@ def test_while_two_wait_neither_has_more_than_a_run_before_the_other(
     weights: list[float], runs_ms: list[float], error: float
 ) -> None:
     """Each comes when the ones before it have had five runs; predictions may be wrong."""
-    accounts = fair_queue.Accounts({str(n): weight for n, weight in enumerate(weights)}, 1e9)
-    leads: dict[tuple[fair_queue.Account, fair_queue.Account], list[float]] = {}
-    had: defaultdict[fair_queue.Account, float] = defaultdict(float)
+    accounts = fair_queue.CallerQueue({str(n): weight for n, weight in enumerate(weights)}, 1e9)
+    leads: dict[tuple[fair_queue.CallerShare, fair_queue.CallerShare], list[float]] = {}
+    had: defaultdict[fair_queue.CallerShare, float] = defaultdict(float)
     now_ms = 0.0
     for number, run_ms in enumerate(runs_ms):
         if number % 5 == 0 and number // 5 < len(weights):
@@ -144,9 +144,9 @@ def test_of_priorities_the_lower_has_a_turn_when_it_had_none_for_max_wait() -> N
 
 def test_a_joined_run_takes_a_row_of_each_caller_before_a_second_of_one() -> None:
     server = Server()
-    server.loop("greedy", "joined", OPEN)
+    server.loop("greedy", "batched", OPEN)
     server.pass_ms(2 * MAX_WAIT_MS)
-    server.loop("modest", "joined", 2)
+    server.loop("modest", "batched", 2)
     used_ms = server.pass_ms(400 * RUN_MS)
     assert max(server.took_ms["modest"]) <= 3 * 4 * RUN_MS  # four rows take four times as long
     assert used_ms["modest"] == RUN_MS * len(server.took_ms["modest"])  # for its rows alone
@@ -239,9 +239,9 @@ def test_connections_whose_models_do_not_fit_together_do_not_switch_for_each_req
 
 def test_a_joined_run_takes_a_row_of_each_connection_before_a_second_of_one() -> None:
     server = Server()
-    server.loop("greedy", "joined", OPEN, caller="", connection="1")
+    server.loop("greedy", "batched", OPEN, caller="", connection="1")
     server.pass_ms(2 * MAX_WAIT_MS)
-    server.loop("modest", "joined", 2, caller="", connection="2")
+    server.loop("modest", "batched", 2, caller="", connection="2")
     server.pass_ms(400 * RUN_MS)
     assert max(server.took_ms["modest"]) <= 3 * 4 * RUN_MS  # four rows take four times as long
 
@@ -307,10 +307,10 @@ def test_callers_that_have_nothing_are_forgotten_and_the_time_they_used_is_not()
 
 
 def test_a_caller_that_is_barred_or_rests_or_owes_is_not_forgotten() -> None:
-    accounts = fair_queue.Accounts({}, MAX_WAIT_MS)
+    accounts = fair_queue.CallerQueue({}, MAX_WAIT_MS)
     (charge,) = [accounts.charge_alone(accounts.of("barred"), 1, 1.0, 0.0, 0.0)]
     accounts.settle(charge, 1.0, 1.0)
-    for _ in range(fair_queue.MOST_DEATHS + 1):
+    for _ in range(fair_queue.MAX_DEATHS + 1):
         accounts.died(charge, 1.0)
     charge = accounts.charge_alone(accounts.of("long"), 1, 1.0, 0.0, 0.0)
     accounts.settle(charge, 30_000.0, 1.0)

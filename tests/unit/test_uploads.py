@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from pipeswitch.base.errors import HostStoreFull, QueueFull
-from pipeswitch.base.units import Amount
+from pipeswitch.base.units import SizeSpec
 from pipeswitch.frontend import uploads
 from pipeswitch.frontend.disk import Disk
 from pipeswitch.frontend.uploads import Uploads
@@ -24,7 +24,7 @@ def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Uploads]
     """Of 8 places one that is alone has 6, and the next one 1."""
     monkeypatch.setattr(uploads, "MAX_FILES", 8)
     monkeypatch.setattr(uploads, "MAX_PARTIALS", 4)
-    disk = Disk(tmp_path, Amount(size_bytes=1 << 20), Amount(size_bytes=1000))
+    disk = Disk(tmp_path, SizeSpec(size_bytes=1 << 20), SizeSpec(size_bytes=1000))
     found = Uploads(tmp_path / "uploads", 1 << 20, disk)
     found.start()
     yield found

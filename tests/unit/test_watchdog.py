@@ -15,7 +15,7 @@ import pytest
 
 from pipeswitch.base.config import Config
 from pipeswitch.scheduler.policies import Eviction, Order, Policy, View, Waiting
-from pipeswitch.scheduler.policies.guard import Judge
+from pipeswitch.scheduler.policies.guard import PolicyGuard
 from pipeswitch.watchdog import LOOKS, LoopWatchdog, Notifier, PolicyWatchdog, TurnLooks
 
 UNIT = Path(__file__).parents[2] / "packaging/pipeswitch.service"
@@ -119,7 +119,9 @@ def test_a_policy_that_does_not_return_is_named(kind: type[LoopWatchdog], tmp_pa
     with open(tmp_path / "log", "w") as dump:
         watchdog = kind(0.05, (dump.fileno(),), ended.set)
         watchdog.start()
-        Judge(Policy("mine", Hangs(), Eviction()), 1.0).rank(Waiting(1, "m", 1, None, 0), View(0))
+        PolicyGuard(Policy("mine", Hangs(), Eviction()), 1.0).rank(
+            Waiting(1, "m", 1, None, 0), View(0)
+        )
         assert ended.is_set()
         watchdog.stop()
     assert 'policy "mine" has not returned from rank' in (tmp_path / "log").read_text()

@@ -21,10 +21,14 @@ TIMES = st.floats(0.0, 100.0).map(lambda x: round(x, 3))
 def distinct(draw: st.DrawFn, most: int = 6) -> list[Job]:
     """Each job another model, of 1 to 10 bytes."""
     return [
-        Job(model=f"m{i}", load_ms=draw(TIMES), compute_ms=draw(TIMES),
-            size_bytes=draw(st.integers(1, 10)))
+        Job(
+            model=f"m{i}",
+            load_ms=draw(TIMES),
+            compute_ms=draw(TIMES),
+            size_bytes=draw(st.integers(1, 10)),
+        )
         for i in range(draw(st.integers(1, most)))
-    ]  # fmt: skip
+    ]
 
 
 @st.composite
@@ -35,15 +39,22 @@ def shared(draw: st.DrawFn) -> tuple[list[Job], Memory, tuple[int, ...]]:
         load_ms, size = draw(TIMES), draw(st.integers(1, 10))
         for _ in range(draw(st.integers(1, 3))):
             jobs.append(
-                Job(model=f"m{model}", load_ms=load_ms, compute_ms=draw(TIMES), size_bytes=size,
-                    arrived_at_ms=draw(TIMES))
-            )  # fmt: skip
+                Job(
+                    model=f"m{model}",
+                    load_ms=load_ms,
+                    compute_ms=draw(TIMES),
+                    size_bytes=size,
+                    arrived_at_ms=draw(TIMES),
+                )
+            )
     resident = tuple({j.model: j.size_bytes for j in jobs}.items())[: draw(st.integers(0, 2))]
     least = max(max(j.size_bytes for j in jobs), sum(size for _, size in resident))
     memory = Memory(
-        capacity_bytes=least + draw(st.integers(0, 15)), resident=resident,
-        is_prefetching=draw(st.booleans()), is_belady=draw(st.booleans()),
-    )  # fmt: skip
+        capacity_bytes=least + draw(st.integers(0, 15)),
+        resident=resident,
+        is_prefetching=draw(st.booleans()),
+        is_belady=draw(st.booleans()),
+    )
     return jobs, memory, tuple(draw(st.permutations(range(len(jobs)))))
 
 
@@ -73,14 +84,15 @@ def test_johnson_is_the_optimum_where_everything_fits(jobs: list[Job]) -> None:
     best = makespan_ms(jobs, exhaustive(jobs))
     assert makespan_ms(jobs, thesis.johnson(jobs)) == pytest.approx(best)
     compute_ms, load_ms = [j.compute_ms for j in jobs], [j.load_ms for j in jobs]
-    least_ms = max(min(load_ms) + sum(compute_ms), sum(load_ms) + min(compute_ms))
-    assert best >= least_ms - 1e-6
+    min_ms = max(min(load_ms) + sum(compute_ms), sum(load_ms) + min(compute_ms))
+    assert best >= min_ms - 1e-6
 
 
 @given(distinct())
 def test_memory_for_one_model_is_no_prefetch_at_all(jobs: list[Job]) -> None:
-    one = [Job(model=j.model, load_ms=j.load_ms, compute_ms=j.compute_ms, size_bytes=1)
-           for j in jobs]  # fmt: skip
+    one = [
+        Job(model=j.model, load_ms=j.load_ms, compute_ms=j.compute_ms, size_bytes=1) for j in jobs
+    ]
     total = sum(j.load_ms + j.compute_ms for j in jobs)
     order = range(len(jobs))
     assert makespan_ms(one, order, Memory(capacity_bytes=1)) == pytest.approx(total)
@@ -97,8 +109,11 @@ def test_what_is_resident_costs_its_computing_alone(jobs: list[Job]) -> None:
 
 def test_a_model_larger_than_the_memory_is_an_error() -> None:
     with pytest.raises(ValueError, match='"a" has 5 bytes'):
-        run([Job(model="a", load_ms=1.0, compute_ms=1.0, size_bytes=5)], [0],
-            Memory(capacity_bytes=4))  # fmt: skip
+        run(
+            [Job(model="a", load_ms=1.0, compute_ms=1.0, size_bytes=5)],
+            [0],
+            Memory(capacity_bytes=4),
+        )
 
 
 @given(shared())

@@ -17,10 +17,9 @@ from pipeswitch.base.errors import to_wire as error_to_wire
 from pipeswitch.frontend.verbs import VERBS
 from pipeswitch.ipc.channel import decode_message, encode_message
 from pipeswitch.ipc.messages.any_message import AnyMessage
-from pipeswitch.ipc.messages.base import Epoch, Message
+from pipeswitch.ipc.messages.base import Message, OpId
 from pipeswitch.ipc.messages.fork_server import Fork
 from pipeswitch.ipc.messages.worker import InferenceFailed, JobReport
-from pipeswitch.wire.bill import Bill
 from pipeswitch.wire.frames import (
     MAGIC,
     MAX_NESTING,
@@ -33,6 +32,7 @@ from pipeswitch.wire.frames import (
     encode_header,
     pack_dict,
 )
+from pipeswitch.wire.request_timing import RequestTiming
 
 MESSAGE_TYPES: tuple[type[Message], ...] = get_args(AnyMessage)
 
@@ -140,7 +140,7 @@ def test_a_reply_survives_the_wire(
         id="1",
         status="ok",
         more=more,
-        timing=Bill(queue_ms=1.0, device="cpu:1"),
+        timing=RequestTiming(queue_ms=1.0, device="cpu:1"),
         outputs=outputs,
         body=body,
         error=WireError(type=error, message=error) if error is not None else None,
@@ -152,7 +152,7 @@ def test_a_reply_survives_the_wire(
 real = st.sampled_from(
     [
         encode_header(RequestHeader(v=1, op="infer", id="1", body={"a": [1, "ü", None]})),
-        encode_header(ReplyHeader(v=1, id="1", status="ok", timing=Bill(queue_ms=1.0))),
+        encode_header(ReplyHeader(v=1, id="1", status="ok", timing=RequestTiming(queue_ms=1.0))),
         encode_message(Fork(ticket=1, kind="worker", name="w", settings=b"x")),
         pack_dict({"topic": "switch.", "n": [1, 2.5]}),
     ]
@@ -202,8 +202,8 @@ def test_what_only_the_decoder_could_bear_is_refused(depth: int, opener: bytes) 
     mark = 0x7123_4567
     deep = opener * depth + b"\x01"
     messages = [
-        JobReport(epoch=Epoch(1), kind="warning", values={"text": mark}),
-        InferenceFailed(epoch=Epoch(1), error="TaskFailed", message="no", data={"text": mark}),
+        JobReport(op_id=OpId(1), kind="warning", values={"text": mark}),
+        InferenceFailed(op_id=OpId(1), error="TaskFailed", message="no", data={"text": mark}),
     ]
     packed = [encode_message(message) for message in messages]
     for data in packed:

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from pipeswitch.base.errors import InvalidInput
-from pipeswitch.devices.cpu.windows import map_by_chance
+from pipeswitch.devices.cpu.page_protection import map_by_chance
 from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.programs.interface.layout import ITEM_BYTES, ValueSpec, aligned
 from pipeswitch.programs.running.padding import padded, padded_shape
@@ -36,7 +36,7 @@ class RequestPool:
             address = map_by_chance(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
             self._own = bytes_over((ctypes.c_char * size_bytes).from_address(address))
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(self._own)
-        self.joined_for, self._joined = "", torch.empty(0, dtype=torch.uint8)
+        self.batched_for, self._joined = "", torch.empty(0, dtype=torch.uint8)
         # To make a tensor is two of torch's operations, of the five of a small request.
         self._kept = functools.lru_cache(KEPT_VIEWS)(functools.partial(self._view, self._storage))
         self._reply = functools.lru_cache(KEPT_VIEWS)(functools.partial(self._view, self._own))
@@ -83,7 +83,7 @@ class RequestPool:
         """Return the single number of an input."""
         return int(self.own(slab).item())
 
-    def joined(self, columns: Iterable[Sequence[SlabTensor]], model: str) -> list[torch.Tensor]:
+    def batched(self, columns: Iterable[Sequence[SlabTensor]], model: str) -> list[torch.Tensor]:
         """Return for each input the rows of several requests in sequence, in private memory.
 
         The model's next requests reuse that memory: taking fresh pages costs five times the copy.
@@ -95,7 +95,7 @@ class RequestPool:
         if starts[-1] > len(self._joined):
             self.let_go()  # first, or both would be there for a moment
             self._joined = torch.empty(starts[-1], dtype=torch.uint8)
-        self.joined_for = model
+        self.batched_for = model
         return [
             padded(parts, self._joined[at:][:size].view(parts[0].dtype).view(shape))
             for parts, at, size, shape in zip(inputs, starts, sizes, shapes, strict=False)
@@ -103,7 +103,7 @@ class RequestPool:
 
     def let_go(self) -> None:
         """Free the memory of the last joined requests: another model's run has its own limit."""
-        self.joined_for, self._joined = "", torch.empty(0, dtype=torch.uint8)
+        self.batched_for, self._joined = "", torch.empty(0, dtype=torch.uint8)
 
     def _view(self, storage: torch.UntypedStorage, slab: SlabTensor) -> torch.Tensor:
         dtype_name, shape = slab.dtype, slab.shape

@@ -14,16 +14,16 @@ from pipeswitch.base import failpoints
 from pipeswitch.base.errors import PipeSwitchError, RegistrationRefused, to_wire
 from pipeswitch.base.failpoints import reach
 from pipeswitch.devices.cpu.packed import missing_half
-from pipeswitch.devices.view import PoolView, now_ms
+from pipeswitch.devices.worker_device import WorkerDevice, now_ms
 from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
 from pipeswitch.ipc.messages.worker import (
+    BatchedRequest,
     InferenceDone,
     InferenceFailed,
-    JoinedRequest,
     PrepareModel,
     RunInference,
-    SteppedAside,
+    Yielded,
 )
 from pipeswitch.programs.graphs.bundle import Bundle, Graph, read_bundle
 from pipeswitch.programs.graphs.operators import checked_by
@@ -48,8 +48,8 @@ from pipeswitch.programs.spec import (
     weights_file,
 )
 
+from .decode import DecodeRun, DecodeRunner, KVBatchCache, Requests
 from .pool import RequestPool
-from .steps import Caches, Requests, Stepping, Steps
 
 WARM_SIDE: Final = 512  # enough elements that torch gives each of its threads a part
 
@@ -62,13 +62,13 @@ Source = str | os.PathLike[str] | int  # a path, or a descriptor where nothing c
 class Programs:
     """Structures this worker has loaded, and their parameters bound at home addresses."""
 
-    def __init__(self, view: PoolView) -> None:
+    def __init__(self, view: WorkerDevice) -> None:
         self._view = view
         self._files: dict[ModelName, list[int]] = {}  # of the manifest and the bundle, unread
         self._read: dict[ModelName, tuple[str, Manifest, Graph | None]] = {}  # by digest
         self._programs: dict[ModelName, tuple[Version, Program]] = {}
         self._bound: dict[ModelName, tuple[Version, Place, BoundProgram]] = {}
-        self.stepping = Stepping()
+        self.stepping = DecodeRunner()
         allocator_switch()  # while this process may still open a file
 
     def take_files(self, model: ModelName, descriptors: list[int]) -> None:
@@ -204,13 +204,18 @@ class _Groups:
     keep the times for the bill."""
 
     def __init__(
-        self, view: PoolView, message: RunInference, manifest: Manifest, task: Channel, slot: int
+        self,
+        view: WorkerDevice,
+        message: RunInference,
+        manifest: Manifest,
+        task: Channel,
+        slot: int,
     ) -> None:
         self._view = view
-        self._task, self._slot, self._turn = task, slot, message.epoch
+        self._task, self._slot, self._turn = task, slot, message.op_id
         self._groups = manifest.groups
         self._first_word = message.first_word
-        self._epoch = message.residency_epoch
+        self._epoch = message.residency_id
         self._landings = message.landings  # of one that streams: others land where it has computed
         self._is_timed = message.is_timed
         self.begins_ms: list[float] = []
@@ -224,8 +229,8 @@ class _Groups:
             self._view.tell_computed(self._epoch, index)
         if self.begins_ms:
             self.ends_ms.append(now_ms())
-        must = self._landings and self._view.board.stop(self._slot) == self._turn
-        if must and self._view.can_step_aside:
+        must = self._landings and self._view.control_page.stop(self._slot) == self._turn
+        if must and self._view.can_yield:
             self._step_aside()
         self.stall_ms += self._view.wait_group(self._first_word + index, self._epoch)
         group = self._groups[index]
@@ -243,10 +248,10 @@ class _Groups:
 
     def _step_aside(self) -> None:
         """Leave the device to another task until the turn word is ours; compute nothing."""
-        board = self._view.board
-        board.write_stop(self._slot, 0)  # it is written again when the next one waits
-        board.write_turn(0)
-        self._task.send(SteppedAside(epoch=self._turn))
+        control_page = self._view.control_page
+        control_page.write_stop(self._slot, 0)  # it is written again when the next one waits
+        control_page.write_turn(0)
+        self._task.send(Yielded(op_id=self._turn))
         self.stall_ms += self._view.wait_turn(self._turn)
 
 
@@ -254,7 +259,7 @@ def infer(
     message: RunInference,
     programs: Programs,
     pool: RequestPool,
-    view: PoolView,
+    view: WorkerDevice,
     task: Channel,
     slot: int,
 ) -> bool:
@@ -264,10 +269,10 @@ def infer(
             reach("worker.infer.received")
         bound = programs.bound(message)
         steps, inputs, rows = _opened(message, bound, programs.stepping, pool, view, slot)
-        view.wait_turn(message.epoch)
+        view.wait_turn(message.op_id)
         turn_at_ms = now_ms()
         reach("worker.infer.turn")
-        view.board.write_begun(slot, message.epoch)  # a death may be the model's
+        view.control_page.write_begun(slot, message.op_id)  # a death may be the model's
         while True:
             groups = _Groups(view, message, bound.manifest, task, slot)
             try:
@@ -293,9 +298,9 @@ def infer(
     reach("worker.infer.done")
     task.send(
         InferenceDone(
-            epoch=message.epoch,
+            op_id=message.op_id,
             outputs=slabs[0],
-            joined_outputs=tuple(slabs[1:]),
+            batched_outputs=tuple(slabs[1:]),
             turn_at_ms=turn_at_ms,
             first_group_at_ms=groups.begins_ms[0] if groups.begins_ms else turn_at_ms,
             ended_at_ms=ended_at_ms,
@@ -315,11 +320,11 @@ def infer(
 def _opened(
     message: RunInference,
     bound: BoundProgram,
-    stepping: Stepping,
+    stepping: DecodeRunner,
     pool: RequestPool,
-    view: PoolView,
+    view: WorkerDevice,
     slot: int,
-) -> tuple[Steps | None, list[torch.Tensor], list[int]]:
+) -> tuple[DecodeRun | None, list[torch.Tensor], list[int]]:
     """Open the memory of the program and of its inputs; return its steps, inputs and their rows."""
     manifest, region_bytes = bound.manifest, bound.manifest.total_bytes
     if message.landings:
@@ -327,21 +332,21 @@ def _opened(
         region_bytes = max([landing + group.size_bytes for landing, group in pairs])
     _lend_inputs(view, message, manifest)
     last_word = message.first_word + len(manifest.groups) - 1
-    view.enter(message.arena_offset_bytes, region_bytes, last_word, message.residency_epoch)
-    if pool.joined_for and pool.joined_for != message.model:
+    view.enter(message.arena_offset_bytes, region_bytes, last_word, message.residency_id)
+    if pool.batched_for and pool.batched_for != message.model:
         pool.let_go()
     caches = stepping.caches
     if caches.model and caches.model != manifest.digest:
         caches.let_go()
     steps = None
-    if message.choosing is not None or message.joined:
+    if message.sampling_params is not None or message.batched:
         waits = partial(_waits, view, slot, message)
         steps = stepping.begin(message, bound, pool, view.device, waits)
     return steps, *_inputs(message, pool, steps, caches)
 
 
 def _report_failure(
-    message: RunInference, view: PoolView, task: Channel, error: BaseException
+    message: RunInference, view: WorkerDevice, task: Channel, error: BaseException
 ) -> None:
     """Report a failed task when its turn comes; raise the error if this process is lost."""
     if view.is_lost(error):
@@ -349,16 +354,16 @@ def _report_failure(
         if fault is not None:  # a retry would break one worker after the other
             task.send(_failure(message, fault))
         raise error  # this process ends and is replaced; without an answer the request is retried
-    view.wait_turn(message.epoch)  # an early failure still ends its turn in order
+    view.wait_turn(message.op_id)  # an early failure still ends its turn in order
     task.send(_failure(message, error))
 
 
-def _waits(view: PoolView, slot: int, message: RunInference) -> bool:
+def _waits(view: WorkerDevice, slot: int, message: RunInference) -> bool:
     """Return True if another request waits."""
-    return view.board.stop(slot) == message.epoch
+    return view.control_page.stop(slot) == message.op_id
 
 
-def _lend_inputs(view: PoolView, message: RunInference, manifest: Manifest) -> None:
+def _lend_inputs(view: WorkerDevice, message: RunInference, manifest: Manifest) -> None:
     """A graph that writes to its inputs is refused when it is registered; the operator's own
     module may, and reads its own request's alone. They stay open until the next task. Joined
     requests are copied, so nothing is opened.
@@ -366,7 +371,7 @@ def _lend_inputs(view: PoolView, message: RunInference, manifest: Manifest) -> N
     They lie in one slab, in this order; what a chain or a sequence kept lies in slabs of its own,
     and between two slabs are other requests'."""
     slabs: list[tuple[int, int]] = []
-    for one in message.inputs if not message.joined else ():
+    for one in message.inputs if not message.batched else ():
         if one.pieces:  # it is gathered
             continue
         start, end = one.offset_bytes, one.offset_bytes + one.size_bytes
@@ -381,22 +386,22 @@ def _lend_inputs(view: PoolView, message: RunInference, manifest: Manifest) -> N
 
 
 def _inputs(
-    message: RunInference, pool: RequestPool, steps: Steps | None, caches: Caches
+    message: RunInference, pool: RequestPool, steps: DecodeRun | None, caches: KVBatchCache
 ) -> tuple[list[torch.Tensor], list[int]]:
     """Return the program's inputs, and the row count of each request if they are joined.
 
     Joined requests lie in one tensor, in private memory of the pool or of the caches.
     """
-    if not message.joined and (steps is None or not steps.most):
+    if not message.batched and (steps is None or not steps.most):
         return [pool.tensor(slab, is_code=message.is_code) for slab in message.inputs], []
-    requests: Requests = (message, *message.joined)
+    requests: Requests = (message, *message.batched)
     rows = [request.inputs[0].shape[0] for request in requests]
     if steps is not None and steps.most:
         pool.let_go()
         return steps.inputs(), rows
     caches.let_go()
     columns = zip(*(request.inputs for request in requests), strict=True)
-    return pool.joined(columns, message.model), rows
+    return pool.batched(columns, message.model), rows
 
 
 def _write(
@@ -405,7 +410,7 @@ def _write(
     message: RunInference,
     rows: list[int],
     pool: RequestPool,
-    steps: Steps | None,
+    steps: DecodeRun | None,
 ) -> list[tuple[SlabTensor, ...]]:
     """Each request's outputs to its own slab; ``split`` raises when there are other rows. Of what
     was padded each gets its own extents; of ``steps`` their tokens."""
@@ -413,7 +418,7 @@ def _write(
     parts: Iterable[Sequence[torch.Tensor]] = [outputs]
     if rows:
         parts = zip(*(torch.split(value, rows) for value in outputs), strict=True)
-    requests: Requests = (message, *message.joined)
+    requests: Requests = (message, *message.batched)
     slabs = []
     for number, (request, part) in enumerate(zip(requests, parts, strict=True)):
         own = _its_own(part, request, manifest) if rows and manifest.pads else part
@@ -423,7 +428,7 @@ def _write(
 
 
 def _its_own(
-    outputs: Sequence[torch.Tensor], request: RunInference | JoinedRequest, manifest: Manifest
+    outputs: Sequence[torch.Tensor], request: RunInference | BatchedRequest, manifest: Manifest
 ) -> list[torch.Tensor]:
     shapes = (slab.shape for slab in request.inputs)
     own = values_of((spec.shape for spec in manifest.inputs), shapes)
@@ -436,14 +441,14 @@ def _failure(message: RunInference, error: BaseException) -> InferenceFailed:
     if isinstance(error, PipeSwitchError):
         wire = to_wire(error)
         return InferenceFailed(
-            epoch=message.epoch,
+            op_id=message.op_id,
             error=wire["type"],
             message=wire["message"],
             data={key: str(value) for key, value in wire["data"].items()},
         )
     kind, text = type(error).__name__, _text(error)
     return InferenceFailed(
-        epoch=message.epoch,
+        op_id=message.op_id,
         error="TaskFailed",
         message=f'"{message.model}" raised {kind}: {text}',
         data={"type": kind, "text": text},

@@ -33,18 +33,24 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from pipeswitch.devices.view import HostCopies, now_ms
+from pipeswitch.devices.worker_device import HostCopies, now_ms
 from pipeswitch.ipc.gate import Gate, Where
-from pipeswitch.planning.swaps import LEAST_BYTES
+from pipeswitch.planning.swaps import MIN_BYTES
 
+from .activation_budget import TILE_BYTES, ActivationBudget
 from .copy_lane import Copy, CopyLanes
 from .host import JobHost
-from .saved import UNLIMITED, Place, Room, Saved, StepPlan
-from .tiles import TILE_BYTES, Tiles
+from .saved import UNLIMITED, ActivationMemory, Place, Saved, StepPlan
 from .torch_private import root, version
 
-CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
-                       nn.ConvTranspose3d)  # fmt: skip
+CONVOLUTIONS: Final = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 WORTH_MS: Final = 3.0  # a wait in which another job can compute: two switches
 CHARGE_BYTES: Final = 1 << 20  # host memory is asked for in so large pieces: seldom, and not ahead
 AskedFor = tuple[str, int | None]  # ``offload``, and the budget
@@ -134,13 +140,18 @@ class Activations:
     """
 
     def __init__(
-        self, offload: str, budget_bytes: int | None, copies: HostCopies, gate: Gate,
-        charge: Callable[[int], None] = lambda _: None, tiles: Tiles | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        offload: str,
+        budget_bytes: int | None,
+        copies: HostCopies,
+        gate: Gate,
+        charge: Callable[[int], None] = lambda _: None,
+        tiles: ActivationBudget | None = None,
+    ) -> None:
         self._charge, self._charged = charge, 0
         self._offload, self.asked_for = offload, (offload, budget_bytes)
         self._lanes, self._gate = CopyLanes(copies, gate), gate
-        self.room = Room(budget_bytes, tiles, gate)
+        self.room = ActivationMemory(budget_bytes, tiles, gate)
         self.plan = StepPlan(offload, gate, self._lanes)
         self._layers = _Layers(self.keep, self._lanes)
         self._own = _Storages()  # parameters, buffers, the batch
@@ -248,7 +259,7 @@ class Activations:
         """1. of a storage's life, and 2."""
         self._ahead = None
         size_bytes = storage.nbytes()
-        may_leave = size_bytes >= LEAST_BYTES and self._offload in ("auto", "all")
+        may_leave = size_bytes >= MIN_BYTES and self._offload in ("auto", "all")
         saved = Saved(len(self.plan.of_step), size_bytes, self._layers.number, may_leave)
         self.plan.of_step.append(saved)
         has_room = self._make_room(size_bytes, "forward")
@@ -268,7 +279,7 @@ class Activations:
         return saved
 
     def _send_once(self, saved: Saved) -> None:
-        if saved.place is Place.DEVICE and saved.host is None and saved.size_bytes >= LEAST_BYTES:
+        if saved.place is Place.DEVICE and saved.host is None and saved.size_bytes >= MIN_BYTES:
             saved.may_leave = True
             self._send(saved)
 
@@ -316,8 +327,11 @@ class Activations:
     def _look_ahead(self, current: Saved) -> None:
         """Ask back what is used next, as far as there is room; without a budget, of one layer."""
         if self._ahead is None:
-            away = [one for one in self._alive if one.place in (Place.HOST, Place.LEAVING)
-                    and not one.is_used]  # fmt: skip
+            away = [
+                one
+                for one in self._alive
+                if one.place in (Place.HOST, Place.LEAVING) and not one.is_used
+            ]
             away.sort(key=lambda one: (-self.plan.rank.get(one.number, 0), one.number))
             self._ahead = away
         layers = {current.layer}
@@ -412,7 +426,7 @@ class Activations:
         It leaves for a long copy, in a step whose times are known.
         """
         gate, lanes = self._gate, self._lanes
-        may_leave = gate.lets_copy and not (self.plan.measuring or gate.in_optimizer_step)
+        may_leave = gate.allows_copies and not (self.plan.measuring or gate.in_optimizer_step)
         is_long = size_bytes > WORTH_MS * lanes.bytes_per_ms(to_host=where == "forward")
         if self.room.tiles is None or not (may_leave and is_long):
             self.room.waited_ms += lanes.wait(where)
@@ -489,10 +503,13 @@ class Activations:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Return True if the bytes describe all of the tensor."""
     return (
-        type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-        and not tensor.is_quantized and not tensor.is_conj() and not tensor.is_neg()
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
         and tensor.numel() > 0
-    )  # fmt: skip
+    )
 
 
 def _may_be_copied(saved: Saved) -> bool:

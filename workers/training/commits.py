@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from pipeswitch.base import tagged
+from pipeswitch.base import state_codec
 from pipeswitch.base.errors import InvalidInput, OutOfDeviceMemory
 from pipeswitch.commits.image import HEADER_BYTES, dump_json, pack_header
 from pipeswitch.inputs.randomness import RandomState
@@ -23,7 +23,7 @@ from pipeswitch.programs.interface.layout import aligned
 from .host import JobHost
 from .layout import history_bytes, sparse_gradient_bytes
 from .objects import TrainedObjects, load_options, options_of
-from .place import PAST, Position, SavedImage
+from .script_cursor import PAST, CursorPosition, SavedImage
 from .slice import TrainingSlice
 from .snapshot import Captured, DataState, captured
 from .torch_private import mark_optimizer_called, optimizer_was_called, version
@@ -36,7 +36,7 @@ JSON_NAMES: Final = 16  # how often the JSON names each parameter: its tensors, 
 class Point:
     """One captured commit point."""
 
-    position: Position
+    position: CursorPosition
     random: RandomState
     data: DataState
     entry: Mapping[str, Any]  # states at script, epoch and loop start, for ``tagged``
@@ -76,7 +76,7 @@ class Committer:
 
     def capture(
         self,
-        position: Position,
+        position: CursorPosition,
         data: DataState,
         entry: Mapping[str, Any],
         last: Point | None,
@@ -97,10 +97,16 @@ class Committer:
         self._layout.gather_parameters()
         odd_buffers = self._layout.snapshot_buffers()
         parameters = self._objects.parameters
-        gradients = [(n, p.grad, version(p.grad)) for n, p in parameters.items()
-                     if p.grad is not None and not p.grad.is_sparse]  # fmt: skip
-        sparse = {n: p.grad.coalesce().clone() for n, p in parameters.items()
-                  if p.grad is not None and p.grad.is_sparse}  # fmt: skip
+        gradients = [
+            (n, p.grad, version(p.grad))
+            for n, p in parameters.items()
+            if p.grad is not None and not p.grad.is_sparse
+        ]
+        sparse = {
+            n: p.grad.coalesce().clone()
+            for n, p in parameters.items()
+            if p.grad is not None and p.grad.is_sparse
+        }
         if self._copies_gradients:
             self._copy_gradients(gradients)
         return Point(
@@ -181,7 +187,7 @@ class Committer:
             self._layout.view(self._layout.gradient_places[name]).copy_(gradient)
 
     def _write_head(self, point: Point, image_bytes: int) -> None:
-        state, attachments = tagged.encode(self._values(point))
+        state, attachments = state_codec.encode(self._values(point))
         blobs: dict[str, dict[str, int]] = {}
         offset = HEADER_BYTES
         parts = {"state": [a.read() for a in attachments], "options": point.options.read()}
@@ -351,7 +357,7 @@ def _are_intact(gradients: list[tuple[str, torch.Tensor, int]]) -> bool:
 
 def _tensor_from(saved: SavedImage, name: str, device: torch.device) -> torch.Tensor:
     entry = saved.content["tensors"][name]
-    if entry["dtype"] not in tagged.TORCH_DTYPES:
+    if entry["dtype"] not in state_codec.TORCH_DTYPES:
         raise InvalidInput(f"{name}: unknown dtype {entry['dtype']!r}")
     dtype = getattr(torch, entry["dtype"])
     raw = bytearray(saved.blob(name))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pipeswitch.devices.view import HostCopies
+from pipeswitch.devices.worker_device import HostCopies
 from pipeswitch.ipc.gate import Gate, Where
 
 
@@ -180,5 +180,5 @@ class CopyLanes:
     def _must_stand_aside(self) -> bool:
         """A task in ``optimizer.step()`` cannot park: what its closure waits for must come."""
         gate = self._gate
-        is_stopping = gate.asked and not gate.lets_copy
+        is_stopping = gate.asked and not gate.allows_copies
         return is_stopping and not (gate.in_optimizer_step or self._is_closed)

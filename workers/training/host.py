@@ -17,14 +17,14 @@ from pipeswitch.base.errors import PipeSwitchError, TaskPreempted, from_wire
 from pipeswitch.base.failpoints import reach
 from pipeswitch.commits.area import CommitArea, slot_bytes_of
 from pipeswitch.commits.progress import SUFFIX, Life, Progress, read_life
-from pipeswitch.devices.view import HostCopies, PoolView, now_ms
+from pipeswitch.devices.worker_device import HostCopies, WorkerDevice, now_ms
 from pipeswitch.inputs.ring import Ring
 from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages import worker as worker_msg
 from pipeswitch.ipc.messages.base import ByteRange, ModelName, StepCommitted
 from pipeswitch.ipc.sparse import keep_newest
 
-from .tiles import Tiles
+from .activation_budget import ActivationBudget
 
 MAX_HISTORY_BYTES: Final = 64 << 20  # a line of three numbers takes about 60
 
@@ -37,13 +37,17 @@ class JobHost:
     """
 
     def __init__(
-        self, message: worker_msg.RunJob, task: Channel, view: PoolView, descriptors: Sequence[int]
+        self,
+        message: worker_msg.RunJob,
+        task: Channel,
+        view: WorkerDevice,
+        descriptors: Sequence[int],
     ) -> None:
         self._message = message
         self._task = task
         self._view = view
         self.device = view.device
-        self.tiles: Tiles | None = None  # where all jobs share what activations may take
+        self.tiles: ActivationBudget | None = None  # where all jobs share what activations may take
         self._changed = threading.Condition()
         self._lease: (
             worker_msg.LeaseGranted | worker_msg.LeaseRefused | worker_msg.HostGranted | None
@@ -64,7 +68,7 @@ class JobHost:
         self._commits = areas[-1] if message.share else last
 
     def host_copies(self) -> HostCopies:
-        """See ``PoolView``."""
+        """See ``WorkerDevice``."""
         return self._view.host_copies()
 
     def now_ms(self) -> float:
@@ -96,7 +100,7 @@ class JobHost:
         reach("job.lease")
         self._view.settle()  # what still reads the former slice: it may be given to another
         request = worker_msg.LeaseRequest(
-            epoch=self._message.epoch, slice_bytes=slice_bytes, state_bytes=state_bytes
+            op_id=self._message.op_id, slice_bytes=slice_bytes, state_bytes=state_bytes
         )
         answer = self._ask(request, or_evicted=True)
         if answer is None:
@@ -116,7 +120,7 @@ class JobHost:
             HostStoreFull: there is no room; earlier grants stay.
         """
         self._ask(
-            worker_msg.HostRequest(epoch=self._message.epoch, size_bytes=size_bytes),
+            worker_msg.HostRequest(op_id=self._message.op_id, size_bytes=size_bytes),
             or_evicted=False,
         )
 
@@ -143,7 +147,7 @@ class JobHost:
         self._view.settle()  # the daemon reads the slice: every kernel before has run
         self._task.send(
             worker_msg.CommitStep(
-                epoch=self._message.epoch,
+                op_id=self._message.op_id,
                 number=self._commit_number,
                 step=step,
                 ranges=tuple(ByteRange(offset_bytes=o, size_bytes=s) for o, s in ranges),
@@ -195,7 +199,7 @@ class JobHost:
             self._publishing += 1
         self._task.send(
             worker_msg.PublishStep(
-                epoch=self._message.epoch,
+                op_id=self._message.op_id,
                 model=ModelName(model),
                 step=step,
                 part=part,
@@ -268,7 +272,7 @@ class JobHost:
     def report(self, kind: str, /, **values: Any) -> None:
         """Tell the controller: progress, log, warnings, events. Does not block."""
         reach("job.report")
-        self._task.send(worker_msg.JobReport(epoch=self._message.epoch, kind=kind, values=values))
+        self._task.send(worker_msg.JobReport(op_id=self._message.op_id, kind=kind, values=values))
 
     # -- termination thread --------------------------------------------------------------------
 

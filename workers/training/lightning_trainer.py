@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from pipeswitch.base.errors import InvalidInput
 
-from .feed import Feed, Keepers, TrainerLoop
+from .loader_proxy import Keepers, LoaderProxy, TrainerLoop
 
 NUMBERED: Final = ("CSVLogger", "TensorBoardLogger")  # they begin a folder, version_N, each time
 
@@ -99,7 +99,7 @@ class LightningLoop(TrainerLoop):
             raise InvalidInput(
                 "job.trainer: the training loader has no length", hint="give its dataset a __len__"
             )
-        self.feed = Feed(self, loader)
+        self.feed = LoaderProxy(self, loader)
         return self.feed
 
     def objects(self) -> dict[str, Any]:

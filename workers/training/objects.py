@@ -153,8 +153,11 @@ class TrainedObjects:
 
     def refuse_other_objects(self, other: TrainedObjects) -> None:
         """Raise InvalidInput if a later loop of the phase has other objects or names."""
-        pairs = ((self.models, other.models), (self.optimizers, other.optimizers),
-                 (self.schedulers, other.schedulers))  # fmt: skip
+        pairs = (
+            (self.models, other.models),
+            (self.optimizers, other.optimizers),
+            (self.schedulers, other.schedulers),
+        )
         if any(a.keys() != b.keys() or any(a[key] is not b[key] for key in a) for a, b in pairs):
             raise InvalidInput(
                 "the loops inside one job.epochs train different objects",

@@ -15,13 +15,13 @@ from .hooks import Closure, hook_modules
 from .host import JobHost
 from .layout import history_bytes
 from .objects import TrainedObjects
-from .place import SavedImage, ScriptPlace
 from .reports import Reports
+from .script_cursor import SavedImage, ScriptCursor
 from .slice import TrainingSlice
 from .snapshot import DataPosition
 from .timing import CommitTiming, WriteWatch
 
-MOST_BODIES_TO_A_POINT: Final = 64
+MAX_BODIES_TO_A_POINT: Final = 64
 GROWS_AGAIN_MS: Final = 5000.0  # pause after a growth that found no room
 GROWTH: Final = 2  # factor of the need, so that the state area grows rarely
 
@@ -34,9 +34,15 @@ class Phase:
     """
 
     def __init__(
-        self, host: JobHost, gate: Gate, place: ScriptPlace, reports: Reports,
-        timing: CommitTiming, watch: WriteWatch, objects: TrainedObjects,
-    ) -> None:  # fmt: skip
+        self,
+        host: JobHost,
+        gate: Gate,
+        place: ScriptCursor,
+        reports: Reports,
+        timing: CommitTiming,
+        watch: WriteWatch,
+        objects: TrainedObjects,
+    ) -> None:
         self._host, self._gate, self.place, self._reports = host, gate, place, reports
         self._timing, self._watch = timing, watch
         self.number, self.objects = place.phase, objects
@@ -196,14 +202,16 @@ class Phase:
         assert self.point is not None
         bodies = self.place.step - self.point.position.step
         is_free = not (is_counted or self.place.has_updated)
-        return self.has_stepped or is_free or bodies >= MOST_BODIES_TO_A_POINT
+        return self.has_stepped or is_free or bodies >= MAX_BODIES_TO_A_POINT
 
     def is_whole(self) -> bool:
         """Return whether the last point still equals the current state."""
         return (
-            self.point is not None and self.point.position == self.place.position
-            and not self.has_stepped and self.committer.is_intact(self.point)
-        )  # fmt: skip
+            self.point is not None
+            and self.point.position == self.place.position
+            and not self.has_stepped
+            and self.committer.is_intact(self.point)
+        )
 
     def watch_writes(self) -> None:
         """Check whether the body wrote parameters itself, before any optimizer step."""

@@ -14,12 +14,12 @@ import torch
 
 from pipeswitch.base.errors import OutOfDeviceMemory
 from pipeswitch.base.units import format_bytes
-from pipeswitch.devices.view import now_ms
+from pipeswitch.devices.worker_device import now_ms
 from pipeswitch.ipc.gate import Gate
-from pipeswitch.planning.swaps import Event, Forecast, Lane, Step, What, least_bytes, plan
+from pipeswitch.planning.swaps import Event, Forecast, LinkQueue, Step, What, min_bytes, plan
 
+from .activation_budget import ActivationBudget
 from .copy_lane import Copy, CopyLanes
-from .tiles import Tiles
 
 STEPS_MEASURED: Final = 2  # at the start of a loop; the first one has cold caches
 SEARCH_MS: Final = 200.0  # time limit for planning, once in a loop; a waiting request ends it
@@ -86,7 +86,7 @@ class StepPlan:
             self._events.append(Event(what, saved.number, compute_ms))
             self._event_at_ms, self._event_waited_ms = at_ms, waited_ms
 
-    def end(self, room: Room) -> dict[str, Any]:
+    def end(self, room: ActivationMemory) -> dict[str, Any]:
         """End a body: return its figures, and plan the next ones if it was measured."""
         took_ms, planned = now_ms() - self._began_ms, self.forecast
         figures = {
@@ -107,7 +107,7 @@ class StepPlan:
             elif self.measuring or self.measured is None:
                 tiles.forget()  # a measured step has the device alone
             elif not tiles.is_known:
-                tiles.learn(least_bytes(self.measured))
+                tiles.learn(min_bytes(self.measured))
             tiles.enter_step(is_in=False)
         return figures
 
@@ -117,18 +117,24 @@ class StepPlan:
         self.measured = step = Step(sizes_bytes=sizes, events=self._events)
         uses = [event.storage for event in self._events if event.what == "use"]
         self.rank = {storage: rank for rank, storage in enumerate(uses)}
-        out, back = (Lane(bytes_per_ms=self._lanes.bytes_per_ms(to_host=w)) for w in (True, False))
+        out, back = (
+            LinkQueue(bytes_per_ms=self._lanes.bytes_per_ms(to_host=w)) for w in (True, False)
+        )
         until_ms = now_ms() + SEARCH_MS
         self.forecast = plan(
-            step, budget_bytes, (out, back),
+            step,
+            budget_bytes,
+            (out, back),
             is_over=lambda: self._gate.asked or now_ms() > until_ms,
-        )  # fmt: skip
+        )
 
 
-class Room:
+class ActivationMemory:
     """Device memory that a job's saved storages hold, within its budget and the device's tiles."""
 
-    def __init__(self, budget_bytes: int | None, tiles: Tiles | None, gate: Gate) -> None:
+    def __init__(
+        self, budget_bytes: int | None, tiles: ActivationBudget | None, gate: Gate
+    ) -> None:
         self.is_limited = budget_bytes is not None or tiles is not None
         self.budget = UNLIMITED if budget_bytes is None else budget_bytes
         if tiles is not None:
@@ -162,7 +168,7 @@ class Room:
         if self.tiles is not None:
             self.tiles.hold(self.held)
 
-    def _await(self, is_there: Callable[[Tiles], bool]) -> None:
+    def _await(self, is_there: Callable[[ActivationBudget], bool]) -> None:
         """Leave the device until other jobs have released enough; poll, as nothing signals that."""
         tiles, began_ms = self.tiles, now_ms()
         assert tiles is not None
@@ -212,4 +218,4 @@ def least_for(of_step: Sequence[Saved]) -> int:
         events += [Event("use", number, 0.0) for number in numbers]
         events += [Event("release", number, 0.0) for number in numbers]
     sizes = [one.size_bytes for one in of_step]
-    return least_bytes(Step(sizes_bytes=sizes, events=events))
+    return min_bytes(Step(sizes_bytes=sizes, events=events))

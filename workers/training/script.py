@@ -78,7 +78,7 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
         _run_exit_hooks()
     _flush()
     return JobEnded(
-        epoch=message.epoch,
+        op_id=message.op_id,
         outcome=outcome,
         step=session.step,
         error_type=kind,

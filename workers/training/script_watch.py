@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipeswitch.base import tagged
+from pipeswitch.base import state_codec
 from pipeswitch.inputs.randomness import GENERATORS, generators_of
 
 from .objects import TrainedObjects
@@ -26,7 +26,7 @@ from .snapshot import NOTES, has_state, state_of
 from .torch_private import version
 
 MOST_LOOKED_AT: Final = 64  # entries of a list or dict; of longer ones only the length
-MOST_MODULES: Final = 200
+MAX_MODULES: Final = 200
 CLOCKS: Final = (time.time, time.monotonic, time.perf_counter)
 
 
@@ -86,7 +86,7 @@ def _marks(
         places.append(("self.", getattr(owner, "__dict__", {})))
     places_of_data = () if has_state(loader) else ("dataset", "sampler", "batch_sampler")
     parts = [getattr(loader, name, None) for name in places_of_data]
-    for part in (*objects.modules[:MOST_MODULES], *(one for one in parts if not has_state(one))):
+    for part in (*objects.modules[:MAX_MODULES], *(one for one in parts if not has_state(one))):
         if not type(part).__module__.startswith(("torch.", "builtins")):
             places.append((f"{type(part).__name__}.", getattr(part, "__dict__", {})))
     for prefix, names in places:
@@ -129,7 +129,7 @@ def _mark(value: Any) -> tuple[Any, ...] | None:
         return (id(value), sum(map(version, tensors)))
     if isinstance(value, GENERATORS) or (has_state(value) and hasattr(value, "load_state_dict")):
         try:
-            data, attachments = tagged.encode(state_of(value))
+            data, attachments = state_codec.encode(state_of(value))
             return (id(value), repr(data), *(one.read() for one in attachments))
         except Exception:  # the script's own object
             return None

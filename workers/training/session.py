@@ -32,13 +32,13 @@ from pipeswitch.ipc.gate import Gate
 from pipeswitch.job import InexactResumeWarning, warn_if_not_finite
 
 from .activations import Activations
-from .feed import AcceleratedEpoch, Source
 from .hooks import use_gate
 from .host import JobHost
+from .loader_proxy import AcceleratedEpoch, Source
 from .objects import TrainedObjects, bare
 from .phase import Phase
-from .place import Position, SavedImage, ScriptPlace
 from .reports import Reports
+from .script_cursor import CursorPosition, SavedImage, ScriptCursor
 from .script_watch import ScriptWatch
 from .snapshot import DataPosition, named, named_extras
 from .timing import CommitTiming, WriteWatch
@@ -67,7 +67,7 @@ class TrainingSession:
         self._host, self._gate = host, gate
         self._reports = Reports(host)
         self._timing = CommitTiming(commit_every_ms, host.now_ms)
-        self.place = ScriptPlace(host.restore())
+        self.place = ScriptCursor(host.restore())
         saved = self.place.saved
         self._watch = WriteWatch(*((False, False) if saved is None else saved.values["bodies"]))
         self._phase: Phase | None = None
@@ -298,7 +298,7 @@ class TrainingSession:
         self._gate.finishes_step = lambda: self._open_loop is not None and made.goes_to_point()
         return made
 
-    def _open(self, phase: Phase, start: Position) -> Iterator[Any] | None:
+    def _open(self, phase: Phase, start: CursorPosition) -> Iterator[Any] | None:
         """Start, resume or skip (None) the loop that begins at ``start``."""
         saved = self.place.image_of_phase()
         if saved is None:
@@ -316,7 +316,7 @@ class TrainingSession:
             raise InvalidInput(f"loop {start.name!r} was {saved.position.name!r} when committed")
         return self._open_saved(phase, saved)
 
-    def _open_fresh(self, phase: Phase, start: Position) -> Iterator[Any]:
+    def _open_fresh(self, phase: Phase, start: CursorPosition) -> Iterator[Any]:
         # First: a loader that is asked for its state may begin, and draw.
         self.place.entry["loop_random"] = RandomState(self.device).values()
         data = phase.data.capture()

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from pipeswitch.base import tagged
+from pipeswitch.base import state_codec
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.inputs.loader import SharedLoader
 from pipeswitch.inputs.randomness import GENERATORS, RandomState, generators_of
@@ -42,7 +42,7 @@ class Captured:
     """A tagged value as it was: small attachments copied, large tensors watched by version."""
 
     def __init__(self, value: Any, fingerprint: bytes | None = None) -> None:
-        self.data, attachments = tagged.encode(value)
+        self.data, attachments = state_codec.encode(value)
         text = json.dumps(self.data)
         # ``marshal`` writes bytes and numpy's scalars alike.
         has_raw = bool(attachments) or '{"bytes":' in text or '{"scalar":' in text
@@ -63,7 +63,7 @@ class Captured:
     def read(self) -> list[bytes]:
         """Return the attachments' bytes."""
         return [
-            part if isinstance(part, bytes) else tagged.Attachment(part[0], 0).read()
+            part if isinstance(part, bytes) else state_codec.Attachment(part[0], 0).read()
             for part in self._parts
         ]
 
@@ -153,8 +153,10 @@ def named_extras(value: Any, *, is_literal: bool) -> dict[str, Any]:
         )
     for name, item in found.items():
         if hasattr(item, "state_dict") and not hasattr(item, "load_state_dict"):
-            raise InvalidInput(f"extra_state {name!r}: a {type(item).__name__} has a state_dict() "
-                               "and no load_state_dict()")  # fmt: skip
+            raise InvalidInput(
+                f"extra_state {name!r}: a {type(item).__name__} has a state_dict() "
+                "and no load_state_dict()"
+            )
     return found
 
 
@@ -275,10 +277,10 @@ def digest_of(batch: Any) -> str | None:
     for part in _parts_of(batch):
         if isinstance(part, torch.Tensor) and part.layout is torch.strided:
             total.update(repr((part.dtype, part.shape)).encode())
-            total.update(tagged.Attachment(part, 0).read())
+            total.update(state_codec.Attachment(part, 0).read())
         elif isinstance(part, (str, bytes, int, float, complex, np.generic)) or part is None:
             total.update(repr(part).encode())
-        elif isinstance(part, np.ndarray) and part.dtype.kind in tagged.NUMPY_KINDS:
+        elif isinstance(part, np.ndarray) and part.dtype.kind in state_codec.NUMPY_KINDS:
             total.update(repr((part.dtype, part.shape)).encode() + part.tobytes())
         else:
             return None

@@ -7,7 +7,7 @@ from typing import Final
 
 FIRST_COMMIT_GAP_MS: Final = 50.0  # of each start of the script
 COMMIT_SHARE: Final = 50  # a commit may take 1/50 of the time: the copy costs memory bandwidth
-LEAST_WAIT_FOR_STEP_MS: Final = 1000.0  # minimum wait of an eviction for a body that has begun
+MIN_WAIT_FOR_STEP_MS: Final = 1000.0  # minimum wait of an eviction for a body that has begun
 
 
 class CommitTiming:
@@ -47,7 +47,7 @@ class CommitTiming:
         if self._evicted_at_ms is None:
             self._evicted_at_ms = now_ms
         since_commit_ms = self._evicted_at_ms - self.committed_at_ms
-        return now_ms - self._evicted_at_ms < max(LEAST_WAIT_FOR_STEP_MS, since_commit_ms)
+        return now_ms - self._evicted_at_ms < max(MIN_WAIT_FOR_STEP_MS, since_commit_ms)
 
 
 class WriteWatch:

@@ -16,9 +16,24 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.hooks import RemovableHandle
 
 RAISING: Final = (
-    "CALL", "PRECALL", "RAISE", "RERAISE", "BINARY", "COMPARE", "CONTAINS", "LOAD", "STORE",
-    "UNARY", "UNPACK", "DELETE", "IMPORT", "FORMAT", "FOR_ITER", "GET_ITER", "BEFORE_WITH",
-)  # fmt: skip
+    "CALL",
+    "PRECALL",
+    "RAISE",
+    "RERAISE",
+    "BINARY",
+    "COMPARE",
+    "CONTAINS",
+    "LOAD",
+    "STORE",
+    "UNARY",
+    "UNPACK",
+    "DELETE",
+    "IMPORT",
+    "FORMAT",
+    "FOR_ITER",
+    "GET_ITER",
+    "BEFORE_WITH",
+)
 """Prefixes of the names of Python's instructions that may raise."""
 
 

@@ -19,12 +19,15 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from pipeswitch.base.errors import InvalidInput
 
-from .feed import Feed, Keepers, TrainerLoop
+from .loader_proxy import Keepers, LoaderProxy, TrainerLoop
 
 LOSSES: Final = (
-    "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step",
-    "_initial_num_input_tokens_seen", "current_flos",
-)  # fmt: skip
+    "_total_loss_scalar",
+    "_globalstep_last_logged",
+    "_initial_global_step",
+    "_initial_num_input_tokens_seen",
+    "current_flos",
+)
 MAX_LOGGED: Final = 200  # of ``log_history``, the newest: a commit keeps what is small
 FOREVER: Final = 1 << 80  # updates: a train() that had ended runs no epoch
 
@@ -78,7 +81,7 @@ class TransformersLoop(TrainerLoop):
                 "job.trainer: accelerate would dispatch the batches of an iterable dataset",
                 hint='TrainingArguments(accelerator_config={"dispatch_batches": False})',
             )
-        self.feed = Feed(self, loader)
+        self.feed = LoaderProxy(self, loader)
         return self.feed
 
     def objects(self) -> dict[str, Any]:
@@ -127,6 +130,6 @@ class TransformersLoop(TrainerLoop):
 
 def _skip(loader: Any, num_batches: int = 0) -> Any:
     """``accelerate.skip_first_batches``, which would make a loader of its own."""
-    if isinstance(loader, Feed):
+    if isinstance(loader, LoaderProxy):
         return loader.skip(num_batches)
     return _skip_first_batches(loader, num_batches)

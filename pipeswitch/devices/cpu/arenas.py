@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from ...base.errors import RemoteProtocolError
-from ...ipc.board import seal_against_writers, sealed_memfd
+from ...ipc.control_page import seal_against_writers, sealed_memfd
 from ...ipc.messages.daemon import TransmitModel
 from ...ipc.sparse import keep_only
 from ..orders import WORD_BYTES

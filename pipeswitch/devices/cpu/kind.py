@@ -11,7 +11,7 @@ from ...ipc.messages.daemon import DaemonSettings
 from ...ipc.messages.worker import WorkerSettings
 from .. import ChosenDevice
 from .memory import CpuDeviceMemory
-from .view import CpuPoolView
+from .worker_device import CpuWorkerDevice
 
 ARENA_SHARE: Final = 10  # of what is available: one part in so many
 
@@ -35,14 +35,21 @@ class CpuKind:
         return nullcontext()
 
     def open_memory(
-        self, settings: DaemonSettings, store: int, board: int, bells: Sequence[int]
+        self, settings: DaemonSettings, store: int, control_page: int, doorbells: Sequence[int]
     ) -> CpuDeviceMemory:
         """See ``DeviceKind``."""
-        *workers, own = bells
-        return CpuDeviceMemory(settings, store=store, board=board, bells=workers, bell=own)
+        *workers, own = doorbells
+        return CpuDeviceMemory(
+            settings, store=store, control_page=control_page, doorbells=workers, doorbell=own
+        )
 
     def open_view(
-        self, settings: WorkerSettings, arena: Sequence[int], *, board: int, bells: Sequence[int]
-    ) -> CpuPoolView:
+        self,
+        settings: WorkerSettings,
+        arena: Sequence[int],
+        *,
+        control_page: int,
+        doorbells: Sequence[int],
+    ) -> CpuWorkerDevice:
         """See ``DeviceKind``."""
-        return CpuPoolView(settings, arena, board=board, bells=bells)
+        return CpuWorkerDevice(settings, arena, control_page=control_page, doorbells=doorbells)

@@ -22,15 +22,15 @@ from typing import Final
 import numpy as np
 
 from ...base.failpoints import reach
-from ...ipc.board import sealed_memfd
+from ...ipc.control_page import sealed_memfd
 from ...ipc.messages.base import ByteRange
 from ...ipc.messages.daemon import DaemonSettings, GroupCopy, TransmitEnded, TransmitModel
 from ...programs.interface.layout import aligned
 from ..memory import DeviceMemory, OnEnd, Transmission
 from ..orders import WORD_MASK, check_range
-from ..view import now_ms
+from ..worker_device import now_ms
 from .arenas import Bytes, FilePerTenant, Models, OneFile
-from .windows import UNIT_BYTES, unmap
+from .page_protection import UNIT_BYTES, unmap
 
 log = logging.getLogger(__name__)
 
@@ -73,9 +73,9 @@ class CpuDeviceMemory(DeviceMemory):
         settings: DaemonSettings,
         *,
         store: int,
-        bells: Sequence[int],
-        board: int = -1,
-        bell: int = -1,
+        doorbells: Sequence[int],
+        control_page: int = -1,
+        doorbell: int = -1,
     ) -> None:
         """Take the memory.
 
@@ -83,7 +83,9 @@ class CpuDeviceMemory(DeviceMemory):
             OSError: not enough memory.
             RemoteProtocolError: sizes that contradict each other.
         """
-        super().__init__(settings, store=store, bells=bells, board=board, bell=bell)
+        super().__init__(
+            settings, store=store, doorbells=doorbells, control_page=control_page, doorbell=doorbell
+        )
         self._store_descriptor = store
         kind = FilePerTenant if settings.separates_tenants else OneFile
         self._models: Models = kind(self.arena_bytes, settings.words)
@@ -180,11 +182,11 @@ class CpuDeviceMemory(DeviceMemory):
                 if job.cancelled.is_set():
                     break  # perhaps in the middle of this group: its word must not rise
                 reach("daemon.transmit.group")
-                ends_at_ms.append(now_ms())  # before the bell: a woken worker takes the core
-                self._models.raise_word(order.tenant, group.word, order.epoch & WORD_MASK)
+                ends_at_ms.append(now_ms())  # before the doorbell: a woken worker takes the core
+                self._models.raise_word(order.tenant, group.word, order.op_id & WORD_MASK)
                 self._ring_all()
         except Exception:
-            log.exception("transmission=%d failed", order.epoch)
+            log.exception("transmission=%d failed", order.op_id)
         reach("daemon.transmit.end")
         return job.ended(started_at_ms, ends_at_ms, copied_bytes)
 

@@ -28,7 +28,9 @@ STREAM_NON_BLOCKING: Final = 0x1  # does not wait for the legacy default stream
 EVENT_BLOCKING_SYNC: Final = 0x1  # a waiting thread sleeps instead of spinning
 EVENT_DISABLE_TIMING: Final = 0x2
 IPC_LAZY_PEER_ACCESS: Final = 0x1
-WAIT_VALUE_EQ: Final = 0x1  # CU_STREAM_WAIT_VALUE_EQ: exactly the epoch, as on the cpu device
+WAIT_VALUE_EQ: Final = (
+    0x1  # CU_STREAM_WAIT_VALUE_EQ: exactly the operation id, as on the cpu device
+)
 
 NOT_READY: Final = "cudaErrorNotReady"
 DEVICE_ASSERT: Final = "cudaErrorAssert"
@@ -236,16 +238,18 @@ class Cuda(Queues):
                 "the NVIDIA driver is loaded, but shows this process no GPU",
                 hint="look at nvidia-smi and CUDA_VISIBLE_DEVICES; in a container give it the GPU "
                 "(--gpus all); or serve --device cpu",
-                kind="no device", code=code,
-            )  # fmt: skip
+                kind="no device",
+                code=code,
+            )
         if version == 0:
             return no_driver(code=code)
         return NoCudaDevice(
             f"the NVIDIA driver (for CUDA {version // 1000}.{version % 1000 // 10}) cannot be used "
             f"with this torch: {code}",
             hint="update the driver, or install a torch built for this CUDA; or serve --device cpu",
-            kind="no driver", code=code,
-        )  # fmt: skip
+            kind="no driver",
+            code=code,
+        )
 
     def name_and_uuid(self, index: int) -> tuple[str, str]:
         """Return the name and UUID of the device at ``index``; the query makes no context."""

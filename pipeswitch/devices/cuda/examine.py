@@ -50,8 +50,11 @@ def look(
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-X", "faulthandler", "-m", program, json.dumps(order)],
-            stdin=subprocess.DEVNULL, capture_output=True, timeout=SELFTEST_S, check=False,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=SELFTEST_S,
+            check=False,
+        )
         output, last_words, status = done.stdout, done.stderr, f"status {done.returncode}"
     except subprocess.TimeoutExpired as error:
         output, last_words = error.stdout or b"", error.stderr or b""

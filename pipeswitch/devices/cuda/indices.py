@@ -26,13 +26,29 @@ LOOKUPS: Final[Mapping[str, tuple[int, int]]] = {
 KEEPS_VALUES: Final = frozenset(
     f"aten.{name}"
     for name in (
-        "view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints",
-        "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims", "expand.default",
-        "permute.default", "transpose.int", "t.default", "alias.default", "detach.default",
-        "clone.default", "contiguous.default", "lift_fresh_copy.default", "to.dtype",
-        "to.device", "to.dtype_layout", "_to_copy.default",
+        "view.default",
+        "reshape.default",
+        "_unsafe_view.default",
+        "flatten.using_ints",
+        "unsqueeze.default",
+        "squeeze.default",
+        "squeeze.dim",
+        "squeeze.dims",
+        "expand.default",
+        "permute.default",
+        "transpose.int",
+        "t.default",
+        "alias.default",
+        "detach.default",
+        "clone.default",
+        "contiguous.default",
+        "lift_fresh_copy.default",
+        "to.dtype",
+        "to.device",
+        "to.dtype_layout",
+        "_to_copy.default",
     )
-)  # fmt: skip
+)
 """Operators whose result holds every value of their first argument, and no others. A slice is not
 one: what it leaves out may be anything."""
 

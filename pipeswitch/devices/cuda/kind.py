@@ -16,12 +16,12 @@ import msgspec
 
 from ...base.config import DeviceConfig
 from ...base.errors import ConfigError, PipeSwitchError
-from ...base.units import Amount
+from ...base.units import SizeSpec
 from ...ipc.messages.daemon import DaemonSettings
 from ...ipc.messages.worker import WorkerSettings
 from .. import ChosenDevice
 from ..memory import DeviceMemory
-from ..view import PoolView
+from ..worker_device import WorkerDevice
 from .examine import examine
 from .ladder import TESTS, CudaOptions, Ladder, Outcome, Wishes, choose
 
@@ -101,7 +101,7 @@ class CudaKind:
             os.close(descriptor)
 
     def open_memory(
-        self, settings: DaemonSettings, store: int, board: int, bells: Sequence[int]
+        self, settings: DaemonSettings, store: int, control_page: int, doorbells: Sequence[int]
     ) -> DeviceMemory:
         """See ``DeviceKind``."""
         from .bindings import Cuda
@@ -112,28 +112,39 @@ class CudaKind:
             Cuda.load(options.package),
             settings,
             store=store,
-            board=board,
-            bells=bells[:-1],
-            bell=bells[-1],
+            control_page=control_page,
+            doorbells=doorbells[:-1],
+            doorbell=doorbells[-1],
             extra_bytes=options.slice_bytes,
             word_writer=options.words,
             on_lost=_leave,
         )
 
     def open_view(
-        self, settings: WorkerSettings, arena: Sequence[int], *, board: int, bells: Sequence[int]
-    ) -> PoolView:
+        self,
+        settings: WorkerSettings,
+        arena: Sequence[int],
+        *,
+        control_page: int,
+        doorbells: Sequence[int],
+    ) -> WorkerDevice:
         """Implement ``DeviceKind.open_view``; makes this process's context."""
         from .bindings import Cuda
         from .torch import torch_side
-        from .view import CudaPoolView
+        from .worker_device import CudaWorkerDevice
 
         (words,) = arena
         options = CudaOptions.shown(settings.options)
         side = torch_side(options.package, 0)
         cuda = Cuda.load(options.package)
-        view = CudaPoolView(
-            cuda, side, settings, options, words_descriptor=words, board=board, bells=bells
+        view = CudaWorkerDevice(
+            cuda,
+            side,
+            settings,
+            options,
+            words_descriptor=words,
+            control_page=control_page,
+            doorbells=doorbells,
         )
         side.warm_up()  # before the slice: cached workspaces must not lie in it
         if options.slice_bytes:
@@ -156,7 +167,7 @@ def slice_size(config: DeviceConfig, ladder: Ladder, free_bytes: int) -> int:
     return wanted // UNIT_BYTES * UNIT_BYTES
 
 
-def arena_size(wish: Amount, free_bytes: int) -> int:
+def arena_size(wish: SizeSpec, free_bytes: int) -> int:
     """Bytes of the arena on cuda; ``free_bytes`` is without contexts and slice."""
     auto_bytes = min(int(free_bytes * MAX_ARENA_SHARE), max(0, free_bytes - SPARE_BYTES))
     return wish.resolve(free_bytes, auto_bytes) // UNIT_BYTES * UNIT_BYTES

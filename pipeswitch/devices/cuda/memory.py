@@ -4,7 +4,7 @@ The daemon runs no kernel and never imports ``torch.cuda``. Behind every group's
 stream, goes its arrival word: a stream write, which CUDA documents as a fence for the whole system,
 or a 4-byte copy from a pinned ring where the self-test or the config says so. When the copy thread
 sees that a group's event has run, it writes the same word into a host page and rings
-the bells: workers that wait on the CPU look there, workers that let the GPU wait do not.
+the doorbells: workers that wait on the CPU look there, workers that let the GPU wait do not.
 
 Only a *window* of bytes is under way at a time, so a cancelled transmission ends within a
 millisecond or two, and still the link never waits for this thread.
@@ -24,12 +24,12 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ...ipc.board import sealed_memfd
+from ...ipc.control_page import sealed_memfd
 from ...ipc.messages.base import ByteRange
 from ...ipc.messages.daemon import DaemonSettings, GroupCopy, TransmitEnded
 from ..memory import DeviceMemory, Transmission
 from ..orders import WORD_BYTES, WORD_MASK, check_range
-from ..view import now_ms
+from ..worker_device import now_ms
 from .bindings import INDEX, Cuda, CudaError
 from .ladder import Words
 from .pinned import PinnedBuffer, PinnedMapping, next_boundary
@@ -142,7 +142,7 @@ class CudaDeviceMemory(DeviceMemory):
     def _perform(self, job: Transmission) -> TransmitEnded:
         order = job.order
         started_at_ms = now_ms()
-        flight = _Flight(self, order.epoch)
+        flight = _Flight(self, order.op_id)
         try:
             with self._watched():
                 try:
@@ -153,7 +153,7 @@ class CudaDeviceMemory(DeviceMemory):
                 finally:
                     flight.land_all()  # no byte is written after this, whatever happened
         except Exception:
-            log.exception("transmission=%d failed", order.epoch)
+            log.exception("transmission=%d failed", order.op_id)
         ended = job.ended(started_at_ms, flight.ends_at_ms, flight.enqueued_bytes)
         for group in order.groups:  # this once they were staged
             if self._store.needs_pin(group.store_offset_bytes, group.size_bytes):
@@ -188,7 +188,7 @@ class CudaDeviceMemory(DeviceMemory):
                 flight.enqueued(size, -1)
             if job.cancelled.is_set():
                 return
-            self._write_word(group.word, job.order.epoch & WORD_MASK)
+            self._write_word(group.word, job.order.op_id & WORD_MASK)
             flight.enqueued(0, group.word)
 
     def _write_word(self, word: int, value: int) -> None:
@@ -205,7 +205,7 @@ class CudaDeviceMemory(DeviceMemory):
     # -- device to host ------------------------------------------------------------------------
 
     def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
-        """Read ranges; the worker has waited for its kernels (``PoolView.settle``).
+        """Read ranges; the worker has waited for its kernels (``WorkerDevice.settle``).
 
         Two pinned buffers take turns: ``into`` is a job's commit area, which is not pinned.
         """
@@ -288,9 +288,9 @@ class CudaDeviceMemory(DeviceMemory):
 class _Flight:
     """The chunks of one transmission that are under way, oldest first."""
 
-    def __init__(self, memory: CudaDeviceMemory, epoch: int) -> None:
+    def __init__(self, memory: CudaDeviceMemory, op_id: int) -> None:
         self._memory = memory
-        self._value = epoch & WORD_MASK
+        self._value = op_id & WORD_MASK
         self._marks: deque[_Mark] = deque()
         self._bytes = 0
         self.enqueued_bytes = 0
@@ -326,7 +326,7 @@ class _Flight:
         memory._cuda.wait(mark.event)
         self._bytes -= mark.size_bytes
         if mark.word >= 0:
-            self.ends_at_ms.append(now_ms())  # before the bell: a woken worker takes the core
+            self.ends_at_ms.append(now_ms())  # before the doorbell: a woken worker takes the core
             memory._landed(mark.word, self._value)
 
 

@@ -137,9 +137,15 @@ def _device(rig: Rig) -> dict[str, Any]:
     free_bytes, total_bytes = cuda.memory_info()
     driver, runtime = cuda.versions()
     return {
-        "text": name, "name": name, "uuid": uuid, "free_bytes": free_bytes,
-        "device_bytes": total_bytes, "count": count, "driver": driver, "runtime": runtime,
-    }  # fmt: skip
+        "text": name,
+        "name": name,
+        "uuid": uuid,
+        "free_bytes": free_bytes,
+        "device_bytes": total_bytes,
+        "count": count,
+        "driver": driver,
+        "runtime": runtime,
+    }
 
 
 def _memory(rig: Rig) -> str:
@@ -326,9 +332,13 @@ def tensor_of(
 ) -> torch.Tensor:
     """Bytes at an address of the device."""
     spec = TensorSpec(
-        name="bytes", dtype="uint8", shape=(size_bytes,), offset_bytes=0, size_bytes=size_bytes,
+        name="bytes",
+        dtype="uint8",
+        shape=(size_bytes,),
+        offset_bytes=0,
+        size_bytes=size_bytes,
         file_offset_bytes=0,
-    )  # fmt: skip
+    )
     return side.tensor(side.storage(base, offset_bytes + size_bytes), spec, offset_bytes)
 
 

@@ -38,7 +38,7 @@ def tokens_of(ids: Any) -> Tokens[int]:
     return array("i", np.asarray(ids).astype(np.int32).tobytes())
 
 
-class Space(msgspec.Struct, kw_only=True, eq=False):
+class BlockNamespace(msgspec.Struct, kw_only=True, eq=False):
     """Blocks that may be shared: those of one caller, program and row size."""
 
     key: Hashable
@@ -60,9 +60,9 @@ class Space(msgspec.Struct, kw_only=True, eq=False):
 
 
 class Block(msgspec.Struct, kw_only=True, eq=False):
-    """Rows of ``Space.rows`` tokens."""
+    """Rows of ``BlockNamespace.rows`` tokens."""
 
-    space: Space
+    space: BlockNamespace
     offset_bytes: int
     locks: int = 1  # sequences that use it
     tokens: bytes = b""  # empty: it is not in the tree
@@ -71,10 +71,10 @@ class Block(msgspec.Struct, kw_only=True, eq=False):
     used_at_ms: float = 0.0
 
 
-class Table(msgspec.Struct, kw_only=True, eq=False):
+class BlockTable(msgspec.Struct, kw_only=True, eq=False):
     """Blocks of one sequence, in order."""
 
-    space: Space
+    space: BlockNamespace
     blocks: list[Block] = []
     used: int = 0  # rows
     inserted: int = 0  # leading blocks that are in the tree
@@ -96,7 +96,7 @@ class Table(msgspec.Struct, kw_only=True, eq=False):
         return tuple([block.offset_bytes for block in self.blocks])
 
 
-class Blocks:
+class BlockPool:
     """All blocks.
 
     Invariants (``tests/unit/sequence_world.py``): a block has as many locks as tables have it; one
@@ -105,12 +105,12 @@ class Blocks:
 
     def __init__(self, pool: RequestPool, now_ms: Callable[[], float]) -> None:
         self._pool, self._now_ms = pool, now_ms
-        self.spaces: dict[Hashable, Space] = {}
+        self.spaces: dict[Hashable, BlockNamespace] = {}
         self.unlocked: dict[Block, None] = {}  # in the order of their release
 
     # ---- the four operations -------------------------------------------------------------------
 
-    def match(self, space: Space, tokens: Tokens[int]) -> tuple[list[Block], int]:
+    def match(self, space: BlockNamespace, tokens: Tokens[int]) -> tuple[list[Block], int]:
         """Return the blocks that have the first of these tokens, and the number of rows. The last
         block may have more rows than that."""
         data, size = tokens.tobytes(), TOKEN_BYTES * space.rows
@@ -171,19 +171,21 @@ class Blocks:
 
     # ---- tables --------------------------------------------------------------------------------
 
-    def open(self, holder: str, model: str, tenant: str, row_bytes: int, program: str) -> Table:
+    def open(
+        self, holder: str, model: str, tenant: str, row_bytes: int, program: str
+    ) -> BlockTable:
         """Return an empty table. Tables of one holder, program and row size share blocks."""
         key = (holder, model, program, row_bytes)
         space = self.spaces.get(key)
         if space is None:
             rows = rows_of_block(row_bytes)
-            space = self.spaces[key] = Space(
+            space = self.spaces[key] = BlockNamespace(
                 key=key, holder=holder, model=model, tenant=tenant, row_bytes=row_bytes, rows=rows
             )
         space.tables += 1
-        return Table(space=space)
+        return BlockTable(space=space)
 
-    def resize(self, table: Table, rows: int) -> None:
+    def resize(self, table: BlockTable, rows: int) -> None:
         """Give a table the blocks for so many rows, or for those that it uses, and no more.
 
         Raises:
@@ -201,7 +203,7 @@ class Blocks:
             del table.blocks[count:]
             self.unlock(more)
 
-    def reuse(self, table: Table, tokens: Tokens[int]) -> tuple[int, int, int] | None:
+    def reuse(self, table: BlockTable, tokens: Tokens[int]) -> tuple[int, int, int] | None:
         """Begin an empty table with the rows of the first of these tokens that are known; return a
         copy that its owner makes at once: to, from and bytes."""
         space = table.space
@@ -222,7 +224,7 @@ class Blocks:
         table.tail = tokens[whole * space.rows : count]
         return copy
 
-    def extend(self, table: Table, rows: int, tokens: Tokens[int] | None = None) -> None:
+    def extend(self, table: BlockTable, rows: int, tokens: Tokens[int] | None = None) -> None:
         """Note rows that were written; with their tokens, full blocks are shared from now on."""
         table.used += rows
         if tokens is None:
@@ -233,7 +235,7 @@ class Blocks:
             self._insert(table, table.tail[at : at + size])
         del table.tail[: len(table.tail) - len(table.tail) % size]
 
-    def close(self, table: Table) -> None:
+    def close(self, table: BlockTable) -> None:
         """Release a table's blocks; those whose tokens are known stay cached."""
         if table.tail and table.used >= BLOCK_ROWS:
             self._insert(table, table.tail)
@@ -266,14 +268,14 @@ class Blocks:
                 self._free(block)
             self.spaces.pop(space.key, None)
 
-    def _take(self, space: Space) -> Block:
+    def _take(self, space: BlockNamespace) -> Block:
         offset = self._pool.take_block(
             space.holder, space.block_bytes, beside_bytes(space.rows), space.tenant
         )
         space.blocks += 1
         return Block(space=space, offset_bytes=offset)
 
-    def _insert(self, table: Table, tokens: Tokens[int]) -> None:
+    def _insert(self, table: BlockTable, tokens: Tokens[int]) -> None:
         index = table.inserted
         before = table.blocks[index - 1] if index else None
         table.blocks[index] = self.insert(before, table.blocks[index], tokens.tobytes())
@@ -290,7 +292,7 @@ class Blocks:
         space.blocks -= 1
         self._forget_empty(space)
 
-    def _forget_empty(self, space: Space) -> None:
+    def _forget_empty(self, space: BlockNamespace) -> None:
         if not space.tables and not space.blocks and not space.is_gone:
             self.spaces.pop(space.key, None)
 

@@ -8,18 +8,18 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from ...base.errors import InvalidInput
-from ...ipc.messages.worker import Choosing
-from ...programs.decoding.generating import seen_of
+from ...ipc.messages.worker import SamplingParams
 from ...programs.decoding.generation import MAX_EOS, MOST_STEPS
 from ...programs.decoding.grammar import check_schema, ends_of
+from ...programs.decoding.model_config import seen_of
 from ...programs.decoding.sampling import Options, Sampling, sampling_of
-from ...scheduler.events import Announce
+from ...scheduler.events import ModelAvailable
 from ...wire.frames import RequestHeader
-from ..request_pool import Room
+from ..request_pool import PoolAllocation
 from ..transport.clients import Client
 from .blocks import Tokens, tokens_of
-from .held import Held
 from .manager import longest
+from .sequence import SequenceState
 
 MAX_TOKENS: Final = 1 << 40  # no context is so long
 MAX_STOP_IDS: Final = 2 * MAX_EOS
@@ -44,7 +44,7 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
 
     client: Client
     caller: str
-    announced: Announce  # the version that it began with
+    announced: ModelAvailable  # the version that it began with
     ids: Tokens[int]  # the prompt and the tokens so far
     prompt_count: int
     scored: Tokens[int]  # the prompt, if its tokens are reported as if they were chosen
@@ -54,12 +54,12 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
     sampling: Sampling
     began_at_ms: float = 0.0
     first_token_ms: float = 0.0
-    held: Held | None = None  # None: it has no cache now
+    held: SequenceState | None = None  # None: it has no cache now
     number: int = 0  # order among generations; the younger ones give up their caches first
     count: int = 0  # ids of the current run
-    choosing: Choosing = Choosing()  # of the current run
+    sampling_params: SamplingParams = SamplingParams()  # of the current run
     reused: int = 0  # ids of the prompt that were not computed
-    room: Room | None = None  # for the inputs of a run
+    room: PoolAllocation | None = None  # for the inputs of a run
 
     @property
     def made(self) -> int:
@@ -73,7 +73,7 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
         ahead = max(len(self.ids) // 2, MOST_STEPS) if self.made else 0
         return min(len(self.ids) + ahead, self.prompt_count + self.most)
 
-    def next(self, used: int) -> Choosing:
+    def next(self, used: int) -> SamplingParams:
         """Return the next run, for a sequence with ``used`` rows."""
         self.count = min(len(self.ids) - used, self.piece)
         is_piece, left = used + self.count < len(self.ids), self.most - self.made
@@ -87,15 +87,20 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
             most_steps = min(most_steps, max(1, MOST_CHANCES // options.logprobs))
         if options is not None and options.json_schema and not is_piece:
             answer = tuple(self.ids[self.prompt_count :])
-        self.choosing = Choosing(
+        self.sampling_params = SamplingParams(
             steps=1 if is_piece or self.count > 1 else most_steps,
-            temperature=how.temperature, top_p=how.top_p, seed=how.seed,
+            temperature=how.temperature,
+            top_p=how.top_p,
+            seed=how.seed,
             options=None if options is None else msgspec.to_builtins(options),
             seen=seen,
-            stop=() if forced else self.stop, left=left, is_piece=is_piece, forced=forced,
+            stop=() if forced else self.stop,
+            left=left,
+            is_piece=is_piece,
+            forced=forced,
             answer=answer,
-        )  # fmt: skip
-        return self.choosing
+        )
+        return self.sampling_params
 
     def has_chances(self, body: dict[str, Any]) -> bool:
         """Return True if a run reported log probabilities for exactly the requested tokens."""
@@ -115,7 +120,7 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
 
 
 def facts_of(
-    announced: Announce, model: str, share_bytes: int
+    announced: ModelAvailable, model: str, share_bytes: int
 ) -> tuple[Mapping[str, Any], int, int]:
     """Return what a bundle says of its tokens, the maximum number of tokens of a prompt with its
     answer, and of one run.
@@ -143,7 +148,7 @@ def generation_of(
     header: RequestHeader,
     frames: Sequence[Any],
     asked: GenerateRequest,
-    announced: Announce,
+    announced: ModelAvailable,
     share_bytes: int,
 ) -> Generation:
     """Return the generation that a request asks for.

@@ -26,14 +26,14 @@ from ...ipc.messages.base import SlabTensor
 from ...programs.decoding.generation import CACHE
 from ...programs.interface.dims import NoExtent, Values, shape_at
 from ...programs.interface.layout import ITEM_BYTES, Manifest, ValueSpec, aligned
-from ...scheduler.events import Announce, Token
+from ...scheduler.events import ModelAvailable, Token
 from ...wire.frames import RequestHeader, WireTensor
 from ...wire.slabs import SLAB_ALIGN_BYTES
-from ..admission import check_brought
-from ..request_pool import RequestPool, Room
+from ..request_pool import PoolAllocation, RequestPool
 from ..transport.clients import Client
-from .blocks import Blocks, Table, beside_bytes, rows_of_block
-from .held import MAX_STEP_TOKENS, Asked, Held, Key
+from ..validation import check_brought
+from .blocks import BlockPool, BlockTable, beside_bytes, rows_of_block
+from .sequence import MAX_STEP_TOKENS, Key, SequenceOptions, SequenceState
 
 ROWS_STEP: Final = 16  # what grows does by so many: most steps have the last one's shape
 PIECES: Final = 8  # a step's rows are such a part of the longest cache at most
@@ -47,15 +47,17 @@ class Sequences:
 
     def __init__(self, pool: RequestPool, now_ms: Callable[[], float]) -> None:
         self._pool, self._now_ms = pool, now_ms
-        self.held: dict[Key, Held] = {}
-        self.blocks = Blocks(pool, now_ms)
+        self.held: dict[Key, SequenceState] = {}
+        self.blocks = BlockPool(pool, now_ms)
         self._steps = self._tokens_reused = 0
         self._tokens: dict[str, int] = {}  # that were answered, by language model
         pool.give_up = self.blocks.evict
         self._look_at_ms = 0.0  # none is abandoned before
         self._number = 0
 
-    def of(self, asked: Asked, client: Client, caller: str, announced: Announce) -> Held:
+    def of(
+        self, asked: SequenceOptions, client: Client, caller: str, announced: ModelAvailable
+    ) -> SequenceState:
         """Return the sequence that a request continues, or a new one, which ``begin`` will keep.
 
         Raises:
@@ -81,9 +83,9 @@ class Sequences:
             return known
         return self._made(key, client, announced)
 
-    def _made(self, key: Key, client: Client, announced: Announce) -> Held:
+    def _made(self, key: Key, client: Client, announced: ModelAvailable) -> SequenceState:
         self._number += 1
-        return Held(
+        return SequenceState(
             key=key,
             number=self._number,
             client=client,
@@ -94,7 +96,11 @@ class Sequences:
     # ---- requests with a state -----------------------------------------------------------------
 
     def given(
-        self, held: Held, asked: Asked, header: RequestHeader, frames: Sequence[Any]
+        self,
+        held: SequenceState,
+        asked: SequenceOptions,
+        header: RequestHeader,
+        frames: Sequence[Any],
     ) -> tuple[RequestHeader, list[Any]]:
         """Return a request's inputs and frames with the state added, as if the client had sent it.
 
@@ -147,12 +153,12 @@ class Sequences:
             all_frames.append(data)
         return msgspec.structs.replace(header, inputs=tuple(inputs)), all_frames
 
-    def refused(self, held: Held) -> None:
+    def refused(self, held: SequenceState) -> None:
         """Drop a sequence that a refused request would have started."""
         if self.held.get(held.key) is not held:
             self.drop(held)
 
-    def begin(self, held: Held, asked: Asked) -> None:
+    def begin(self, held: SequenceState, asked: SequenceOptions) -> None:
         """Note the accepted request. A starting sequence replaces another one of its name."""
         known = self.held.get(held.key)
         if known is not None and known is not held:
@@ -160,7 +166,9 @@ class Sequences:
         held.is_busy, held.is_ending = True, asked.ends
         self.held[held.key] = self.held.pop(held.key, held)
 
-    def ended(self, held: Held, room: Room | None, *, is_ok: bool, is_sent: bool) -> None:
+    def ended(
+        self, held: SequenceState, room: PoolAllocation | None, *, is_ok: bool, is_sent: bool
+    ) -> None:
         """Note the end of its request, and release the reply's room."""
         held.is_busy, held.used_at_ms = False, self._now_ms()
         made, held.made = held.made, {}
@@ -178,7 +186,7 @@ class Sequences:
             if made:
                 room, held.room = held.room, room
                 held.values |= made
-            held.epoch = held.run
+            held.op_id = held.run
             held.steps += 1
             self._steps += 1
         elif is_here and (not held.steps or not is_sent or is_last):
@@ -186,7 +194,7 @@ class Sequences:
         if room is not None:
             self._pool.release_reply(room)
 
-    def drop(self, held: Held) -> None:
+    def drop(self, held: SequenceState) -> None:
         """End a sequence. Blocks whose tokens are known stay cached."""
         if self.held.get(held.key) is held:
             del self.held[held.key]
@@ -235,7 +243,7 @@ class Sequences:
                 self.drop(held)
 
     def _make_room(
-        self, held: Held, spec: ValueSpec, axis: int, values: Values, first: Any = None
+        self, held: SequenceState, spec: ValueSpec, axis: int, values: Values, first: Any = None
     ) -> None:
         """Make room for the rows of the answer to come, so that it cannot fail then.
 
@@ -284,7 +292,7 @@ class Sequences:
         if first is not None:
             held.brought.append((spec.name, first))
 
-    def _table(self, held: Held, row_bytes: int, name: str) -> Table:
+    def _table(self, held: SequenceState, row_bytes: int, name: str) -> BlockTable:
         """Open an empty table; generations of one program share its blocks."""
         announced = held.announced
         program = f"{announced.manifest.digest} {name}"
@@ -356,7 +364,7 @@ def longest(manifest: Manifest, share_bytes: int) -> tuple[int, int]:
     return min(high["past"], max(0, left_bytes // block_bytes * block)), piece
 
 
-def lent(spec: ValueSpec, shape: tuple[int, ...], table: Table) -> SlabTensor:
+def lent(spec: ValueSpec, shape: tuple[int, ...], table: BlockTable) -> SlabTensor:
     """Return an input whose rows lie in a table's blocks."""
     pieces = table.pieces
     return SlabTensor(
@@ -370,7 +378,7 @@ def lent(spec: ValueSpec, shape: tuple[int, ...], table: Table) -> SlabTensor:
     )
 
 
-def _beginning(spec: ValueSpec, values: Values, held: Held) -> tuple[int, ...]:
+def _beginning(spec: ValueSpec, values: Values, held: SequenceState) -> tuple[int, ...]:
     try:
         return shape_at(spec.shape, values)
     except NoExtent:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from ...base.roles import Standing
+from ...base.roles import Principal
 from ...scheduler.events import Token
 
 Outcome = Literal["ok", "error", "undeliverable"]
@@ -71,7 +71,7 @@ class Client:
 
     peer: Peer
     session: str = field(default_factory=lambda: secrets.token_hex(16))
-    standing: Standing
+    principal: Principal
     requests: dict[str, Token] = field(default_factory=dict)  # that wait for their final answer
     readings: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of events: their topics
     backlog: deque[Outgoing] = field(default_factory=deque)

@@ -2,8 +2,8 @@
 
 Both are plain streams. The frontend listens at TCP on loopback. Where other machines can reach it,
 or if the owner configures it, each client needs a CURVE key, and the gateway listens there
-(``gateway/keyed.py``). The owner's socket lies in a folder that only the owner can enter, so its
-clients are the owner's: they have every role, and need no key.
+(``gateway/curve_listener.py``). The owner's socket lies in a folder that only the owner can enter,
+so its clients are the owner's: they have every role, and need no key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 
 from ...base.config import ServerConfig
 from ...base.errors import ConfigError, PipeSwitchError
-from ...base.roles import ANYONE, OWNER, Role, Standing, address_roles, in_order, parse_roles
+from ...base.roles import ANYONE, OWNER, Principal, Role, address_roles, in_order, parse_roles
 from ...ipc.messages.gateway import KeyedSettings
 from ...wire.addresses import is_live, is_loopback, parse_listen
 from ...wire.keys import KeyFolder
@@ -35,7 +35,7 @@ class Listener:
 
     sock: socket.socket
     address: str
-    standing: Standing
+    principal: Principal
     needs_keys: bool = False  # it is the gateway's to accept there
 
 
@@ -140,11 +140,11 @@ def open_listeners(config: ServerConfig) -> Listeners:
     except PipeSwitchError:
         tcp.close()
         raise
-    roles = Standing(tenant=ANYONE, roles=address_roles(config.tcp_roles))
+    roles = Principal(tenant=ANYONE, roles=address_roles(config.tcp_roles))
     address = f"tcp://{shown}:{port}"
     return Listeners(
-        tcp=Listener(sock=tcp, address=address, standing=roles, needs_keys=needs_keys),
-        ipc=Listener(sock=ipc, address=f"ipc://{path}", standing=OWNER),
+        tcp=Listener(sock=tcp, address=address, principal=roles, needs_keys=needs_keys),
+        ipc=Listener(sock=ipc, address=f"ipc://{path}", principal=OWNER),
         warnings=tuple(warnings),
     )
 

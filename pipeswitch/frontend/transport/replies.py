@@ -7,14 +7,13 @@ from typing import Any, Final
 
 import msgspec
 
+from ...base.bytes_tensors import BYTES
 from ...base.errors import PipeSwitchError, RemoteProtocolError, to_wire
-from ...base.roles import MODEL_FACTS, Role, Standing
-from ...base.texts import BYTES
+from ...base.roles import MODEL_FACTS, Principal, Role
 from ...base.units import printed
 from ...ipc.messages.base import SlabTensor
 from ...programs.interface.layout import ITEM_BYTES
-from ...scheduler.events import Answer
-from ...wire.bill import Bill
+from ...scheduler.events import Reply
 from ...wire.frames import (
     BODY_TENSOR,
     MAGIC,
@@ -26,6 +25,7 @@ from ...wire.frames import (
     encoder,
     pack_dict,
 )
+from ...wire.request_timing import RequestTiming
 
 INLINE_BODY_BYTES: Final = 256 << 10  # a larger body travels as a tensor named BODY_TENSOR
 
@@ -36,7 +36,7 @@ def reply_frames(
     *,
     body: dict[str, Any] | None = None,
     outputs: tuple[WireTensor, ...] = (),
-    timing: Bill | None = None,
+    timing: RequestTiming | None = None,
     error: PipeSwitchError | None = None,
     more: bool = False,
 ) -> list[Any]:
@@ -67,7 +67,7 @@ def reply_frames(
     return [MAGIC, encode_header(header), large]
 
 
-def answer_frames(request_id: str, session: str, answer: Answer, memory: memoryview) -> list[Any]:
+def answer_frames(request_id: str, session: str, answer: Reply, memory: memoryview) -> list[Any]:
     """Return a reply with its outputs, which lie in ``memory`` and are not copied here."""
     outputs: list[WireTensor] = []
     tensors: list[Any] = []
@@ -90,28 +90,28 @@ def answer_frames(request_id: str, session: str, answer: Answer, memory: memoryv
 
 
 def told(
-    op: str, body: dict[str, Any], standing: Standing, counts: Mapping[str, int]
+    op: str, body: dict[str, Any], principal: Principal, counts: Mapping[str, int]
 ) -> dict[str, Any]:
     """Return a listing without facts for operators only: paths, and other clients' data.
 
     Args:
         counts: of the caller's own requests.
     """
-    if standing.may_operate or not body:
+    if principal.may_operate or not body:
         return body
     match op:
         case "stats":
             return dict(counts)
         case "models":
-            return {"models": [_told_of(row, standing) for row in body["models"]]}
+            return {"models": [_told_of(row, principal) for row in body["models"]]}
         case "show":
-            return {"model": _told_of(body["model"], standing)}
+            return {"model": _told_of(body["model"], principal)}
         case _:
             return body
 
 
-def _told_of(row: Mapping[str, Any], standing: Standing) -> dict[str, Any]:
-    is_own = row.get("tenant") == standing.tenant and Role.REGISTER in standing.roles
+def _told_of(row: Mapping[str, Any], principal: Principal) -> dict[str, Any]:
+    is_own = row.get("tenant") == principal.tenant and Role.REGISTER in principal.roles
     return {key: value for key, value in row.items() if is_own or key in MODEL_FACTS}
 
 

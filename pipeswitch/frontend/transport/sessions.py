@@ -9,16 +9,16 @@ from typing import Any, Final
 
 from ...base.config import ServerConfig
 from ...base.errors import InvalidInput, PermissionDenied, RemoteProtocolError
-from ...base.roles import Standing, address_roles
+from ...base.roles import Principal, address_roles
 from ...wire.frames import RequestHeader
 from ...wire.stream import Message
-from ..admission import Body
-from ..request_log import Complaints
+from ..request_log import RateLimitedLog
+from ..validation import Body
 from .clients import Client
-from .connections import Connections
-from .outbox import Outbox, Readers
-from .peers import Peers, Shares, StreamPeer
+from .connection_limits import ConnectionLimits
+from .connection_manager import ClientConnection, ClientSegments, ConnectionManager
 from .replies import reply_frames
+from .send_queue import EventSubscribers, SendQueue
 
 _logger = logging.getLogger(__name__)
 
@@ -32,10 +32,10 @@ class Sessions:
     def __init__(
         self,
         config: ServerConfig,
-        shares: Shares,
+        shares: ClientSegments,
         pool_share_bytes: int,
         *,
-        hear: Callable[[StreamPeer, Message], None],
+        hear: Callable[[ClientConnection, Message], None],
         ended: Callable[[Client], None],
         now_ms: Callable[[], float],
     ) -> None:
@@ -47,14 +47,14 @@ class Sessions:
         """
         self._ended, self._now_ms = ended, now_ms
         self.clients: dict[str, Client] = {}  # by session
-        self.complaints = Complaints(now_ms)
+        self.complaints = RateLimitedLog(now_ms)
         self.slow_count = 0  # clients that did not read
-        self.connections = Connections(
+        self.connections = ConnectionLimits(
             max_count=config.max_connections,
             client_bytes=config.pool_bytes,  # more than its requests could ever take
             total_bytes=2 * config.pool_bytes,
         )
-        self.peers = Peers(
+        self.peers = ConnectionManager(
             self.connections,
             self.complaints,
             shares,
@@ -64,10 +64,10 @@ class Sessions:
             now_ms=now_ms,
         )
         budget_bytes = max(pool_share_bytes, config.max_message_bytes)
-        self.outbox = Outbox(budget_bytes, now_ms, lambda client: self.drop(client, SLOW))
-        self.readers = Readers(self.outbox)
+        self.outbox = SendQueue(budget_bytes, now_ms, lambda client: self.drop(client, SLOW))
+        self.readers = EventSubscribers(self.outbox)
 
-    def greet(self, peer: StreamPeer) -> Client:
+    def greet(self, peer: ClientConnection) -> Client:
         """Return the client of a connection that says hello.
 
         Raises:
@@ -76,24 +76,24 @@ class Sessions:
         if peer.client is not None:
             # Its answer may have left by half: the rest points at the room that it would give back.
             raise RemoteProtocolError("this connection has said hello", hint="open another one")
-        client = Client(peer=peer, standing=peer.standing)
+        client = Client(peer=peer, principal=peer.principal)
         self.clients[client.session] = client
         peer.greeted(client)
         if not peer.is_owners:
-            self.connections.greeted(peer, client.standing.tenant)
+            self.connections.greeted(peer, client.principal.tenant)
         return client
 
     def change_caller(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
         """Handle the verb ``caller``: set the roles of a client behind the owner's process."""
-        caller = caller_of(client.standing, header)
+        caller = caller_of(client.principal, header)
         for peer in self.peers.all:
-            if peer.is_owners and peer.standing.tenant == caller.tenant:
-                peer.standing = caller
+            if peer.is_owners and peer.principal.tenant == caller.tenant:
+                peer.principal = caller
                 if peer.client is not None:
-                    peer.client.standing = caller
+                    peer.client.principal = caller
         self.outbox.reply(client, header.id)
 
-    def reply_now(self, peer: StreamPeer, request_id: str, **fields: Any) -> None:
+    def reply_now(self, peer: ClientConnection, request_id: str, **fields: Any) -> None:
         """Reply to a connection, with a session or without.
 
         While an answer is on its way the reply is dropped; a session's waits behind the answer.
@@ -112,7 +112,7 @@ class Sessions:
         self.readers.clients.discard(client)
         self.outbox.forget(client)
         if cause == SLOW:
-            if isinstance(client.peer, StreamPeer):
+            if isinstance(client.peer, ClientConnection):
                 self.peers.part(client.peer)
             self.slow_count += 1
         level = logging.WARNING if cause == SLOW else logging.DEBUG
@@ -134,17 +134,17 @@ class Sessions:
             self.outbox.forget(client)
 
 
-def caller_of(standing: Standing, header: RequestHeader) -> Standing:
+def caller_of(principal: Principal, header: RequestHeader) -> Principal:
     """Return for whom the owner's process speaks from now on.
 
     Raises:
         PermissionDenied: another's does not.
     """
-    if not standing.is_owner:
+    if not principal.is_owner:
         raise PermissionDenied("only the owner's socket names another caller")
     body = Body("caller", header.body)
     tenant, roles = body.text("tenant"), address_roles(body.texts("roles"))
     body.done()
     if not tenant:
         raise InvalidInput("caller: tenant must not be empty")
-    return Standing(tenant=tenant, roles=roles)
+    return Principal(tenant=tenant, roles=roles)

@@ -19,18 +19,18 @@ import msgspec
 
 from ...base.codec import encode_json
 from ...base.errors import InvalidInput
-from ...base.roles import Role, Standing
+from ...base.roles import Principal, Role
 from ...base.units import nearest
 from ...client.client import FINAL_JOB_STATES
 from ...frontend.permissions import Rules
 from ...frontend.registration import check, check_origin, require_roles
 from ...frontend.verbs import VERBS, Http
 from ...wire.register_request import RegisterRequest
-from ..callers import require_role, told
+from ..auth import require_role, told
 from ..decoding import decode_json
-from ..http.feed import CONTENT_TYPE, Feed
-from ..http.server import Answer, Head, Work, json_answer
-from ..refusals import MethodNotAllowed, NotFound
+from ..http.event_stream import CONTENT_TYPE, EventLog
+from ..http.server import Head, Response, Work, json_answer
+from ..http_errors import MethodNotAllowed, NotFound
 from ..serving.upstream import Upstream
 from .openapi import Route, document
 
@@ -50,10 +50,10 @@ GUARDS: Final = (("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-st
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class RouteRequest:
     """A request to one route."""
 
-    caller: Standing
+    caller: Principal
     head: Head
     body: Any  # a buffer
     names: Mapping[str, str]  # what stands for the braces of its path
@@ -88,14 +88,14 @@ class Asked:
 
 
 OPERATE, INFER, REGISTER = Role.OPERATE, Role.INFER, Role.REGISTER
-Verb = Callable[[Asked], Awaitable[Answer]]
+Verb = Callable[[RouteRequest], Awaitable[Response]]
 
 
 class Api:
     """The routes, over one server."""
 
     def __init__(
-        self, upstream: Upstream, feed: Feed, *, version: str, allow_code: Sequence[str]
+        self, upstream: Upstream, feed: EventLog, *, version: str, allow_code: Sequence[str]
     ) -> None:
         """``allow_code``: as ``[server] allow_code``; no other code comes in here."""
         self._upstream = upstream
@@ -111,65 +111,127 @@ class Api:
 
     def _server_routes(self) -> tuple[Route, ...]:
         return (
-            Route(method="GET", path="openapi.json", role=INFER, run=self._document,
-                  what="This description"),
-            Route(method="GET", path="about", role=OPERATE, run=self._about,
-                  what="The server: device, sizes, addresses"),
-            Route(method="GET", path="trace", role=OPERATE, run=self._trace,
-                  what="The end of the timeline, as a Chrome trace; now_ms is its clock",
-                  query={"seconds": ("number", "How much of it; 10 unless told")}),
-            Route(method="GET", path="events", role=OPERATE, run=self._events,
-                  gives=CONTENT_TYPE,
-                  what="Events as they come; Last-Event-ID goes on behind one; an event named "
-                  "dropped counts those a slow reader missed",
-                  query={"topics": ("string", "Prefixes, by comma: switch.,job.")}),
-        )  # fmt: skip
+            Route(
+                method="GET",
+                path="openapi.json",
+                role=INFER,
+                run=self._document,
+                what="This description",
+            ),
+            Route(
+                method="GET",
+                path="about",
+                role=OPERATE,
+                run=self._about,
+                what="The server: device, sizes, addresses",
+            ),
+            Route(
+                method="GET",
+                path="trace",
+                role=OPERATE,
+                run=self._trace,
+                what="The end of the timeline, as a Chrome trace; now_ms is its clock",
+                query={"seconds": ("number", "How much of it; 10 unless told")},
+            ),
+            Route(
+                method="GET",
+                path="events",
+                role=OPERATE,
+                run=self._events,
+                gives=CONTENT_TYPE,
+                what="Events as they come; Last-Event-ID goes on behind one; an event named "
+                "dropped counts those a slow reader missed",
+                query={"topics": ("string", "Prefixes, by comma: switch.,job.")},
+            ),
+        )
 
     def _job_routes(self) -> tuple[Route, ...]:
         return (
-            Route(method="GET", path="jobs/{job}", role=OPERATE, run=self._job("show"),
-                  what="A job's row"),
+            Route(
+                method="GET",
+                path="jobs/{job}",
+                role=OPERATE,
+                run=self._job("show"),
+                what="A job's row",
+            ),
             *(
-                Route(method="POST", path=f"jobs/{{job}}/{action}", role=OPERATE,
-                      run=self._job(action), what=what)
+                Route(
+                    method="POST",
+                    path=f"jobs/{{job}}/{action}",
+                    role=OPERATE,
+                    run=self._job(action),
+                    what=what,
+                )
                 for action, what in (
                     ("pause", "Commit, give the device back, hold until resume"),
                     ("resume", "Let it have the device again"),
                     ("cancel", "End it"),
                 )
             ),
-            Route(method="GET", path="jobs/{job}/logs", role=OPERATE, run=self._text("logs"),
-                  gives=TEXT, what="What it printed",
-                  query={**OFFSET, "follow": ("boolean", "Go on until the job is over")}),
-            Route(method="GET", path="jobs/{job}/history", role=OPERATE,
-                  run=self._text("history"), gives=TEXT, query=OFFSET,
-                  what="What job.log reported, a line of JSON for each time"),
-        )  # fmt: skip
+            Route(
+                method="GET",
+                path="jobs/{job}/logs",
+                role=OPERATE,
+                run=self._text("logs"),
+                gives=TEXT,
+                what="What it printed",
+                query={**OFFSET, "follow": ("boolean", "Go on until the job is over")},
+            ),
+            Route(
+                method="GET",
+                path="jobs/{job}/history",
+                role=OPERATE,
+                run=self._text("history"),
+                gives=TEXT,
+                query=OFFSET,
+                what="What job.log reported, a line of JSON for each time",
+            ),
+        )
 
     def _model_routes(self) -> tuple[Route, ...]:
         return (
-            Route(method="GET", path="models", role=INFER, run=self._models,
-                  what="One row for each model; in full with the role operate"),
-            Route(method="GET", path="models/{model}", role=INFER, run=self._model,
-                  what="A model's row", query={"version": ("integer", "0: the current one's")}),
-            Route(method="POST", path="models/{model}", role=REGISTER, run=self._register,
-                  what="Register from torchvision:NAME or hf:NAME, or from a bundle, which is the "
-                  "body then; to pin needs operate, a factory code and --allow-code",
-                  takes={"application/json": RegisterRequest,
-                         BUNDLE: {"type": "string", "format": "binary"}},
-                  query={"priority": ("string", "With a bundle: high, normal or low"),
-                         "pin": ("boolean", "With a bundle: keep it on the device"),
-                         "max_batch": ("integer", "With a bundle: the largest batch"),
-                         "batch": ("integer", "With a bundle: up to which requests are joined"),
-                         "batch_delay_ms": ("number", "With a bundle: for which one waits"),
-                         "precision": ("string", "With a bundle: exact, fast, bf16 or int8"),
-                         "max_error": ("number", "With a bundle: of precision, at most")}),
-        )  # fmt: skip
+            Route(
+                method="GET",
+                path="models",
+                role=INFER,
+                run=self._models,
+                what="One row for each model; in full with the role operate",
+            ),
+            Route(
+                method="GET",
+                path="models/{model}",
+                role=INFER,
+                run=self._model,
+                what="A model's row",
+                query={"version": ("integer", "0: the current one's")},
+            ),
+            Route(
+                method="POST",
+                path="models/{model}",
+                role=REGISTER,
+                run=self._register,
+                what="Register from torchvision:NAME or hf:NAME, or from a bundle, which is the "
+                "body then; to pin needs operate, a factory code and --allow-code",
+                takes={
+                    "application/json": RegisterRequest,
+                    BUNDLE: {"type": "string", "format": "binary"},
+                },
+                query={
+                    "priority": ("string", "With a bundle: high, normal or low"),
+                    "pin": ("boolean", "With a bundle: keep it on the device"),
+                    "max_batch": ("integer", "With a bundle: the largest batch"),
+                    "batch": ("integer", "With a bundle: up to which requests are joined"),
+                    "batch_delay_ms": ("number", "With a bundle: for which one waits"),
+                    "precision": ("string", "With a bundle: exact, fast, bf16 or int8"),
+                    "max_error": ("number", "With a bundle: of precision, at most"),
+                },
+            ),
+        )
 
     def _route(self, op: str, http: Http, role: Role) -> Route:
         """Return the route that a verb's row in ``VERBS`` gives it."""
 
-        async def run(asked: Asked) -> Answer:
+        async def run(asked: RouteRequest) -> Response:
             fields = {
                 name: asked.field(name, kind)
                 for name, (kind, _) in http.query.items()
@@ -189,7 +251,7 @@ class Api:
             run=run,
         )
 
-    def find(self, head: Head, caller: Standing) -> Work:
+    def find(self, head: Head, caller: Principal) -> Work:
         """Return the work that a request asks for.
 
         Raises:
@@ -197,8 +259,9 @@ class Api:
         """
         path = head.path.rstrip("/")
         parts = path.removeprefix(PREFIX).lstrip("/").split("/")
-        here = [(route, names) for route in self.routes
-                if (names := route.names_in(parts)) is not None]  # fmt: skip
+        here = [
+            (route, names) for route in self.routes if (names := route.names_in(parts)) is not None
+        ]
         if not here:
             if head.path in OLLAMAS:
                 raise NotFound(f"no path {head.path!r}: that is Ollama's", hint=INSTEAD)
@@ -213,36 +276,36 @@ class Api:
 
     # ---- the server ----------------------------------------------------------------------------
 
-    async def _document(self, asked: Asked) -> Answer:
+    async def _document(self, asked: RouteRequest) -> Response:
         return _json(self._description)
 
-    async def _about(self, asked: Asked) -> Answer:
+    async def _about(self, asked: RouteRequest) -> Response:
         return _json(await self._upstream.ask("ping"))
 
-    async def _trace(self, asked: Asked) -> Answer:
+    async def _trace(self, asked: RouteRequest) -> Response:
         seconds = asked.number("seconds", 10.0, MAX_TRACE_S)
         found = await self._upstream.ask("trace", body={"seconds": seconds})
         told = {**found["trace"], "now_ms": time.monotonic() * 1000.0}
         text = await asyncio.to_thread(encode_json, told)  # an hour has megabytes
-        return Answer(parts=[text], headers=GUARDS)
+        return Response(parts=[text], headers=GUARDS)
 
-    async def _events(self, asked: Asked) -> Answer:
+    async def _events(self, asked: RouteRequest) -> Response:
         await self._upstream.follow(self._feed.add)
         topics = [topic for topic in asked.query.get("topics", "").split(",") if topic]
         last_id = asked.head.headers.get("last-event-id", "")
         reader = self._feed.read(asked.head.peer, topics, last_id)
-        return Answer(content_type=CONTENT_TYPE, headers=GUARDS, stream=reader)
+        return Response(content_type=CONTENT_TYPE, headers=GUARDS, stream=reader)
 
     # ---- jobs ----------------------------------------------------------------------------------
 
     def _job(self, action: str) -> Verb:
-        async def run(asked: Asked) -> Answer:
+        async def run(asked: RouteRequest) -> Response:
             return _json((await self._upstream.job(asked.names["job"], action))["job"])
 
         return run
 
     def _text(self, kind: str) -> Verb:
-        async def run(asked: Asked) -> Answer:
+        async def run(asked: RouteRequest) -> Response:
             is_followed = asked.flag("follow")
             offset = int(asked.number("offset", 0, MAX_OFFSET, low=-MAX_OFFSET))
             piece = await self._upstream.job(
@@ -253,24 +316,29 @@ class Api:
             if is_followed:
                 await self._upstream.follow(self._feed.add)
             text = JobText(
-                self._upstream, self._feed, asked.names["job"], kind, offset,
-                peer=asked.head.peer, is_followed=is_followed,
-            )  # fmt: skip
-            return Answer(content_type=TEXT, headers=GUARDS, stream=text)
+                self._upstream,
+                self._feed,
+                asked.names["job"],
+                kind,
+                offset,
+                peer=asked.head.peer,
+                is_followed=is_followed,
+            )
+            return Response(content_type=TEXT, headers=GUARDS, stream=text)
 
         return run
 
     # ---- models --------------------------------------------------------------------------------
 
-    async def _models(self, asked: Asked) -> Answer:
+    async def _models(self, asked: RouteRequest) -> Response:
         rows = (await self._upstream.ask("models"))["models"]
         return _json({"models": [told(row, asked.caller) for row in rows]})
 
-    async def _model(self, asked: Asked) -> Answer:
+    async def _model(self, asked: RouteRequest) -> Response:
         version = int(asked.number("version", 0, MAX_VERSION))
         return _json(told(await self._upstream.show(asked.names["model"], version), asked.caller))
 
-    async def _register(self, asked: Asked) -> Answer:
+    async def _register(self, asked: RouteRequest) -> Response:
         """1. What may not be, before a byte of a bundle goes on; 2. the bundle; 3. the model."""
         caller = asked.caller
         require = partial(require_role, caller)
@@ -294,9 +362,16 @@ class JobText:
     """A job's log or history from a place on; an ``http.Stream``, one that the feed counts."""
 
     def __init__(
-        self, upstream: Upstream, feed: Feed, job: str, kind: str, offset: int,
-        *, peer: str, is_followed: bool,
-    ) -> None:  # fmt: skip
+        self,
+        upstream: Upstream,
+        feed: EventLog,
+        job: str,
+        kind: str,
+        offset: int,
+        *,
+        peer: str,
+        is_followed: bool,
+    ) -> None:
         feed.enter(peer)
         self._upstream, self._feed, self._job, self._kind = upstream, feed, job, kind
         self._offset = offset
@@ -322,17 +397,19 @@ class JobText:
 
 
 def _work(
-    route: Route, caller: Standing, head: Head, names: Mapping[str, str], query: Mapping[str, str]
+    route: Route, caller: Principal, head: Head, names: Mapping[str, str], query: Mapping[str, str]
 ) -> Work:
-    async def run(body: Any) -> Answer:
+    async def run(body: Any) -> Response:
         if len(body) and not route.takes:
             raise InvalidInput(f"{route.method} {PREFIX}/{route.path} takes no body")
-        return await route.run(Asked(caller=caller, head=head, body=body, names=names, query=query))
+        return await route.run(
+            RouteRequest(caller=caller, head=head, body=body, names=names, query=query)
+        )
 
     return run
 
 
-def _json(value: Any) -> Answer:
+def _json(value: Any) -> Response:
     return json_answer(value, headers=GUARDS)
 
 

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import msgspec
 
 from ...base.roles import Role
-from ..http.server import Answer
+from ..http.server import Response
 
 REFUSAL: Final = "#/components/responses/Refusal"
 SCHEMAS: Final = "#/components/schemas/{name}"
@@ -26,7 +26,7 @@ class Route:
     path: str  # below the prefix, with {names}
     role: Role
     what: str
-    run: Callable[[Any], Awaitable[Answer]]
+    run: Callable[[Any], Awaitable[Response]]
     query: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # type and meaning
     takes: Mapping[str, Any] = field(default_factory=dict)  # a struct or a schema, by type
     gives: str = "application/json"

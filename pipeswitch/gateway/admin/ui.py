@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from ..http.server import Answer
+from ..http.server import Response
 
 FILES: Final[Mapping[str, tuple[str, str]]] = {  # by path: the file's name and type
     "/ui": ("page.html", "text/html; charset=utf-8"),
@@ -18,11 +18,17 @@ FILES: Final[Mapping[str, tuple[str, str]]] = {  # by path: the file's name and 
 }
 POLICY: Final = "; ".join(
     [
-        "default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self'",
-        "connect-src 'self'", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'",
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
         "require-trusted-types-for 'script'",  # nothing is ever parsed as HTML by a script
     ]
-)  # fmt: skip
+)
 HEADERS: Final = (
     ("Content-Security-Policy", POLICY),
     ("X-Content-Type-Options", "nosniff"),
@@ -39,7 +45,7 @@ class Page:
     def __init__(self) -> None:
         folder = Path(__file__).with_name("static")
         self.answers = {
-            path: Answer(parts=[(folder / name).read_bytes()], content_type=kind, headers=HEADERS)
+            path: Response(parts=[(folder / name).read_bytes()], content_type=kind, headers=HEADERS)
             for path, (name, kind) in FILES.items()
         }
-        self.answers[""] = Answer(status=303, headers=(("Location", "/ui"),))  # of GET /
+        self.answers[""] = Response(status=303, headers=(("Location", "/ui"),))  # of GET /

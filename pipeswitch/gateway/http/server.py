@@ -25,10 +25,10 @@ import numpy as np
 from ...base.codec import encode_json
 from ...base.errors import InvalidInput, PipeSwitchError, QueueFull, ServerUnavailable
 from ...base.units import format_bytes
-from ...client.looped import Prompt
-from .. import refusals
+from ...client.looped import InlineTask
+from .. import http_errors
 from ..decoding import check_memory
-from ..sharing import CROWD, Shared
+from ..offload import CROWD, Shared
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Claim = tuple[bool, float]
-"""What speaks for keeping a connection; see ``Connection.claim``."""
+"""What speaks for keeping a connection; see ``HttpConnection.claim``."""
 
 
 class Stream(Protocol):
@@ -109,7 +109,7 @@ class Stream(Protocol):
     def close(self) -> None: ...
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class Response(msgspec.Struct, frozen=True, kw_only=True):
     """HTTP response."""
 
     status: int = 200
@@ -120,19 +120,19 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     cut: Callable[[PipeSwitchError], bytes] | None = None  # the stream's last words, if we cut it
 
 
-Work = Callable[[Any], Awaitable[Answer]]
+Work = Callable[[Any], Awaitable[Response]]
 """What a request asks for, given its body; see ``answered``. It may be asked again, for a request
 whose head is the same. It is cancelled when the peer hangs up."""
 
-Admit = Callable[[Head], Work | Answer]
+Admit = Callable[[Head], Work | Response]
 """What to do for a request, or a refusal before a byte of its body is taken."""
 
 
-Refuse = Callable[[str, PipeSwitchError], Answer]
+Refuse = Callable[[str, PipeSwitchError], Response]
 """Return an error in the form that a path's clients read."""
 
 
-async def answered(work: Work, body: Any, path: str = "", refuse: Refuse | None = None) -> Answer:
+async def answered(work: Work, body: Any, path: str = "", refuse: Refuse | None = None) -> Response:
     """Return the answer to a request; an error becomes a refusal."""
     try:
         return await work(body)
@@ -140,27 +140,31 @@ async def answered(work: Work, body: Any, path: str = "", refuse: Refuse | None 
         return refuse(path, error) if refuse else refusal(error)
     except Exception as error:
         log.exception("http=failed")  # no head: it may have a token
-        return refuse(path, refusals.as_ours(error)) if refuse else refusal(refusals.as_ours(error))
+        return (
+            refuse(path, http_errors.as_ours(error))
+            if refuse
+            else refusal(http_errors.as_ours(error))
+        )
 
 
-def json_answer(value: Any, status: int = 200, headers: Sequence[tuple[str, str]] = ()) -> Answer:
-    return Answer(status=status, parts=[encode_json(value)], headers=headers)
+def json_answer(value: Any, status: int = 200, headers: Sequence[tuple[str, str]] = ()) -> Response:
+    return Response(status=status, parts=[encode_json(value)], headers=headers)
 
 
-def refusal(error: PipeSwitchError) -> Answer:
+def refusal(error: PipeSwitchError) -> Response:
     """Return an error's answer in our own form: ``{"error", "code", "hint"}``."""
-    status = refusals.status_of(error)
+    status = http_errors.status_of(error)
     headers = []
     # Of a deadline that could not be met, as was known when it came: later it may be.
     if status.may_retry or "predicted_ms" in error.data:
-        headers.append(("Retry-After", str(refusals.RETRY_AFTER_S)))
-    if isinstance(error, refusals.Unauthenticated):
+        headers.append(("Retry-After", str(http_errors.RETRY_AFTER_S)))
+    if isinstance(error, http_errors.Unauthenticated):
         headers.append(("WWW-Authenticate", "Bearer"))
-    if isinstance(error, refusals.MethodNotAllowed):
+    if isinstance(error, http_errors.MethodNotAllowed):
         headers.append(("Allow", error.allow))
-    if isinstance(error, refusals.UnknownCoding):
+    if isinstance(error, http_errors.UnknownCoding):
         headers.append(("Accept-Encoding", ", ".join(CODINGS)))
-    return json_answer(refusals.body_of(error), status.http, headers)
+    return json_answer(http_errors.body_of(error), status.http, headers)
 
 
 class HttpServer:
@@ -176,15 +180,15 @@ class HttpServer:
         self.admit, self.refuse = admit, refuse
         self.shared = shared or Shared(limits.waiting_bytes, limits.answer_bytes)
         self.limits = limits
-        self.connections: set[Connection] = set()
+        self.connections: set[HttpConnection] = set()
         self.unfinished_bytes = 0  # of heads and bodies that are not whole yet
         self.by_peer: Counter[str] = Counter()  # connections
         # Of an address or of all (None): when looked at, and who of them goes first, last.
-        self._claims: dict[str | None, tuple[float, list[tuple[Claim, Connection]]]] = {}
+        self._claims: dict[str | None, tuple[float, list[tuple[Claim, HttpConnection]]]] = {}
 
-    def __call__(self) -> Connection:
+    def __call__(self) -> HttpConnection:
         """Return the protocol of one more connection, for ``loop.create_server``."""
-        return Connection(self)
+        return HttpConnection(self)
 
     def admit_anew(self) -> None:
         """Forget all known heads, because the callers' permissions changed."""
@@ -212,7 +216,7 @@ class HttpServer:
         for connection in list(self.connections):
             connection.abort()
 
-    def enter(self, connection: Connection) -> bool:
+    def enter(self, connection: HttpConnection) -> bool:
         """Return True if the connection fits; evict the one with the weakest claim if necessary."""
         peer = connection.peer
         is_crowded = self.by_peer[peer] >= self.limits.connections_per_address
@@ -226,7 +230,7 @@ class HttpServer:
         self.by_peer[peer] += 1
         return True
 
-    def _least(self, peer: str | None) -> Connection | None:
+    def _least(self, peer: str | None) -> HttpConnection | None:
         """Return the connection with the weakest claim, of an address or of all; None: all stay.
 
         A crowd arrives too fast to compare all connections each time, so one comparison serves for
@@ -250,7 +254,7 @@ class HttpServer:
         self._claims = {peer: (now_s, [one for one in found if not one[0][0]])}
         return least
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: HttpConnection) -> None:
         if connection in self.connections:
             self.connections.discard(connection)
             self.by_peer[connection.peer] -= 1
@@ -266,10 +270,10 @@ class HttpServer:
             largest.refuse(QueueFull("too many bytes of unfinished requests", hint=AGAIN))
 
 
-class _Asked(msgspec.Struct, frozen=True, kw_only=True):
+class _WholeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request that is whole."""
 
-    work: Work | Answer
+    work: Work | Response
     body: Any  # a buffer
     is_compressed: bool
     is_kept: bool  # the connection, afterwards
@@ -286,7 +290,7 @@ request whose head differs only in these digits is not parsed again."""
 class _Reading:
     """The request that is received behind those being answered: its head, then its body."""
 
-    def __init__(self, connection: Connection, server: HttpServer) -> None:
+    def __init__(self, connection: HttpConnection, server: HttpServer) -> None:
         self._connection, self._server, self._limits = connection, server, server.limits
         self._parser: Any = httptools.HttpRequestParser(self)
         self._is_between = True  # two requests: the parser has none that is not whole
@@ -296,7 +300,7 @@ class _Reading:
         self._headers: dict[str, str] = {}
         self.head_bytes = 0  # of a head that is not whole yet
         self.head: Head | None = None  # of the body that is being received
-        self._work: Work | Answer | None = None  # what that head asks for
+        self._work: Work | Response | None = None  # what that head asks for
         self._body: Any = bytearray()
         self.received_bytes = 0  # of a body that is not whole yet; in chunks, what it holds
         self.marked_bytes = 0  # of it, when the connection's since_s was set
@@ -380,10 +384,10 @@ class _Reading:
         self._connection.queue_up(work, data[start:])
         return True
 
-    def _learn(self, nbytes: int, asked: _Asked) -> None:
+    def _learn(self, nbytes: int, asked: _WholeRequest) -> None:
         """Learn the head of a request that arrived whole, and alone."""
         self.known, size = None, nbytes - len(asked.body)
-        if isinstance(asked.work, Answer) or asked.is_compressed or not asked.is_kept:
+        if isinstance(asked.work, Response) or asked.is_compressed or not asked.is_kept:
             return
         if not asked.is_chunked:
             return  # HTTP/1.0
@@ -440,10 +444,10 @@ class _Reading:
             return
         self._work = self._server.admit(head)
         if head.coding not in ("identity", *CODINGS):
-            self._work = self._server.refuse(path, refusals.UnknownCoding(head.coding))
+            self._work = self._server.refuse(path, http_errors.UnknownCoding(head.coding))
         if (length or 0) > self._limits.body_bytes:
             self._work = self._server.refuse(path, _body_too_large(self._limits))
-        if isinstance(self._work, Answer) and length != 0:
+        if isinstance(self._work, Response) and length != 0:
             self.is_kept = False
             self._connection.queue_up(self._work, bytearray(), head)
             self._connection.stop_reading()  # its body would be a waste
@@ -508,7 +512,7 @@ class _Reading:
         self._body = bytearray()
 
 
-class Connection(asyncio.BufferedProtocol):
+class HttpConnection(asyncio.BufferedProtocol):
     """Connection to one peer: its answers, and the time limits of each wait."""
 
     def __init__(self, server: HttpServer) -> None:
@@ -519,8 +523,8 @@ class Connection(asyncio.BufferedProtocol):
         self.reading = _Reading(self, server)
         self._transport: Any = None
         self.is_ending = False  # nothing that is read counts any more
-        self.queue: deque[_Asked] = deque()
-        self._task: Prompt | None = None
+        self.queue: deque[_WholeRequest] = deque()
+        self._task: InlineTask | None = None
         self._streaming: Callable[[bytes], bytes] | None = None  # what frames a piece of it
         self._cut: Callable[[PipeSwitchError], bytes] | None = None
         self._has_answered = False  # a whole request
@@ -570,7 +574,7 @@ class Connection(asyncio.BufferedProtocol):
         elif self._server.unfinished_bytes:
             self._server.make_room()
         if self.queue and self._task is None:
-            self._task = Prompt(self._answer_all())
+            self._task = InlineTask(self._answer_all())
             self._task.step()
 
     def eof_received(self) -> bool:
@@ -600,17 +604,17 @@ class Connection(asyncio.BufferedProtocol):
             self.stop_reading()
             if self._task is None and not self.queue:
                 refused = self._server.refuse(self.reading.path, error)
-                self._task = Prompt(self._end_with(refused))
+                self._task = InlineTask(self._end_with(refused))
                 self._task.step()
 
-    def queue_up(self, work: Work | Answer, body: Any, head: Head | None = None) -> None:
+    def queue_up(self, work: Work | Response, body: Any, head: Head | None = None) -> None:
         """Queue a parsed request; ``head`` is None for a known head."""
         try:
             self._server.shared.waiting.take(self.peer, len(body))
         except QueueFull as error:
             self.reading.error = error
             return
-        asked = _Asked(
+        asked = _WholeRequest(
             work=work,
             body=body,
             is_compressed=head is not None and head.coding != "identity",
@@ -623,7 +627,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.pause_reading()  # the next is read when this one is answered
         self.queue.append(asked)
 
-    async def _end_with(self, answer: Answer) -> None:
+    async def _end_with(self, answer: Response) -> None:
         try:
             await self._write(answer, is_kept=False)
         finally:
@@ -638,7 +642,7 @@ class Connection(asyncio.BufferedProtocol):
                 asked = self.queue.popleft()
                 refuse, path = self._server.refuse, asked.path
                 try:
-                    if isinstance(asked.work, Answer):
+                    if isinstance(asked.work, Response):
                         answer = asked.work
                     elif asked.is_compressed:
                         answer = await self._inflated(asked.work, asked.body, path)
@@ -671,7 +675,7 @@ class Connection(asyncio.BufferedProtocol):
             self._forget_queue()
             self.since_s = time.monotonic()
 
-    async def _inflated(self, work: Work, data: Any, path: str) -> Answer:
+    async def _inflated(self, work: Work, data: Any, path: str) -> Response:
         shared = self._server.shared
         most = min(self._limits.body_bytes, shared.waiting.left(self.peer))
         try:
@@ -696,7 +700,7 @@ class Connection(asyncio.BufferedProtocol):
         self.queue.clear()
 
     async def _write(
-        self, answer: Answer, path: str = "", *, is_kept: bool, has_body: bool = True
+        self, answer: Response, path: str = "", *, is_kept: bool, has_body: bool = True
     ) -> None:
         size = sum(map(len, answer.parts)) if has_body else 0
         if size <= JOIN_BYTES:
@@ -707,7 +711,7 @@ class Connection(asyncio.BufferedProtocol):
         if not is_kept:
             self._end()
 
-    async def _write_long(self, answer: Answer, size: int, path: str, *, is_kept: bool) -> None:
+    async def _write_long(self, answer: Response, size: int, path: str, *, is_kept: bool) -> None:
         """Piece by piece, each when the peer has taken those before it."""
         try:
             self._server.shared.answers.take(self.peer, size)
@@ -725,7 +729,7 @@ class Connection(asyncio.BufferedProtocol):
             self._server.shared.answers.give(self.peer, size)
 
     async def _write_stream(
-        self, answer: Answer, stream: Stream, *, frame: Callable[[bytes], bytes], has_body: bool
+        self, answer: Response, stream: Stream, *, frame: Callable[[bytes], bytes], has_body: bool
     ) -> None:
         """Write the head, then each piece when the peer has read the earlier ones.
 
@@ -799,11 +803,11 @@ class Connection(asyncio.BufferedProtocol):
             if took_s > self._limits.body_look_s:
                 came = self.reading.received_bytes - self.reading.marked_bytes
                 if came < took_s * self._limits.body_bytes_per_s:
-                    self.refuse(refusals.RequestTimeout("the body came too slowly"))
+                    self.refuse(http_errors.RequestTimeout("the body came too slowly"))
                 self.since_s, self.reading.marked_bytes = now_s, self.reading.received_bytes
         elif self.reading.head_bytes:
             if took_s > self._limits.head_s:
-                self.refuse(refusals.RequestTimeout("the head came too slowly"))
+                self.refuse(http_errors.RequestTimeout("the head came too slowly"))
         elif took_s > self._limits.idle_s:
             self.abort()
 
@@ -842,7 +846,7 @@ def _inflated(data: Any, most: int) -> bytes:
     except zlib.error as error:
         raise InvalidInput(f"the body is not what Content-Encoding says: {error}") from None
     if len(body) > most:
-        raise refusals.TooLarge(
+        raise http_errors.TooLarge(
             f"the body becomes more than {format_bytes(most)}, which is what there is room for",
             hint="smaller batches, or fewer at once",
         )
@@ -856,7 +860,9 @@ def _chunk(piece: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(piece), piece)
 
 
-def _head_of(answer: Answer, size: int | None, *, is_kept: bool, is_chunked: bool = False) -> bytes:
+def _head_of(
+    answer: Response, size: int | None, *, is_kept: bool, is_chunked: bool = False
+) -> bytes:
     """Return the head; ``size``: of the body in bytes; None: in chunks, or until the end."""
     lines = [
         f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}",
@@ -869,25 +875,25 @@ def _head_of(answer: Answer, size: int | None, *, is_kept: bool, is_chunked: boo
     return "\r\n".join(lines).encode("latin-1")
 
 
-def _bytes_of(answer: Answer, *, is_kept: bool, has_body: bool = True) -> bytes:
+def _bytes_of(answer: Response, *, is_kept: bool, has_body: bool = True) -> bytes:
     """Return all bytes of a short answer."""
     head = _head_of(answer, sum(map(len, answer.parts)), is_kept=is_kept)
     return b"".join([head, *answer.parts]) if has_body else head
 
 
-def _crowded() -> Answer:
+def _crowded() -> Response:
     return refusal(ServerUnavailable("too many connections", hint=AGAIN))
 
 
-def _head_too_large(limits: Limits) -> refusals.HeadTooLarge:
-    return refusals.HeadTooLarge(
+def _head_too_large(limits: Limits) -> http_errors.HeadTooLarge:
+    return http_errors.HeadTooLarge(
         f"the head of a request has at most {format_bytes(limits.head_bytes)} and "
         f"{MAX_HEADERS} headers"
     )
 
 
-def _body_too_large(limits: Limits) -> refusals.TooLarge:
-    return refusals.TooLarge(
+def _body_too_large(limits: Limits) -> http_errors.TooLarge:
+    return http_errors.TooLarge(
         f"a body has at most {format_bytes(limits.body_bytes)} here",
         hint="send less at once (a model: pipeswitch register), or raise [gateway] max_body",
     )

@@ -11,7 +11,7 @@ import ssl
 from asyncio.sslproto import SSLProtocol
 from typing import Any, Final, cast
 
-from .server import Connection, HttpServer
+from .server import HttpConnection, HttpServer
 
 RECEIVED_BYTES: Final = 64 << 10  # at once: asyncio's 256 KiB are four times as much per connection
 
@@ -30,7 +30,7 @@ class Secured(SSLProtocol):
 
     def __init__(self, server: HttpServer, context: ssl.SSLContext) -> None:
         self._server = server
-        self._connection = Connection(server)
+        self._connection = HttpConnection(server)
         super().__init__(
             asyncio.get_running_loop(),
             self._connection,

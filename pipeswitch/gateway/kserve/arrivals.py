@@ -21,8 +21,8 @@ from urllib.parse import unquote
 import grpc.aio
 
 from ...base.errors import QueueFull
-from ...base.shares import Shares
-from ..refusals import RequestTimeout
+from ...base.quotas import FairQuota
+from ..http_errors import RequestTimeout
 
 LOOK_S: Final = 0.05  # interval between two counts while there are calls
 CALL_BYTES: Final = 1024  # headers, pings and window updates around each message
@@ -36,7 +36,7 @@ Arrived = Callable[[Collection[str]], Mapping[str, int]]
 class Arrivals:
     """Connections with calls, and their bytes that no call has read yet. Owned by the loop."""
 
-    def __init__(self, shares: Shares, arrived: Arrived) -> None:
+    def __init__(self, shares: FairQuota, arrived: Arrived) -> None:
         self._shares = shares
         self._arrived = arrived
         self._connections: dict[str, _Connection] = {}
@@ -81,7 +81,7 @@ class Arrivals:
 class _Connection:
     """One gRPC connection, named by its peer."""
 
-    def __init__(self, shares: Shares, address: str) -> None:
+    def __init__(self, shares: FairQuota, address: str) -> None:
         self._shares = shares
         self.address = address
         self.calls = 0

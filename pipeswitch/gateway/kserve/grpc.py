@@ -23,16 +23,16 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from ...base.errors import InvalidInput, PipeSwitchError, QueueFull
-from ...base.roles import Standing
-from ...base.shares import Shares
+from ...base.quotas import FairQuota
+from ...base.roles import Principal
 from ...ipc.messages.gateway import GatewaySettings
 from ...wire.frames import MAX_TENSORS, WireTensor
-from ..callers import Callers
-from ..refusals import NotFound, TooLarge, as_ours, status_of
+from ..auth import Authenticator
+from ..http_errors import NotFound, TooLarge, as_ours, status_of
+from ..offload import CROWD, Shared
 from ..serving import oip
 from ..serving.oip import InferRequest, Output, RequestedOutput
 from ..serving.service import Service
-from ..sharing import CROWD, Shared
 from .arrivals import Arrivals, Arriving, Sockets
 from .protos import HEALTH, INFERENCE, REFLECTION
 from .reflection import NAME as REFLECTION_NAME
@@ -65,10 +65,16 @@ OPTIONS: Final = (
     ("grpc.http2.bdp_probe", 0),
 )
 _CONTENTS: Final[Mapping[str, str]] = {
-    "bool": "bool_contents", "int8": "int_contents", "int16": "int_contents",
-    "int32": "int_contents", "int64": "int64_contents", "uint8": "uint_contents",
-    "float32": "fp32_contents", "float64": "fp64_contents", "bytes": "bytes_contents",
-}  # fmt: skip
+    "bool": "bool_contents",
+    "int8": "int_contents",
+    "int16": "int_contents",
+    "int32": "int_contents",
+    "int64": "int64_contents",
+    "uint8": "uint_contents",
+    "float32": "fp32_contents",
+    "float64": "fp64_contents",
+    "bytes": "bytes_contents",
+}
 
 _RAW_TAG: Final = 7 << 3 | 2  # of raw_input_contents, as protobuf writes it
 _OUTPUT_TAG: Final = 6 << 3 | 2  # of raw_output_contents
@@ -82,23 +88,23 @@ CARRIER: ContextVar[Mapping[str, Any]] = ContextVar("carrier", default=MappingPr
 """Metadata of the call that this task serves."""
 LEFT_S: ContextVar[float | None] = ContextVar("left_s", default=None)
 """What the call's own deadline leaves it; not of a stream, which has many requests."""
-Verb = Callable[[Standing, Any], Awaitable[Any]]
-Answered = Callable[[Standing, str, bytes], Awaitable[bytes]]
+Verb = Callable[[Principal, Any], Awaitable[Any]]
+Answered = Callable[[Principal, str, bytes], Awaitable[bytes]]
 """The answer to a message of a caller, at an address."""
 
 
 async def open_server(
-    service: Service, callers: Callers, settings: GatewaySettings, shared: Shared
+    service: Service, callers: Authenticator, settings: GatewaySettings, shared: Shared
 ) -> grpc.aio.Server:
     """Return a server that listens."""
-    most_bytes = settings.max_body_bytes + SPARE_BYTES
+    max_bytes = settings.max_body_bytes + SPARE_BYTES
     bounds = (
-        ("grpc.max_receive_message_length", most_bytes),
+        ("grpc.max_receive_message_length", max_bytes),
         ("grpc.max_allowed_incoming_connections", settings.max_connections // CONNECTIONS_SHARE),
     )
     server = grpc.aio.server(options=[*OPTIONS, *bounds], maximum_concurrent_rpcs=MAX_CALLS)
     arrived = Sockets(int(settings.grpc.rpartition(":")[2])).arrived
-    arrivals = Arrivals(Shares(ARRIVING_MESSAGES * most_bytes), arrived)
+    arrivals = Arrivals(FairQuota(ARRIVING_MESSAGES * max_bytes), arrived)
     server.add_generic_rpc_handlers(Calls(service, callers, shared, arrivals).handlers())
     if settings.tls_cert:
         pair = Path(settings.tls_key).read_bytes(), Path(settings.tls_cert).read_bytes()
@@ -118,13 +124,13 @@ class Calls:
     """
 
     def __init__(
-        self, service: Service, callers: Callers, shared: Shared, arrivals: Arrivals
+        self, service: Service, callers: Authenticator, shared: Shared, arrivals: Arrivals
     ) -> None:
         self._service = service
         self._callers = callers
         self._shared = shared
         self._arrivals = arrivals
-        self._watchers = Shares(MAX_WATCHERS, "watches of the health")
+        self._watchers = FairQuota(MAX_WATCHERS, "watches of the health")
         self._by_address: Counter[str] = Counter()
         self._answer_bytes: dict[str, int] = {}  # of the last long answer, by model
 
@@ -159,13 +165,15 @@ class Calls:
             ),
         }
         services: dict[str, dict[str, grpc.RpcMethodHandler]] = {
-            SERVICE: inference, HEALTH_SERVICE: health,
-        }  # fmt: skip
+            SERVICE: inference,
+            HEALTH_SERVICE: health,
+        }
         for package, messages in REFLECTION.items():
             reflect = grpc.stream_stream_rpc_method_handler(
-                functools.partial(self._reflect, messages["ServerReflectionRequest"]), None,
+                functools.partial(self._reflect, messages["ServerReflectionRequest"]),
+                None,
                 _to_bytes,
-            )  # fmt: skip
+            )
             services[f"{package}.{REFLECTION_NAME}"] = {"ServerReflectionInfo": reflect}
         return tuple(starmap(grpc.method_handlers_generic_handler, services.items()))
 
@@ -175,7 +183,7 @@ class Calls:
         async def call(_: object, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
             try:
                 with self._place(context) as (address, arriving):
-                    caller = Callers.PROBE if is_probe else self._caller(context)
+                    caller = Authenticator.PROBE if is_probe else self._caller(context)
                     data = await _only(arriving)
                     LEFT_S.set(context.time_remaining())
                     async with self._answered(
@@ -195,7 +203,7 @@ class Calls:
 
     @contextlib.asynccontextmanager
     async def _answered(
-        self, verb: Answered, caller: Standing, address: str, peer: str, data: bytes
+        self, verb: Answered, caller: Principal, address: str, peer: str, data: bytes
     ) -> AsyncIterator[bytes]:
         """Return a message's answer and hold its bytes until it has left.
 
@@ -231,56 +239,56 @@ class Calls:
             if not self._by_address[address]:
                 del self._by_address[address]
 
-    def _caller(self, context: grpc.aio.ServicerContext) -> Standing:
+    def _caller(self, context: grpc.aio.ServicerContext) -> Principal:
         metadata = dict(context.invocation_metadata() or ())
         CARRIER.set(metadata)
-        return self._callers.standing(str(metadata.get("authorization", "")))
+        return self._callers.principal(str(metadata.get("authorization", "")))
 
     # ---- the server ----------------------------------------------------------------------------
 
-    async def _live(self, caller: Standing, request: Any) -> Any:
+    async def _live(self, caller: Principal, request: Any) -> Any:
         return INFERENCE["ServerLiveResponse"](live=await self._service.is_live())
 
-    async def _ready(self, caller: Standing, request: Any) -> Any:
+    async def _ready(self, caller: Principal, request: Any) -> Any:
         return INFERENCE["ServerReadyResponse"](ready=await self._service.is_ready())
 
-    async def _about(self, caller: Standing, request: Any) -> Any:
+    async def _about(self, caller: Principal, request: Any) -> Any:
         return INFERENCE["ServerMetadataResponse"](**self._service.about())
 
-    async def _index(self, caller: Standing, request: Any) -> Any:
+    async def _index(self, caller: Principal, request: Any) -> Any:
         rows = await self._service.index(caller, ready_only=request.ready)
         return INFERENCE["RepositoryIndexResponse"](models=rows)
 
-    async def _load(self, caller: Standing, request: Any) -> Any:
+    async def _load(self, caller: Principal, request: Any) -> Any:
         await self._service.load(caller, request.model_name, dict(request.parameters))
         return INFERENCE["RepositoryModelLoadResponse"]()
 
-    async def _unload(self, caller: Standing, request: Any) -> Any:
+    async def _unload(self, caller: Principal, request: Any) -> Any:
         await self._service.unload(caller, request.model_name)
         return INFERENCE["RepositoryModelUnloadResponse"]()
 
-    async def _region_rows(self, caller: Standing, request: Any) -> Any:
+    async def _region_rows(self, caller: Principal, request: Any) -> Any:
         rows = self._service.regions.rows(caller, request.name)
         return INFERENCE["SystemSharedMemoryStatusResponse"](
             regions={row["name"]: row for row in rows}
         )
 
-    async def _register_region(self, caller: Standing, request: Any) -> Any:
+    async def _register_region(self, caller: Principal, request: Any) -> Any:
         fields = {name: getattr(request, name) for name in ("key", "offset", "byte_size")}
         self._service.regions.register(caller, request.name, fields)
         return INFERENCE["SystemSharedMemoryRegisterResponse"]()
 
-    async def _unregister_region(self, caller: Standing, request: Any) -> Any:
+    async def _unregister_region(self, caller: Principal, request: Any) -> Any:
         self._service.regions.unregister(caller, request.name)
         return INFERENCE["SystemSharedMemoryUnregisterResponse"]()
 
-    async def _trace_setting(self, caller: Standing, request: Any) -> Any:
+    async def _trace_setting(self, caller: Principal, request: Any) -> Any:
         wanted = {name: list(one.value) or None for name, one in request.settings.items()}
         told = await self._service.settings(caller, wanted, request.model_name)
         settings = {name: {"value": [value]} for name, value in told.items()}
         return INFERENCE["TraceSettingResponse"](settings=settings)
 
-    async def _log_settings(self, caller: Standing, request: Any) -> Any:
+    async def _log_settings(self, caller: Principal, request: Any) -> Any:
         wanted = {
             name: getattr(one, choice) if (choice := one.WhichOneof("parameter_choice")) else None
             for name, one in request.settings.items()
@@ -290,7 +298,7 @@ class Calls:
         settings = {name: {kinds[type(value)]: value} for name, value in told.items()}
         return INFERENCE["LogSettingsResponse"](settings=settings)
 
-    async def _check(self, caller: Standing, request: Any) -> Any:
+    async def _check(self, caller: Principal, request: Any) -> Any:
         if request.service not in ("", SERVICE):
             raise NotFound(f"no service {request.service[:80]!r}", hint=SERVICE)
         return await self._status()
@@ -333,7 +341,7 @@ class Calls:
     # ---- a model -------------------------------------------------------------------------------
 
     async def _infer(
-        self, caller: Standing, address: str, data: bytes, *, is_streamed: bool = False
+        self, caller: Principal, address: str, data: bytes, *, is_offloaded: bool = False
     ) -> bytes:
         rest, raw = split_raw(data)
         if len(rest) <= oip.LONG_BYTES:
@@ -351,7 +359,7 @@ class Calls:
         outputs, bill = await self._service.infer(
             caller, model, request.model_version, asked, CARRIER.get(), address
         )
-        parts = encode_answer(model, asked, outputs, bill, is_streamed=is_streamed)
+        parts = encode_answer(model, asked, outputs, bill, is_offloaded=is_offloaded)
         if (size_bytes := sum(map(len, parts))) <= SPLIT_BYTES:
             self._answer_bytes.pop(model, None)
             return b"".join(parts)
@@ -364,7 +372,7 @@ class Calls:
     async def _stream(self, _: object, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         """Yield one answer for each request, in order; an error is an answer and ends nothing."""
         response = INFERENCE["ModelStreamInferResponse"]
-        streamed = functools.partial(self._infer, is_streamed=True)
+        streamed = functools.partial(self._infer, is_offloaded=True)
         try:
             with self._place(context) as (address, arriving):
                 caller = self._caller(context)
@@ -412,7 +420,7 @@ async def _only(arriving: Arriving) -> bytes:
 def _of_model(name: str, ask: Callable[..., Awaitable[Any]], field: str = "") -> Verb:
     """Return a verb for a query about a model; ``field`` selects a single field of the reply."""
 
-    async def verb(caller: Standing, request: Any) -> Any:
+    async def verb(caller: Principal, request: Any) -> Any:
         found = await ask(caller, request.name, request.version)
         return INFERENCE[f"{name}Response"](**({field: found} if field else found))
 
@@ -422,20 +430,20 @@ def _of_model(name: str, ask: Callable[..., Awaitable[Any]], field: str = "") ->
 def _small(message: Any, verb: Verb) -> Answered:
     """Return a verb whose message has no tensors."""
 
-    async def answered(caller: Standing, address: str, data: bytes) -> bytes:
+    async def answered(caller: Principal, address: str, data: bytes) -> bytes:
         return _to_bytes(await verb(caller, _read(message, data)))
 
     return answered
 
 
-def _read(message: Any, data: bytes, most_bytes: int = SMALL_BYTES) -> Any:
+def _read(message: Any, data: bytes, max_bytes: int = SMALL_BYTES) -> Any:
     """
     Raises:
         InvalidInput: the bytes are no such message; gRPC's own reader would say UNKNOWN.
         TooLarge: they are more than any such message has.
     """
-    if len(data) > most_bytes:
-        raise TooLarge(f"{len(data)} bytes of a message, {most_bytes} at most are read here")
+    if len(data) > max_bytes:
+        raise TooLarge(f"{len(data)} bytes of a message, {max_bytes} at most are read here")
     try:
         return message.FromString(data)
     except DecodeError:
@@ -593,7 +601,7 @@ def encode_answer(
     outputs: Sequence[Output],
     bill: Mapping[str, Any],
     *,
-    is_streamed: bool = False,
+    is_offloaded: bool = False,
 ) -> list[Any]:
     """Return the buffers of a serialized ModelInferResponse, or of one in a
     ModelStreamInferResponse. Raw tensors stay where they are: protobuf would copy each twice.
@@ -613,7 +621,7 @@ def encode_answer(
             _set(row.parameters, output.place.parameters())
         raw += [_head(_OUTPUT_TAG, len(output.data)), output.data]  # one for each output
     parts = [_to_bytes(answer), *raw]
-    return [_head(_STREAMED_TAG, sum(map(len, parts))), *parts] if is_streamed else parts
+    return [_head(_STREAMED_TAG, sum(map(len, parts))), *parts] if is_offloaded else parts
 
 
 def _head(tag: int, size: int) -> bytes:

@@ -16,10 +16,16 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 FOLDER: Final = Path(__file__).with_name("proto")
 _Field: Final = descriptor_pb2.FieldDescriptorProto
 _SCALARS: Final = {
-    "bool": _Field.TYPE_BOOL, "string": _Field.TYPE_STRING, "bytes": _Field.TYPE_BYTES,
-    "int32": _Field.TYPE_INT32, "int64": _Field.TYPE_INT64, "uint32": _Field.TYPE_UINT32,
-    "uint64": _Field.TYPE_UINT64, "float": _Field.TYPE_FLOAT, "double": _Field.TYPE_DOUBLE,
-}  # fmt: skip
+    "bool": _Field.TYPE_BOOL,
+    "string": _Field.TYPE_STRING,
+    "bytes": _Field.TYPE_BYTES,
+    "int32": _Field.TYPE_INT32,
+    "int64": _Field.TYPE_INT64,
+    "uint32": _Field.TYPE_UINT32,
+    "uint64": _Field.TYPE_UINT64,
+    "float": _Field.TYPE_FLOAT,
+    "double": _Field.TYPE_DOUBLE,
+}
 _FIELD: Final = re.compile(r"(repeated )?(?:map<string, (.+)>|([\w.]+)) (\w+) = (\d+);")
 _RPC: Final = re.compile(r"rpc (\w+) \((stream )?(\w+)\) returns \((stream )?(\w+)\);")
 
@@ -74,9 +80,14 @@ class _Reader:
                 pass  # a remark, or what is said of the file
 
     def _add_field(
-        self, message: Any, repeated: str | None, value: str | None, kind: str, name: str,
+        self,
+        message: Any,
+        repeated: str | None,
+        value: str | None,
+        kind: str,
+        name: str,
         number: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``value``: of a map, whose keys are texts."""
         field = message.field.add(name=name, number=int(number), **self._choice)
         if value:

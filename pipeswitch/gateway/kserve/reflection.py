@@ -10,9 +10,10 @@ from .protos import POOL, REFLECTION
 
 NAME: Final = "ServerReflection"
 SERVICES: Final = (
-    "inference.GRPCInferenceService", "grpc.health.v1.Health",
+    "inference.GRPCInferenceService",
+    "grpc.health.v1.Health",
     *(f"{package}.{NAME}" for package in REFLECTION),
-)  # fmt: skip
+)
 
 
 def described(request: Any) -> Any:

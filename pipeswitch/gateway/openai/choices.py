@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from ...base.errors import InvalidInput
-from ...programs.decoding.generating import Token
-from .answers import Answering
+from ...programs.decoding.model_config import Token
+from .answer_stream import AnswerStream
 
 MAX_CHOICES = 64
 
@@ -17,7 +17,7 @@ MAX_CHOICES = 64
 class Choices:
     """Answers that are read side by side; if one fails, all do."""
 
-    def __init__(self, answerings: Sequence[Answering], per_prompt: int = 1) -> None:
+    def __init__(self, answerings: Sequence[AnswerStream], per_prompt: int = 1) -> None:
         self.answerings, self._per_prompt = answerings, per_prompt
         self._ready: deque[tuple[int, Token | None]] = deque()
         self._reading: dict[asyncio.Task[Token | None], int] = {}
@@ -25,10 +25,10 @@ class Choices:
 
     @staticmethod
     async def begin(
-        begins: Sequence[Callable[[], Awaitable[Answering]]], per_prompt: int
+        begins: Sequence[Callable[[], Awaitable[AnswerStream]]], per_prompt: int
     ) -> Choices:
         """Begin one after the other; if one is refused, close those before it."""
-        answerings: list[Answering] = []
+        answerings: list[AnswerStream] = []
         async with contextlib.AsyncExitStack() as undo:
             for one in begins:
                 answerings.append(await one())
@@ -37,7 +37,7 @@ class Choices:
         return Choices(answerings, per_prompt)
 
     @property
-    def first(self) -> Answering:
+    def first(self) -> AnswerStream:
         return self.answerings[0]
 
     @property

@@ -22,24 +22,24 @@ from msgspec.structs import replace
 
 from ...base.codec import encode_json
 from ...base.errors import InvalidInput, ModelNotFound, PipeSwitchError
-from ...base.roles import Standing
+from ...base.roles import Principal
 from ...base.units import nearest
-from ...programs.decoding.answer import MAX_STOPS, Ending
-from ...programs.decoding.generating import Token
 from ...programs.decoding.generation import CACHE, CACHE_NEW, LOGITS, MAX_EOS
+from ...programs.decoding.model_config import Token
+from ...programs.decoding.output import MAX_STOPS, StopCriteria
 from ...programs.decoding.sampling import MAX_BIASES, MAX_SEED, Options, Sampling
 from ..decoding import check_memory
-from ..http.feed import CONTENT_TYPE
-from ..http.server import Answer, Head, Work, json_answer, refusal
-from ..refusals import MethodNotAllowed, NotFound, TooLarge, as_ours, body_of, status_of
+from ..http.event_stream import CONTENT_TYPE
+from ..http.server import Head, Response, Work, json_answer, refusal
+from ..http_errors import MethodNotAllowed, NotFound, TooLarge, as_ours, body_of, status_of
+from ..offload import OffloadThread
 from ..serving.oip import LONG_BYTES
 from ..serving.service import Service
-from ..sharing import Aside
 from . import logprobs as forms
-from .answers import Answering, Answers
+from .answer_stream import Answers, AnswerStream
 from .choices import MAX_CHOICES, Choices, check_count
 from .embeddings import MAX_TEXTS, Embed, embedded
-from .text_process import Begin
+from .tokenizer_worker import StartGeneration
 
 PREFIX: Final = "/v1"
 MODELS, TEXT, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
@@ -84,7 +84,7 @@ NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
 """Unsupported options of OpenAI and vLLM, each with the values that change no answer (``*``: all).
 These values and null are accepted; any other value is refused by name."""
 CODES: Final = {"Unauthenticated": "invalid_api_key", "ModelNotFound": "model_not_found"}
-S = TypeVar("S", "Said", "Asked", Embed)
+S = TypeVar("S", "CompletionRequest", "TritonRequest", Embed)
 log = logging.getLogger(__name__)
 
 
@@ -97,7 +97,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool | None = None
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class TritonRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Triton's body; its ``parameters`` may stand beside the text as well."""
 
     text_input: str = ""
@@ -118,7 +118,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
 
 
-class Said(Asked, frozen=True, kw_only=True):
+class CompletionRequest(TritonRequest, frozen=True, kw_only=True):
     """Either of OpenAI's; null is as if it were left out."""
 
     model: str
@@ -157,12 +157,12 @@ Prompts, Inputs = (
 class Completions:
     """The paths below ``/v1``, and two of a model."""
 
-    def __init__(self, service: Service, aside: Aside) -> None:
+    def __init__(self, service: Service, aside: OffloadThread) -> None:
         self._service, self._answers, self._aside = service, Answers(service), aside
         self._began_s = int(time.time())
         self._closing: set[asyncio.Task[None]] = set()
 
-    def find(self, head: Head, caller: Standing) -> Work:
+    def find(self, head: Head, caller: Principal) -> Work:
         """Return the work that a request below ``/v1`` asks for.
 
         Raises:
@@ -185,11 +185,11 @@ class Completions:
             return lambda body: self._embed(caller, head, body)
         return lambda body: self._complete(caller, head, body, is_chat=path == CHAT)
 
-    async def _embed(self, caller: Standing, head: Head, body: Any) -> Answer:
+    async def _embed(self, caller: Principal, head: Head, body: Any) -> Response:
         asked = await self._read(head, body, Embed)
         return json_answer(await embedded(self._answers, caller, head, asked))
 
-    async def _models(self, caller: Standing, name: str) -> Answer:
+    async def _models(self, caller: Principal, name: str) -> Response:
         told = {"object": "model", "owned_by": "pipeswitch", "created": self._began_s}
         rows = {
             row["name"]: {"id": row["name"], **told}
@@ -205,8 +205,10 @@ class Completions:
             raise ModelNotFound(f"no language model {name[:80]!r}{nearest(name, rows)}")
         return json_answer(rows[name])
 
-    async def _complete(self, caller: Standing, head: Head, body: Any, *, is_chat: bool) -> Answer:
-        said = await self._read(head, body, Said)
+    async def _complete(
+        self, caller: Principal, head: Head, body: Any, *, is_chat: bool
+    ) -> Response:
+        said = await self._read(head, body, CompletionRequest)
         wanted, other = ("messages", "prompt") if is_chat else ("prompt", "messages")
         absent = None, ABSENT
         if getattr(said, wanted) in absent or getattr(said, other) not in absent:
@@ -230,12 +232,15 @@ class Completions:
         seeds = [None if said.seed is None else said.seed + one for one in range(n)]
         begins = [
             partial(
-                self._answers.begin, caller, head, said.model,
+                self._answers.begin,
+                caller,
+                head,
+                said.model,
                 partial(_begin, said, prompt, seed=seed, **own),
             )
             for prompt in prompts
             for seed in seeds
-        ]  # fmt: skip
+        ]
         choices = await Choices.begin(begins, n)
         form.choices = choices
         return await self._answer(choices, form, is_stream=bool(said.stream))
@@ -253,25 +258,31 @@ class Completions:
         return request
 
     async def generate(
-        self, caller: Standing, model: str, version: str, head: Head, body: Any,
-        *, is_stream: bool,
-    ) -> Answer:  # fmt: skip
+        self,
+        caller: Principal,
+        model: str,
+        version: str,
+        head: Head,
+        body: Any,
+        *,
+        is_stream: bool,
+    ) -> Response:
         """Triton's, of one model."""
-        asked = await self._read(head, body, Asked)
+        asked = await self._read(head, body, TritonRequest)
         begin = partial(_begin, asked, asked.text_input, temperature=0.0, seed=asked.seed)
         choices = Choices([await self._answers.begin(caller, head, model, begin, version)])
         return await self._answer(choices, _Triton(choices.first), is_stream=is_stream)
 
     async def _answer(
         self, choices: Choices, form: _OpenAi | _Triton, *, is_stream: bool
-    ) -> Answer:
+    ) -> Response:
         """Return all of it, or a stream; the first tokens decide whether it is refused."""
         try:
             await choices.start()
             if is_stream:
                 events = _Events(_pieces(choices, form), partial(self._close, choices))
                 cut = lambda error: _event(form.failed(error))  # noqa: E731
-                return Answer(content_type=CONTENT_TYPE, stream=events, cut=cut)
+                return Response(content_type=CONTENT_TYPE, stream=events, cut=cut)
             texts: list[list[str]] = [[] for _ in choices.answerings]
             while came := await choices.next():
                 index, token = came
@@ -296,7 +307,7 @@ class _OpenAi:
 
     choices: Choices
 
-    def __init__(self, said: Said, prompts: Sequence[str | list[int]], n: int) -> None:
+    def __init__(self, said: CompletionRequest, prompts: Sequence[str | list[int]], n: int) -> None:
         """Prepare the format: a client that sent token ids receives ids beside the text."""
         self._echo = [one if said.echo else "" for one in prompts for _ in range(n)]
         self._has_ids, self._has_logprobs = isinstance(prompts[0], list), said.logprobs is not None
@@ -382,7 +393,7 @@ class _Triton:
 
     end = b""
 
-    def __init__(self, answering: Answering) -> None:
+    def __init__(self, answering: AnswerStream) -> None:
         self._answering = answering
 
     def whole(self, texts: Sequence[str]) -> dict[str, Any]:
@@ -439,7 +450,7 @@ def openai_body(error: PipeSwitchError) -> dict[str, Any]:
     return {"error": told}
 
 
-def refused(error: PipeSwitchError) -> Answer:
+def refused(error: PipeSwitchError) -> Response:
     """Return an error like ``http.refusal``, for OpenAI's clients."""
     return replace(refusal(error), parts=[encode_json(openai_body(error))])
 
@@ -457,7 +468,7 @@ def _said(body: Any, kind: type[S]) -> S:
     check_memory(len(body))
     try:
         given = _fields(body)
-        if kind is Asked and "parameters" in given:
+        if kind is TritonRequest and "parameters" in given:
             given |= _fields(given.pop("parameters"))
         if len(given) > MAX_FIELDS:
             raise InvalidInput(f"{len(given)} fields in a request; the limit is {MAX_FIELDS}")
@@ -505,7 +516,7 @@ def _check_neutral(
 
 
 def _begin(
-    asked: Asked,
+    asked: TritonRequest,
     prompt: str | list[int],
     messages: bytes | None = None,
     *,
@@ -513,7 +524,7 @@ def _begin(
     tokens: int | None = None,
     temperature: float | None = None,
     seed: int | None = None,
-) -> Begin:
+) -> StartGeneration:
     """Return the requested answer.
 
     Options that the request omits come from ``tokens`` and ``temperature``; if these are None, from
@@ -522,7 +533,7 @@ def _begin(
     if asked.max_tokens is not None and asked.max_tokens < 1:
         raise InvalidInput(f"max_tokens is {asked.max_tokens}, below 1", param="max_tokens")
     stop = asked.stop or []
-    return Begin(
+    return StartGeneration(
         answer=0,
         prompt=prompt,
         messages=messages,
@@ -532,7 +543,7 @@ def _begin(
             seed=secrets.randbelow(MAX_SEED) if seed is None else seed,
             options=_options(asked, own),
         ),
-        ending=Ending(
+        ending=StopCriteria(
             max_new_tokens=_first(
                 asked.max_tokens, tokens, own.get("max_new_tokens"), WHOLE_CONTEXT
             ),
@@ -564,7 +575,7 @@ def schema_of(response_format: ResponseFormat | None) -> str:
     return encode_json(schema).decode()
 
 
-def _options(asked: Asked, own: Mapping[str, Any]) -> Options | None:
+def _options(asked: TritonRequest, own: Mapping[str, Any]) -> Options | None:
     """Return the rarer options of a request, or of the model's author; None: there are none."""
     named = {name: getattr(asked, name, None) for name in Options.__struct_fields__}
     given = {**own, **{name: value for name, value in named.items() if value is not None}}

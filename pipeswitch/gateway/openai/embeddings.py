@@ -12,17 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...base.errors import InvalidInput
-from ...base.roles import Standing
+from ...base.roles import Principal
 from ...client.tensors import to_frames
-from ...programs.decoding.answer import Ending
-from ...programs.decoding.generating import Facts
 from ...programs.decoding.generation import HIDDEN
+from ...programs.decoding.model_config import LanguageModelConfig
+from ...programs.decoding.output import StopCriteria
 from ...programs.decoding.sampling import Sampling
 from ..http.server import Head
 from ..serving.oip import InferRequest
-from .answers import Answers, turn_of
-from .text_process import Begin, Drop
-from .texts import Talk
+from .answer_stream import Answers, turn_of
+from .tokenizer_worker import Abort, StartGeneration
+from .tokenizers import TokenizerClient
 
 MAX_TEXTS: Final = 2048  # of one request, as OpenAI has it
 AT_ONCE: Final = 8
@@ -37,7 +37,7 @@ class Embed(msgspec.Struct, frozen=True, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
 
 
-async def embedded(answers: Answers, caller: Standing, head: Head, asked: Embed) -> dict[str, Any]:
+async def embedded(answers: Answers, caller: Principal, head: Head, asked: Embed) -> dict[str, Any]:
     """Return OpenAI's answer."""
     facts = await answers.service.generation(caller, asked.model, "", embeds=True)
     rows: list[tuple[int, NDArray[np.float32]]] = []
@@ -55,31 +55,40 @@ async def embedded(answers: Answers, caller: Standing, head: Head, asked: Embed)
 
 
 async def _row(
-    answers: Answers, caller: Standing, head: Head, model: str, facts: Facts, text: str | list[int]
+    answers: Answers,
+    caller: Principal,
+    head: Head,
+    model: str,
+    facts: LanguageModelConfig,
+    text: str | list[int],
 ) -> tuple[int, NDArray[np.float32]]:
     turn = turn_of(caller, head.peer)
     talk = await answers.texts.enter(caller, turn, model, facts)
     try:
-        ending = Ending(max_new_tokens=1)
-        begin = Begin(answer=NUMBER, prompt=text, sampling=Sampling(), ending=ending)
+        ending = StopCriteria(max_new_tokens=1)
+        begin = StartGeneration(answer=NUMBER, prompt=text, sampling=Sampling(), ending=ending)
         ids = array("i", (await talk.ask(begin, turn)).prompt).tolist()
     finally:
-        talk.tell(Drop(answer=NUMBER))
-        if isinstance(talk, Talk):
+        talk.tell(Abort(answer=NUMBER))
+        if isinstance(talk, TokenizerClient):
             answers.texts.leave(talk)
     tokens = np.array([ids], np.int64)
     inputs, frames, _ = to_frames({"input_ids": tokens, "attention_mask": np.ones_like(tokens)})
     outputs, _ = await answers.service.infer(
-        caller, model, str(facts.version), InferRequest(id="", inputs=inputs, frames=frames),
-        head.headers, head.peer,
-    )  # fmt: skip
+        caller,
+        model,
+        str(facts.version),
+        InferRequest(id="", inputs=inputs, frames=frames),
+        head.headers,
+        head.peer,
+    )
     found = next(one for one in outputs if one.name == HIDDEN)
     if found.dtype != "float32":
         raise InvalidInput(f"{model} answers in {found.dtype}, not float32")
     return len(ids), pooled(np.frombuffer(found.data, np.float32).reshape(len(ids), -1), facts)
 
 
-def pooled(hidden: NDArray[np.float32], facts: Facts) -> NDArray[np.float32]:
+def pooled(hidden: NDArray[np.float32], facts: LanguageModelConfig) -> NDArray[np.float32]:
     """Return a text's embedding, of length 1. ``hidden``: [tokens, size]."""
     row = {"mean": hidden.mean(0), "cls": hidden[0], "last": hidden[-1]}[facts.pooling]
     return np.asarray(row / max(float(np.linalg.norm(row)), 1e-12), np.float32)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...base.errors import InvalidInput
-from ...programs.decoding.generating import Token
+from ...programs.decoding.model_config import Token
 
 
 def requested(logprobs: bool | int | None, top: int | None, *, is_chat: bool) -> int | None:

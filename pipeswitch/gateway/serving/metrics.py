@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 
-from .tally import OK, Tally, counters, gauges
+from .model_stats import OK, ModelStats, counters, gauges
 
 _COUNTERS: Final[Mapping[str, str]] = {
     "switches": "Models that took the device from another one",
@@ -61,10 +61,10 @@ _JOB_COUNTERS: Final[Mapping[str, str]] = {
 class Metrics:
     """Prometheus output of the counters."""
 
-    def __init__(self, tally: Tally, *, has_nv_names: bool = False) -> None:
+    def __init__(self, model_stats: ModelStats, *, has_nv_names: bool = False) -> None:
         """``has_nv_names``: tell Triton's metrics by their names too."""
         self._registry = CollectorRegistry()
-        self._registry.register(tally)
+        self._registry.register(model_stats)
         self._server = _Server(has_nv_names=has_nv_names)
         self._registry.register(self._server)
 
@@ -74,7 +74,7 @@ class Metrics:
         Args:
             accept: the scraper's ``Accept``.
             facts: ``stats``, ``jobs``, ``ps`` and ``models`` (all versions) of the server, and
-                ``tally``, the rows of Triton's statistics; None: not for this caller.
+                ``model_stats``, the rows of Triton's statistics; None: not for this caller.
         """
         encode, content_type = choose_encoder(accept)
         self._server.facts = facts
@@ -100,9 +100,11 @@ class _Server:
         for key, text in _COUNTERS.items():
             yield counters(f"pipeswitch_{key}", text, [], {(): stats[key]})
         yield counters(
-            "pipeswitch_requests", "Accepted requests to models, by how they ended", ["outcome"],
+            "pipeswitch_requests",
+            "Accepted requests to models, by how they ended",
+            ["outcome"],
             {(outcome,): stats["inference"][outcome] for outcome in _OUTCOMES},
-        )  # fmt: skip
+        )
         for key, text, value in (
             ("in_flight_requests", "Accepted, not answered", stats["inference"]["in_flight"]),
             ("queued_requests", "Waiting for the device", stats["queued"]),
@@ -118,32 +120,32 @@ class _Server:
             "pipeswitch_dispatches",
             "Requests that got the device, by what of their model had to be sent: all (cold), what "
             "it does not keep (partial), nothing (resident)",
-            ["kind"], {(kind,): count for kind, count in stats["dispatches"].items()},
-        )  # fmt: skip
+            ["kind"],
+            {(kind,): count for kind, count in stats["dispatches"].items()},
+        )
         yield from self._device_time(stats)
         yield counters(
-            "pipeswitch_tenant_device_seconds", "Device time of runs, by who asked", ["tenant"],
+            "pipeswitch_tenant_device_seconds",
+            "Device time of runs, by who asked",
+            ["tenant"],
             {(name,): seconds for name, seconds in stats["tenant_s"].items()},
-        )  # fmt: skip
+        )
         for part in ("capacity", "free"):
             yield gauges(
-                f"pipeswitch_memory_{part}_bytes", f"Memory, {part}", ["tier"],
+                f"pipeswitch_memory_{part}_bytes",
+                f"Memory, {part}",
+                ["tier"],
                 {(tier,): stats[f"{key}_{part}_bytes"] for key, tier in _TIERS.items()},
-            )  # fmt: skip
+            )
         states = Count(row["state"] for row in self.facts["ps"] if row["kind"] == "worker")
         by_state = {(state,): count for state, count in sorted(states.items())}
         yield gauges("pipeswitch_workers", "By state", ["state"], by_state)
         yield self._shares(self.facts["models"])
-        yield gauges(
-            "pipeswitch_model_info", "1: the precision that a version computes in",
-            ["model", "version", "precision"],
-            {(m["name"], str(m["version"]), (m.get("precision") or {"name": "exact"})["name"]): 1
-             for m in self.facts["models"] if "steps" not in m},
-        )  # fmt: skip
+        yield _precisions(self.facts["models"])
         yield from self._sequences(stats["sequences_by_model"])
         yield from self._jobs(self.facts["jobs"])
         if self._has_nv_names:
-            yield from self._triton(self.facts["tally"])
+            yield from self._triton(self.facts["model_stats"])
 
     def _device_time(self, stats: Mapping[str, Any]) -> Iterable[Metric]:
         """Yield device time by kind, and by device if there are several.
@@ -167,17 +169,22 @@ class _Server:
             "pipeswitch_device_seconds",
             "Device time: requests compute (infer), a request waits for its model (switch), a job "
             "computes (train), none of it (idle)",
-            ["kind", "device"] if several else ["kind"], times,
-        )  # fmt: skip
+            ["kind", "device"] if several else ["kind"],
+            times,
+        )
         if several:
             yield counters(
-                "pipeswitch_device_inferences", "Answered with outputs", ["device"],
+                "pipeswitch_device_inferences",
+                "Answered with outputs",
+                ["device"],
                 {(row["device"],): row["inferences"] for row in several},
-            )  # fmt: skip
+            )
             yield gauges(
-                "pipeswitch_device_ready", "1 when it would serve a request", ["device"],
+                "pipeswitch_device_ready",
+                "1 when it would serve a request",
+                ["device"],
                 {(row["device"],): row["ready"] for row in several},
-            )  # fmt: skip
+            )
         if self._has_nv_names:
             since_s = max(1e-9, up_s - self._up_s)
             share = (busy_s - self._busy_s) / since_s / (len(several) or 1)
@@ -217,20 +224,31 @@ class _Server:
             "pipeswitch_model_share_ratio",
             "Of the requests that name no version, each version's part of a split, from 0 to 1",
             ["model", "version"],
-            {(row["name"], str(row["version"])): row["share"] / 100
-             for row in rows if row["name"] in split and row["share"]},
-        )  # fmt: skip
+            {
+                (row["name"], str(row["version"])): row["share"] / 100
+                for row in rows
+                if row["name"] in split and row["share"]
+            },
+        )
 
     @staticmethod
     def _sequences(rows: Mapping[str, Mapping[str, int]]) -> Iterable[Metric]:
         for make, name, text, key in (
             (counters, "tokens", "That language models answered in sequences", "tokens"),
             (gauges, "model_sequences", "That have a state here, by model", "sequences"),
-            (gauges, "sequence_bytes", "What their states hold of the request pool",
-             "sequence_bytes"),
-            (gauges, "spare_bytes", "Of it, for prompts to come, as long as nobody wants it",
-             "spare_bytes"),
-        ):  # fmt: skip
+            (
+                gauges,
+                "sequence_bytes",
+                "What their states hold of the request pool",
+                "sequence_bytes",
+            ),
+            (
+                gauges,
+                "spare_bytes",
+                "Of it, for prompts to come, as long as nobody wants it",
+                "spare_bytes",
+            ),
+        ):
             values = {tuple(f"{of}@1".split("@")[:2]): row[key] for of, row in rows.items()}
             yield make(f"pipeswitch_{name}", text, ["model", "version"], values)
 
@@ -243,3 +261,16 @@ class _Server:
             name = key.removesuffix("_s") + "_seconds" if key.endswith("_s") else key
             counts = {(job["name"],): job[key] for job in jobs}
             yield counters(f"pipeswitch_job_{name}", text, ["job"], counts)
+
+
+def _precisions(models: Iterable[Mapping[str, Any]]) -> Metric:
+    return gauges(
+        "pipeswitch_model_info",
+        "1: the precision that a version computes in",
+        ["model", "version", "precision"],
+        {
+            (m["name"], str(m["version"]), (m.get("precision") or {"name": "exact"})["name"]): 1
+            for m in models
+            if "steps" not in m
+        },
+    )

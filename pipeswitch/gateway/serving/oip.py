@@ -18,21 +18,29 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from ...base.bytes_tensors import BYTES, LENGTH_BYTES, pack, packed, unpack
 from ...base.codec import json_encoder
 from ...base.errors import InvalidInput
-from ...base.texts import BYTES, LENGTH_BYTES, pack, packed, unpack
 from ...base.units import format_bytes, nearest
 from ...programs.interface.dims import BATCH
 from ...programs.interface.layout import ITEM_BYTES
 from ...wire.frames import MAX_DIMS, MAX_TENSORS, WireTensor
 from ..decoding import MEMORY_OF_A_BYTE, RESERVE_BYTES
-from ..refusals import TooLarge
+from ..http_errors import TooLarge
 
 DATATYPES: Final[Mapping[str, str]] = {
-    "BOOL": "bool", "UINT8": "uint8", "INT8": "int8", "INT16": "int16", "INT32": "int32",
-    "INT64": "int64", "FP16": "float16", "BF16": "bfloat16", "FP32": "float32", "FP64": "float64",
+    "BOOL": "bool",
+    "UINT8": "uint8",
+    "INT8": "int8",
+    "INT16": "int16",
+    "INT32": "int32",
+    "INT64": "int64",
+    "FP16": "float16",
+    "BF16": "bfloat16",
+    "FP32": "float32",
+    "FP64": "float64",
     "BYTES": BYTES,
-}  # fmt: skip
+}
 """The protocol's names of the dtypes that a model can have here, or the functions around it."""
 DATATYPE_OF: Final = {dtype: name for name, dtype in DATATYPES.items()}
 FIRST_VERSION: Final = 1  # where a bill does not say
@@ -246,8 +254,9 @@ def raw_request(body: Any, row: Mapping[str, Any]) -> InferRequest:
     ((name, (extents, dtype)),) = row["inputs"].items()
     if dtype == BYTES:  # as of Triton: one text, without its length
         text = WireTensor(name=name, dtype=dtype, shape=(1,) * len(extents), frame=0)
-        return InferRequest(id="", inputs=(text,), frames=[memoryview(pack([bytes(body)]))],
-                            is_binary=True)  # fmt: skip
+        return InferRequest(
+            id="", inputs=(text,), frames=[memoryview(pack([bytes(body)]))], is_binary=True
+        )
     chosen = [extent for extent in extents if isinstance(extent, str)]
     if len(chosen) > 1:
         raise InvalidInput(

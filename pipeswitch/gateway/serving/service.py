@@ -22,33 +22,40 @@ from ...base.errors import (
     PipeSwitchError,
     ServerUnavailable,
 )
-from ...base.roles import URGENT_PRIORITY, Role, Standing
-from ...client.generation import Asked
-from ...programs.decoding.generating import Facts
+from ...base.roles import URGENT_PRIORITY, Principal, Role
+from ...client.generation import GenerateRequest
+from ...programs.decoding.model_config import LanguageModelConfig
 from ...wire.frames import TRACEPARENT
 from ...wire.tracing import Traced
-from ..callers import require, require_role, told
-from ..refusals import NotFound
+from ..auth import require, require_role, told
+from ..http_errors import NotFound
 from . import oip
 from .metrics import Metrics
+from .model_stats import PHASES, ModelStats
 from .oip import InferRequest, Output, Place
-from .regions import Regions
-from .tally import PHASES, Tally
+from .shared_memory import SharedMemoryRegions
 from .upstream import Upstream
 
 R = TypeVar("R")
 READY: Final = "ready"  # a model's state
 FAILED: Final = "failed"
 EXTENSIONS: Final = (
-    oip.BINARY_EXTENSION, "model_configuration", "model_repository", "schedule_policy",
+    oip.BINARY_EXTENSION,
+    "model_configuration",
+    "model_repository",
+    "schedule_policy",
     "statistics",
-)  # fmt: skip
+)
 REGIONS_EXTENSION: Final = "system_shared_memory"
 BILLED: Final = tuple(f"{phase}_ms" for phase in PHASES)
 LOGGED: Final[Mapping[str, Any]] = {
-    "log_file": "server.log", "log_info": True, "log_warning": True, "log_error": True,
-    "log_verbose_level": 0, "log_format": "default",
-}  # fmt: skip
+    "log_file": "server.log",
+    "log_info": True,
+    "log_warning": True,
+    "log_error": True,
+    "log_verbose_level": 0,
+    "log_format": "default",
+}
 THREAD_BYTES: Final = 1 << 20  # of shared memory: less is copied on the loop's own thread
 _STATES: Final[Mapping[str, str]] = {READY: "READY", "building": "LOADING", "storing": "LOADING"}
 
@@ -57,16 +64,20 @@ class Service:
     """Verbs; no bytes of either protocol."""
 
     def __init__(
-        self, upstream: Upstream, *, has_nv_metrics: bool = False, regions: Regions | None = None,
+        self,
+        upstream: Upstream,
+        *,
+        has_nv_metrics: bool = False,
+        regions: SharedMemoryRegions | None = None,
         tracer: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``regions``: where all callers are on this machine; ``tracer``: of requests' spans."""
         self.text_processes = 8  # that run at once, at most
         self.aliases: dict[str, str] = {}  # models by OpenAI's clients' names for them
         self._upstream = upstream
         self._tracer = tracer
         self._regions = regions
-        self._tally = Tally()
+        self._tally = ModelStats()
         self._metrics = Metrics(self._tally, has_nv_names=has_nv_metrics)
         self.version = importlib.metadata.version("pipeswitch")  # a file is read for it
 
@@ -76,7 +87,7 @@ class Service:
         return {"name": "pipeswitch", "version": self.version, "extensions": [*EXTENSIONS, *shared]}
 
     @property
-    def regions(self) -> Regions:
+    def regions(self) -> SharedMemoryRegions:
         """
         Raises:
             InvalidInput: this gateway has none.
@@ -102,24 +113,24 @@ class Service:
         except ServerUnavailable:
             return False
 
-    async def is_model_ready(self, caller: Standing, model: str, version: str) -> bool:
+    async def is_model_ready(self, caller: Principal, model: str, version: str) -> bool:
         return not await self.why_not_ready(caller, model, version)
 
     async def why_not_ready(
-        self, caller: Standing, model: str, version: str
+        self, caller: Principal, model: str, version: str
     ) -> ServerUnavailable | None:
         """Return a model's state as a refusal, with the reason for those who may know it."""
         row = await self._row(caller, model, version)
         return None if row["state"] == READY else _unready(row)
 
-    async def metadata(self, caller: Standing, model: str, version: str) -> dict[str, Any]:
+    async def metadata(self, caller: Principal, model: str, version: str) -> dict[str, Any]:
         return oip.metadata(_built(await self._row(caller, model, version)))
 
-    async def config(self, caller: Standing, model: str, version: str) -> dict[str, Any]:
+    async def config(self, caller: Principal, model: str, version: str) -> dict[str, Any]:
         return oip.config(_built(await self._row(caller, model, version)))
 
     async def statistics(
-        self, caller: Standing, model: str = "", version: str = ""
+        self, caller: Principal, model: str = "", version: str = ""
     ) -> dict[str, Any]:
         """Return the statistics of one model, or of all."""
         if model:
@@ -129,7 +140,7 @@ class Service:
             self._tally.forget_others({row["name"] for row in rows})
         return {"model_stats": [self._tally.row(row["name"], row["version"]) for row in rows]}
 
-    async def index(self, caller: Standing, *, ready_only: bool = False) -> list[dict[str, Any]]:
+    async def index(self, caller: Principal, *, ready_only: bool = False) -> list[dict[str, Any]]:
         """Return the repository's index."""
         rows = [
             {
@@ -142,7 +153,7 @@ class Service:
         ]
         return [row for row in rows if row["state"] == "READY" or not ready_only]
 
-    async def load(self, caller: Standing, model: str, parameters: Mapping[str, Any]) -> None:
+    async def load(self, caller: Principal, model: str, parameters: Mapping[str, Any]) -> None:
         """Pin a registered model on the device.
 
         Raises:
@@ -161,15 +172,20 @@ class Service:
             )
         await self._upstream.ask("load", model)
 
-    async def unload(self, caller: Standing, model: str) -> None:
+    async def unload(self, caller: Principal, model: str) -> None:
         """Unpin it; it stays registered."""
         require(caller, "unload")
         await self._upstream.ask("unload", model)
 
     async def infer(
-        self, caller: Standing, model: str, version: str, asked: InferRequest,
-        carrier: Mapping[str, str] = MappingProxyType({}), address: str = "",
-    ) -> tuple[list[Output], dict[str, Any]]:  # fmt: skip
+        self,
+        caller: Principal,
+        model: str,
+        version: str,
+        asked: InferRequest,
+        carrier: Mapping[str, str] = MappingProxyType({}),
+        address: str = "",
+    ) -> tuple[list[Output], dict[str, Any]]:
         """Return the outputs, and the bill with the gateway's own share.
 
         ``carrier``: headers that may name the caller's trace; ``address``: the caller's, which
@@ -211,9 +227,14 @@ class Service:
         return outputs, bill
 
     async def generate(
-        self, caller: Standing, model: str, version: str, asked: Asked,
-        carrier: Mapping[str, str] = MappingProxyType({}), address: str = "",
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        caller: Principal,
+        model: str,
+        version: str,
+        asked: GenerateRequest,
+        carrier: Mapping[str, str] = MappingProxyType({}),
+        address: str = "",
+    ) -> dict[str, Any]:
         """Return a generation's final reply, with the tokens after those ``asked`` was given."""
         require(caller, "generate")
         number, began = number_of(model, version), time.perf_counter()
@@ -222,9 +243,11 @@ class Service:
             traced = Traced(self._tracer, model, carrier)
             traceparent = traced.traceparent
         asker = {
-            "tenant": caller.tenant, "address": address, "version": number,
+            "tenant": caller.tenant,
+            "address": address,
+            "version": number,
             "traceparent": traceparent if TRACEPARENT.fullmatch(traceparent) else "",
-        }  # fmt: skip
+        }
         asked.body.update({name: value for name, value in asker.items() if value})
         try:
             body, bill = await self._upstream.generate(model, asked)
@@ -258,20 +281,27 @@ class Service:
             self._tally.failed(model, type(error).__name__, took_ms if is_models else None)
 
     async def generation(
-        self, caller: Standing, model: str, version: str, *, with_texts: bool = False,
+        self,
+        caller: Principal,
+        model: str,
+        version: str,
+        *,
+        with_texts: bool = False,
         embeds: bool = False,
-    ) -> Facts:  # fmt: skip
+    ) -> LanguageModelConfig:
         """Return the facts of a language model; its tokenizer and template only on request."""
         require(caller, "generation")
         body = {"version": number_of(model, version), "tokenizer": with_texts}
         body |= {"embedding": True} if embeds else {}
-        return msgspec.convert(await self._upstream.ask("generation", model, body=body), Facts)
+        return msgspec.convert(
+            await self._upstream.ask("generation", model, body=body), LanguageModelConfig
+        )
 
     async def owner(self, model: str, version: str) -> str:
         """Return the tenant that registered a model; callers do not see it."""
         return str((await self._upstream.show(model, number_of(model, version)))["tenant"])
 
-    async def metrics(self, caller: Standing, accept: str) -> tuple[bytes, str]:
+    async def metrics(self, caller: Principal, accept: str) -> tuple[bytes, str]:
         """Return the Prometheus text and its type; only operators see the server's own numbers."""
         require(caller, "stats")
         facts: dict[str, Any] | None = None
@@ -282,12 +312,17 @@ class Service:
             rows = models["models"]
             current = [(row["name"], row["version"]) for row in rows if row["current"]]
             self._tally.forget_others({name for name, _ in current})
-            facts = {"stats": stats, "jobs": jobs["jobs"], "ps": ps["rows"], "models": rows,
-                     "tally": [self._tally.row(*one) for one in current]}  # fmt: skip
+            facts = {
+                "stats": stats,
+                "jobs": jobs["jobs"],
+                "ps": ps["rows"],
+                "models": rows,
+                "model_stats": [self._tally.row(*one) for one in current],
+            }
         return self._metrics.text(accept, facts)
 
     async def settings(
-        self, caller: Standing, wanted: Mapping[str, Any], model: str | None = None
+        self, caller: Principal, wanted: Mapping[str, Any], model: str | None = None
     ) -> dict[str, Any]:
         """Triton's, of the server's log, or of a model's or all models' (``""``) traces; raises
         InvalidInput where another value is wanted: none can be set."""
@@ -306,11 +341,11 @@ class Service:
                 raise InvalidInput(f"{name[:80]!r} cannot be set here{stays}", hint=hint)
         return dict(current)
 
-    async def row(self, caller: Standing, model: str) -> dict[str, Any]:
+    async def row(self, caller: Principal, model: str) -> dict[str, Any]:
         """Return the row of a built model, as far as the caller may see it."""
         return _built(await self._row(caller, model, ""))
 
-    async def _row(self, caller: Standing, model: str, version: str) -> dict[str, Any]:
+    async def _row(self, caller: Principal, model: str, version: str) -> dict[str, Any]:
         require(caller, "show")
         try:
             return told(await self._upstream.show(model, number_of(model, version)), caller)
@@ -319,7 +354,7 @@ class Service:
                 raise
             raise NotFound(error.message, hint=error.hint) from None
 
-    async def rows(self, caller: Standing) -> list[dict[str, Any]]:
+    async def rows(self, caller: Principal) -> list[dict[str, Any]]:
         require(caller, "models")
         return [told(row, caller) for row in (await self._upstream.ask("models"))["models"]]
 

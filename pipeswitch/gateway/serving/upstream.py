@@ -11,10 +11,10 @@ from typing import Any, Final
 
 from ...base.errors import PipeSwitchError, ServerUnavailable
 from ...client.calls import Call, Reply
-from ...client.generation import Asked
+from ...client.generation import GenerateRequest
 from ...client.looped import LoopConnection
-from ...wire.bill import Bill
 from ...wire.frames import CHUNK_BYTES
+from ...wire.request_timing import RequestTiming
 from .nodes import Nodes
 from .oip import InferRequest, Output
 
@@ -90,7 +90,7 @@ class Upstream:
         )
 
     def generate(
-        self, model: str, asked: Asked
+        self, model: str, asked: GenerateRequest
     ) -> Awaitable[tuple[dict[str, Any], dict[str, Any]]]:
         """Return the final reply's body and the bill. Cancelling this cancels the request."""
         return self._connection.ask("generate", model=model, convert=_tokens, **asked.options)
@@ -148,7 +148,7 @@ class Upstream:
 
 
 def _tokens(reply: Reply) -> tuple[dict[str, Any], dict[str, Any]]:
-    return reply.body, (reply.timing or Bill()).as_dict()
+    return reply.body, (reply.timing or RequestTiming()).as_dict()
 
 
 def _outputs(reply: Reply) -> tuple[list[Output], dict[str, Any]]:
@@ -156,4 +156,4 @@ def _outputs(reply: Reply) -> tuple[list[Output], dict[str, Any]]:
     for one in reply.outputs:
         data = reply.frames[one.frame]
         outputs.append(Output(name=one.name, dtype=one.dtype, shape=one.shape, data=data))
-    return outputs, (reply.timing or Bill()).as_dict()
+    return outputs, (reply.timing or RequestTiming()).as_dict()

@@ -6,11 +6,11 @@ import functools
 import operator
 from typing import Any, Final
 
-from . import base, builder, daemon, fork_server, gateway, stage, worker
+from . import base, builder, daemon, fork_server, gateway, processor, worker
 
 TYPES: Final = [
     one
-    for module in (base, builder, daemon, fork_server, gateway, stage, worker)
+    for module in (base, builder, daemon, fork_server, gateway, processor, worker)
     for one in vars(module).values()
     if isinstance(one, type) and issubclass(one, base.Message) and one is not base.Message
 ]

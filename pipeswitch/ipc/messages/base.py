@@ -1,7 +1,7 @@
 """Ids, the base of every message, and messages of several pairs of processes.
 
 Each message is a frozen struct whose docstring names its direction. Sizes and offsets are
-bytes; instants are milliseconds of the system-wide monotonic clock. ``epoch`` names one dispatch,
+bytes; instants are milliseconds of the system-wide monotonic clock. ``op_id`` names one dispatch,
 lease or transfer for ever: it only grows, so a late message of an older one is recognised and
 dropped. ``turn`` is the permission to compute on the device (invariant I5): it has its own growing
 number. On the wire, the name of its class identifies a message.
@@ -17,7 +17,7 @@ import msgspec
 ModelName = NewType("ModelName", str)
 JobName = NewType("JobName", str)
 Slot = NewType("Slot", int)  # a worker's place; processes in it come and go
-Epoch = NewType("Epoch", int)
+OpId = NewType("OpId", int)
 Turn = NewType("Turn", int)
 
 
@@ -64,7 +64,7 @@ class StepCommitted(Message, frozen=True):
     """memory daemon -> controller -> worker: flipped; ``error`` says why it was not."""
 
     job: JobName
-    epoch: Epoch
+    op_id: OpId
     number: int  # CommitStep's
     step: int
     copy_ms: float
@@ -74,13 +74,13 @@ class StepCommitted(Message, frozen=True):
 class Ping(Message, frozen=True):
     """controller -> memory daemon, worker (termination thread): are you there? No task notices."""
 
-    epoch: Epoch
+    op_id: OpId
 
 
 class Pong(Message, frozen=True):
     """memory daemon, worker -> controller: yes."""
 
-    epoch: Epoch
+    op_id: OpId
 
 
 class Exit(Message, frozen=True):

@@ -6,14 +6,14 @@ from typing import Any
 
 import msgspec
 
-from .base import Epoch, Message, ModelName
+from .base import Message, ModelName, OpId
 
 
 class BuildSettings(Message, frozen=True):
     """Settings of a builder process, which handles one registration and exits."""
 
     model: ModelName
-    epoch: Epoch
+    op_id: OpId
     spec: bytes  # msgpack of programs.build.BuildSpec
     directory: str
     threads: int
@@ -30,7 +30,7 @@ class BuildProgress(Message, frozen=True):
     """builder -> controller: stage and fraction of the whole."""
 
     model: ModelName
-    epoch: Epoch
+    op_id: OpId
     stage: str
     fraction: float
 
@@ -39,7 +39,7 @@ class BuildDone(Message, frozen=True):
     """builder -> controller: the folder, inside the models' one, holds a complete program."""
 
     model: ModelName
-    epoch: Epoch
+    op_id: OpId
     digest: str
     folder: str = ""  # empty: it has its place already
 
@@ -48,7 +48,7 @@ class BuildFailed(Message, frozen=True):
     """builder -> controller: refused; a name of errors.py, the text and its values."""
 
     model: ModelName
-    epoch: Epoch
+    op_id: OpId
     error: str
     message: str
     hint: str = ""

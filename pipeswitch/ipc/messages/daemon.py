@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .base import ByteRange, Epoch, JobName, Message, ModelName
+from .base import ByteRange, JobName, Message, ModelName, OpId
 
 
 class DaemonSettings(Message, frozen=True):
-    """Settings of a memory daemon (descriptors: control, store, board, bells…)."""
+    """Settings of a memory daemon (descriptors: control, store, board, doorbells…)."""
 
     device: str
     arena_bytes: int
@@ -34,7 +34,7 @@ class StoreModel(Message, frozen=True):
     """controller -> memory daemon: load a built program's tensors into the host store."""
 
     model: ModelName
-    epoch: Epoch
+    op_id: OpId
     directory: str  # holds manifest.json and the weights file
     store_offset_bytes: int
     size_bytes: int
@@ -44,7 +44,7 @@ class ModelStored(Message, frozen=True):
     """memory daemon -> controller: the bytes lie in the store and match their digest."""
 
     model: ModelName
-    epoch: Epoch
+    op_id: OpId
     load_ms: float
 
 
@@ -52,12 +52,13 @@ class StoreFailed(Message, frozen=True):
     """memory daemon -> controller: unreadable or corrupt; nothing of it is used."""
 
     model: ModelName
-    epoch: Epoch
+    op_id: OpId
     reason: str
 
 
 class GroupCopy(Message, frozen=True):
-    """One layer group's copy: host store -> arena, then its arrival word becomes the epoch."""
+    """One layer group's copy: host store -> arena, then its arrival word becomes the operation
+    id."""
 
     store_offset_bytes: int
     arena_offset_bytes: int
@@ -72,27 +73,27 @@ class TransmitModel(Message, frozen=True):
     """
 
     model: ModelName
-    epoch: Epoch
+    op_id: OpId
     arena_offset_bytes: int  # the leased region; every copy must lie inside
     region_bytes: int
     groups: tuple[GroupCopy, ...]
     tenant: str = ""  # whose file of the arena, where tenants are separate (ADR 23)
     # Of a model that streams through a ring (ADR 43), for each group: its copy begins when so many
-    # groups have computed, as the board's word says.
+    # groups have computed, as the control page's word says.
     waits: tuple[int, ...] = ()
 
 
 class CancelTransmit(Message, frozen=True):
     """controller -> memory daemon: stop after the group in flight; answered by TransmitEnded."""
 
-    epoch: Epoch
+    op_id: OpId
 
 
 class TransmitEnded(Message, frozen=True):
-    """memory daemon -> controller: no byte of this epoch will be written any more."""
+    """memory daemon -> controller: no byte of this operation id will be written any more."""
 
     model: ModelName
-    epoch: Epoch
+    op_id: OpId
     is_complete: bool
     group_count: int
     copied_bytes: int
@@ -104,7 +105,7 @@ class TransmitEnded(Message, frozen=True):
 class Scrub(Message, frozen=True):
     """controller -> memory daemon: zero a released range of ``work`` before another owner."""
 
-    epoch: Epoch
+    op_id: OpId
     offset_bytes: int
     size_bytes: int
 
@@ -112,7 +113,7 @@ class Scrub(Message, frozen=True):
 class Scrubbed(Message, frozen=True):
     """memory daemon -> controller: the range reads as zeros."""
 
-    epoch: Epoch
+    op_id: OpId
 
 
 class OpenCommits(Message, frozen=True):
@@ -135,7 +136,7 @@ class CommitCopy(Message, frozen=True):
     """controller -> memory daemon: copy slice pieces into the idle slot, then flip (ADR 8)."""
 
     job: JobName
-    epoch: Epoch
+    op_id: OpId
     number: int  # CommitStep's; told again, it is not copied again
     step: int
     slice_offset_bytes: int  # of the slice in ``work``
@@ -147,7 +148,7 @@ class PersistCommit(Message, frozen=True):
     """controller -> memory daemon: write the job's newest commit to disk, crash-safe."""
 
     job: JobName
-    epoch: Epoch
+    op_id: OpId
     directory: str
 
 
@@ -155,7 +156,7 @@ class CommitPersisted(Message, frozen=True):
     """memory daemon -> controller: on disk and fsynced, or why not (the old one is intact)."""
 
     job: JobName
-    epoch: Epoch
+    op_id: OpId
     step: int
     error: str = ""
 
@@ -163,5 +164,5 @@ class CommitPersisted(Message, frozen=True):
 class DaemonFault(Message, frozen=True):
     """memory daemon -> controller: it refused something (out of bounds, overlapping, stale)."""
 
-    epoch: Epoch
+    op_id: OpId
     reason: str

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from .base import ByteRange, Epoch, JobName, Message, ModelName, SlabTensor, Slot, Turn
+from .base import ByteRange, JobName, Message, ModelName, OpId, SlabTensor, Slot, Turn
 
 
 class WorkerSettings(Message, frozen=True):
     """Settings of a worker.
 
-    Descriptors: task and signal channel, board, ``bell_count`` bells; then the pool and
+    Descriptors: task and signal channel, board, ``doorbell_count`` doorbells; then the pool and
     DaemonReady's, which come with BindTenant where tenants are separate.
     """
 
@@ -23,7 +23,7 @@ class WorkerSettings(Message, frozen=True):
     words: int
     pool_bytes: int
     threads: int
-    bell_count: int
+    doorbell_count: int
     handle: bytes = b""  # DaemonReady's
     is_sandboxed: bool = False  # from the first program on that is not code
     task_memory_bytes: int = 0  # in the sandbox, beyond what it has then; 0: no limit
@@ -81,7 +81,7 @@ class ForgetModel(Message, frozen=True):
     model: ModelName
 
 
-class Choosing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling of a generation's tokens (``programs.decoding.sampling``), and the number of
     steps that a worker may continue in one run (ADR 54). Part of RunInference, not a message."""
 
@@ -98,7 +98,7 @@ class Choosing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     is_piece: bool = False  # more of the prompt follows: no token is chosen
 
     @property
-    def is_alone(self) -> bool:
+    def never_batch(self) -> bool:
         """True if no other request joins: a schema may be large, or fail its run."""
         return self.options is not None and bool(self.options.get("json_schema"))
 
@@ -115,89 +115,89 @@ class Choosing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return min(1, most) <= len(tokens) <= most
 
 
-class JoinedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BatchedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request that another one takes along (ADR 28). Part of RunInference, no message."""
 
     request_id: str
     inputs: tuple[SlabTensor, ...]
     reply_offset_bytes: int
     reply_bytes: int
-    choosing: Choosing | None = None
+    sampling_params: SamplingParams | None = None
     sequence: int = 0
-    after: Epoch = Epoch(0)
+    after: OpId = OpId(0)
 
 
 class RunInference(Message, frozen=True):
     """controller -> worker: run one request as its groups arrive, when the turn word says so.
 
-    Those of ``joined`` run with it, as one batch in this order; each has its own reply slab.
+    Those of ``batched`` run with it, as one batch in this order; each has its own reply slab.
 
     With ``is_timed`` the worker waits for the device after each group, so that a group's times are
     those of its computation (``pipeswitch profile``).
 
-    With ``choosing`` the tokens are answered instead of their logits, and the new cache rows of all
-    steps; the stop word ends the run after its current step.
+    With ``sampling_params`` the tokens are answered instead of their logits, and the new cache rows
+    of all steps; the stop word ends the run after its current step.
     """
 
-    epoch: Epoch  # also the turn this task computes under
+    op_id: OpId  # also the turn this task computes under
     request_id: str
     model: ModelName
     digest: str
     directory: str
     arena_offset_bytes: int
     first_word: int  # arrival word of group 0; group i has first_word + i
-    residency_epoch: Epoch  # the words carry this when the groups have arrived
+    residency_id: OpId  # the words carry this when the groups have arrived
     inputs: tuple[SlabTensor, ...]
     reply_offset_bytes: int
     reply_bytes: int
     plan: tuple[int, ...] = ()  # as PrepareModel's
     landings: tuple[int, ...] = ()  # as PrepareModel's
-    joined: tuple[JoinedRequest, ...] = ()
+    batched: tuple[BatchedRequest, ...] = ()
     is_timed: bool = False
     is_code: bool = False  # as PrepareModel's
-    choosing: Choosing | None = None  # None: its outputs are answered
+    sampling_params: SamplingParams | None = None  # None: its outputs are answered
     sequence: int = 0  # whose step it is; 0: it stands alone
-    after: Epoch = Epoch(0)  # the run that made the last of its state, if the worker knows it yet
+    after: OpId = OpId(0)  # the run that made the last of its state, if the worker knows it yet
 
 
 class InferenceDone(Message, frozen=True):
     """worker -> controller: outputs lie in the reply slab."""
 
-    epoch: Epoch
+    op_id: OpId
     outputs: tuple[SlabTensor, ...]
     turn_at_ms: float  # when it had the device's turn
     first_group_at_ms: float  # first group began to compute
     ended_at_ms: float
     stall_ms: float  # waiting for groups while holding the turn, and for those that were let in
-    joined_outputs: tuple[tuple[SlabTensor, ...], ...] = ()  # of each joined request
-    is_clean: bool = False  # no ``Cleaned`` follows: it holds nothing of the task any more
-    tokens: tuple[tuple[int, ...], ...] = ()  # of each request, if it has ``choosing``
+    batched_outputs: tuple[tuple[SlabTensor, ...], ...] = ()  # of each joined request
+    is_clean: bool = False  # no ``WorkerClean`` follows: it holds nothing of the task any more
+    tokens: tuple[tuple[int, ...], ...] = ()  # of each request, if it has ``sampling_params``
     # Log probabilities of each request's tokens (``sampling.Chance``), if a request has logprobs.
     chances: tuple[tuple[tuple[float, tuple[tuple[int, float], ...]], ...], ...] = ()
     group_begins_at_ms: tuple[float, ...] = ()
     group_ends_at_ms: tuple[float, ...] = ()
 
 
-class SteppedAside(Message, frozen=True):
+class Yielded(Message, frozen=True):
     """worker -> controller: a pass of a model that streams lets another task in between two groups,
-    as the board's stop word said; it goes on when the turn word is its own again."""
+    as the control page's stop word said; it goes on when the turn word is its own again."""
 
-    epoch: Epoch
+    op_id: OpId
 
 
 class InferenceFailed(Message, frozen=True):
     """worker -> controller: the model's code raised, or the output does not fit; worker is fine."""
 
-    epoch: Epoch
+    op_id: OpId
     error: str  # a name of errors.py
     message: str
     data: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class Cleaned(Message, frozen=True):
+class WorkerClean(Message, frozen=True):
     """worker -> controller: the task's references are dropped."""
 
-    epoch: Epoch
+    op_id: OpId
 
 
 class RunJob(Message, frozen=True):
@@ -205,7 +205,7 @@ class RunJob(Message, frozen=True):
 
     Its commit memfd comes along, if it has one; then its group's ring of batches (ADR 32)."""
 
-    epoch: Epoch
+    op_id: OpId
     turn: Turn  # 0: the device is not yours yet
     job: JobName
     entry: str  # path of a script, or package.module:function
@@ -225,7 +225,7 @@ class RunJob(Message, frozen=True):
 class LeaseRequest(Message, frozen=True):
     """worker -> controller: a job's first job.steps asks for its slice; blocks until answered."""
 
-    epoch: Epoch
+    op_id: OpId
     slice_bytes: int
     state_bytes: int  # one commit image
 
@@ -233,7 +233,7 @@ class LeaseRequest(Message, frozen=True):
 class LeaseGranted(Message, frozen=True):
     """controller -> worker: the slice in ``work``; the commit memfd comes along."""
 
-    epoch: Epoch
+    op_id: OpId
     offset_bytes: int
     size_bytes: int
 
@@ -241,7 +241,7 @@ class LeaseGranted(Message, frozen=True):
 class LeaseRefused(Message, frozen=True):
     """controller -> worker: it can never fit; or, to a ``HostRequest``, not now."""
 
-    epoch: Epoch
+    op_id: OpId
     error: str
     message: str
     data: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -250,30 +250,32 @@ class LeaseRefused(Message, frozen=True):
 class HostRequest(Message, frozen=True):
     """worker -> controller: so much of a job's activations is to lie in host memory; blocks."""
 
-    epoch: Epoch
+    op_id: OpId
     size_bytes: int
 
 
 class HostGranted(Message, frozen=True):
     """controller -> worker: it counts as the host store's."""
 
-    epoch: Epoch
+    op_id: OpId
 
 
 class StopTask(Message, frozen=True):
     """controller -> worker (termination thread): park, then raise the next task's turn."""
 
-    epoch: Epoch
+    op_id: OpId
     turn: Turn
-    next_turn: Turn  # 0: no worker waits; otherwise write the turn word and ring next_slot's bell
+    next_turn: (
+        Turn  # 0: no worker waits; otherwise write the turn word and ring next_slot's doorbell
+    )
     next_slot: Slot
     at_boundary: bool = False  # for another job: when it next leaves the device (its step is over,
 
 
-class Parked(Message, frozen=True):
+class JobParked(Message, frozen=True):
     """worker -> controller: it computes no more under ``turn``."""
 
-    epoch: Epoch
+    op_id: OpId
     turn: Turn
     next_turn: Turn
     where: Literal["forward", "backward", "boundary", "loader", "copies"]
@@ -281,10 +283,10 @@ class Parked(Message, frozen=True):
     parked_at_ms: float
 
 
-class Back(Message, frozen=True):
+class JobReady(Message, frozen=True):
     """worker -> controller: away as it gave up ``turn`` (for a batch, for copies), it is back."""
 
-    epoch: Epoch
+    op_id: OpId
     turn: Turn
     is_blocked: bool = False  # it has the turn, and needs memory that other jobs must let go first
 
@@ -292,14 +294,14 @@ class Back(Message, frozen=True):
 class GrantTurn(Message, frozen=True):
     """controller -> worker (termination thread): the device is yours under a new turn."""
 
-    epoch: Epoch
+    op_id: OpId
     turn: Turn
 
 
 class EvictTask(Message, frozen=True):
     """controller -> worker (termination thread): commit the last step, unwind the script."""
 
-    epoch: Epoch
+    op_id: OpId
 
 
 class CommitStep(Message, frozen=True):
@@ -308,8 +310,8 @@ class CommitStep(Message, frozen=True):
     They are so until it is answered. The number tells it from one that comes late or again.
     """
 
-    epoch: Epoch
-    number: int  # 1, 2, …: of this epoch's commits
+    op_id: OpId
+    number: int  # 1, 2, …: of this operation id's commits
     step: int
     ranges: tuple[ByteRange, ...]
 
@@ -320,7 +322,7 @@ class PublishStep(Message, frozen=True):
     Its commit is asked for by the script, before or after this. Answered by PublishAnswered.
     """
 
-    epoch: Epoch
+    op_id: OpId
     model: ModelName
     step: int
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]  # its parts': name, dtype, shape
@@ -330,7 +332,7 @@ class PublishStep(Message, frozen=True):
 class PublishAnswered(Message, frozen=True):
     """controller -> worker (termination thread): accepted, or a name of errors.py and its text."""
 
-    epoch: Epoch
+    op_id: OpId
     error: str = ""
     message: str = ""
     hint: str = ""
@@ -340,13 +342,13 @@ class PublishAnswered(Message, frozen=True):
 class PublishCopied(Message, frozen=True):
     """controller -> worker (termination thread): what it published is copied, or given up."""
 
-    epoch: Epoch
+    op_id: OpId
 
 
 class JobReport(Message, frozen=True):
     """worker -> controller: started computing, progress, a user's log line, a warning."""
 
-    epoch: Epoch
+    op_id: OpId
     kind: str
     values: dict[str, Any]
 
@@ -354,7 +356,7 @@ class JobReport(Message, frozen=True):
 class JobEnded(Message, frozen=True):
     """worker -> controller: the script is over; the process retires after this."""
 
-    epoch: Epoch
+    op_id: OpId
     outcome: Literal["done", "preempted", "failed"]
     step: int
     error_type: str = ""

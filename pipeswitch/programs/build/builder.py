@@ -54,13 +54,13 @@ def run(settings: BuildSettings, channel: Channel) -> int:
     def progress(stage: str, fraction: float) -> None:
         channel.send(
             BuildProgress(
-                model=settings.model, epoch=settings.epoch, stage=stage, fraction=fraction
+                model=settings.model, op_id=settings.op_id, stage=stage, fraction=fraction
             )
         )
 
     root = Path(settings.directory)
     try:
-        work = Path(tempfile.mkdtemp(prefix=work_prefix(settings.epoch), dir=root))
+        work = Path(tempfile.mkdtemp(prefix=work_prefix(settings.op_id), dir=root))
     except OSError as error:
         reason = f"{os.strerror(error.errno or 0)}: {root}"
         _fail(channel, settings, RegistrationRefused("build", reason))
@@ -88,7 +88,7 @@ def run(settings: BuildSettings, channel: Channel) -> int:
         return 0
     channel.send(
         BuildDone(
-            model=settings.model, epoch=settings.epoch, digest=manifest.digest, folder=work.name
+            model=settings.model, op_id=settings.op_id, digest=manifest.digest, folder=work.name
         )
     )
     return 0
@@ -152,9 +152,9 @@ def _check_memory(manifest: Manifest, limit_bytes: int) -> None:
         )
 
 
-def work_prefix(epoch: int) -> str:
+def work_prefix(op_id: int) -> str:
     """Return the folder prefix of an unfinished build; a killed builder leaves the folder."""
-    return f".build-{epoch}-"
+    return f".build-{op_id}-"
 
 
 def _fail(channel: Channel, settings: BuildSettings, error: PipeSwitchError) -> None:
@@ -162,7 +162,7 @@ def _fail(channel: Channel, settings: BuildSettings, error: PipeSwitchError) -> 
     channel.send(
         BuildFailed(
             model=settings.model,
-            epoch=settings.epoch,
+            op_id=settings.op_id,
             error=wire["type"],
             message=wire["message"],
             hint=wire["hint"],

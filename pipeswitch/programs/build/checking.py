@@ -185,8 +185,10 @@ def shapes_to_try(
     extents of 1 broadcast; other ranges are tried at their ends and middle. All extents that torch
     could not decide are added.
     """
-    small = {dim.name: min(max(1, dim.low), dim.high) if dim.name == BATCH else given[dim.name]
-             for dim in dims}  # fmt: skip
+    small = {
+        dim.name: min(max(1, dim.low), dim.high) if dim.name == BATCH else given[dim.name]
+        for dim in dims
+    }
     found: list[dict[str, int]] = []
     for dim in dims:
         is_batch = dim.name == BATCH

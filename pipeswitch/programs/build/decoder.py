@@ -33,8 +33,8 @@ from .attention import Step, refuse
 from .decoder_spec import UNUSUAL, decoder_spec, text_config
 from .dynamic import Dynamic
 
-LARGEST_CACHE_BYTES: Final = 1 << 30  # of one sequence: the longest is computed in the build
-LONGEST_PIECE: Final = 512  # tokens of one step: a longer prompt is several
+MAX_CACHE_BYTES: Final = 1 << 30  # of one sequence: the longest is computed in the build
+MAX_PIECE: Final = 512  # tokens of one step: a longer prompt is several
 UNLIMITED: Final = 2048  # context of a model that has no longest: BLOOM was trained with it
 _CLOSE: Final = 0.02  # of the largest logit: bfloat16 differs by 0.01, a wrong mask by 0.3
 _BATCH_LENGTH_PAST: Final = (2, 5, 7)  # of the example: all unlike, none 1
@@ -64,10 +64,10 @@ class Decoder(nn.Module):
         self.dtype = self.spec.dtype
         self.width = sum(self.spec.sizes)  # of a token's row
         self.context, self.notes = self._context(text_config(model))
-        self.piece = min(LONGEST_PIECE, self.context)
+        self.piece = min(MAX_PIECE, self.context)
         if not self.spec.has_our_attention and self._has_a_table():
             longest = self.context
-            self.piece = min(LONGEST_PIECE, longest // 4)
+            self.piece = min(MAX_PIECE, longest // 4)
             self.context -= self.piece
             self.notes.append(
                 f"context is {self.context} tokens, not {longest}: its own attention has a table "
@@ -80,12 +80,12 @@ class Decoder(nn.Module):
         longest = next(filter(None, (getattr(config, name, None) for name in names)), UNLIMITED)
         if not isinstance(longest, int) or longest <= max(_BATCH_LENGTH_PAST):
             refuse("its configuration does not say how long a sequence may be")
-        context = min(longest, LARGEST_CACHE_BYTES // (self.width * self.dtype.itemsize))
+        context = min(longest, MAX_CACHE_BYTES // (self.width * self.dtype.itemsize))
         if context == longest:
             return context, []
         return context, [
             f"context is {context} tokens, not {longest}: a sequence's cache has at most "
-            f"{format_bytes(LARGEST_CACHE_BYTES)}"
+            f"{format_bytes(MAX_CACHE_BYTES)}"
         ]
 
     def _has_a_table(self) -> bool:

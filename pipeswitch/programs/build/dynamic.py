@@ -23,8 +23,11 @@ Axes = dict[tuple[int, int], Dim]
 """By number of the input and dimension."""
 
 _USUAL_NAMES: Final[Mapping[tuple[int, int], str]] = {
-    (2, 1): "length", (3, 1): "length", (4, 2): "height", (4, 3): "width",
-}  # fmt: skip
+    (2, 1): "length",
+    (3, 1): "length",
+    (4, 2): "height",
+    (4, 3): "width",
+}
 """What a dimension is called by its input's number of dimensions and its own."""
 _CHANNELS: Final = (1, 3, 4)  # of a picture: others of four dimensions are caches, features, …
 
@@ -113,9 +116,10 @@ def _by_input(names: Sequence[str], dynamic: Any) -> Iterator[tuple[str, dict[An
         found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
         if not found:
             raise RegistrationRefused(
-                f"dynamic {pattern!r}", f"no input has that name{nearest(pattern, names)}",
+                f"dynamic {pattern!r}",
+                f"no input has that name{nearest(pattern, names)}",
                 hint=f"the inputs are {', '.join(names)}",
-            )  # fmt: skip
+            )
         ranges = dict(wanted if isinstance(wanted, Mapping) else enumerate(wanted or ()))
         for name in found:
             yield name, {axis: given for axis, given in ranges.items() if given is not None}
@@ -137,9 +141,10 @@ def _range(part: str, given: Any) -> tuple[str, int, int]:
     is_range = len(bounds) == 2 and all(type(one) is int for one in bounds)
     if not is_range or not isinstance(called, str) or not 1 <= bounds[0] <= bounds[1] <= MAX_EXTENT:
         raise RegistrationRefused(
-            part, f"a range is ([name,] smallest, largest), up to {MAX_EXTENT}; "
+            part,
+            f"a range is ([name,] smallest, largest), up to {MAX_EXTENT}; "
             'or torch.export.Dim("length", min=1, max=512)',
-        )  # fmt: skip
+        )
     return called, bounds[0], bounds[1]
 
 

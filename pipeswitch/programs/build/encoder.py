@@ -19,16 +19,17 @@ from ..interface.dims import Extent
 from ..interface.layout import ValueSpec
 from ..interface.matching import uncompiled
 from ..running.values import dtype_name
-from .advice import DATA, OTHERS, SPARSE, WRITES, advice, refuse_wrapped
 from .dynamic import Axes, NotDynamic
+from .export_hints import DATA, OTHERS, SPARSE, WRITES, advice, refuse_wrapped
 from .recurrent import own_name
 from .symbols import extent_of, suspects
 
 _PREFIX: Final = "module."
 _INNER: Final = torch.ops.export.access_subclass_inner_tensor.default
 _SYMBOLIC: Final[dict[Any, str]] = {
-    torch.sym_max: "_operator.max", torch.sym_min: "_operator.min",
-}  # fmt: skip
+    torch.sym_max: "_operator.max",
+    torch.sym_min: "_operator.min",
+}
 _INSTEAD: Final = {
     "aten.detach_.default": "aten.detach.default",  # of a constant made in forward
     "aten.unfold.default": "aten.unfold_copy.default",  # windows that share no memory
@@ -150,8 +151,9 @@ class Encoder:
             symbol = extent.node.expr.xreplace(self._replaced)
             if not symbol.is_Symbol or self._symbols.setdefault(symbol, dim.name) != dim.name:
                 raise NotDynamic(f"dimension {axis} of {name!r} is {symbol}, not {dim.name} itself")
-            asserted = [one.expr for of in environment.deferred_runtime_asserts.values()
-                        for one in of]  # fmt: skip
+            asserted = [
+                one.expr for of in environment.deferred_runtime_asserts.values() for one in of
+            ]
             self._conditions = [*asserted, *(guard.expr for guard in environment.guards)]
 
     def _tensor(self, target: str) -> Any:

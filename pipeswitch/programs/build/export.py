@@ -18,19 +18,19 @@ from torch.utils._pytree import tree_map_only
 from ...base.errors import PipeSwitchError, RegistrationRefused
 from ..graphs.bundle import write_bundle
 from ..interface.dims import BATCH, Dim
-from ..interface.nesting import Tree
+from ..interface.pytree import Tree
 from ..running.factories import split_arguments
 from ..running.values import dtype_name, nested_outputs, tensor_bytes
 from ..spec import DEFAULT_SEQUENCES
-from .advice import OTHERS, advice, refuse_engines
-from .alone import one_export_at_a_time, quiet
 from .checking import align, check_program
 from .decoder import decoder
 from .dynamic import Axes, Dynamic, NotDynamic, asked_axes, batch_axes, choices, narrowed
 from .encoder import Encoder, Program
-from .fresh import Fresh, check_keeps_nothing
+from .export_hints import OTHERS, advice, refuse_engines
+from .export_lock import one_export_at_a_time, quiet
 from .naming import Example, Flat, named_inputs
 from .recurrent import OneCallEach
+from .statefulness import Fresh, check_keeps_nothing
 
 MAX_NARROWED: Final = 4  # exports of one registration that end in a narrower range
 SYMBOLIC_SHAPES_LOG: Final = "torch.fx.experimental.symbolic_shapes"
@@ -319,9 +319,10 @@ def _traceable(module: Any, example: Example) -> Any:
             return TS2EPConverter(module, tuple(places), named).convert().module()
     except Exception as error:  # it knows most of TorchScript, not all
         raise RegistrationRefused(
-            "source", f"its TorchScript does not export: {first_line(error)}",
+            "source",
+            f"its TorchScript does not export: {first_line(error)}",
             hint="give the module it was made from",
-        ) from None  # fmt: skip
+        ) from None
 
 
 @contextlib.contextmanager
@@ -374,9 +375,10 @@ def export_module_to_bundle(
     Raises:
         RegistrationRefused: it cannot be a program; says which part, why and what to do.
     """
-    return _written(path, lambda: _checked_program(
-        module, example_inputs, input_names, max_batch, dynamic or {}
-    ))  # fmt: skip
+    return _written(
+        path,
+        lambda: _checked_program(module, example_inputs, input_names, max_batch, dynamic or {}),
+    )
 
 
 @one_export_at_a_time()

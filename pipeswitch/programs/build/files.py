@@ -17,10 +17,10 @@ from ...base.errors import RegistrationRefused
 from ..interface.dims import MAX_EXTENT, values_of
 from ..interface.odd_files import check_file, holds_program
 from ..running.values import flatten_outputs, is_tensor
-from .alone import one_export_at_a_time
 from .checking import resized
 from .dynamic import ENDLESS, asked_axes, names_for
 from .export import export_module_to_bundle, first_line
+from .export_lock import one_export_at_a_time
 from .naming import Flat, named_inputs
 from .sources import OpenShapes, checked_inputs, example_specs
 from .verify import acceptable_inputs
@@ -66,10 +66,11 @@ def convert(
     if example_inputs is None:
         if not inputs:
             raise RegistrationRefused(
-                path, "a TorchScript file does not say what it takes",
+                path,
+                "a TorchScript file does not say what it takes",
                 hint=f"pipeswitch register NAME {os.path.basename(path)} --input "
                 "1x3x224x224:float32, or example_inputs=(x,)",
-            )  # fmt: skip
+            )
         shapes, options["dynamic"] = checked_inputs(inputs)
         specs = example_specs(shapes)
 
@@ -183,9 +184,11 @@ def _takes(flat: Flat, inputs: Sequence[torch.Tensor]) -> bool:
 def _open_in(loaded: torch.export.ExportedProgram, names: Sequence[str]) -> OpenDims:
     """Return the dimensions that a file was exported with, under our names."""
     kept = set(loaded.graph_signature.user_inputs)
-    values = [node.meta["val"] for node in loaded.graph.nodes
-              if node.op == "placeholder" and node.name in kept
-              and node.meta["val"] is not None]  # fmt: skip
+    values = [
+        node.meta["val"]
+        for node in loaded.graph.nodes
+        if node.op == "placeholder" and node.name in kept and node.meta["val"] is not None
+    ]
     called: dict[Any, str] = {}
     found: OpenDims = {}
     for name, value in zip(names, values, strict=True):

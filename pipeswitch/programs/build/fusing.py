@@ -27,7 +27,7 @@ MAX_ROUNDS: Final = 40
 ENOUGH_MS: Final = 40.0  # a timing of short calls takes this long: other programs disturb it
 MIN_MS: Final = 0.2  # a round repeats a call until it takes this long
 COPY: Final = "aten.contiguous.default"
-MOST_PADDED: Final = 1.1  # bytes of a packed bfloat16 weight, of those that it has plain,
+MAX_PADDED: Final = 1.1  # bytes of a packed bfloat16 weight, of those that it has plain,
 PADDED_BYTES: Final = 64 << 10  # or so many more, which nobody misses
 PRODUCTS: Final = {"aten.conv2d.default": 0, "aten.linear.default": 0, "aten.addmm.default": 1}
 """Calls that may be packed, and which of their arguments is the input."""
@@ -301,9 +301,13 @@ class _Fusing:
         name = f"{self._name_of(weight_at)}:packed"
         rest = () if chain.addition is not None else self._after(chain)
         return self._form(
-            (packing.LINEAR, packing.LINEAR_ADD), chain, (given, {"w": name}, bias_at),
-            (self._kernels.wrap(data, layout), bias), rest, {name: (data, layout)},
-        )  # fmt: skip
+            (packing.LINEAR, packing.LINEAR_ADD),
+            chain,
+            (given, {"w": name}, bias_at),
+            (self._kernels.wrap(data, layout), bias),
+            rest,
+            {name: (data, layout)},
+        )
 
     def _int8(self, node: Node, arguments: tuple[Any, Any, Any], weight: torch.Tensor) -> _Form:
         """Return a product over int8 weights: symmetric, one scale for each output."""
@@ -388,7 +392,7 @@ class _Fusing:
                 other = other.contiguous(memory_format=torch.channels_last)
             with torch.inference_mode():
                 runs = [lambda: self._plain(chain, x), lambda: form.run(ours, other)]
-                self._times[key] = least_ms(runs)
+                self._times[key] = min_ms(runs)
         return self._times[key]
 
     def _plain(self, chain: _Chain, x: torch.Tensor) -> None:
@@ -514,7 +518,7 @@ def _wastes(form: _Form) -> bool:
     pairs = [(data.nbytes, layout) for data, layout in form.weights.values() if layout is not None]
     packed_bytes = sum(size_bytes for size_bytes, _ in pairs)
     stored_bytes = sum(2 * math.prod(layout.shape) for _, layout in pairs)
-    return packed_bytes > max(MOST_PADDED * stored_bytes, stored_bytes + PADDED_BYTES)
+    return packed_bytes > max(MAX_PADDED * stored_bytes, stored_bytes + PADDED_BYTES)
 
 
 def _activation(node: Node) -> Activation | None:
@@ -539,7 +543,7 @@ def _activation(node: Node) -> Activation | None:
     return (_ACTIVATIONS[name], [], "") if name in _ACTIVATIONS and not rest else None
 
 
-def least_ms(calls: Sequence[Callable[[], object]]) -> tuple[float, ...]:
+def min_ms(calls: Sequence[Callable[[], object]]) -> tuple[float, ...]:
     """Return the least processor time of each call, measured in turns."""
     repeats = []
     for call in calls:

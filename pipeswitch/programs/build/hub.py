@@ -18,9 +18,13 @@ FOLDER: Final = "hub"  # in a build's
 LOOK_EVERY_S: Final = 0.1
 _TOKENS: Final = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _CACHES: Final = (
-    "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_XET_CACHE", "HF_ASSETS_CACHE",
-    "TRANSFORMERS_CACHE", "PYTORCH_TRANSFORMERS_CACHE",
-)  # fmt: skip
+    "HF_HUB_CACHE",
+    "HUGGINGFACE_HUB_CACHE",
+    "HF_XET_CACHE",
+    "HF_ASSETS_CACHE",
+    "TRANSFORMERS_CACHE",
+    "PYTORCH_TRANSFORMERS_CACHE",
+)
 
 
 def readable(source: str) -> list[Path]:

@@ -33,17 +33,17 @@ from ..graphs.partition import Layer, Weight, default_plan, place
 from ..interface.dims import Dim, Extent, Values, values_of, values_text
 from ..interface.groups import needs
 from ..interface.layout import Manifest, ValueSpec
-from ..interface.nesting import Tree
+from ..interface.pytree import Tree
 from ..running.executor import ModuleProgram
 from ..running.factories import code_of
-from ..running.loose import leave_behind, loose_tensors, without_data
 from ..running.torch_settings import TorchSettings, seeded
+from ..running.unregistered_tensors import leave_behind, loose_tensors, without_data
 from ..running.values import dtype_name, nested_outputs, tensor_bytes
 from ..running.views import bytes_over, tensor_over
 from ..spec import WEIGHTS_FILE, BuildSpec
-from .advice import SPARSE, WRITES, refuse_wrapped
 from .checking import all_same, keeps_state, moved, on_clones, on_other_values, same_bits
 from .dynamic import asked_axes
+from .export_hints import SPARSE, WRITES, refuse_wrapped
 from .sources import Loaded
 from .verify import compare, load_image
 
@@ -267,11 +267,12 @@ def _opened(
     axes = asked_axes(list(loaded.inputs), shapes, {} if loaded.is_wish else loaded.dynamic)
     inputs = tuple(
         ValueSpec(
-            name=name, dtype=dtype,
+            name=name,
+            dtype=dtype,
             shape=tuple(axes[n, a].name if (n, a) in axes else e for a, e in enumerate(shape)),
         )
         for n, (name, (shape, dtype)) in enumerate(loaded.inputs.items())
-    )  # fmt: skip
+    )
     dims = tuple(dict.fromkeys(axes.values()))
     specs = [spec.shape for spec in inputs]
     given = values_of(specs, shapes) or {}

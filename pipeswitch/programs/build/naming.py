@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...base.errors import RegistrationRefused
-from ..interface.nesting import Tree, flatten, items_of
+from ..interface.pytree import Tree, flatten, items_of
 from ..running.factories import parameters_of, split_arguments, without_cache
 from ..running.values import dtype_name, flatten_outputs, is_tensor
 

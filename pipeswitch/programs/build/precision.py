@@ -27,9 +27,9 @@ from ..running.executor import GraphProgram, PackedKernels
 from ..running.values import tensor_bytes
 from ..running.views import tensor_over
 from ..spec import fingerprint
+from .batching_check import is_batch_invariant
 from .checking import workers_default_dtype
-from .fusing import TIMED, Derived, fused, least_ms
-from .joining import is_batch_invariant
+from .fusing import TIMED, Derived, fused, min_ms
 from .lowering import lowered
 from .verify import acceptable_inputs, load_image
 
@@ -38,7 +38,7 @@ MAX_ERROR: Final = {"fast": 1e-3, "bf16": 5e-2, "int8": 1e-1}
 GROSS_ERROR: Final = 0.1  # of the largest output on average: no option lets a form be this wrong
 MAX_SHAPES: Final = 6  # at which the two forms are compared
 SEVERAL: Final = 8  # rows of a batch at which they are timed
-MOST_ROWS: Final = 16  # of a batch at which they are compared: more take long and show nothing new
+MAX_ROWS: Final = 16  # of a batch at which they are compared: more take long and show nothing new
 SEEDS: Final = (1, 2)  # of further inputs that they are compared on, at the example's shape
 
 
@@ -46,9 +46,14 @@ Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 def derive(
-    manifest: Manifest, folder: Path, name: str, max_error: float, bucket_bytes: int,
-    kernels: PackedKernels, limit: int = 0,
-) -> Manifest:  # fmt: skip
+    manifest: Manifest,
+    folder: Path,
+    name: str,
+    max_error: float,
+    bucket_bytes: int,
+    kernels: PackedKernels,
+    limit: int = 0,
+) -> Manifest:
     """Write the program in that precision into ``folder`` and return its manifest.
 
     If nothing becomes faster, return the plain program's manifest with a note. ``limit``: up to
@@ -80,8 +85,7 @@ def derive(
     except RuntimeError as error:  # torch's: a call that takes only one memory layout
         path.unlink()
         return stays_exact(manifest, name, str(error)[:200])
-    times = [least_ms([partial(plain, x), partial(fast, x)]) for x in [first, *inputs][:TIMED]]
-    plain_ms, ms = times[0]
+    times = [min_ms([partial(plain, x), partial(fast, x)]) for x in [first, *inputs][:TIMED]]
     refusal, note = _gain(name, shapes, times, saves=ours.total_bytes < manifest.total_bytes)
     if refusal:
         path.unlink()
@@ -90,14 +94,30 @@ def derive(
     if name in HALF:
         ours = _with_copies(ours)
     precision = Precision(
-        name=cast(Any, name), fingerprint=fingerprint(), plain_ms=plain_ms, ms=ms,
-        plain_bytes=manifest.total_bytes, max_error=found[0], mean_error=found[1],
-        agreement=found[2], is_batch_invariant=is_batch_invariant(ours, fast, limit),
+        **_measured(times[0], found),
+        name=cast(Any, name),
+        fingerprint=fingerprint(),
+        plain_bytes=manifest.total_bytes,
+        is_batch_invariant=is_batch_invariant(ours, fast, limit),
         weights=tuple((one.name, one.dtype, one.shape) for one in manifest.tensors),
-        packed_count=derived.packed_count, plain_count=derived.plain_count,
-    )  # fmt: skip
+        packed_count=derived.packed_count,
+        plain_count=derived.plain_count,
+    )
     text = f"{manifest.digest} {name} {precision.fingerprint} {ours.weights_sha256}"
     return _named(msgspec.structs.replace(ours, precision=precision), manifest, name, text)
+
+
+def _measured(times_ms: Sequence[float], found: Sequence[float]) -> dict[str, Any]:
+    """Return the fields of ``Precision`` that were measured: both times and the errors."""
+    plain_ms, ms = times_ms
+    max_error, mean_error, agreement = found
+    return {
+        "plain_ms": plain_ms,
+        "ms": ms,
+        "max_error": max_error,
+        "mean_error": mean_error,
+        "agreement": agreement,
+    }
 
 
 def _with_copies(manifest: Manifest) -> Manifest:
@@ -133,7 +153,7 @@ def _shapes(manifest: Manifest, is_decoder: bool) -> list[Values]:
         if dim.name == BATCH and example[BATCH] != (several := min(SEVERAL, dim.high)):
             shapes.append({**example, BATCH: several})
     dims = [
-        msgspec.structs.replace(dim, high=max(dim.low, min(dim.high, MOST_ROWS)))
+        msgspec.structs.replace(dim, high=max(dim.low, min(dim.high, MAX_ROWS)))
         if dim.name == BATCH
         else dim
         for dim in manifest.dims
@@ -196,9 +216,13 @@ def _written(
     offsets = [tensor.file_offset_bytes for tensor in read.tensors]
     specs, layer_specs, groups, total_bytes = place(layers, weights, plan, offsets)
     ours = msgspec.structs.replace(
-        manifest, tensors=specs, layers=layer_specs, groups=groups, total_bytes=total_bytes,
+        manifest,
+        tensors=specs,
+        layers=layer_specs,
+        groups=groups,
+        total_bytes=total_bytes,
         extra={**manifest.extra, "last_readers": last_readers(read.graph)},
-    )  # fmt: skip
+    )
     image = load_image(path, ours)
     sha256 = hashlib.sha256(tensor_bytes(image)).hexdigest()
     return msgspec.structs.replace(ours, weights_sha256=sha256), image
@@ -221,9 +245,10 @@ def _compared(
                 continue
             if bool((ours.isfinite() != theirs.isfinite()).any()):
                 raise RegistrationRefused(
-                    f"precision {name!r}", f"output {number} is not finite",
+                    f"precision {name!r}",
+                    f"output {number} is not finite",
                     hint="register it with precision exact",
-                )  # fmt: skip
+                )
             is_real = theirs.isfinite()
             difference = (ours - theirs).abs()[is_real].double()
             scale = float(theirs[is_real].abs().max()) if bool(is_real.any()) else 0.0

@@ -33,8 +33,8 @@ from ..interface.dims import Values, at_batch, batch_range, values_of, values_te
 from ..interface.groups import regrouped
 from ..interface.layout import Manifest
 from ..interface.matching import match
-from ..interface.nesting import argument_names
 from ..interface.odd_files import check_file
+from ..interface.pytree import argument_names
 from ..running.executor import BoundProgram, GraphProgram
 from ..running.torch_settings import TorchSettings
 from ..running.values import tensor_bytes
@@ -42,21 +42,21 @@ from ..running.views import tensor_over
 from ..spec import (
     BUNDLE_FILE,
     BuildSpec,
-    joined_as,
+    batched_as,
     load_manifest,
     save_manifest,
     weights_file,
     with_state,
 )
 from . import checking
+from .batching_check import with_batching
 from .dynamic import NotDynamic, working_end
 from .encoder import Program
 from .export import export_module, write_program
-from .fresh import Fresh
-from .joining import with_batching
 from .module_mode import build_module
 from .precision import derive, stays_exact
 from .sources import Loaded, example_specs, load_source
+from .statefulness import Fresh
 from .verify import Plain, acceptable_inputs, compare, load_image
 
 __all__ = ["BuildSpec", "build", "load_manifest"]
@@ -96,8 +96,8 @@ def build(
             manifest = _build_module(spec, out_dir, progress, disk_bytes)
         if spec.precision != "exact":
             manifest = _in_precision(manifest, spec, out_dir, packs_weights)
-        if (joined := joined_as(manifest, spec)) is not None:
-            manifest = with_batching(manifest, *joined, out_dir)
+        if (batched := batched_as(manifest, spec)) is not None:
+            manifest = with_batching(manifest, *batched, out_dir)
         if state := spec.state or (STATE if "generation" in manifest.extra else {}):
             manifest = with_state(manifest, state)
         if manifest.mode == "graph":
@@ -126,7 +126,7 @@ def _in_precision(
     if why:
         return stays_exact(manifest, name, why)
     kernels = packed.KERNELS if packs_weights else packed.UNPACKED
-    limit, _ = joined_as(manifest, spec) or (0, 0.0)
+    limit, _ = batched_as(manifest, spec) or (0, 0.0)
     return derive(manifest, out_dir, name, spec.max_error, spec.bucket_bytes, kernels, limit)
 
 
@@ -145,9 +145,10 @@ def _build_bundle(
     bundle = read_bundle(path)
     if spec.generate and (bundle.generation is None or bundle.generation.pooling):
         raise RegistrationRefused(
-            "generate", "the bundle is no language model's",
+            "generate",
+            "the bundle is no language model's",
             hint="give the model itself, with generate=True",
-        )  # fmt: skip
+        )
     if spec.weights and weights is None:
         if not spec.weights.endswith(".safetensors"):
             raise RegistrationRefused(

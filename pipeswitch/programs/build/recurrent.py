@@ -19,12 +19,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...base.errors import RegistrationRefused
 from ..graphs.contracts import recurrent_results
-from .advice import PACKED
+from .export_hints import PACKED
 
 _WINDOWS: Final = (
-    torch.hann_window, torch.hamming_window, torch.blackman_window, torch.bartlett_window,
+    torch.hann_window,
+    torch.hamming_window,
+    torch.blackman_window,
+    torch.bartlett_window,
     torch.kaiser_window,
-)  # fmt: skip
+)
 NAMESPACE: Final = "pipeswitch_export"
 LAYERS: Final = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _REST: Final = (
@@ -72,11 +75,18 @@ def _as_many_heads(
 
 
 def _stft(
-    input: torch.Tensor, n_fft: int, hop_length: int | None = None, win_length: int | None = None,
-    window: torch.Tensor | None = None, center: bool = True, pad_mode: str = "reflect",
-    normalized: bool = False, onesided: bool | None = None, return_complex: bool | None = None,
+    input: torch.Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: torch.Tensor | None = None,
+    center: bool = True,
+    pad_mode: str = "reflect",
+    normalized: bool = False,
+    onesided: bool | None = None,
+    return_complex: bool | None = None,
     **rest: Any,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """``torch.stft`` of real numbers, by operators that share no memory."""
     width = n_fft if win_length is None else win_length
     if window is None and width < n_fft:

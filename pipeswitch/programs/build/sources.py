@@ -24,18 +24,18 @@ from ..decoding.generation import VERSION, Generation, packed_tokenizer
 from ..interface.dims import Dim, typical
 from ..interface.layout import ITEM_BYTES, ValueSpec
 from ..interface.matching import match
-from ..interface.nesting import Tree, argument_names, arguments
 from ..interface.odd_files import check_file
+from ..interface.pytree import Tree, argument_names, arguments
 from ..running.factories import factory, keywords_of, split_arguments, without_cache
-from ..running.loose import loose_tensors
 from ..running.torch_settings import seeded
+from ..running.unregistered_tensors import loose_tensors
 from ..running.values import dtype_name, flatten_outputs
 from ..spec import BuildSpec
-from .advice import refuse_engines
 from .checking import align
 from .decoder import decoder, refuse_encoder
 from .dynamic import Dynamic, Range
-from .fresh import Fresh
+from .export_hints import refuse_engines
+from .statefulness import Fresh
 
 InputShapes = dict[str, tuple[tuple[int, ...], str]]
 OpenShapes = Mapping[str, tuple[tuple[Any, ...], str]]
@@ -50,8 +50,12 @@ _WELL_KNOWN: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
     "bert-base-uncased": ("bert", {}),
     "bert-large-uncased": (
         "bert",
-        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
-         "intermediate_size": 4096},
+        {
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+        },
     ),
     "distilbert": ("distilbert", {}),
     "distilbert-base-uncased": ("distilbert", {}),
@@ -59,16 +63,20 @@ _WELL_KNOWN: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
     "gpt2-medium": ("gpt2", {"n_embd": 1024, "n_layer": 24, "n_head": 16}),
     "roberta-base": (
         "roberta",
-        {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1,
-         "layer_norm_eps": 1e-5},
+        {
+            "vocab_size": 50265,
+            "max_position_embeddings": 514,
+            "type_vocab_size": 1,
+            "layer_norm_eps": 1e-5,
+        },
     ),
-}  # fmt: skip
+}
 
 
 MAX_SHOWN: Final = 8  # names of weights in an error
 WRAPPERS: Final = ("module.", "model.")  # DataParallel, Lightning
 LONGEST_TEXT: Final = 512  # unless the inputs are given
-LEAST_SIDE: Final = 32  # of a picture
+MIN_SIDE: Final = 32  # of a picture
 
 _WEIGHTS_ONLY: Final = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
@@ -185,8 +193,9 @@ def _pooling(spec: BuildSpec) -> str:
 
     name = spec.source.partition(":")[2].partition("#")[0]
     try:
-        path = cached_file(name, "1_Pooling/config.json",
-                           local_files_only=spec.weights != "pretrained")  # fmt: skip
+        path = cached_file(
+            name, "1_Pooling/config.json", local_files_only=spec.weights != "pretrained"
+        )
         said = json.loads(Path(path).read_text("utf-8"))
     except Exception:  # a hub client's errors share no base class
         return ""
@@ -400,10 +409,11 @@ def _refuse_missing(part: str, missing: Sequence[str], what: str) -> None:
     if missing:
         more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
         raise RegistrationRefused(
-            part, f"missing {', '.join(missing[:MAX_SHOWN])}{more}",
+            part,
+            f"missing {', '.join(missing[:MAX_SHOWN])}{more}",
             hint=f"give a checkpoint that has all of {what}, or hf:NAME#CLASS for the class whose "
             "weights these are",
-        )  # fmt: skip
+        )
 
 
 def _refuse_kernels(name: str, config: Any) -> None:
@@ -452,8 +462,8 @@ def _usual_inputs(cls: Any, config: Any) -> OpenShapes:
         size = getattr(config, "image_size", 224)
         height, width = (size, size) if isinstance(size, int) else size
         sides = [
-            ("height", min(LEAST_SIDE, height), height),
-            ("width", min(LEAST_SIDE, width), width),
+            ("height", min(MIN_SIDE, height), height),
+            ("width", min(MIN_SIDE, width), width),
         ]
         return {main: ((1, getattr(config, "num_channels", 3), *sides), "float32")}
     if main != "input_ids":

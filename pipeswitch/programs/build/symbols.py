@@ -16,15 +16,26 @@ MAX_SUSPECTS: Final = 4  # of one condition: each takes the module's same other 
 MAX_POWER: Final = 4
 
 _FUNCTIONS: Final[Mapping[type, str]] = {
-    sympy.Add: "+", sympy.Mul: "*", sympy.Max: "max", sympy.Min: "min",
-    functions.Max: "max", functions.Min: "min", functions.FloorDiv: "//",
-    functions.CleanDiv: "//", functions.Mod: "%", functions.PythonMod: "%",
-}  # fmt: skip
+    sympy.Add: "+",
+    sympy.Mul: "*",
+    sympy.Max: "max",
+    sympy.Min: "min",
+    functions.Max: "max",
+    functions.Min: "min",
+    functions.FloorDiv: "//",
+    functions.CleanDiv: "//",
+    functions.Mod: "%",
+    functions.PythonMod: "%",
+}
 
 _RELATIONS: Final[Mapping[type, Any]] = {
-    sympy.Eq: int.__eq__, sympy.Ne: int.__ne__, sympy.Lt: int.__lt__, sympy.Le: int.__le__,
-    sympy.Gt: int.__gt__, sympy.Ge: int.__ge__,
-}  # fmt: skip
+    sympy.Eq: int.__eq__,
+    sympy.Ne: int.__ne__,
+    sympy.Lt: int.__lt__,
+    sympy.Le: int.__le__,
+    sympy.Gt: int.__gt__,
+    sympy.Ge: int.__ge__,
+}
 
 
 def extent_of(expression: Any, names: Mapping[Any, str], *, divides_by_any: bool = False) -> Extent:
@@ -77,8 +88,9 @@ def suspects(
             raise NotDynamic(f"whether {_worded(condition, names)} has too many cases")
         broken = [one for one in all_values(own) if not _holds(compare, left, right, one)]
         step = max(1, (len(broken) - 1) // (MAX_SUSPECTS - 1))
-        found += [one for one in [*broken[::step][: MAX_SUSPECTS - 1], *broken[-1:]]
-                  if one not in found]  # fmt: skip
+        found += [
+            one for one in [*broken[::step][: MAX_SUSPECTS - 1], *broken[-1:]] if one not in found
+        ]
     return found
 
 

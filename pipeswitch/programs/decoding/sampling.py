@@ -137,13 +137,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             self.options.check()
 
 
-def sampling_of(choosing: Any) -> Sampling:
+def sampling_of(sampling_params: Any) -> Sampling:
     """Return the sampling that a message names.
 
     Raises:
         InvalidInput: it has an unknown option.
     """
-    named = {name: getattr(choosing, name) for name in Sampling.__struct_fields__}
+    named = {name: getattr(sampling_params, name) for name in Sampling.__struct_fields__}
     try:
         return msgspec.convert(named, Sampling)
     except msgspec.ValidationError as error:

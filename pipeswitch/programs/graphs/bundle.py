@@ -29,7 +29,7 @@ from typing import Any, Final, NoReturn
 import msgspec
 
 from ...base.errors import RegistrationRefused
-from ...base.units import printable
+from ...base.units import escape_control_chars
 from ..decoding.generation import (
     MAX_NOTE_CHARS,
     MAX_NOTES,
@@ -50,8 +50,8 @@ from ..interface.dims import (
     shape_at,
 )
 from ..interface.layout import ITEM_BYTES, Manifest, ValueSpec
-from ..interface.nesting import Tree, check_takes, check_tree
 from ..interface.packing import TARGETS, PackedLayout
+from ..interface.pytree import Tree, check_takes, check_tree
 from .operators import split_target
 
 VERSION: Final = 2
@@ -69,9 +69,17 @@ MAX_LIST_ITEMS: Final = 65_536
 MAX_TEXT_CHARS: Final = 64  # "none", "bilinear", an einsum equation
 
 SAFETENSORS_DTYPES: Final = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
-    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
-}  # fmt: skip
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
 _TO_SAFETENSORS: Final = {ours: theirs for theirs, ours in SAFETENSORS_DTYPES.items()}
 
 TAGS: Final = {
@@ -175,7 +183,7 @@ def _decode_notes(text: str) -> tuple[str, ...]:
         _refuse("bundle notes", str(error)[:200])
     if len(notes) > MAX_NOTES or any(len(one) > MAX_NOTE_CHARS for one in notes):
         _refuse("bundle notes", f"more than {MAX_NOTES} notes of {MAX_NOTE_CHARS} characters")
-    return tuple(map(printable, notes))
+    return tuple(map(escape_control_chars, notes))
 
 
 def write_bundle(
@@ -195,7 +203,7 @@ def write_bundle(
         check_generation(generation, (*graph.inputs, *graph.outputs), graph.dims)
         metadata[GENERATION_KEY] = msgspec.json.encode(generation).decode()
     if notes:
-        short = [printable(note)[:MAX_NOTE_CHARS] for note in notes[:MAX_NOTES]]
+        short = [escape_control_chars(note)[:MAX_NOTE_CHARS] for note in notes[:MAX_NOTES]]
         metadata[NOTES_KEY] = msgspec.json.encode(short).decode()
     write_safetensors(path, tensors, data, metadata)
 
@@ -253,9 +261,10 @@ def check_signature(
     for part, specs in (("input", inputs), ("output", outputs)):
         if len(specs) > MAX_VALUES:
             raise RegistrationRefused(
-                f"{part}s", f"{len(specs)} tensors are more than {MAX_VALUES}",
+                f"{part}s",
+                f"{len(specs)} tensors are more than {MAX_VALUES}",
                 hint="put those of one shape into one tensor: torch.stack(tensors)",
-            )  # fmt: skip
+            )
         if len({spec.name for spec in specs}) != len(specs):
             _refuse(f"bundle {part}s", "two have one name")
         for spec in specs:
@@ -445,7 +454,7 @@ def _json_object(text: bytes) -> dict[str, Any]:
 
 def is_name(name: str) -> bool:
     """Return True if a name can be shown in listings, errors and logs."""
-    return 0 < len(name) <= MAX_NAME_CHARS and printable(name, keep="") == name
+    return 0 < len(name) <= MAX_NAME_CHARS and escape_control_chars(name, keep="") == name
 
 
 def _file_tensor(name: str, entry: Any, data_start: int) -> FileTensor:

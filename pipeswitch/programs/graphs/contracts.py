@@ -220,8 +220,12 @@ def _cell(given: Arguments, gates: int, states: int) -> None:
     _need(len(hidden_states) == states, f"{len(hidden_states)} states")
     hidden = hidden_states[0].shape[-1] if hidden_states[0].dim() else 0
     _need(hidden > 0, "a state of no extent")
-    wanted = {"w_ih": [gates * hidden, value.shape[1]], "w_hh": [gates * hidden, hidden],
-              "b_ih": [gates * hidden], "b_hh": [gates * hidden]}  # fmt: skip
+    wanted = {
+        "w_ih": [gates * hidden, value.shape[1]],
+        "w_hh": [gates * hidden, hidden],
+        "b_ih": [gates * hidden],
+        "b_hh": [gates * hidden],
+    }
     parameters = _tensors(given, wanted)
     for name, tensor in parameters.items():
         _need(list(tensor.shape) == wanted[name], f"{name} is {list(tensor.shape)}")
@@ -546,11 +550,34 @@ CONTRACTS: Final[Mapping[str, Contract]] = {
 
 _LIKE_FIRST: Final = frozenset(
     {
-        "relu", "relu6", "gelu", "silu", "sigmoid", "tanh", "hardswish", "hardsigmoid", "hardtanh",
-        "leaky_relu", "elu", "mish", "softplus", "exp", "sqrt", "rsqrt", "neg", "abs", "roll",
-        "dropout", "softmax", "batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm",
+        "relu",
+        "relu6",
+        "gelu",
+        "silu",
+        "sigmoid",
+        "tanh",
+        "hardswish",
+        "hardsigmoid",
+        "hardtanh",
+        "leaky_relu",
+        "elu",
+        "mish",
+        "softplus",
+        "exp",
+        "sqrt",
+        "rsqrt",
+        "neg",
+        "abs",
+        "roll",
+        "dropout",
+        "softmax",
+        "batch_norm",
+        "layer_norm",
+        "group_norm",
+        "instance_norm",
+        "rms_norm",
     }
-)  # fmt: skip
+)
 _RECURRENT: Final = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _ELEMENTWISE: Final = frozenset({"add", "sub", "mul", "div"})
 

@@ -26,8 +26,8 @@ from ..interface.layout import ITEM_BYTES
 from ..interface.packing import NAMESPACE
 from .bundle import Graph, Node, node_references, references
 from .contracts import contracted, guarded
-from .kinds import element, fits, returned
 from .operators import FRESH, ZEROED, split_target
+from .schema_types import element, fits, returned
 from .zeroed import on_zeros
 
 Environment = dict[int, Any]
@@ -378,7 +378,7 @@ def _last_uses(graph: Graph) -> dict[int, int]:
 # --- what a graph would do, found without doing it ----------------------------------------------
 
 
-class Held(NamedTuple):
+class RunMemory(NamedTuple):
     """Memory that one run holds, computed from extents alone."""
 
     largest_bytes: int  # of one value
@@ -389,7 +389,7 @@ class Checked(NamedTuple):
     """Result of a check before anything runs."""
 
     is_whole: bool  # every shape was looked at
-    held: Held  # the most at any of them
+    held: RunMemory  # the most at any of them
 
 
 def check_shapes(graph: Graph, weights: Sequence[torch.Tensor]) -> Checked:
@@ -400,7 +400,7 @@ def check_shapes(graph: Graph, weights: Sequence[torch.Tensor]) -> Checked:
     is, by ``behind_contract``, before it is computed.
 
     Raises:
-        RegistrationRefused: as ``Rehearsal.at``.
+        RegistrationRefused: as ``DryRun.at``.
     """
     is_whole = shape_count(graph.dims) * len(graph.nodes) <= MAX_CHECKS
     return Checked(
@@ -409,14 +409,16 @@ def check_shapes(graph: Graph, weights: Sequence[torch.Tensor]) -> Checked:
     )
 
 
-def check_on_meta(graph: Graph, weights: Sequence[torch.Tensor], shapes: Iterable[Values]) -> Held:
-    """Return the most that the graph holds at any of some shapes; raises as ``Rehearsal.at``."""
-    rehearsal = Rehearsal(graph, weights)
+def check_on_meta(
+    graph: Graph, weights: Sequence[torch.Tensor], shapes: Iterable[Values]
+) -> RunMemory:
+    """Return the most that the graph holds at any of some shapes; raises as ``DryRun.at``."""
+    rehearsal = DryRun(graph, weights)
     found = [rehearsal.at(values) for values in shapes]
-    return Held(*map(max, zip(*found, strict=True)))
+    return RunMemory(*map(max, zip(*found, strict=True)))
 
 
-class Rehearsal:
+class DryRun:
     """A graph without data: run at one shape after the other, and compared with its signature."""
 
     def __init__(self, graph: Graph, weights: Sequence[torch.Tensor]) -> None:
@@ -428,7 +430,7 @@ class Rehearsal:
         self._is_view = [_is_view(node.target) for node in graph.nodes]
         self._last_use = _last_uses(graph)
 
-    def at(self, values: Values) -> Held:
+    def at(self, values: Values) -> RunMemory:
         """Run where the dimensions are ``values``.
 
         Returns:
@@ -471,7 +473,7 @@ class Rehearsal:
             ends[end] = ends.get(end, 0) + own_bytes
             live_bytes -= ends.pop(position, 0)
         self._compare(compiled.finish(environment, self._weights), values)
-        return Held(largest_bytes, peak_bytes)
+        return RunMemory(largest_bytes, peak_bytes)
 
     def _compare(self, outputs: Sequence[torch.Tensor], values: Values) -> None:
         for spec, output in zip(self._graph.outputs, outputs, strict=True):

@@ -156,9 +156,14 @@ FRESH: Final = frozenset(_table(_POINTWISE + _FRESH + _FRESH_BY_CONTRACT))
 """Results are new memory (or plain integers): changing them in place changes no argument."""
 
 OVERLOADS: Final[Mapping[str, frozenset[str]]] = _table(
-    _POINTWISE + _IN_PLACE + _IN_PLACE_BY_CONTRACT + _FRESH + _FRESH_BY_CONTRACT
-    + _MAY_ALIAS + _MAY_ALIAS_BY_CONTRACT
-)  # fmt: skip
+    _POINTWISE
+    + _IN_PLACE
+    + _IN_PLACE_BY_CONTRACT
+    + _FRESH
+    + _FRESH_BY_CONTRACT
+    + _MAY_ALIAS
+    + _MAY_ALIAS_BY_CONTRACT
+)
 """The whole list: a name, and those of its overloads that a program may call."""
 
 ALLOWED: Final = frozenset(OVERLOADS)

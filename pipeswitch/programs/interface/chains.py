@@ -53,9 +53,17 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def manifest(self) -> Manifest:
         """Return the manifest that admission sees: the inputs of a request."""
         return Manifest(
-            digest="", mode="graph", mode_reason="", source="chain", total_bytes=0, tensors=(),
-            groups=(), inputs=self.inputs, outputs=(), dims=self.dims,
-        )  # fmt: skip
+            digest="",
+            mode="graph",
+            mode_reason="",
+            source="chain",
+            total_bytes=0,
+            tensors=(),
+            groups=(),
+            inputs=self.inputs,
+            outputs=(),
+            dims=self.dims,
+        )
 
 
 def chain_of(
@@ -100,9 +108,12 @@ class _Resolver:
             for name, source in returns.items()
         ]
         chain = Chain(
-            steps=tuple(steps), returns=returns, dims=tuple(self._dims.values()),
-            inputs=tuple(self._values[name] for name in self._sent), outputs=tuple(outputs),
-        )  # fmt: skip
+            steps=tuple(steps),
+            returns=returns,
+            dims=tuple(self._dims.values()),
+            inputs=tuple(self._values[name] for name in self._sent),
+            outputs=tuple(outputs),
+        )
         for number, step in enumerate(steps):
             made = {f"{step.name}.{one.name}" for one in self._models[step.model].outputs}
             if made.isdisjoint(chain.needed(number + 1)):
@@ -149,9 +160,13 @@ class _Resolver:
         return msgspec.structs.replace(step, inputs=inputs)
 
     def _extent(
-        self, extent: Extent, bound: dict[str, Extent], ranges: Mapping[str, Dim], step: Step,
+        self,
+        extent: Extent,
+        bound: dict[str, Extent],
+        ranges: Mapping[str, Dim],
+        step: Step,
         is_input: bool = False,
-    ) -> Extent:  # fmt: skip
+    ) -> Extent:
         """Return a model's extent in the chain's dimensions.
 
         An unbound one becomes a new dimension, and so does a request's computed extent.
@@ -168,9 +183,12 @@ class _Resolver:
         return bound[extent]
 
     def _fits(
-        self, given: ValueSpec, wanted: ValueSpec, bound: dict[str, Extent],
+        self,
+        given: ValueSpec,
+        wanted: ValueSpec,
+        bound: dict[str, Extent],
         ranges: Mapping[str, Dim],
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Return True if the specs fit, as far as known before a request; narrow its choices."""
         if given.dtype != wanted.dtype or len(given.shape) != len(wanted.shape):
             return False

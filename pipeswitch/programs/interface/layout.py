@@ -16,15 +16,23 @@ import msgspec
 from .dims import Dim, Shape, Values, batch_range, shape_at
 from .packing import Precision
 
-MOST_JOINED_BYTES: Final = 512 << 20  # of padded requests' inputs together: a worker copies them
+MAX_JOINED_BYTES: Final = 512 << 20  # of padded requests' inputs together: a worker copies them
 BUNDLE_FILE: Final = "program.bundle"  # in the folder of a program in graph mode
 TENSOR_ALIGN_BYTES: Final = 512  # the caching allocator's unit: every torch kernel is happy with it
 REGION_ALIGN_BYTES: Final = 2 << 20  # models start on a 2 MiB boundary
 
 ITEM_BYTES: Final[dict[str, int]] = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
 """The dtypes that may cross the wire or lie in a bundle, with their item size in bytes."""
 
 
@@ -95,7 +103,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     inputs: tuple[ValueSpec, ...]  # in call order
     outputs: tuple[ValueSpec, ...]
     dims: tuple[Dim, ...] = ()  # those that a request chooses
-    takes: Any = None  # a tree (nesting.py), the arguments by name; None: each input is one
+    takes: Any = None  # a tree (pytree.py), the arguments by name; None: each input is one
     returns: Any = None  # a tree, how the outputs nest; None: not told, or a lone tensor
     triggers: tuple[str, ...] = ()  # module mode: the submodule whose pre-hook opens group i
     layers: tuple[LayerSpec, ...] = ()  # empty: of a build that did not tell them

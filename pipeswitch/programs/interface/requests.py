@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ...base.texts import BYTES
+from ...base.bytes_tensors import BYTES
 from .dims import Values, shape_at
 from .layout import ValueSpec
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ...base.bytes_tensors import BYTES
 from ...base.errors import InvalidInput
-from ...base.texts import BYTES
 from .layout import ITEM_BYTES, Manifest
 
 

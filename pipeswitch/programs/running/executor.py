@@ -19,10 +19,10 @@ from ..graphs.graph import CompiledGraph, Environment, GroupCall, behind_contrac
 from ..interface import packing
 from ..interface.dims import NoExtent, Values, shape_at, values_of, values_text
 from ..interface.layout import Manifest, TensorSpec
-from ..interface.nesting import argument_names, arguments
+from ..interface.pytree import argument_names, arguments
 from .factories import keywords_of, split_arguments, without_cache
-from .loose import leave_behind, slots
 from .torch_settings import TorchSettings
+from .unregistered_tensors import leave_behind, slots
 from .values import flatten_outputs
 
 TensorFor = Callable[[TensorSpec], torch.Tensor]
@@ -125,8 +125,9 @@ def fitting(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return a packed operator that refuses an input whose extents do not fit its weight's."""
 
     def checked(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        weight = next((w for w in rest if getattr(w, "layout", torch.strided) is not torch.strided),
-                      None)  # fmt: skip
+        weight = next(
+            (w for w in rest if getattr(w, "layout", torch.strided) is not torch.strided), None
+        )
         if weight is None:
             return call(x, *rest)  # over int8: its kernel looks at all extents
         if x.dtype is not weight.dtype:

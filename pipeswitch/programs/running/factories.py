@@ -29,9 +29,10 @@ def factory(source: str) -> Callable[[], nn.Module]:
         found = getattr(importlib.import_module(module_name), attribute)
     except Exception as error:
         raise RegistrationRefused(
-            f"source {source!r}", f"cannot be imported: {type(error).__name__}: {error}",
+            f"source {source!r}",
+            f"cannot be imported: {type(error).__name__}: {error}",
             hint="the server looks in its PYTHONPATH: PYTHONPATH=FOLDER pipeswitch serve",
-        ) from error  # fmt: skip
+        ) from error
     if not callable(found):
         raise RegistrationRefused(f"source {source!r}", "it is not callable")
 
@@ -89,9 +90,10 @@ def import_as_built(source: str, code: Mapping[str, str]) -> None:
         _imported[name] = _digest(spec.origin) if spec and spec.origin else ""
         if _imported[name] != digest:
             raise RegistrationRefused(
-                f"source {source!r}", f"the code of {name} has changed since it was registered",
+                f"source {source!r}",
+                f"the code of {name} has changed since it was registered",
                 hint="register the model again to check and serve the new code",
-            )  # fmt: skip
+            )
 
 
 def _digest(path: str) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from .factories import factory, import_as_built
-from .loose import without_data
+from .unregistered_tensors import without_data
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 _MIXED: Final = "mixed"
@@ -55,9 +55,14 @@ def _settings() -> tuple[_Setting, ...]:
             (partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)),
         ]
     precisions = (
-        backends, backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn,
-        backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn,
-    )  # fmt: skip
+        backends,
+        backends.mkldnn.matmul,
+        backends.mkldnn.conv,
+        backends.mkldnn.rnn,
+        backends.cuda.matmul,
+        backends.cudnn.conv,
+        backends.cudnn.rnn,
+    )
     return (
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.get_default_device, _set_default_device),

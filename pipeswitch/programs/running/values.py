@@ -8,7 +8,7 @@ import torch
 
 from ...base.errors import RegistrationRefused
 from ..interface.layout import ITEM_BYTES
-from ..interface.nesting import Tree, flatten
+from ..interface.pytree import Tree, flatten
 
 
 def dtype_name(dtype: torch.dtype, part: str) -> str:

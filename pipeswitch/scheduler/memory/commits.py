@@ -6,7 +6,7 @@ import math
 from typing import Final
 
 from ...base.errors import HostStoreFull, ServerUnavailable
-from ...ipc.messages.base import Epoch, StepCommitted
+from ...ipc.messages.base import OpId, StepCommitted
 from ...ipc.messages.daemon import (
     CloseCommits,
     CommitCopy,
@@ -18,19 +18,21 @@ from ...ipc.messages.worker import CommitStep
 from ..core import JOBS
 from ..events import CreateCommits, DropCommits, LoadedCommit
 from ..state.device_state import DeviceState
-from ..state.records import NO_EPOCH, Job, Worker
+from ..state.records import NO_OP_ID, Job, Worker
 from ..state.states import TASK_FINAL
-from .ledgers import Arena, Store
+from .allocators import ArenaAllocator, HostStoreAllocator
 
 HEADER_BYTES: Final = 4096  # before the two slots of a commit area
-NO_COPY: Final = (NO_EPOCH, 0)
+NO_COPY: Final = (NO_OP_ID, 0)
 DISK_SHARE: Final = 20  # a job may keep the disk busy for 1/20 of the time: large states come later
 
 
 class Commits:
     """Commit areas of all jobs, and the one commit of each that is on its way."""
 
-    def __init__(self, device: DeviceState, arena: Arena, store: Store) -> None:
+    def __init__(
+        self, device: DeviceState, arena: ArenaAllocator, store: HostStoreAllocator
+    ) -> None:
         self._core = device.core
         self._device = device
         self._arena = arena
@@ -51,13 +53,18 @@ class Commits:
         """
         if not self.restore(job, loaded.slot_bytes, loaded.step):
             raise HostStoreFull(
-                f'no room for the commits of job "{job.spec.name}"', hint="a larger --host-store",
+                f'no room for the commits of job "{job.spec.name}"',
+                hint="a larger --host-store",
                 requested_bytes=2 * loaded.slot_bytes,
-            )  # fmt: skip
+            )
         self._core.emit(
-            CreateCommits(job=job.spec.name, slot_bytes=loaded.slot_bytes, loaded=loaded.descriptor,
-                          is_on_disk=is_on_disk)
-        )  # fmt: skip
+            CreateCommits(
+                job=job.spec.name,
+                slot_bytes=loaded.slot_bytes,
+                loaded=loaded.descriptor,
+                is_on_disk=is_on_disk,
+            )
+        )
         self._tell_daemon(job)
 
     def open(self, job: Job, state_bytes: int) -> None:
@@ -105,7 +112,7 @@ class Commits:
         Each number is copied once: after the acknowledgement the owner writes the slice again, so a
         late or repeated message would copy a torn image.
         """
-        job = self._device.job_of(worker, message.epoch)
+        job = self._device.job_of(worker, message.op_id)
         if job is None or message.number <= job.memory.commit_number:
             self._core.counts["stale_messages"] += 1
             return
@@ -113,11 +120,11 @@ class Commits:
         if region is None or not self._device.daemon.is_ready:
             return  # nothing is copied, so nothing is acknowledged and the number is not used up
         job.memory.commit_number = message.number
-        job.memory.copying_epoch, job.memory.copying_number = job.epoch, message.number
+        job.memory.copy_id, job.memory.copying_number = job.op_id, message.number
         self._device.daemon.tell(
             CommitCopy(
                 job=job.spec.name,
-                epoch=job.epoch,
+                op_id=job.op_id,
                 number=message.number,
                 step=message.step,
                 slice_offset_bytes=region.offset_bytes,
@@ -130,11 +137,11 @@ class Commits:
         """Acknowledge a commit to the worker, and write it to disk as soon as allowed."""
         core, device = self._core, self._device
         job = device.jobs.get(message.job)
-        told = (message.epoch, message.number)
-        if job is None or told != (job.memory.copying_epoch, job.memory.copying_number):
+        told = (message.op_id, message.number)
+        if job is None or told != (job.memory.copy_id, job.memory.copying_number):
             core.counts["stale_messages"] += 1  # of an older job of this name, or told again
             return
-        job.memory.copying_epoch, job.memory.copying_number = NO_COPY
+        job.memory.copy_id, job.memory.copying_number = NO_COPY
         if not message.error:
             if core.is_draining:  # there is no later
                 job.memory.persist_due_at_ms = core.now_ms
@@ -143,7 +150,7 @@ class Commits:
             core.counts["commits"] += 1
             copy_ms = message.copy_ms
             device.publish("job.committed", job=job.spec.name, step=message.step, copy_ms=copy_ms)
-        if job.slot is not None and message.epoch == job.epoch:
+        if job.slot is not None and message.op_id == job.op_id:
             self._device.send(job.slot, message, "signal")
 
     def persist_due(self) -> None:
@@ -155,14 +162,14 @@ class Commits:
             if memory.is_persisting or not device.daemon.is_ready or not self.is_unsaved(job):
                 continue
             if core.now_ms < memory.persist_due_at_ms:
-                core.look_again(memory.persist_due_at_ms, JOBS)
+                core.wake_at(memory.persist_due_at_ms, JOBS)
                 continue
             memory.is_persisting = True
-            memory.persist_epoch = job.epoch
+            memory.persist_id = job.op_id
             memory.persist_began_at_ms, memory.persist_due_at_ms = core.now_ms, math.inf
             name = job.spec.name
             directory = f"{core.settings.commits_dir}/{name}"
-            device.daemon.tell(PersistCommit(job=name, epoch=job.epoch, directory=directory))
+            device.daemon.tell(PersistCommit(job=name, op_id=job.op_id, directory=directory))
 
     @staticmethod
     def is_unsaved(job: Job) -> bool:
@@ -174,7 +181,7 @@ class Commits:
         """Note that a commit is on disk, or why not: the older file is intact, training
         continues."""
         job = self._device.jobs.get(message.job)
-        if job is None or message.epoch <= job.born_epoch:
+        if job is None or message.op_id <= job.created_op_id:
             return
         self._has_written(job, is_well=not message.error)
         if message.error:
@@ -206,19 +213,19 @@ class Commits:
         if is_over and not job.memory.is_persisting and not self.is_unsaved(job):
             self.forget(job)
 
-    def refused(self, epoch: Epoch, reason: str) -> None:
+    def refused(self, op_id: OpId, reason: str) -> None:
         """Handle an order that the daemon refused: no other answer to it will come."""
         for job in self._device.jobs.values():
-            if job.memory.persist_epoch == epoch and job.memory.is_persisting:
+            if job.memory.persist_id == op_id and job.memory.is_persisting:
                 self._has_written(job, is_well=False)
                 self._not_saved(job, reason)
-            if job.memory.copying_epoch == epoch:
-                job.memory.copying_epoch, job.memory.copying_number = NO_COPY
-                self._restart(job, epoch, f"its commit was refused: {reason}")
+            if job.memory.copy_id == op_id:
+                job.memory.copy_id, job.memory.copying_number = NO_COPY
+                self._restart(job, op_id, f"its commit was refused: {reason}")
 
-    def _restart(self, job: Job, epoch: Epoch, reason: str) -> None:
+    def _restart(self, job: Job, op_id: OpId, reason: str) -> None:
         """Restart the job from its last commit: no acknowledgement of the new one will come."""
-        if job.slot is not None and job.epoch == epoch:
+        if job.slot is not None and job.op_id == op_id:
             self._device.kill(self._device.workers[job.slot], reason)
 
     def forget(self, job: Job) -> None:
@@ -235,7 +242,7 @@ class Commits:
             job.memory.lease_bytes = job.memory.lease_asked_bytes = 0
             if job.memory.is_persisting:
                 self._has_written(job, is_well=False)
-            job.memory.copying_epoch, job.memory.copying_number = NO_COPY
+            job.memory.copy_id, job.memory.copying_number = NO_COPY
 
     def daemon_ready(self) -> None:
         for job in self._device.jobs.values():
@@ -249,7 +256,7 @@ class Commits:
         """True if no commit is on its way to host or disk, or due."""
         now_ms = self._core.now_ms
         return not any(
-            job.memory.copying_epoch
+            job.memory.copy_id
             or job.memory.is_persisting
             or (self.is_unsaved(job) and job.memory.persist_due_at_ms <= now_ms)
             for job in self._device.jobs.values()

@@ -7,28 +7,28 @@ from typing import Final, Literal
 
 from ...base.errors import OutOfDeviceMemory, PipeSwitchError, to_wire
 from ...ipc.messages import worker as worker_msg
-from ...ipc.messages.base import Epoch, JobName
+from ...ipc.messages.base import JobName, OpId
 from ...ipc.messages.daemon import Scrub
-from ..core import PLACES
+from ..core import RESIDENCY
 from ..policies.job_orders import JOB_ORDERS
 from ..state.device_state import DeviceState
 from ..state.records import Job, Worker
 from ..state.regions import Owner, Region
 from ..state.states import TaskEvent, TaskState
+from .allocators import ArenaAllocator, HostStoreAllocator, gib
 from .commits import Commits
-from .ledgers import Arena, Store, gib
 from .residency import Residents
 
 
 class Slices:
     """Slices of a device. A range gets another owner only after it reads as zeros."""
 
-    def __init__(self, device: DeviceState, arena: Arena, residents: Residents) -> None:
+    def __init__(self, device: DeviceState, arena: ArenaAllocator, residents: Residents) -> None:
         self._core = device.core
         self._device = device
         self._arena = arena
         self._residents = residents
-        self._unscrubbed: dict[Epoch, float] = {}  # of a scrub that failed: when to try again
+        self._unscrubbed: dict[OpId, float] = {}  # of a scrub that failed: when to try again
 
     def lease(self, owner: Owner, size_bytes: int) -> Region | Literal["soon"] | None:
         """Take a place for a job's state; idle models are evicted for it.
@@ -48,7 +48,7 @@ class Slices:
         if self._arena.obstacles(window):
             return "soon"
         self._residents.clear(window, f"job {owner.name}")
-        self._core.touched |= PLACES
+        self._core.dirty |= RESIDENCY
         region = self._arena.regions.reserve(owner, size_bytes, at_bytes=window.offset_bytes)
         assert region is not None
         return region
@@ -69,43 +69,43 @@ class Slices:
         """Zero a slice without writers; then its range is free, even for another tenant."""
         if self._arena.regions.get(owner) is None:
             return
-        self._core.touched |= PLACES
+        self._core.dirty |= RESIDENCY
         region = self._arena.regions.release(owner)
         if not self._device.daemon.is_ready:
             return  # the memory went with its owner
-        epoch = self._core.next_epoch()
+        op_id = self._core.next_op_id()
         taken = self._arena.regions.reserve(
-            Owner("scrub", str(epoch)), region.size_bytes, region.offset_bytes
+            Owner("scrub", str(op_id)), region.size_bytes, region.offset_bytes
         )
         assert taken is not None
-        self._scrub(epoch, taken)
+        self._scrub(op_id, taken)
 
-    def _scrub(self, epoch: Epoch, region: Region) -> None:
+    def _scrub(self, op_id: OpId, region: Region) -> None:
         self._device.daemon.tell(
-            Scrub(epoch=epoch, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes)
+            Scrub(op_id=op_id, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes)
         )
 
     def scrub_again(self) -> int:
         """Retry ranges that the daemon failed to zero: nobody may own a range before that."""
-        for epoch, at_ms in list(self._unscrubbed.items()):
-            region = self._arena.regions.get(Owner("scrub", str(epoch)))
+        for op_id, at_ms in list(self._unscrubbed.items()):
+            region = self._arena.regions.get(Owner("scrub", str(op_id)))
             if region is None:  # the memory went with its owner
-                del self._unscrubbed[epoch]
+                del self._unscrubbed[op_id]
             elif self._core.now_ms < at_ms:
-                self._core.look_again(at_ms, PLACES)
+                self._core.wake_at(at_ms, RESIDENCY)
             else:
-                del self._unscrubbed[epoch]
-                self._scrub(epoch, region)
-        return PLACES if self._unscrubbed else 0
+                del self._unscrubbed[op_id]
+                self._scrub(op_id, region)
+        return RESIDENCY if self._unscrubbed else 0
 
-    def scrubbed(self, epoch: Epoch) -> None:
-        if self._arena.regions.get(Owner("scrub", str(epoch))) is not None:
-            self._arena.regions.release(Owner("scrub", str(epoch)))
+    def scrubbed(self, op_id: OpId) -> None:
+        if self._arena.regions.get(Owner("scrub", str(op_id))) is not None:
+            self._arena.regions.release(Owner("scrub", str(op_id)))
 
-    def refused(self, epoch: Epoch) -> None:
+    def refused(self, op_id: OpId) -> None:
         """Schedule another try for a range that the daemon could not zero."""
-        if self._arena.regions.get(Owner("scrub", str(epoch))) is not None:
-            self._unscrubbed[epoch] = self._core.now_ms + self._core.settings.restart_backoff_ms
+        if self._arena.regions.get(Owner("scrub", str(op_id))) is not None:
+            self._unscrubbed[op_id] = self._core.now_ms + self._core.settings.restart_backoff_ms
 
     def check(self) -> None:
         """Assert that each slice is held by a live process."""
@@ -115,7 +115,7 @@ class Slices:
                 assert any(w.job == name for w in self._device.workers.values()), region
 
 
-LEAST_STARTS: Final = 10  # so many times as long as it took to start, a job may keep its memory
+MIN_STARTS: Final = 10  # so many times as long as it took to start, a job may keep its memory
 
 
 class Leases:
@@ -123,7 +123,12 @@ class Leases:
     reaped. The job's offloaded activations in host memory live as long."""
 
     def __init__(
-        self, device: DeviceState, arena: Arena, slices: Slices, commits: Commits, store: Store
+        self,
+        device: DeviceState,
+        arena: ArenaAllocator,
+        slices: Slices,
+        commits: Commits,
+        store: HostStoreAllocator,
     ) -> None:
         self._device = device
         self._arena = arena
@@ -133,7 +138,7 @@ class Leases:
 
     def requested(self, worker: Worker, message: worker_msg.LeaseRequest) -> None:
         """Handle a job's request for its slice; the job waits outside the device's turn."""
-        job = self._device.job_of(worker, message.epoch)
+        job = self._device.job_of(worker, message.op_id)
         if job is None or job.state.state is TaskState.EVICTING:
             return  # EvictTask is on its way to it
         old = self._arena.regions.get(job.slice)
@@ -153,7 +158,7 @@ class Leases:
 
     def host_requested(self, worker: Worker, message: worker_msg.HostRequest) -> None:
         """Answer a host memory request at once, even of a leaving job: it may be mid-layer."""
-        job = self._device.job_of(worker, message.epoch)
+        job = self._device.job_of(worker, message.op_id)
         if job is None:
             return  # it is being killed
         assert job.slot is not None
@@ -162,7 +167,7 @@ class Leases:
         except PipeSwitchError as error:
             self._refuse(job, error)
             return
-        self._device.send(job.slot, worker_msg.HostGranted(epoch=job.epoch), "signal")
+        self._device.send(job.slot, worker_msg.HostGranted(op_id=job.op_id), "signal")
 
     def reaped(self, name: JobName) -> None:
         """Release everything of a job whose process is reaped."""
@@ -211,12 +216,12 @@ class Leases:
             memory.lease_asked_bytes = 0
             memory.lease_bytes, job.progress.why = region.size_bytes, ""
             if held is None:
-                least_ms = LEAST_STARTS * job.timing.start_ms
-                job.timing.turn_left_ms = max(device.core.settings.training_cycle_ms, least_ms)
+                min_ms = MIN_STARTS * job.timing.start_ms
+                job.timing.turn_left_ms = max(device.core.settings.training_cycle_ms, min_ms)
             if job.state.state is TaskState.TRANSMITTING:
                 job.state.apply(TaskEvent.STARTED, "leased its slice")
             granted = worker_msg.LeaseGranted(
-                epoch=job.epoch, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes
+                op_id=job.op_id, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes
             )
             self._device.send(job.slot, granted, "signal", commits_of=job.spec.name)
 
@@ -250,6 +255,6 @@ class Leases:
         assert job.slot is not None
         wire = to_wire(error)
         refused = worker_msg.LeaseRefused(
-            epoch=job.epoch, error=wire["type"], message=str(error), data=wire["data"]
+            op_id=job.op_id, error=wire["type"], message=str(error), data=wire["data"]
         )
         self._device.send(job.slot, refused, "signal")

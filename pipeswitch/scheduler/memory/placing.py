@@ -11,7 +11,7 @@ from ..policies.placement import PLACEMENTS, Place, best
 from ..state.device_state import DeviceState
 from ..state.records import Job, Model, Request
 from ..state.states import TASK_FINAL
-from .ledgers import Arena
+from .allocators import ArenaAllocator
 
 
 class Placing:
@@ -23,7 +23,7 @@ class Placing:
     """
 
     def __init__(
-        self, states: Sequence[DeviceState], arenas: Sequence[Arena], placement: str
+        self, states: Sequence[DeviceState], arenas: Sequence[ArenaAllocator], placement: str
     ) -> None:
         self.states = states
         self._arenas = arenas

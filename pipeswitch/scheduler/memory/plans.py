@@ -11,11 +11,11 @@ from ...planning.profile import Found, Profile
 from ...planning.streaming import pass_ms
 from ...programs.interface.groups import layer_bytes, plan_in_force
 from ..core import ALL, MEASURED
-from ..events import Warn
+from ..events import LogWarning
 from ..state.device_state import DeviceState
-from ..state.records import Replica
+from ..state.records import DeviceModel
 from ..state.states import Residency
-from .ledgers import gib
+from .allocators import gib
 from .residency import Residents
 
 PLANNED: Final = "planned"
@@ -30,7 +30,7 @@ class Plans:
         self._residents = residents
         self._wanted: dict[ModelName, None] = {}  # models with a next plan
 
-    def found(self, replica: Replica, profiles: tuple[Found, ...]) -> None:
+    def found(self, replica: DeviceModel, profiles: tuple[Found, ...]) -> None:
         """Use the first profile that fits the built program and this device.
 
         If none fits, use byte buckets, with one warning if a profile might have fitted.
@@ -51,13 +51,13 @@ class Plans:
         if problems:
             self._warn(replica, problems[0])
 
-    def _warn(self, replica: Replica, why: str) -> None:
+    def _warn(self, replica: DeviceModel, why: str) -> None:
         replica.grouping.why = why
         text = f'model "{replica.name}": {why}; its groups are byte buckets '
-        self._core.emit(Warn(text=text + f"(pipeswitch profile {replica.name})"))
+        self._core.emit(LogWarning(text=text + f"(pipeswitch profile {replica.name})"))
         self._device.publish("model.profile_unusable", model=replica.name, reason=why)
 
-    def use(self, replica: Replica, profile: Profile) -> bool:
+    def use(self, replica: DeviceModel, profile: Profile) -> bool:
         """Plan from the profile; the plan takes effect as soon as the model is off the device. A
         streaming model keeps its groups, and has its passes predicted."""
         if replica.landings is not None:
@@ -77,11 +77,11 @@ class Plans:
         self.want(replica, plan, PLANNED, why)
         return True
 
-    def want(self, replica: Replica, plan: Plan, source: str, why: str) -> None:
+    def want(self, replica: DeviceModel, plan: Plan, source: str, why: str) -> None:
         """Request a plan, which takes effect as soon as the groups can be cut."""
         replica.grouping.next = (plan, source, why)
         self._wanted[replica.name] = None
-        self._core.touched |= MEASURED
+        self._core.dirty |= MEASURED
 
     def apply(self) -> int:
         """Cut the groups of each model that can be cut, except one that is being measured."""
@@ -100,7 +100,7 @@ class Plans:
                     )
         return ALL if self._wanted else MEASURED
 
-    def _cut(self, replica: Replica, plan: Plan) -> bool:
+    def _cut(self, replica: DeviceModel, plan: Plan) -> bool:
         """Cut a model into other groups. False: it is being read, sent or waited for.
 
         A model on the device is evicted first: the arrival words of the new groups have not risen.
@@ -119,7 +119,7 @@ class Plans:
         return True
 
 
-def plan_row(replica: Replica) -> dict[str, Any]:
+def plan_row(replica: DeviceModel) -> dict[str, Any]:
     """Return the part of ``show`` about a model's groups."""
     profile = replica.grouping.profile
     return {
@@ -131,7 +131,7 @@ def plan_row(replica: Replica) -> dict[str, Any]:
     }
 
 
-def stream_of(state: DeviceState, replica: Replica) -> dict[str, Any] | None:
+def stream_of(state: DeviceState, replica: DeviceModel) -> dict[str, Any] | None:
     """Return the cost of a pass of a model that is larger than the arena; None if it is not.
 
     ``pass_ms`` is predicted from the model's profile; without a profile it is the measured time of

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from ...ipc.messages.base import Epoch, ModelName
+from ...ipc.messages.base import ModelName, OpId
 from ...ipc.messages.daemon import CancelTransmit, GroupCopy, TransmitEnded, TransmitModel
 from ...planning.grouping import Plan
-from ...planning.streaming import Landings
+from ...planning.streaming import StagingLayout
 from ...programs.interface.groups import regrouped
 from ...programs.interface.layout import REGION_ALIGN_BYTES, aligned
-from ..core import MEASURED, PLACES, QUEUE, TURN, WORKERS
+from ..core import MEASURED, QUEUE, RESIDENCY, TURN, WORKERS
 from ..events import Span, Spans
 from ..state.device_state import DeviceState
-from ..state.records import Replica
-from ..state.regions import Window
+from ..state.records import DeviceModel
+from ..state.regions import Extent
 from ..state.states import ModelState, Residency, ResidencyEvent
-from .ledgers import WHOLE, Arena, Rest, Streamed
+from .allocators import WHOLE, ArenaAllocator, Rest, Streamed
 
 
 class Residents:
     """Residents of a device: leases are decided here, copies are commands to the memory daemon."""
 
-    def __init__(self, device: DeviceState, arena: Arena) -> None:
+    def __init__(self, device: DeviceState, arena: ArenaAllocator) -> None:
         self._core = device.core
         self._device = device
         self._arena = arena
 
-    def take(self, replica: Replica) -> bool:
+    def take(self, replica: DeviceModel) -> bool:
         """Take arrival words for a built model's groups. False: too few are left."""
         manifest = replica.model.manifest
         assert manifest is not None
@@ -35,24 +35,24 @@ class Residents:
         if words is not None:
             replica.manifest, replica.first_word = manifest, words.offset_bytes
             replica.region_bytes = aligned(max(manifest.total_bytes, 1), REGION_ALIGN_BYTES)
-            replica.least_bytes = self._arena.least_bytes(manifest)
-            if replica.least_bytes:
+            replica.min_bytes = self._arena.min_bytes(manifest)
+            if replica.min_bytes:
                 self._land(replica, self._arena.landings(manifest, self._arena.leasable_bytes))
         return words is not None
 
     @staticmethod
-    def _land(replica: Replica, landings: Landings | None) -> None:
+    def _land(replica: DeviceModel, landings: StagingLayout | None) -> None:
         """Set where a streaming model's groups land. None: this device may not serve it."""
         replica.landings = landings
         if landings is not None:
             replica.region_bytes = landings.size_bytes
 
-    def is_idle(self, replica: Replica) -> bool:
+    def is_idle(self, replica: DeviceModel) -> bool:
         """Return True if no request wants it, no task reads it, and it is not being copied in."""
         is_wanted = replica.users or self._device.queue.count(replica.name)
         return not is_wanted and not replica.is_being_sent
 
-    def forget(self, replica: Replica) -> None:
+    def forget(self, replica: DeviceModel) -> None:
         """Release the place and the arrival words of an unregistered model."""
         if replica.residency.state is not Residency.HOST:
             self.evict(replica, "unregistered")
@@ -68,7 +68,7 @@ class Residents:
             replica.users = 0
             replica.transfer.is_prefetch = False
 
-    def cut_anew(self, replica: Replica, plan: Plan) -> bool:
+    def cut_anew(self, replica: DeviceModel, plan: Plan) -> bool:
         """Cut other groups over the same bytes, for a model that is only in the host store.
 
         False: there are not enough arrival words, and nothing has changed.
@@ -85,11 +85,11 @@ class Residents:
                 return False
             replica.first_word = words.offset_bytes
         replica.manifest, replica.grouping.plan = manifest, plan
-        self._core.edition += 1
-        self._core.touched |= WORKERS
+        self._core.models_generation += 1
+        self._core.dirty |= WORKERS
         return True
 
-    def transmit(self, replica: Replica, window: Window, cause: str) -> Epoch:
+    def transmit(self, replica: DeviceModel, window: Extent, cause: str) -> OpId:
         """Evict the window's models, lease it, and tell the daemon to send the groups.
 
         The window has no obstacles (the scheduler waits until they have left).
@@ -99,21 +99,21 @@ class Residents:
         there = self._take(replica, window, cause)
         landings = replica.landings
         self._device.move(replica, ResidencyEvent.TRANSMIT, cause)
-        replica.residency_epoch = core.next_epoch()
+        replica.residency_id = core.next_op_id()
         replica.transfer.started_at_ms = core.now_ms
         replica.transfer.ended_at_ms = 0.0
         device.daemon.tell(
             TransmitModel(
                 model=replica.name,
-                epoch=replica.residency_epoch,
-                arena_offset_bytes=replica.home_bytes,
+                op_id=replica.residency_id,
+                arena_offset_bytes=replica.preferred_offset_bytes,
                 region_bytes=replica.region_bytes,
                 waits=landings.waits if landings is not None else (),
                 tenant=core.tenant_of(replica.model.tenant),
                 groups=tuple(
                     GroupCopy(
                         store_offset_bytes=replica.model.store_offset_bytes + group.offset_bytes,
-                        arena_offset_bytes=replica.home_bytes
+                        arena_offset_bytes=replica.preferred_offset_bytes
                         + (landings.offsets[index] if landings else group.offset_bytes),
                         size_bytes=0 if index in there else group.size_bytes,
                         word=replica.first_word + index,
@@ -122,9 +122,9 @@ class Residents:
                 ),
             )
         )
-        return replica.residency_epoch
+        return replica.residency_id
 
-    def _take(self, replica: Replica, window: Window, cause: str) -> Container[int]:
+    def _take(self, replica: DeviceModel, window: Extent, cause: str) -> Container[int]:
         """Lease the window for a model; return the groups that are already on the device.
 
         1. The ring of a model that streams: the groups that it keeps.
@@ -138,30 +138,30 @@ class Residents:
         arena, start, size = self._arena, window.offset_bytes, replica.region_bytes
         landings = replica.landings
         if landings is None:
-            replica.home_bytes = start
+            replica.preferred_offset_bytes = start
             arena.lease(replica.owner, size, start)
         elif isinstance(window, Rest):
-            replica.kept_bytes = replica.built.total_bytes - replica.sent_bytes
-            arena.lease(replica.rest, size - landings.kept_bytes, start)
+            replica.resident_bytes = replica.built.total_bytes - replica.sent_bytes
+            arena.lease(replica.rest, size - landings.resident_bytes, start)
             return landings.kept  # 1.
         else:
-            replica.home_bytes, replica.kept_bytes = start, 0
-            kept_bytes = landings.kept_bytes if landings.kept_bytes < size else 0
-            replica.kept_groups = len(landings.kept) if kept_bytes else 0
-            ring_bytes = size - kept_bytes if kept_bytes else 0
+            replica.preferred_offset_bytes, replica.resident_bytes = start, 0
+            resident_bytes = landings.resident_bytes if landings.resident_bytes < size else 0
+            replica.resident_groups = len(landings.kept) if resident_bytes else 0
+            ring_bytes = size - resident_bytes if resident_bytes else 0
             arena.lease(replica.owner, size - ring_bytes, start + ring_bytes)
             if ring_bytes:
                 arena.lease(replica.rest, ring_bytes, start)
         return ()  # 2.
 
-    def clear(self, window: Window, cause: str) -> None:
+    def clear(self, window: Extent, cause: str) -> None:
         """Evict the window's models."""
         for victim in window.victims:
             replica = self._arena.model_of(victim)
             if replica is not None and self._arena.regions.get(victim.owner) is not None:
                 self.evict(replica, cause)
 
-    def evict(self, replica: Replica, cause: str) -> None:
+    def evict(self, replica: DeviceModel, cause: str) -> None:
         """Evict the model. Only the ledger changes: the bytes may then be overwritten."""
         if replica.residency.state is Residency.PINNED:
             self._device.move(replica, ResidencyEvent.UNPIN, cause)
@@ -171,10 +171,10 @@ class Residents:
         self._device.publish("switch.evicted", model=replica.name, cause=cause)
 
     def transmit_ended(self, message: TransmitEnded) -> None:
-        """Handle the end of a copy: the daemon writes no byte of that epoch any more."""
+        """Handle the end of a copy: the daemon writes no byte of that operation id any more."""
         core, device = self._core, self._device
         replica = device.replicas.get(message.model)
-        if replica is None or replica.residency_epoch != message.epoch:
+        if replica is None or replica.residency_id != message.op_id:
             return
         if not replica.is_being_sent:
             return
@@ -184,12 +184,23 @@ class Residents:
         groups = replica.manifest.groups if replica.manifest is not None else ()
         ends_ms, track = message.group_ends_at_ms, device.track("copy")
         begins_ms = (message.started_at_ms, *ends_ms)
-        core.emit(Spans(spans=[
-            Span(track=track, name=f"{message.model} group {index}", begin_ms=begin,
-                 end_ms=max(begin, end), args={"bytes": group.size_bytes}, flow=message.epoch)
-            for index, (group, begin, end) in enumerate(
-                zip(groups, begins_ms, ends_ms, strict=False))
-        ]))  # fmt: skip
+        core.emit(
+            Spans(
+                spans=[
+                    Span(
+                        track=track,
+                        name=f"{message.model} group {index}",
+                        begin_ms=begin,
+                        end_ms=max(begin, end),
+                        args={"bytes": group.size_bytes},
+                        flow=message.op_id,
+                    )
+                    for index, (group, begin, end) in enumerate(
+                        zip(groups, begins_ms, ends_ms, strict=False)
+                    )
+                ]
+            )
+        )
         if message.is_complete:
             self._device.move(replica, ResidencyEvent.ARRIVED, "all groups copied")
             if replica.landings is not None:
@@ -204,7 +215,7 @@ class Residents:
         else:
             self._broke_off(replica, "transmission cancelled")
 
-    def _broke_off(self, replica: Replica, cause: str) -> None:
+    def _broke_off(self, replica: DeviceModel, cause: str) -> None:
         """Handle a copy that broke off: a task would wait for the missing groups for ever.
 
         1. No task reads the model: its place is free.
@@ -220,7 +231,7 @@ class Residents:
             if activation.model == replica.name:
                 device.kill(device.workers[activation.slot], cause, blame=False)  # 2.
 
-    def unused(self, replica: Replica) -> None:
+    def unused(self, replica: DeviceModel) -> None:
         """Note that a task which read the model has ended, or that its worker is reaped."""
         replica.users -= 1
         replica.last_used_at_ms = self._core.now_ms
@@ -229,7 +240,7 @@ class Residents:
         elif replica.landings is not None:
             self._pass_ended(replica)
 
-    def _pass_ended(self, replica: Replica) -> None:
+    def _pass_ended(self, replica: DeviceModel) -> None:
         """Free the ring of a streaming model that no task reads any more.
 
         1. No end of its copy was reported yet. If the task failed, the copy waits for a computation
@@ -240,15 +251,15 @@ class Residents:
         if replica.users:
             return
         if replica.residency.state is Residency.TRANSMITTING:
-            self._device.daemon.tell(CancelTransmit(epoch=replica.residency_epoch))  # 1.
-        elif replica.kept_groups:
+            self._device.daemon.tell(CancelTransmit(op_id=replica.residency_id))  # 1.
+        elif replica.resident_groups:
             self._device.move(replica, ResidencyEvent.RING_FREED, cause)  # 2.
             self._arena.regions.release(replica.rest)
         else:
             self._device.move(replica, ResidencyEvent.EVICTED, cause)
             self._arena.release(replica)
 
-    def _release_broken(self, replica: Replica, cause: str) -> None:
+    def _release_broken(self, replica: DeviceModel, cause: str) -> None:
         self._device.move(replica, ResidencyEvent.RELEASED, cause)
         self._arena.release(replica)
 
@@ -280,9 +291,9 @@ class Residents:
         replica.transfer.is_prefetch = self._send(replica, "prefetch hint")
         return replica.transfer.is_prefetch
 
-    def _send(self, replica: Replica, cause: str) -> bool:
+    def _send(self, replica: DeviceModel, cause: str) -> bool:
         """Send a model although no request waits for it. Return False if there is no room now."""
-        window = self._arena.find_place(replica, for_request=False)
+        window = self._arena.find_extent(replica, for_request=False)
         if window is None or self._arena.obstacles(window):
             return False
         self.transmit(replica, window, cause)
@@ -298,7 +309,7 @@ class Residents:
             if not replica.users and not device.queue.count(replica.name):
                 replica.transfer.is_prefetch = False
                 self._device.move(replica, ResidencyEvent.ABANDONED, "a request needs the link")
-                device.daemon.tell(CancelTransmit(epoch=replica.residency_epoch))
+                device.daemon.tell(CancelTransmit(op_id=replica.residency_id))
 
     def bring_pinned(self) -> int:
         """Send pinned models that are not on the device when nothing waits for the link."""
@@ -306,7 +317,7 @@ class Residents:
         if not core.pins:
             return 0
         if device.queue or device.owner.pending is not None or not device.daemon.is_ready:
-            return QUEUE | TURN | PLACES
+            return QUEUE | TURN | RESIDENCY
         for name in core.pins:
             replica = device.replicas.get(name)
             if (
@@ -319,15 +330,15 @@ class Residents:
                 and replica.residency.state is Residency.HOST
             ):
                 if core.now_ms < replica.transfer.retry_at_ms:
-                    core.look_again(replica.transfer.retry_at_ms, PLACES)
+                    core.wake_at(replica.transfer.retry_at_ms, RESIDENCY)
                     continue
                 self._send(replica, "pinned")
-        return QUEUE | TURN | PLACES | MEASURED
+        return QUEUE | TURN | RESIDENCY | MEASURED
 
-    def refused(self, epoch: Epoch, reason: str) -> None:
+    def refused(self, op_id: OpId, reason: str) -> None:
         """Handle a copy that the daemon refused or failed: no other answer to it will come."""
         for replica in self._device.replicas.values():
-            if replica.is_being_sent and replica.residency_epoch == epoch:
+            if replica.is_being_sent and replica.residency_id == op_id:
                 self._broke_off(replica, reason)
 
     def check(self) -> None:
@@ -341,7 +352,7 @@ class Residents:
             )
             assert replica.users == 0 or is_there, f"{replica.name} is read but not there"
             is_whole = replica.residency.state in WHOLE
-            assert (rest is not None) == (is_whole and replica.kept_groups > 0), (
+            assert (rest is not None) == (is_whole and replica.resident_groups > 0), (
                 replica.residency.story
             )
             if head is not None and rest is not None:

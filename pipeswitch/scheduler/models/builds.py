@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ...base.errors import QueueFull
-from ...base.shares import left
-from ...ipc.messages.base import Epoch
+from ...base.quotas import left
+from ...ipc.messages.base import OpId
 from ..core import Core
 from ..events import Address, Kill, StartBuild
-from ..machine import Machine
+from ..server_state import ServerState
 from ..state.records import Registration
 
 
@@ -18,12 +18,12 @@ class BuildQueue:
     is longest ago is next, so another client waits for at most one of a client's many builds.
     """
 
-    def __init__(self, core: Core, machine: Machine) -> None:
+    def __init__(self, core: Core, machine: ServerState) -> None:
         self._core = core
         self._machine = machine
         self._waiting: list[Registration] = []  # in order of arrival
-        self._running: dict[Epoch, Registration] = {}  # until the process is gone
-        self._last_turns: dict[str, Epoch] = {}  # of clients that wait for another one
+        self._running: dict[OpId, Registration] = {}  # until the process is gone
+        self._last_turns: dict[str, OpId] = {}  # of clients that wait for another one
 
     @property
     def is_idle(self) -> bool:
@@ -50,12 +50,10 @@ class BuildQueue:
         core = self._core
         while len(self._running) < core.settings.max_builds and (one := self._next()):
             self._waiting.remove(one)
-            self._running[one.build_epoch] = one
-            self._last_turns[one.client] = one.build_epoch
+            self._running[one.build_id] = one
+            self._last_turns[one.client] = one.build_id
             tenant = self._machine.models[one.model].tenant
-            core.emit(
-                StartBuild(model=one.model, epoch=one.build_epoch, spec=one.spec, tenant=tenant)
-            )
+            core.emit(StartBuild(model=one.model, op_id=one.build_id, spec=one.spec, tenant=tenant))
         if self._last_turns:
             waiting = {one.client for one in (*self._waiting, *self._running.values())}
             self._last_turns = {c: at for c, at in self._last_turns.items() if c in waiting}
@@ -68,11 +66,11 @@ class BuildQueue:
 
     def give_up(self, one: Registration) -> None:
         """End a registration's build, or remove it from the queue."""
-        if one.build_epoch in self._running:
-            self._core.emit(Kill(Address("builder", generation=one.build_epoch)))
+        if one.build_id in self._running:
+            self._core.emit(Kill(Address("builder", generation=one.build_id)))
         else:
             self._waiting.remove(one)
 
-    def exited(self, epoch: Epoch) -> Registration | None:
+    def exited(self, op_id: OpId) -> Registration | None:
         """Return the registration whose builder is gone."""
-        return self._running.pop(epoch, None)
+        return self._running.pop(op_id, None)

@@ -12,32 +12,36 @@ from ...base import errors
 from ...ipc.messages.base import ModelName
 from ...programs.interface.chains import Chain, chain_of
 from ...programs.interface.layout import Manifest
-from ..core import Core, takes
-from ..events import Announce, ChainAsked, Journal, Retract, UnregisterAsked
-from ..machine import Machine
+from ..core import Core, handles
+from ..events import ChainRequest, Journal, ModelAvailable, ModelRemoved, UnregisterRequest
+from ..server_state import ServerState
 from ..state.versions import PRESENT, Versions
 
 
 class Chains:
     """All chains."""
 
-    def __init__(self, core: Core, machine: Machine, versions: Versions) -> None:
+    def __init__(self, core: Core, machine: ServerState, versions: Versions) -> None:
         self._core = core
         self._machine = machine
         self._versions = versions
 
-    @takes(ChainAsked)
-    def asked(self, event: ChainAsked) -> None:
+    @handles(ChainRequest)
+    def asked(self, event: ChainRequest) -> None:
         """Register a chain; the same one again by the same client is a no-op."""
         core, name = self._core, event.model
         chain = event.restored or self._checked(event)
         if name not in self._machine.chains:
             self._machine.chains[name] = chain, event.tenant
             if event.restored is None:
-                entry = {"kind": "chain", "name": name, "spec": msgspec.msgpack.encode(chain),
-                         "tenant": event.tenant}  # fmt: skip
+                entry = {
+                    "kind": "chain",
+                    "name": name,
+                    "spec": msgspec.msgpack.encode(chain),
+                    "tenant": event.tenant,
+                }
                 core.emit(Journal(entry=entry, accepts=(event.token,)))
-            core.emit(Announce(model=name, manifest=chain.manifest, priority=0, chain=chain))
+            core.emit(ModelAvailable(model=name, manifest=chain.manifest, priority=0, chain=chain))
         core.answer(
             event.token,
             model=name,
@@ -46,7 +50,7 @@ class Chains:
             outputs=[*chain.returns],
         )
 
-    def _checked(self, event: ChainAsked) -> Chain:
+    def _checked(self, event: ChainRequest) -> Chain:
         """
         Raises:
             ServerUnavailable, AlreadyExists, HostStoreFull, InvalidInput.
@@ -90,12 +94,12 @@ class Chains:
             hint = f"pipeswitch unregister {name}, or choose another name"
             raise errors.AlreadyExists(f'"{name}" is a chain', hint=hint)
 
-    def unregister(self, event: UnregisterAsked) -> None:
+    def unregister(self, event: UnregisterRequest) -> None:
         """Remove a chain; its running requests continue."""
         _, tenant = self._machine.chains[event.model]
         if event.tenant not in (None, tenant):
             raise errors.PermissionDenied(f'"{event.model}" is another client\'s')
         del self._machine.chains[event.model]
         self._core.emit(Journal(entry={"kind": "chain-gone", "name": event.model}))
-        self._core.emit(Retract(model=event.model))
+        self._core.emit(ModelRemoved(model=event.model))
         self._core.answer(event.token, model=event.model)

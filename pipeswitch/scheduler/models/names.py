@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from ...base.errors import InvalidInput, ModelNotFound, OutOfDeviceMemory, PermissionDenied
 from ...ipc.messages.base import ModelName
-from ..core import Core, takes
-from ..events import Journal, PinAsked, Retract, RollbackAsked, SweepPrograms, Token
-from ..machine import Machine
+from ..core import Core, handles
+from ..events import Journal, ModelRemoved, PinRequest, RollbackRequest, SweepPrograms, Token
 from ..requests.admission import Admission
+from ..server_state import ServerState
 from ..state.records import Model, Registration
 from ..state.states import ModelEvent, ModelState, Residency, ResidencyEvent
 from ..state.versions import PRESENT, Versions, split_name
@@ -25,7 +25,7 @@ class Names:
     """
 
     def __init__(
-        self, core: Core, machine: Machine, admission: Admission, versions: Versions
+        self, core: Core, machine: ServerState, admission: Admission, versions: Versions
     ) -> None:
         self._core = core
         self._machine = machine
@@ -85,8 +85,8 @@ class Names:
         for old in self._versions.outdated(model.base):
             self.leave(old, f"version {model.version} is there")
 
-    @takes(RollbackAsked)
-    def rollback(self, event: RollbackAsked) -> None:
+    @handles(RollbackRequest)
+    def rollback(self, event: RollbackRequest) -> None:
         """Make another existing version current, or give it a share."""
         core, current = self._core, self._versions.current(event.model)
         if current is None:
@@ -149,7 +149,7 @@ class Names:
         successor = self._versions.successor(model.base)
         if successor is not None and self._versions.is_current(model):
             self.hand_over(successor, f"version {model.version} goes")
-        self._core.emit(Retract(model=model.name))
+        self._core.emit(ModelRemoved(model=model.name))
 
     def _finish(self, model: Model) -> None:
         core, devices = self._core, self._machine.devices
@@ -161,15 +161,15 @@ class Names:
         served = self._machine.served[model.base]
         registration = self.forget(model)
         for device in devices:
-            device.fleet.forget(model.name)
+            device.worker_pool.forget(model.name)
         core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))
         core.publish("model.unregistered", model=model.name)
         core.answer_all(registration.end_waiters, model=model.name)
         if model.base not in self._machine.served:
             core.answer_all(served.end_waiters, model=model.base)
 
-    @takes(PinAsked)
-    def pin(self, event: PinAsked) -> None:
+    @handles(PinRequest)
+    def pin(self, event: PinRequest) -> None:
         """Pin a model, send it to the device and pardon it (``load``), or unpin it (``unload``)."""
         core = self._core
         model = self._versions.current(event.model)
@@ -178,7 +178,7 @@ class Names:
         is_pinned = event.pin and self._machine.stream_of(model) is None
         if event.pin and model.state.state is ModelState.QUARANTINED:
             model.state.apply(ModelEvent.PARDONED, "asked by the user")
-            core.edition += 1
+            core.models_generation += 1
             model.deaths, model.reason = 0, ""
         elif event.pin and not is_pinned:
             raise OutOfDeviceMemory(
@@ -188,11 +188,12 @@ class Names:
                 largest_free_bytes=self._machine.devices[0].arena.leasable_bytes,
             )
         if event.pin:
-            model.failed_joins = 0
+            model.failed_batches = 0
         self._pin(model, is_pinned=is_pinned)
         replica = self._machine.shown(model)
-        core.answer(event.token, model=event.model, pinned=is_pinned,
-                    state=replica.residency.state.value)  # fmt: skip
+        core.answer(
+            event.token, model=event.model, pinned=is_pinned, state=replica.residency.state.value
+        )
 
     def _pin(self, model: Model, *, is_pinned: bool) -> None:
         model.want_pinned = is_pinned

@@ -2,7 +2,7 @@
 
 1. *waits* until its commit exists: a script publishes the step it is in, a client the newest
    commit when the name's earlier publications are through. A script's publication waits too
-   while ``MOST_COPIES`` of its name lie on disk, and its next ``job.publish`` waits for it;
+   while ``MAX_COPIES`` of its name lie on disk, and its next ``job.publish`` waits for it;
 2. *copies*: the daemon writes that commit to a folder of its own. A script commits nothing else
    in the meantime. The commit of an ended job lies on disk already;
 3. *copied*: one publication of a name is built at a time, when the model it follows is ready, in
@@ -27,22 +27,22 @@ from ...base.errors import (
     ServerUnavailable,
     to_wire,
 )
-from ...ipc.messages.base import Epoch, JobName, ModelName
+from ...ipc.messages.base import JobName, ModelName, OpId
 from ...ipc.messages.daemon import CommitPersisted, PersistCommit
 from ...ipc.messages.worker import PublishAnswered, PublishCopied, PublishStep
 from ...programs.interface.layout import BUNDLE_FILE
 from ...programs.interface.matching import match
-from ..core import ALL, Core, takes
-from ..events import DropPublished, PublishAsked, Token, VersionAsked
-from ..machine import Machine
+from ..core import ALL, Core, handles
+from ..events import DropPublished, PublishRequest, Token, VersionRequest
+from ..server_state import ServerState
 from ..state.device_state import DeviceState
-from ..state.records import NO_EPOCH, Job, Model, Registration, Worker
+from ..state.records import NO_OP_ID, Job, Model, Registration, Worker
 from ..state.states import MODEL_AWAITED, TASK_FINAL, ModelState
 from ..state.versions import Versions
 from .registry import Registry
 
 UNDER_WAY: Final = (ModelState.BUILDING, ModelState.STORING)
-MOST_COPIES: Final = 8  # copies of a name that wait to be built; each takes disk space
+MAX_COPIES: Final = 8  # copies of a name that wait to be built; each takes disk space
 
 
 @dataclass
@@ -54,10 +54,10 @@ class Publication:
     step: int  # -1: of whatever commit is the newest
     part: str  # of the job; empty: the only one that fits
     token: Token | None
-    since: Epoch  # its acceptance: a younger job or model only has the same name
+    since: OpId  # its acceptance: a younger job or model only has the same name
     is_script: bool  # a later commit than its step's does too
     stage: Literal["waits", "copies", "copied", "builds"] = "waits"
-    epoch: Epoch = NO_EPOCH  # of the order to copy
+    op_id: OpId = NO_OP_ID  # of the order to copy
     device: int = 0  # whose daemon copies
     directory: str = ""  # its copy of the commit; none: where the job keeps it
     is_cancelled: bool = False  # it ends when the daemon has left its folder
@@ -69,7 +69,7 @@ class Publishing:
     """All publications that are under way, by the name of the model, in the order they came."""
 
     def __init__(
-        self, core: Core, machine: Machine, registry: Registry, versions: Versions
+        self, core: Core, machine: ServerState, registry: Registry, versions: Versions
     ) -> None:
         self._core = core
         self._machine = machine
@@ -77,14 +77,14 @@ class Publishing:
         self._versions = versions
         self._lines: dict[ModelName, list[Publication]] = {}
 
-    @takes(PublishAsked)
-    def asked(self, event: PublishAsked) -> None:
+    @handles(PublishRequest)
+    def asked(self, event: PublishRequest) -> None:
         """Publish a commit for a client; the answer follows when the version serves."""
         self._check(event)
         self._accept(event.model, event.job, event.step, event.part, event.token)
 
-    @takes(VersionAsked)
-    def version_asked(self, event: VersionAsked) -> None:
+    @handles(VersionRequest)
+    def version_asked(self, event: VersionRequest) -> None:
         """Build the next version of a model with a client's file; answered when it serves."""
         if self._core.is_draining:
             raise ServerUnavailable("the server is draining")
@@ -101,10 +101,10 @@ class Publishing:
 
     def script_asked(self, device: DeviceState, worker: Worker, message: PublishStep) -> None:
         """Accept or refuse a script's request to publish its current step, and reply at once."""
-        job = device.job_of(worker, message.epoch)
+        job = device.job_of(worker, message.op_id)
         if job is None:
             return
-        answer = PublishAnswered(epoch=message.epoch)
+        answer = PublishAnswered(op_id=message.op_id)
         try:
             if self._core.is_draining:
                 raise ServerUnavailable("the server is draining")
@@ -116,14 +116,17 @@ class Publishing:
         except PipeSwitchError as error:
             wire = to_wire(error)
             answer = PublishAnswered(
-                epoch=message.epoch, error=wire["type"], message=wire["message"],
-                hint=wire["hint"], data=wire["data"],
-            )  # fmt: skip
+                op_id=message.op_id,
+                error=wire["type"],
+                message=wire["message"],
+                hint=wire["hint"],
+                data=wire["data"],
+            )
         else:
             self._accept(message.model, job.spec.name, message.step, message.part, None)
         device.send(worker.slot, answer, "signal")
 
-    def _check(self, event: PublishAsked) -> None:
+    def _check(self, event: PublishRequest) -> None:
         if self._core.is_draining:
             raise ServerUnavailable("the server is draining")
         job = self._machine.jobs.get(event.job)
@@ -157,7 +160,7 @@ class Publishing:
     def _accept(
         self, name: ModelName, job: JobName, step: int, part: str, token: Token | None
     ) -> None:
-        since = self._core.next_epoch()
+        since = self._core.next_op_id()
         one = Publication(name, job, step, part, token, since, token is None)
         self._lines.setdefault(name, []).append(one)
 
@@ -184,7 +187,7 @@ class Publishing:
         """Return True if its commit may be copied, if that is there."""
         begun = [other for other in line if other.stage != "waits"]
         if one.is_script:
-            return len(begun) <= MOST_COPIES  # the first of them is built, or is about to be
+            return len(begun) <= MAX_COPIES  # the first of them is built, or is about to be
         return one.step >= 0 or not any(other.since < one.since for other in begun)
 
     def _is_awaited(self, name: ModelName) -> bool:
@@ -201,16 +204,16 @@ class Publishing:
         elif not job.memory.commit_slot_bytes:
             one.stage = "copied"
         elif (device := self._machine.jobs.home(job).state).daemon.is_ready:
-            one.stage, one.epoch = "copies", self._core.next_epoch()
+            one.stage, one.op_id = "copies", self._core.next_op_id()
             one.device = device.index
-            one.directory = f"{self._core.settings.published_dir}/{job.spec.name}@{one.epoch}"
+            one.directory = f"{self._core.settings.published_dir}/{job.spec.name}@{one.op_id}"
             device.daemon.tell(
-                PersistCommit(job=job.spec.name, epoch=one.epoch, directory=one.directory)
+                PersistCommit(job=job.spec.name, op_id=one.op_id, directory=one.directory)
             )
 
     def persisted(self, message: CommitPersisted) -> bool:
         """Note a finished copy. Return False if it belongs to no publication."""
-        one = self._copying(message.epoch)
+        one = self._copying(message.op_id)
         if one is None:
             return False
         job = self._job_of(one)
@@ -225,22 +228,22 @@ class Publishing:
             self._tell_script(one)
         return True
 
-    def refused(self, epoch: Epoch, reason: str) -> None:
+    def refused(self, op_id: OpId, reason: str) -> None:
         """End a publication whose copy the daemon refused."""
-        one = self._copying(epoch)
+        one = self._copying(op_id)
         if one is not None:
             self._end(one, ServerUnavailable(f"the commit cannot be copied: {reason}"))
 
-    def _copying(self, epoch: Epoch) -> Publication | None:
+    def _copying(self, op_id: OpId) -> Publication | None:
         every = [one for line in self._lines.values() for one in line]
-        return next((a for a in every if (a.stage, a.epoch) == ("copies", epoch)), None)
+        return next((a for a in every if (a.stage, a.op_id) == ("copies", op_id)), None)
 
     def _tell_script(self, one: Publication) -> None:
         """Let the script commit again."""
         job = self._job_of(one)
         if one.is_script and job is not None and job.slot is not None:
             device = self._machine.jobs.home(job).state
-            device.send(job.slot, PublishCopied(epoch=job.epoch), "signal")
+            device.send(job.slot, PublishCopied(op_id=job.op_id), "signal")
 
     def _build(self, one: Publication) -> None:
         """Build the current version's program with other weights, checked like a new one."""
@@ -304,7 +307,7 @@ class Publishing:
     def _job_of(self, one: Publication) -> Job | None:
         """Return the publication's job; its name may belong to another job by now."""
         job = self._machine.jobs.get(one.job)
-        return job if job is not None and job.born_epoch < one.since else None
+        return job if job is not None and job.created_op_id < one.since else None
 
     def cancel(self, token: Token) -> None:
         """Cancel a client's publications, except versions in build: the registry owns those."""

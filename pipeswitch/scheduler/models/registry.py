@@ -7,18 +7,18 @@ from typing import Final
 import msgspec
 
 from ...base import errors
-from ...ipc.messages.base import Epoch, ModelName
+from ...ipc.messages.base import ModelName, OpId
 from ...ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
 from ...ipc.messages.daemon import ModelStored, StoreFailed, StoreModel
 from ...planning.profile import Found
 from ...programs.interface.layout import Manifest
 from ...programs.interface.signature import is_same_signature
 from .. import events as ev
-from ..core import PLACES, QUEUE, TURN, Core, takes
-from ..machine import Machine
+from ..core import QUEUE, RESIDENCY, TURN, Core, handles
 from ..memory import placing
 from ..requests.admission import Admission, changed_on_the_way
-from ..state.records import Model, Registration, Replica
+from ..server_state import ServerState
+from ..state.records import DeviceModel, Model, Registration
 from ..state.states import ModelEvent, ModelState
 from ..state.versions import AT, Versions, split_name, version_name
 from .builds import BuildQueue
@@ -35,7 +35,7 @@ class Registry:
     def __init__(
         self,
         core: Core,
-        machine: Machine,
+        machine: ServerState,
         admission: Admission,
         versions: Versions,
         builds: BuildQueue,
@@ -51,8 +51,8 @@ class Registry:
 
     # -- register -----------------------------------------------------------------------------
 
-    @takes(ev.RegisterAsked)
-    def register(self, event: ev.RegisterAsked) -> None:
+    @handles(ev.RegisterModelRequest)
+    def register(self, event: ev.RegisterModelRequest) -> None:
         """Outcomes: 1. same name, spec and tenant: a no-op; 2. same name, other spec or tenant: an
         error; 3. a build starts; progress and one final answer follow."""
         core = self._core
@@ -92,7 +92,7 @@ class Registry:
         self._builds.check_room(event.client)
         self._begin(event, (event.token,))
 
-    def _is_same(self, event: ev.RegisterAsked, old: Model) -> bool:
+    def _is_same(self, event: ev.RegisterModelRequest, old: Model) -> bool:
         """Return True if the registration repeats the old one, by the same tenant: requests of
         two tenants must not share a model unasked."""
         served = self._versions.served(event.model)
@@ -103,7 +103,7 @@ class Registry:
         """Build the next version of a name from ``spec``; it becomes current when it is there."""
         served = self._versions.served(before.base)
         assert served is not None
-        event = ev.RegisterAsked(
+        event = ev.RegisterModelRequest(
             token=ev.Token(0) if token is None else token,
             model=version_name(before.base, served.last + 1),
             spec=spec,
@@ -119,7 +119,11 @@ class Registry:
         return self._machine.models[event.model]
 
     def _begin(
-        self, event: ev.RegisterAsked, waiters: tuple[ev.Token, ...], *, takes_over: bool = False
+        self,
+        event: ev.RegisterModelRequest,
+        waiters: tuple[ev.Token, ...],
+        *,
+        takes_over: bool = False,
     ) -> None:
         """Reserve the name and queue a build."""
         core, machine = self._core, self._machine
@@ -129,7 +133,7 @@ class Registry:
             spec=event.spec,
             spec_digest=event.spec_digest,
             client=event.client,
-            build_epoch=core.next_epoch(),
+            build_id=core.next_op_id(),
             takes_over=takes_over,
             is_known=event.is_known,
             waiters=list(waiters),
@@ -153,7 +157,7 @@ class Registry:
         if model.want_pinned:
             core.pins[model.name] = None
         for device in machine.devices:
-            device.state.replicas[model.name] = Replica(model)
+            device.state.replicas[model.name] = DeviceModel(model)
         self._versions.opened(model, event.spec_digest)
         if event.restored is not None:
             self._versions.announce(model)
@@ -162,7 +166,7 @@ class Registry:
         """Finish unregistrations whose model is idle now; start the next builds."""
         self.names.pump(is_idle=self._builds.is_idle)
         self._builds.pump()
-        return QUEUE | TURN | PLACES if self.names.leaving else 0
+        return QUEUE | TURN | RESIDENCY if self.names.leaving else 0
 
     @property
     def is_quiet(self) -> bool:
@@ -180,11 +184,11 @@ class Registry:
             self._core.refuse_all(error, served.end_waiters)
 
     def progress(self, message: BuildProgress) -> None:
-        if self._of(message.model, message.epoch) is None:
+        if self._of(message.model, message.op_id) is None:
             return
         for token in self.registrations[message.model].waiters:
             self._core.emit(
-                ev.Answer(
+                ev.Reply(
                     token=token,
                     more=True,
                     body={"stage": message.stage, "fraction": message.fraction},
@@ -196,7 +200,7 @@ class Registry:
 
         From here on requests are admitted, and wait: after a restart they come before the bytes do.
         """
-        model = self._of(message.model, message.epoch)
+        model = self._of(message.model, message.op_id)
         if model is None or model.state.state is not ModelState.BUILDING:
             return
         if model.manifest is not None and not is_same_signature(model.manifest, manifest):
@@ -251,7 +255,7 @@ class Registry:
         device.daemon.tell(
             StoreModel(
                 model=model.name,
-                epoch=registration.build_epoch,
+                op_id=registration.build_id,
                 directory=self._core.settings.program_dir(model.manifest.digest),
                 store_offset_bytes=model.store_offset_bytes,
                 size_bytes=model.manifest.total_bytes,
@@ -268,12 +272,12 @@ class Registry:
     def stored(self, message: ModelStored) -> None:
         """Make a stored model ready: its requests may be dispatched."""
         core = self._core
-        model = self._of(message.model, message.epoch)
+        model = self._of(message.model, message.op_id)
         if model is None or model.state.state is not ModelState.STORING:
             return
         assert model.manifest is not None
         model.state.apply(ModelEvent.STORED, f"{message.load_ms:.0f} ms")
-        core.edition += 1
+        core.models_generation += 1
         self._admission.stored(model)
         waiters = self.registrations[model.name].waiters
         self.names.remember(model, accepts=tuple(waiters))
@@ -285,40 +289,40 @@ class Registry:
         waiters.clear()
 
     def store_failed(self, message: StoreFailed) -> None:
-        model = self._of(message.model, message.epoch)
+        model = self._of(message.model, message.op_id)
         if model is not None and model.state.state is ModelState.STORING:
             self._refuse(model, errors.RegistrationRefused("weights", message.reason))
 
-    def refused(self, epoch: Epoch, reason: str) -> None:
+    def refused(self, op_id: OpId, reason: str) -> None:
         """Handle an order that the daemon could not carry out: no other answer follows."""
         for one in list(self.registrations.values()):
             model = self._machine.models[one.model]
-            if one.build_epoch == epoch and model.state.state is ModelState.STORING:
+            if one.build_id == op_id and model.state.state is ModelState.STORING:
                 self._refuse(model, errors.RegistrationRefused("weights", reason))
 
     def build_failed(self, message: BuildFailed) -> None:
-        model = self._of(message.model, message.epoch)
+        model = self._of(message.model, message.op_id)
         if model is not None and model.state.state is ModelState.BUILDING:
             error = errors.from_wire(message.error, message.message, message.hint, message.data)
             self._refuse(model, error)
 
     def builder_exited(self, event: ev.Exited) -> None:
         """Refuse the model of a builder that died without a message: its code brought it down."""
-        one = self._builds.exited(Epoch(event.source.generation))
-        model = self._of(one.model, one.build_epoch) if one is not None else None
+        one = self._builds.exited(OpId(event.source.generation))
+        model = self._of(one.model, one.build_id) if one is not None else None
         if model is not None and model.state.state is ModelState.BUILDING:
             self._refuse(model, errors.RegistrationRefused("build", _why_it_ended(event.status)))
 
-    def _of(self, name: ModelName, epoch: Epoch) -> Model | None:
+    def _of(self, name: ModelName, op_id: OpId) -> Model | None:
         registration = self.registrations.get(name)
-        is_it = registration is not None and registration.build_epoch == epoch
+        is_it = registration is not None and registration.build_id == op_id
         return self._machine.models[name] if is_it else None
 
     def _refuse(self, model: Model, error: errors.PipeSwitchError) -> None:
         """Remove everything of a refused model, and free its name."""
         core = self._core
         if model.manifest is not None:  # it may have been announced
-            core.emit(ev.Retract(model=model.name))
+            core.emit(ev.ModelRemoved(model=model.name))
             self._admission.not_stored(model, error)
         model.state.apply(ModelEvent.REFUSED, type(error).__name__)
         registration = self.names.forget(model)
@@ -349,7 +353,7 @@ class Registry:
             precision=manifest.precision and manifest.precision.row(),
         )
 
-    def cancel(self, event: ev.CancelAsked) -> None:
+    def cancel(self, event: ev.CancelRequest) -> None:
         """Cancel the registration of a client that is gone or gave up.
 
         It is too late while the bytes are being stored: the model is about to be registered, and
@@ -372,8 +376,8 @@ class Registry:
 
     # -- unregister, load, unload -------------------------------------------------------------
 
-    @takes(ev.UnregisterAsked)
-    def unregister(self, event: ev.UnregisterAsked) -> None:
+    @handles(ev.UnregisterRequest)
+    def unregister(self, event: ev.UnregisterRequest) -> None:
         """Stop admitting requests; answer when the queued ones are through.
 
         A name removes all its versions, a version's own name only that one. A registration whose

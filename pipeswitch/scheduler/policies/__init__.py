@@ -11,7 +11,7 @@ from typing import Final
 
 from .orders import Alternating, Collate, EarliestDeadline, FirstCome, ShortestFirst
 from .policy import Eviction, Maker, Order, Policy, Prediction, Resident, View, Waiting
-from .priority import Priority, Worth
+from .priority import CostAwareEviction, Priority
 
 
 def _fifo(*, max_wait_ms: float) -> Policy:
@@ -19,11 +19,11 @@ def _fifo(*, max_wait_ms: float) -> Policy:
 
 
 def _with(name: str, order: type[Order], *, max_wait_ms: float) -> Policy:
-    return Policy(name, order(max_wait_ms=max_wait_ms), Worth())  # type: ignore[call-arg]
+    return Policy(name, order(max_wait_ms=max_wait_ms), CostAwareEviction())  # type: ignore[call-arg]
 
 
 def _alternating(*, max_wait_ms: float) -> Policy:
-    return Policy("alternating", Alternating(), Worth())
+    return Policy("alternating", Alternating(), CostAwareEviction())
 
 
 MAKERS: Final[dict[str, Maker]] = {
@@ -50,6 +50,16 @@ def make_policy(name: str, *, max_wait_ms: float) -> Policy:
 
 
 __all__ = [
-    "MAKERS", "Eviction", "Maker", "Order", "Policy", "Prediction", "Priority", "Resident", "View",
-    "Waiting", "Worth", "make_policy",
-]  # fmt: skip
+    "MAKERS",
+    "CostAwareEviction",
+    "Eviction",
+    "Maker",
+    "Order",
+    "Policy",
+    "Prediction",
+    "Priority",
+    "Resident",
+    "View",
+    "Waiting",
+    "make_policy",
+]

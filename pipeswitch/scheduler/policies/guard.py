@@ -19,7 +19,7 @@ FAILURES = BaseException  # of a policy: neither its ``sys.exit()`` nor an inter
 Failed = Callable[[str, str], None]  # told the policy's name and what happened
 
 
-class Judge:
+class PolicyGuard:
     """Guard of a policy, which may be a user's: its answers are checked before use, and made
     plain numbers, so that no code of the user's runs where they are compared.
 
@@ -34,7 +34,7 @@ class Judge:
         self._use(policy)
 
     def _use(self, policy: Policy) -> None:
-        self.patience_ms, self.window = settings_of(policy)
+        self.aging_ms, self.window = settings_of(policy)
         self.sorts_by: SortsBy = policy.order.sorts_by
         self.ranks_runs = policy.order.ranks_runs
         self.policy = policy
@@ -68,12 +68,12 @@ class Judge:
             self._replace("stays_until_ms", error)
             return self.stays_until_ms(head, view)
 
-    def may_overtake(self, request: Waiting, blocked: Waiting, view: View) -> bool:
+    def may_backfill(self, request: Waiting, blocked: Waiting, view: View) -> bool:
         try:
-            return bool(self.policy.order.may_overtake(request, blocked, view))
+            return bool(self.policy.order.may_backfill(request, blocked, view))
         except FAILURES as error:
-            self._replace("may_overtake", error)
-            return self.may_overtake(request, blocked, view)
+            self._replace("may_backfill", error)
+            return self.may_backfill(request, blocked, view)
 
     def arrange(self, heads: Sequence[Waiting], counts: Sequence[int], view: View) -> list[int]:
         try:
@@ -118,21 +118,21 @@ def described(error: BaseException) -> str:
 
 
 def settings_of(policy: Policy) -> tuple[float, int]:
-    """Return the ``patience_ms`` and ``window`` of the policy's order, if they are valid.
+    """Return the ``aging_ms`` and ``window`` of the policy's order, if they are valid.
 
     Raises:
         ValueError: one of them is not a valid number, or the policy's name is not a text.
     """
-    name, patience_ms, window = policy.name, policy.order.patience_ms, policy.order.window
+    name, aging_ms, window = policy.name, policy.order.aging_ms, policy.order.window
     if type(name) is not str:
         raise ValueError(f"its name is {name!r}, no text")
     if type(window) is not int or window < 0:
         raise ValueError(f"window is {window!r}, no whole number of lines")
-    if isinstance(patience_ms, bool) or not isinstance(patience_ms, PLAIN):
-        raise ValueError(f"patience_ms is {patience_ms!r}, no number of milliseconds")
-    if not 0 <= (patience_ms := float(patience_ms)) <= math.inf:
-        raise ValueError(f"patience_ms is {patience_ms!r}, no number from 0 on")
-    return patience_ms, window
+    if isinstance(aging_ms, bool) or not isinstance(aging_ms, PLAIN):
+        raise ValueError(f"aging_ms is {aging_ms!r}, no number of milliseconds")
+    if not 0 <= (aging_ms := float(aging_ms)) <= math.inf:
+        raise ValueError(f"aging_ms is {aging_ms!r}, no number from 0 on")
+    return aging_ms, window
 
 
 def _numbers(values: tuple[Any, ...]) -> tuple[float, ...]:

@@ -89,6 +89,10 @@ class Coshift(JobOrder):
 
 
 JOB_ORDERS: Final[Mapping[str, JobOrder]] = {
-    "rotate": JobOrder(), "fair": Fair(), "srtf": ShortestFirst(), "fifo": Fifo(), "pack": Pack(),
+    "rotate": JobOrder(),
+    "fair": Fair(),
+    "srtf": ShortestFirst(),
+    "fifo": Fifo(),
+    "pack": Pack(),
     "coshift": Coshift(),
-}  # fmt: skip
+}

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from ...planning.windows import Job, alternating
 from .policy import Order, View, Waiting, deadline_of, reuse_of
 
-LONGEST_WAITS = 10  # of ``max_wait_ms``: what a request without a deadline is given for one
+MAX_WAITS = 10  # of ``max_wait_ms``: what a request without a deadline is given for one
 WINDOW = 8  # models
 
 
-class Patient(Order):
+class AgingOrder(Order):
     """Order in which requests older than ``max_wait_ms`` go first, the oldest before all. The
     device is not left idle for any other request that has no memory yet."""
 
     def __init__(self, *, max_wait_ms: float) -> None:
-        self.patience_ms = max_wait_ms
+        self.aging_ms = max_wait_ms
 
     def rank(self, head: Waiting, view: View) -> tuple[float, ...]:
-        if view.now_ms - head.arrived_at_ms >= self.patience_ms:
+        if view.now_ms - head.arrived_at_ms >= self.aging_ms:
             return (0.0, head.arrived_at_ms)
         return (1.0, *self.rank_in_time(head, view), head.arrived_at_ms)
 
@@ -27,8 +27,8 @@ class Patient(Order):
         """Return the rank of a request that has not waited too long."""
         raise NotImplementedError
 
-    def may_overtake(self, request: Waiting, blocked: Waiting, view: View) -> bool:
-        return view.now_ms - blocked.arrived_at_ms < self.patience_ms
+    def may_backfill(self, request: Waiting, blocked: Waiting, view: View) -> bool:
+        return view.now_ms - blocked.arrived_at_ms < self.aging_ms
 
 
 class FirstCome(Order):
@@ -49,17 +49,17 @@ class EarliestDeadline(Order):
         self._max_wait_ms = max_wait_ms
 
     def key(self, request: Waiting) -> tuple[float, ...]:
-        latest_ms = request.arrived_at_ms + LONGEST_WAITS * self._max_wait_ms
+        latest_ms = request.arrived_at_ms + MAX_WAITS * self._max_wait_ms
         return (min(deadline_of(request), latest_ms), request.arrived_at_ms)
 
     def rank(self, head: Waiting, view: View) -> tuple[float, ...]:
         return self.key(head)
 
-    def may_overtake(self, request: Waiting, blocked: Waiting, view: View) -> bool:
+    def may_backfill(self, request: Waiting, blocked: Waiting, view: View) -> bool:
         return view.now_ms - blocked.arrived_at_ms < self._max_wait_ms
 
 
-class ShortestFirst(Patient):
+class ShortestFirst(AgingOrder):
     """Least predicted time first: the computation, plus the model's copy if it is absent."""
 
     def key(self, request: Waiting) -> tuple[float, ...]:
@@ -70,7 +70,7 @@ class ShortestFirst(Patient):
         return (predicted.compute_ms + (0.0 if head.is_resident else predicted.load_ms),)
 
 
-class Collate(Patient):
+class Collate(AgingOrder):
     """Requests grouped by model (A A A B B): first the computing model, then models on the
     device, then the model whose first request waited longest. The fewest switches that
     patience allows."""
@@ -85,7 +85,7 @@ class Alternating(Order):
     window = WINDOW
     ranks_runs = False
 
-    def may_overtake(self, request: Waiting, blocked: Waiting, view: View) -> bool:
+    def may_backfill(self, request: Waiting, blocked: Waiting, view: View) -> bool:
         return True  # inside a window, which ends
 
     def arrange(self, heads: Sequence[Waiting], counts: Sequence[int], view: View) -> Sequence[int]:

@@ -72,7 +72,7 @@ class Order:
     two models that do not fit together never block each other, nor a low priority a high one.
 
     Attributes:
-        patience_ms: a request that waited longer goes first in its line, the oldest before all.
+        aging_ms: a request that waited longer goes first in its line, the oldest before all.
         window: number of lines that ``arrange`` orders at a time, or 0. A line in a window
             runs as many requests as waited in it when the window was made, back to back, and no
             later request runs before the window is done.
@@ -82,7 +82,7 @@ class Order:
             ranked again when a run of their model begins or ends.
     """
 
-    patience_ms: float = math.inf
+    aging_ms: float = math.inf
     window: int = 0
     sorts_by: SortsBy = ""
     ranks_runs: bool = True
@@ -101,7 +101,7 @@ class Order:
         """Return when time alone changes the head's rank; infinity if it never does."""
         return math.inf
 
-    def may_overtake(self, request: Waiting, blocked: Waiting, view: View) -> bool:
+    def may_backfill(self, request: Waiting, blocked: Waiting, view: View) -> bool:
         """Return True if ``request`` may run while ``blocked``, which ranks before it, has no
         memory.
 

@@ -7,7 +7,7 @@ import math
 from .policy import Eviction, Order, Resident, View, Waiting, deadline_of
 
 WEIGHTS = {0: 16.0, 1: 4.0}  # by priority
-MOST_USES = 8
+MAX_USES = 8
 WANTED_WEIGHT = 64.0  # a model that a request waits for is the last choice among equals
 
 
@@ -26,39 +26,39 @@ class Priority(Order):
     ranks_runs = False
 
     def __init__(self, *, max_wait_ms: float) -> None:
-        self.patience_ms = max_wait_ms
+        self.aging_ms = max_wait_ms
 
     def key(self, request: Waiting) -> tuple[float, ...]:
         return (deadline_of(request), request.arrived_at_ms)
 
     def rank(self, head: Waiting, view: View) -> tuple[float, ...]:
-        if view.now_ms - head.arrived_at_ms >= self.patience_ms:
+        if view.now_ms - head.arrived_at_ms >= self.aging_ms:
             return (self._class(head, view.now_ms), 0.0, 0.0, 0.0, head.arrived_at_ms)
         is_sent = 0.0 if head.is_resident else 1.0
         return (head.priority, 1.0, is_sent, deadline_of(head), head.arrived_at_ms)
 
     def stays_until_ms(self, head: Waiting, view: View) -> float:
-        if self.patience_ms <= 0:
+        if self.aging_ms <= 0:
             return math.inf
-        return head.arrived_at_ms + (self._waits(head, view.now_ms) + 1) * self.patience_ms
+        return head.arrived_at_ms + (self._waits(head, view.now_ms) + 1) * self.aging_ms
 
-    def may_overtake(self, request: Waiting, blocked: Waiting, view: View) -> bool:
+    def may_backfill(self, request: Waiting, blocked: Waiting, view: View) -> bool:
         # Inside a class the device is not left idle for one that cannot run yet; a lower class
         # never runs in front of a higher one; and no request waits for ever.
         same_class = self._class(request, view.now_ms) <= self._class(blocked, view.now_ms)
-        return same_class and view.now_ms - blocked.arrived_at_ms < self.patience_ms
+        return same_class and view.now_ms - blocked.arrived_at_ms < self.aging_ms
 
     def _class(self, request: Waiting, now_ms: float) -> int:
         return request.priority - self._waits(request, now_ms)
 
     def _waits(self, request: Waiting, now_ms: float) -> int:
         """Return how many times ``max_wait_ms`` the request has waited."""
-        if self.patience_ms <= 0:
+        if self.aging_ms <= 0:
             return 0
-        return math.floor((now_ms - request.arrived_at_ms) / self.patience_ms)
+        return math.floor((now_ms - request.arrived_at_ms) / self.aging_ms)
 
 
-class Worth(Eviction):
+class CostAwareEviction(Eviction):
     """Bytes that would have to be sent again, weighted by priority, use and waiting requests,
     for each millisecond that the model has been idle."""
 
@@ -66,5 +66,5 @@ class Worth(Eviction):
         _, size_bytes, priority, last_used_at_ms, use_count, waiting_count = resident
         idle_ms = view.now_ms - last_used_at_ms
         weight = WEIGHTS.get(priority, 1.0) * (WANTED_WEIGHT if waiting_count else 1.0)
-        uses = 1 + (use_count if use_count < MOST_USES else MOST_USES)
+        uses = 1 + (use_count if use_count < MAX_USES else MAX_USES)
         return (weight * size_bytes * uses / (1.0 + (idle_ms if idle_ms > 0.0 else 0.0)),)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ...base.errors import ServerUnavailable
-from ...ipc.messages.base import Epoch, Ping, Slot
-from ..core import PINGS, WORKERS, Core, takes
-from ..events import PingAsked, Token
+from ...ipc.messages.base import OpId, Ping, Slot
+from ..core import PINGS, WORKERS, Core, handles
+from ..events import PingRequest, Token
 from ..state.device_state import DeviceState
 from ..state.records import Worker
 from ..state.states import WORKER_SERVES
@@ -24,7 +24,7 @@ SILENT_AFTER_MS: Final = 1000.0  # a process silent until then is as good as dea
 class Probe:
     """One round of pings on one device. ``None``: sent, not answered yet."""
 
-    epoch: Epoch
+    op_id: OpId
     asked_at_ms: float
     daemon_ms: float | None = None
     workers: dict[Slot, tuple[int, float | None]] = field(default_factory=dict)  # generation, ms
@@ -39,21 +39,21 @@ class Health:
         self.label = device.label
         self._probe: Probe | None = None
 
-    def daemon_answered(self, epoch: Epoch) -> None:
-        if self._probe is not None and self._probe.epoch == epoch:
+    def daemon_answered(self, op_id: OpId) -> None:
+        if self._probe is not None and self._probe.op_id == op_id:
             self._probe.daemon_ms = self._core.now_ms - self._probe.asked_at_ms
 
-    def worker_answered(self, worker: Worker, epoch: Epoch) -> None:
+    def worker_answered(self, worker: Worker, op_id: OpId) -> None:
         probe = self._probe
-        if probe is not None and probe.epoch == epoch and worker.slot in probe.workers:
+        if probe is not None and probe.op_id == op_id and worker.slot in probe.workers:
             took_ms = self._core.now_ms - probe.asked_at_ms
             probe.workers[worker.slot] = (worker.generation, took_ms)
 
     def ask(self) -> None:
         """Begin a round."""
         core, device = self._core, self._device
-        self._probe = probe = Probe(core.next_epoch(), core.now_ms)
-        question = Ping(epoch=probe.epoch)
+        self._probe = probe = Probe(core.next_op_id(), core.now_ms)
+        question = Ping(op_id=probe.op_id)
         device.daemon.tell(question)
         for worker in device.workers.values():
             if worker.state.state in WORKER_SERVES:
@@ -111,8 +111,8 @@ class Pings:
         self._answering: list[Token] = []  # of the round that is under way
         self._waiting: list[Token] = []
 
-    @takes(PingAsked)
-    def asked(self, event: PingAsked) -> None:
+    @handles(PingRequest)
+    def asked(self, event: PingRequest) -> None:
         self._waiting.append(event.token)
 
     def pump(self) -> int:
@@ -133,7 +133,7 @@ class Pings:
         silent_at_ms = self._asked_at_ms + SILENT_AFTER_MS
         is_complete = all(device.is_complete for device in self._devices)
         if not is_complete and core.now_ms < silent_at_ms:
-            core.look_again(silent_at_ms, PINGS)
+            core.wake_at(silent_at_ms, PINGS)
             return
         core.answer_all(self._answering, **self._report())
 

@@ -23,12 +23,12 @@ from ...planning.measuring import Measurement, Program, Run, Trial
 from ...planning.planned import plan_of, predict
 from ...programs.interface.groups import cut, layer_bytes, plan_in_force
 from ...programs.interface.layout import Manifest
-from ..core import ALL, MEASURED, Core, takes
+from ..core import ALL, MEASURED, Core, handles
 from ..device import Device
-from ..events import Answer, ProfileAsked, SaveProfile, Token
-from ..machine import Machine
+from ..events import ProfileRequest, Reply, SaveProfile, Token
+from ..server_state import ServerState
 from ..state.device_state import DeviceState
-from ..state.records import MeasuredRun, Replica
+from ..state.records import DeviceModel, MeasuredRun
 from ..state.states import TASK_LIVE, ModelState, Residency, TaskState, WorkerState
 from ..state.versions import Versions
 
@@ -42,7 +42,7 @@ class Session:
 
     token: Token  # of its client
     device: Device
-    replica: Replica
+    replica: DeviceModel
     measurement: Measurement
     served_count: int | None = None  # by the device when a request was asked for; None: none is
     retries: int = 0
@@ -51,14 +51,14 @@ class Session:
 class Profiling:
     """At most one measurement at a time."""
 
-    def __init__(self, core: Core, machine: Machine, versions: Versions) -> None:
+    def __init__(self, core: Core, machine: ServerState, versions: Versions) -> None:
         self._core = core
         self._machine = machine
         self._versions = versions
         self._session: Session | None = None
 
-    @takes(ProfileAsked)
-    def asked(self, event: ProfileAsked) -> None:
+    @handles(ProfileRequest)
+    def asked(self, event: ProfileRequest) -> None:
         """Begin a measurement: the client sends requests on demand, and gets the profile last."""
         name = self._versions.resolve(event.model)
         device = self._machine.measures(name)
@@ -80,10 +80,10 @@ class Profiling:
         )
         self._session = Session(event.token, device, replica, measurement)
         device.state.measurement.model = replica.name
-        self._core.touched |= MEASURED
+        self._core.dirty |= MEASURED
         device.state.publish("model.profiling", model=replica.name, batches=list(batches))
 
-    def _measurable(self, device: Device, name: ModelName, batches: Sequence[int]) -> Replica:
+    def _measurable(self, device: Device, name: ModelName, batches: Sequence[int]) -> DeviceModel:
         """Return the model's replica.
 
         Raises:
@@ -215,7 +215,7 @@ class Profiling:
             "batch": trial.batch,
             "version": session.replica.model.version,
         }
-        self._core.emit(Answer(token=session.token, more=True, body=body))
+        self._core.emit(Reply(token=session.token, more=True, body=body))
 
     @staticmethod
     def _place(session: Session, trial: Trial) -> None:
@@ -253,7 +253,7 @@ class Profiling:
         state, replica = session.device.state, session.replica
         self._session = state.measurement.model = None
         state.measurement.runs.clear()
-        self._core.touched |= MEASURED
+        self._core.dirty |= MEASURED
         grouping = replica.grouping
         if grouping.next is None:
             session.device.plans.want(replica, grouping.planned, grouping.source, grouping.why)
@@ -295,14 +295,14 @@ def _is_at_rest(state: DeviceState) -> bool:
     )
 
 
-def _is_copied_still(replica: Replica, measured: MeasuredRun) -> bool:
+def _is_copied_still(replica: DeviceModel, measured: MeasuredRun) -> bool:
     """Return True if the end of the run's copy is not reported yet."""
     is_cold = not measured.activation.was_resident
-    is_same = replica.residency_epoch == measured.activation.residency_epoch
+    is_same = replica.residency_id == measured.activation.residency_id
     return is_cold and is_same and replica.is_being_sent
 
 
-def _run_of(replica: Replica, trial: Trial, measured: MeasuredRun) -> Run | None:
+def _run_of(replica: DeviceModel, trial: Trial, measured: MeasuredRun) -> Run | None:
     """Return the run's times, or None if the run had another batch or residency than planned."""
     activation, done, sent = measured.activation, measured.message, replica.transfer.report
     if activation.batch != trial.batch or activation.was_resident == trial.is_cold:
@@ -310,12 +310,12 @@ def _run_of(replica: Replica, trial: Trial, measured: MeasuredRun) -> Run | None
     begins_ms, ends_ms = done.group_begins_at_ms, done.group_ends_at_ms
     if not trial.is_cold:
         return Run(done.turn_at_ms, (), begins_ms, ends_ms)
-    if sent is None or sent.epoch != activation.residency_epoch:
+    if sent is None or sent.op_id != activation.residency_id:
         return None
     return Run(sent.started_at_ms, sent.group_ends_at_ms, begins_ms, ends_ms)
 
 
-def usual_batch(replica: Replica) -> int:
+def usual_batch(replica: DeviceModel) -> int:
     """Return the last batch size of a model's requests; before the first request, the smallest."""
     assert replica.model.manifest is not None
     return replica.model.last_batch or replica.model.manifest.batch[0]

@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from ...base.errors import Cancelled, ModelNotFound, PipeSwitchError, QueueFull, ServerUnavailable
-from ...base.shares import left
+from ...base.quotas import left
 from ...ipc.messages.base import ModelName
 from ...programs.interface.dims import BATCH, values_of
 from ...programs.interface.layout import Manifest
-from ...wire.bill import Bill
-from ..core import DUE, PLACES, QUEUE, TURN, WORKERS, Core
-from ..events import Answer, CancelAsked, InferArrived, NextRun, NextRuns, Prepared
+from ...wire.request_timing import RequestTiming
+from ..core import DUE, QUEUE, RESIDENCY, TURN, WORKERS, Core
+from ..events import CancelRequest, InferArrived, NextRun, NextRuns, Prepared, Reply
 from ..memory.placing import Placing
-from ..processes.stages import Stages
+from ..processes.preprocess_pool import PreprocessPool
 from ..state.device_state import DeviceState
 from ..state.records import Model, Request, Steps
 from ..state.states import MODEL_AWAITED, ModelState, TaskEvent, TaskState
 from ..state.versions import Versions, split_name
 from . import forecast
+from .completion import batch_of, quarantined
 from .dispatch import Dispatch
-from .endings import batch_of, quarantined
 
 
 class Admission:
@@ -37,15 +37,15 @@ class Admission:
         self._placing = placing
         self._dispatches = dispatches
         self._states = placing.states
-        self.stages = Stages(core)
+        self.stages = PreprocessPool(core)
 
     def arrived(self, event: InferArrived) -> None:
         """Admit a request or answer it at once."""
         core = self._core
-        if event.is_after:
+        if event.is_postprocess:
             self._computed(event)
             return
-        if event.is_later:
+        if event.is_chain_continuation:
             core.going_on.discard(event.token)
         event = self._of_a_version_that_is_there(event)
         refusal = self._refusal(event)
@@ -70,7 +70,7 @@ class Admission:
                 follows=event.follows,
             ),
             sequence=(event.sequence, event.after),
-            choosing=event.choosing,
+            sampling_params=event.sampling_params,
             connection=event.connection,
         )
         if model.stage is None or not model.stage.function:
@@ -89,12 +89,18 @@ class Admission:
             core.refuse(event.token, changed_on_the_way(event.model))
             return
         request = Request(
-            token=event.token, request_id=event.request_id, model=event.model,
-            priority=event.priority, deadline_at_ms=event.deadline_at_ms, inputs=event.inputs,
-            reply_offset_bytes=event.reply_offset_bytes, reply_bytes=event.reply_bytes,
-            arrived_at_ms=core.now_ms, caller=event.caller,
-            steps=Steps(is_raw=True, is_after=True, follows=event.follows),
-        )  # fmt: skip
+            token=event.token,
+            request_id=event.request_id,
+            model=event.model,
+            priority=event.priority,
+            deadline_at_ms=event.deadline_at_ms,
+            inputs=event.inputs,
+            reply_offset_bytes=event.reply_offset_bytes,
+            reply_bytes=event.reply_bytes,
+            arrived_at_ms=core.now_ms,
+            caller=event.caller,
+            steps=Steps(is_raw=True, is_postprocess=True, follows=event.follows),
+        )
         self.stages.take(request, model.stage.after, served.born, event.tenant)
 
     def prepared(self, event: Prepared) -> None:
@@ -102,11 +108,11 @@ class Admission:
         request = self.stages.prepared(event)
         if request is None:
             return
-        if request.steps.is_after:
+        if request.steps.is_postprocess:
             if request.steps.follows:
                 self._core.going_on.add(request.token)
-            bill = Bill(postprocess_ms=self._core.now_ms - request.arrived_at_ms)
-            self._core.emit(Answer(token=request.token, outputs=event.inputs, timing=bill))
+            bill = RequestTiming(postprocess_ms=self._core.now_ms - request.arrived_at_ms)
+            self._core.emit(Reply(token=request.token, outputs=event.inputs, timing=bill))
             return
         model = self._models.get(request.model)
         error: PipeSwitchError | None = None
@@ -137,14 +143,14 @@ class Admission:
             if forecast.is_refused(device, request):
                 request.forecast.is_probe = forecast.is_worth_a_probe(device, request)
                 if not request.forecast.is_probe:
-                    core.refuse(request.token, forecast.too_late(device, request))
+                    core.refuse(request.token, forecast.deadline_error(device, request))
                     return
             forecast.will_be_measured(device, request)
-        request.forecast.hopeless_at_ms = forecast.hopeless_at_ms(device, request)
+        request.forecast.infeasible_after_ms = forecast.infeasible_after_ms(device, request)
         device.take(request, is_early=is_early)
-        for at_ms in (request.forecast.hopeless_at_ms, request.deadline_at_ms):
+        for at_ms in (request.forecast.infeasible_after_ms, request.deadline_at_ms):
             if at_ms is not None:
-                core.look_again(at_ms, DUE)
+                core.wake_at(at_ms, DUE)
                 break
 
     def _of_a_version_that_is_there(self, event: InferArrived) -> InferArrived:
@@ -152,20 +158,24 @@ class Admission:
         or to another version by its share."""
         model = self._models.get(event.model)
         if model is not None and model.state.state is not ModelState.LEAVING:
-            if model.split is None or event.lineage != model.split.born:
+            if model.split is None or event.registration_id != model.split.born:
                 return event
             drawn = self._versions.drawn(model.split, model)
             return replace(event, model=drawn.name, digest=drawn.built.digest)
         name = split_name(event.model)[0]
         served, current = self._versions.served(name), self._versions.current(name)
-        if served is None or served.born != event.lineage or not (current and current.manifest):
+        if (
+            served is None
+            or served.born != event.registration_id
+            or not (current and current.manifest)
+        ):
             return event
         return replace(event, model=current.name, digest=current.manifest.digest)
 
     def _refusal(self, event: InferArrived) -> PipeSwitchError | None:
         core = self._core
         model = self._models.get(event.model)
-        if (core.drain_at_ms is not None and not event.is_later) or core.has_left:
+        if (core.drain_at_ms is not None and not event.is_chain_continuation) or core.has_left:
             return ServerUnavailable("the server is draining", hint="try again when it is back")
         if model is None or model.state.state is ModelState.LEAVING:
             return self._gone(event)
@@ -188,7 +198,7 @@ class Admission:
     def _gone(self, event: InferArrived) -> PipeSwitchError:
         """Return the error that the frontend gives once it knows that the version was removed."""
         name, version = split_name(event.model)
-        if not event.lineage and self._versions.present(name):
+        if not event.registration_id and self._versions.present(name):
             return self._versions.missing(name, version)
         return _removed(event.model)
 
@@ -224,7 +234,7 @@ class Admission:
             hint="restart the server, or register the model without devices",
         )
 
-    def cancel(self, event: CancelAsked) -> bool:
+    def cancel(self, event: CancelRequest) -> bool:
         """Take a queued request back; a dispatched one runs to its end (it is nearly there), and a
         generation to the end of its run."""
         self._core.going_on.discard(event.token)
@@ -254,22 +264,22 @@ class Admission:
             state.refuse(request, TaskEvent.ERROR, _removed(request.model))
         elif model.state.state is ModelState.QUARANTINED:
             state.refuse(request, TaskEvent.ERROR, quarantined(model))
-        elif run.choosing is not None:
+        elif run.sampling_params is not None:
             del state.between[request.token]
-            request.inputs, request.choosing = run.inputs, run.choosing
-            request.batching.is_alone = run.choosing.is_alone
+            request.inputs, request.sampling_params = run.inputs, run.sampling_params
+            request.batching.never_batch = run.sampling_params.never_batch
             request.reply_offset_bytes = run.reply_offset_bytes
             request.reply_bytes = run.reply_bytes
             request.sequence = run.sequence, run.after
             _measure(request, model.built)
             if state.settings.admission == "off" and self._dispatches[state.index].at_once(request):
                 return
-            request.forecast.hopeless_at_ms = forecast.hopeless_at_ms(state, request)
+            request.forecast.infeasible_after_ms = forecast.infeasible_after_ms(state, request)
             state.take(request)
             if request.deadline_at_ms is not None:
-                self._core.look_again(request.deadline_at_ms, DUE)
+                self._core.wake_at(request.deadline_at_ms, DUE)
         else:
-            self._core.touched |= QUEUE  # those that it would have joined wait no longer
+            self._core.dirty |= QUEUE  # those that it would have joined wait no longer
 
     def stored(self, model: Model) -> None:
         """Dispatch the early requests in order: the model's bytes are in the host store."""
@@ -283,7 +293,7 @@ class Admission:
             for request in state.early.of(model.name):
                 state.refuse(request, TaskEvent.ERROR, error)
 
-    def rehome(self) -> int:
+    def reassign(self) -> int:
         """Move requests from devices without a memory daemon to devices with one.
 
         The workers there are reaped first: one of them may still write a request's outputs.
@@ -293,7 +303,7 @@ class Admission:
         for state in states if len(states) > 1 else ():
             self._avoid_pinned(state)
         ready = [state.daemon.is_ready for state in states]
-        wants = QUEUE | PLACES if len(states) > 1 else 0
+        wants = QUEUE | RESIDENCY if len(states) > 1 else 0
         if all(ready) or not any(ready):
             return wants
         for state in states:
@@ -320,7 +330,7 @@ class Admission:
         states = self._states
         if len(states) == 1:
             return 0
-        wants = QUEUE | TURN | PLACES | WORKERS
+        wants = QUEUE | TURN | RESIDENCY | WORKERS
         if all(state.is_busy or not state.is_ready for state in states):
             return wants
         for state in states:

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from operator import add
 from typing import Final, NamedTuple
 
-from ...programs.interface.layout import MOST_JOINED_BYTES
+from ...programs.interface.layout import MAX_JOINED_BYTES
 from ..state.device_state import DeviceState
-from ..state.records import Replica, Request
+from ..state.records import DeviceModel, Request
 from .forecast import free_at_ms
 
 MOST_LOOKED_AT: Final = 256  # of a line, for those whose other dimensions are the same
-MOST_PADDING: Final = 1.5  # times what is real, of each dimension: twice is as slow as apart
+MAX_PADDING: Final = 1.5  # times what is real, of each dimension: twice is as slow as apart
 
 
 class Batch(NamedTuple):
@@ -54,8 +54,8 @@ class Joined:
             most = tuple(map(max, self._most, request.batching.padded))
             sums = [*map(add, self._sums, [n * request.batch for n in request.batching.padded])]
             sizes = [*map(max, self._sizes, [one.size_bytes for one in request.inputs])]
-            is_thin = any(rows * n > MOST_PADDING * m for n, m in zip(most, sums, strict=True))
-            if is_thin or rows * sum(sizes) > MOST_JOINED_BYTES:
+            is_thin = any(rows * n > MAX_PADDING * m for n, m in zip(most, sums, strict=True))
+            if is_thin or rows * sum(sizes) > MAX_JOINED_BYTES:
                 return False
             self._most, self._sums, self._sizes = most, sums, sizes
         self._rows = rows
@@ -71,7 +71,7 @@ def _key(request: Request) -> object:
     )
 
 
-def batch_for(device: DeviceState, replica: Replica, head: Request) -> Batch:
+def batch_for(device: DeviceState, replica: DeviceModel, head: Request) -> Batch:
     """Return the head with the requests of its line that join it. The batch ends
 
     1. at the first request that is too large for the rest of the limit;
@@ -83,11 +83,11 @@ def batch_for(device: DeviceState, replica: Replica, head: Request) -> Batch:
     limit = _limit(device, replica, head)
     if limit <= size:
         return Batch(found, is_full=True)
-    due_ms, joined = head.due_ms, Joined(head)
+    due_ms, batched = head.due_ms, Joined(head)
     free_ms = free_at_ms(device)
     line = itertools.islice(device.queue.of_line(head), MOST_LOOKED_AT)
     for other in line:
-        if other is head or other.batching.is_alone or not joined.take(other):
+        if other is head or other.batching.never_batch or not batched.take(other):
             continue
         size, due_ms = size + other.batch, min(due_ms, other.due_ms)
         is_late = due_ms < math.inf and free_ms + _compute_ms(device, replica, size) > due_ms
@@ -99,7 +99,7 @@ def batch_for(device: DeviceState, replica: Replica, head: Request) -> Batch:
     return Batch(found, is_full=False)
 
 
-def begins_at_ms(device: DeviceState, replica: Replica, batch: Batch) -> float:
+def begins_at_ms(device: DeviceState, replica: DeviceModel, batch: Batch) -> float:
     """Return until when a batch waits for others: its oldest request's arrival plus the delay,
     or earlier to meet each deadline. A deadline forbids waiting until a run was measured."""
     batching = replica.built.batching
@@ -112,7 +112,7 @@ def begins_at_ms(device: DeviceState, replica: Replica, batch: Batch) -> float:
     return min(begins_ms, due_ms - compute_ms)
 
 
-def waits_for_run(device: DeviceState, replica: Replica, batch: Batch) -> bool:
+def should_wait_for_batch(device: DeviceState, replica: DeviceModel, batch: Batch) -> bool:
     """Return True if requests of the model's current run, or of the one that has just ended, may
     still join this batch: a dispatched run takes no more requests."""
     running = device.owner.running
@@ -124,24 +124,25 @@ def waits_for_run(device: DeviceState, replica: Replica, batch: Batch) -> bool:
     return bool(replica.built.pads) and not batch.is_full and (is_same or any(returning))
 
 
-def failed(device: DeviceState, replica: Replica, requests: Sequence[Request]) -> None:
+def failed(device: DeviceState, replica: DeviceModel, requests: Sequence[Request]) -> None:
     """Note a failed run, caused by one request or by joining: each request is retried alone."""
-    replica.model.failed_joins += 1
+    replica.model.failed_batches += 1
     for request in requests:
-        request.batching.is_alone = True
-    if replica.model.failed_joins == device.core.settings.max_deaths:
+        request.batching.never_batch = True
+    if replica.model.failed_batches == device.core.settings.max_deaths:
         device.publish(
-            "model.not_joined", model=replica.name,
-            reason=f"{replica.model.failed_joins} joined runs in a row ended badly",
-        )  # fmt: skip
+            "model.not_joined",
+            model=replica.name,
+            reason=f"{replica.model.failed_batches} joined runs in a row ended badly",
+        )
 
 
-def _limit(device: DeviceState, replica: Replica, head: Request) -> int:
+def _limit(device: DeviceState, replica: DeviceModel, head: Request) -> int:
     """Return the maximum size of the joined batch; 1 if the request runs alone."""
     batching = replica.built.batching
-    fails = replica.model.failed_joins >= device.core.settings.max_deaths
-    return 1 if batching is None or head.batching.is_alone or fails else batching.limit
+    fails = replica.model.failed_batches >= device.core.settings.max_deaths
+    return 1 if batching is None or head.batching.never_batch or fails else batching.limit
 
 
-def _compute_ms(device: DeviceState, replica: Replica, batch: int) -> float:
+def _compute_ms(device: DeviceState, replica: DeviceModel, batch: int) -> float:
     return device.predictions.at_most_ms(replica.name, batch)

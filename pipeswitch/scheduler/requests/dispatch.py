@@ -8,23 +8,23 @@ from collections import Counter
 from typing import Final
 
 from ...base.errors import DeadlineExceeded, OutOfDeviceMemory
-from ...ipc.messages.base import Epoch, JobName, ModelName, Turn
-from ...ipc.messages.worker import JoinedRequest, RunInference
+from ...ipc.messages.base import JobName, ModelName, OpId, Turn
+from ...ipc.messages.worker import BatchedRequest, RunInference
 from ...programs.interface.layout import Manifest
-from ..core import DUE, HUNG, PLACES, QUEUE, TURN
+from ..core import DUE, HUNG, QUEUE, RESIDENCY, TURN
 from ..events import Interrupt, RaiseTurn
-from ..memory.ledgers import Arena
+from ..memory.allocators import ArenaAllocator
 from ..memory.residency import Residents
 from ..policies import Waiting
 from ..state import states
 from ..state.device_state import DeviceState
 from ..state.fair_queue import Charge
 from ..state.policy_queue import shown
-from ..state.records import NO_EPOCH, Activation, Replica, Request, Worker
+from ..state.records import NO_OP_ID, DeviceModel, Request, RunningTask, Worker
 from ..training.training import Training
 from . import forecast
-from .batching import Batch, batch_for, begins_at_ms, waits_for_run
-from .endings import quarantined
+from .batching import Batch, batch_for, begins_at_ms, should_wait_for_batch
+from .completion import quarantined
 
 
 class Turns:
@@ -50,14 +50,14 @@ class Turns:
         if owner.state is states.OwnerState.IDLE and owner.pending and owner.pending.turn == turn:
             self._start(owner.pending, "turn passed on")
 
-    def _start(self, task: Activation, cause: str) -> None:
+    def _start(self, task: RunningTask, cause: str) -> None:
         now_ms, is_back = self._core.now_ms, task is self._device.owner.yielded
         self._device.owner.start(task, cause)
         if is_back:
-            away_ms = now_ms - task.aside_at_ms
-            task.aside_ms += away_ms
+            away_ms = now_ms - task.yielded_at_ms
+            task.yielded_ms += away_ms
             task.began_at_ms += away_ms
-            task.aside_at_ms = 0.0
+            task.yielded_at_ms = 0.0
             self.let_in()
             return
         task.began_at_ms = now_ms
@@ -77,23 +77,23 @@ class Turns:
         if waiting.streamed or not waiting.was_resident:
             return
         view, request = device.view, device.requests[passing.tokens[0]]
-        stands = shown(request)._replace(arrived_at_ms=view.now_ms - passing.aside_ms)
-        if self._core.judge.may_overtake(shown(device.requests[waiting.tokens[0]]), stands, view):
-            self._core.emit(Interrupt(device.address(passing.slot), passing.epoch))
+        stands = shown(request)._replace(arrived_at_ms=view.now_ms - passing.yielded_ms)
+        if self._core.judge.may_backfill(shown(device.requests[waiting.tokens[0]]), stands, view):
+            self._core.emit(Interrupt(device.address(passing.slot), passing.op_id))
 
-    def stepped_aside(self, worker: Worker, epoch: Epoch) -> None:
+    def stepped_aside(self, worker: Worker, op_id: OpId) -> None:
         """Note that the pass gave up the turn: the next task gets it, and then the pass again."""
         owner = self._device.owner
         passing = owner.running
-        if passing is None or (passing.slot, passing.epoch) != (worker.slot, epoch):
+        if passing is None or (passing.slot, passing.op_id) != (worker.slot, op_id):
             return
         if owner.yielded is not None:
             self._device.kill(worker, "it stepped aside while another task waits for its turn back")
             return
-        passing.aside_at_ms = self._core.now_ms
-        owner.step_aside(f"epoch {epoch}")
+        passing.yielded_at_ms = self._core.now_ms
+        owner.step_aside(f"epoch {op_id}")
 
-    def hung(self) -> Activation | None:
+    def hung(self) -> RunningTask | None:
         """Return the task that computes for too long, if any; its ``hung_why`` says why.
 
         1. It still computes long after its deadline; joined requests, after the last of theirs.
@@ -113,7 +113,7 @@ class Turns:
         if core.now_ms < at_ms:
             # A look that comes before finds it again: many short tasks leave one, not one each.
             if at_ms < core.wakeups.first_ms(HUNG):
-                core.look_again(at_ms, HUNG)
+                core.wake_at(at_ms, HUNG)
             return None
         activation.hung_why = (
             "its task did not end after the deadline"
@@ -131,9 +131,13 @@ class Dispatch:
     """Dispatcher of a device. At most one task waits for its turn while another computes."""
 
     def __init__(
-        self, device: DeviceState, arena: Arena, residents: Residents, training: Training,
+        self,
+        device: DeviceState,
+        arena: ArenaAllocator,
+        residents: Residents,
+        training: Training,
         turns: Turns,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._core = device.core
         self._device = device
         self._arena = arena
@@ -149,7 +153,9 @@ class Dispatch:
         for request in (*device.queue.expired(core.now_ms), *device.early.expired(core.now_ms)):
             assert request.deadline_at_ms is not None
             if core.now_ms < request.deadline_at_ms:
-                device.refuse(request, states.TaskEvent.EXPIRE, forecast.too_late(device, request))
+                device.refuse(
+                    request, states.TaskEvent.EXPIRE, forecast.deadline_error(device, request)
+                )
                 continue
             waited = core.now_ms - request.arrived_at_ms
             device.refuse(
@@ -174,7 +180,7 @@ class Dispatch:
         4. Models that must stay have its place, or another copy has the link: it waits.
         5. While a request waits for memory or the link, the next best is tried if the policy lets
            it overtake: a lower priority never runs before a higher one, and none is overtaken for
-           ever. The search ends after ``MOST_BLOCKED`` models, not after the whole queue.
+           ever. The search ends after ``MAX_BLOCKED`` models, not after the whole queue.
         6. It waits for others to join it: the next best requests run first. A request that may join
            generations whose run has just ended waits as in 4: its turn is the next one.
         7. Its caller had a long run, or has one under way and another may go first (``Accounts``).
@@ -195,7 +201,7 @@ class Dispatch:
         running = owner.running
         if running is not None and running.goes_on and (device.queue.requests or owner.pending):
             running.goes_on = False  # it ends after its current step
-            self._core.emit(Interrupt(device.address(running.slot), running.epoch))
+            self._core.emit(Interrupt(device.address(running.slot), running.op_id))
 
     def _refuse_the_impossible(self) -> None:
         """Refuse requests whose model does not fit beside the pinned ones: they would never run."""
@@ -224,28 +230,28 @@ class Dispatch:
         if not self._has_worker():
             return False  # one will be clean, reaped, prepared or respawned: that pumps again
         now, is_link_busy, idle_ms = device.view, False, 0.0
-        coming: tuple[Request, Replica, bool] | None = None
+        coming: tuple[Request, DeviceModel, bool] | None = None
         blocked: list[Waiting] = []
         for view, request in device.queue.heads(*device.seen):
             if any(view.model == other.model for other in blocked):
                 continue
-            if len(blocked) == forecast.MOST_BLOCKED or not all(
-                core.judge.may_overtake(view, other, now) for other in blocked
+            if len(blocked) == forecast.MAX_BLOCKED or not all(
+                core.judge.may_backfill(view, other, now) for other in blocked
             ):
                 break  # 5.
             model = device.replicas[request.model].model
-            if (
-                model.state.state is states.ModelState.QUARANTINED
-            ):  # for what it did on another device
+            if model.state.state is states.ModelState.QUARANTINED:  # by another device
                 device.refuse(request, states.TaskEvent.ERROR, quarantined(model))
                 return True
-            if forecast.is_hopeless(device, request):
-                device.refuse(request, states.TaskEvent.EXPIRE, forecast.too_late(device, request))
+            if forecast.cannot_meet_deadline(device, request):
+                device.refuse(
+                    request, states.TaskEvent.EXPIRE, forecast.deadline_error(device, request)
+                )
                 return True  # another one is first now
             replica = device.replicas[request.model]
             if replica.built.batching is not None:
                 batch = batch_for(device, replica, request)
-                if waits_for_run(device, replica, batch):
+                if should_wait_for_batch(device, replica, batch):
                     blocked.append(view)
                     continue  # 6.
                 if self._is_held(replica, batch):
@@ -264,12 +270,12 @@ class Dispatch:
                 is_link_busy = is_sent or self._is_link_busy()
             if is_there or is_sent:
                 coming = request, replica, is_sent
-                is_alone = len(device.queue.requests) == 1 or not replica.is_being_sent
-                if is_alone or replica.landings is not None:
+                never_batch = len(device.queue.requests) == 1 or not replica.is_being_sent
+                if never_batch or replica.landings is not None:
                     break
                 if (idle_ms := forecast.waits_for_copy_ms(device, request)) <= 0.0:
                     break
-            self._look_again(forecast.absent_until_ms(device, request))
+            self._wake_at(forecast.absent_until_ms(device, request))
             blocked.append(view)
         if coming is not None:
             request, replica, is_sent = coming
@@ -277,31 +283,31 @@ class Dispatch:
             return True
         # Time alone may change who goes first, and who may overtake.
         again_at_ms = device.accounts.again_at_ms
-        self._look_again(min(again_at_ms, device.queue.until_ms) if blocked else again_at_ms)
+        self._wake_at(min(again_at_ms, device.queue.until_ms) if blocked else again_at_ms)
         return False
 
-    def _is_held(self, replica: Replica, batch: Batch) -> bool:
+    def _is_held(self, replica: DeviceModel, batch: Batch) -> bool:
         """Return True if the batch still waits for requests that could join it."""
         at_ms = begins_at_ms(self._device, replica, batch)
-        self._look_again(at_ms)
+        self._wake_at(at_ms)
         return self._core.now_ms < at_ms
 
-    def _look_again(self, at_ms: float) -> None:
+    def _wake_at(self, at_ms: float) -> None:
         """Note the next instant for a look, unless an earlier look computes it again."""
         if self._core.now_ms < at_ms < self._core.wakeups.first_ms(DUE):
-            self._core.look_again(at_ms, DUE)
+            self._core.wake_at(at_ms, DUE)
 
     def keep_order(self) -> int:
         """Update the ranks, even while nothing can be dispatched."""
         if self._device.queue.requests:
             self._device.queue.settle(*self._device.seen)
-        return QUEUE | TURN | PLACES
+        return QUEUE | TURN | RESIDENCY
 
     def look_ahead(self) -> int:
         """Send the next request's model while others compute."""
         if self._device.queue.requests:
             self._look_ahead()
-        return QUEUE | TURN | PLACES | DUE
+        return QUEUE | TURN | RESIDENCY | DUE
 
     def _look_ahead(self) -> None:
         """Send the model of the next request that has none on the device, if the link is idle, a
@@ -318,12 +324,12 @@ class Dispatch:
             if replica.is_on_device or replica.landings is not None:
                 continue
             if self._core.now_ms < replica.transfer.retry_at_ms:
-                self._core.look_again(replica.transfer.retry_at_ms, PLACES)
+                self._core.wake_at(replica.transfer.retry_at_ms, RESIDENCY)
                 continue
-            window = self._arena.find_place(replica, for_request=False)
+            window = self._arena.find_extent(replica, for_request=False)
             if window is not None and not self._arena.obstacles(window):
                 self._residents.transmit(replica, window, "it is next")
-                replica.transfer.ahead_epoch = replica.residency_epoch
+                replica.transfer.ahead_id = replica.residency_id
             return
 
     def _has_worker(self) -> bool:
@@ -334,7 +340,7 @@ class Dispatch:
             bool(free) and self._device.owner.running is None
         )
 
-    def _send(self, request: Request, replica: Replica) -> bool:
+    def _send(self, request: Request, replica: DeviceModel) -> bool:
         """Dispatch a request if its model can be sent now."""
         arena = self._arena
         if replica.residency.state is states.Residency.ABANDONED:
@@ -342,7 +348,7 @@ class Dispatch:
         self._residents.cancel_prefetches()
         if self._is_link_busy():
             return False  # 4. Behind another's copy a more urgent one could not overtake it.
-        window = arena.find_place(replica, for_request=True)
+        window = arena.find_extent(replica, for_request=True)
         if window is None:
             return False  # 4.
         obstacles = arena.obstacles(window)
@@ -352,14 +358,14 @@ class Dispatch:
         if obstacles:
             return False
         self._residents.transmit(replica, window, f"request {request.request_id}")
-        replica.transfer.ahead_epoch = replica.residency_epoch
+        replica.transfer.ahead_id = replica.residency_id
         return True
 
     def _is_link_busy(self) -> bool:
         """Return True if a copy for a request is under way; a cancelled one does not count."""
         return any(self._device.replicas[name].is_on_device for name in self._device.sending)
 
-    def _pick_worker(self, replica: Replica) -> Worker:
+    def _pick_worker(self, replica: DeviceModel) -> Worker:
         """Return a free worker. Preferred are workers that know the model, then one that is
         loading it, then one that must load it; last, one that loads another program, or is to
         be replaced."""
@@ -381,7 +387,7 @@ class Dispatch:
             key=order,
         )
 
-    def _charge(self, replica: Replica, batch: Batch) -> Charge:
+    def _charge(self, replica: DeviceModel, batch: Batch) -> Charge:
         rows = Counter[str]()
         for one in batch.requests:
             rows[one.caller] += one.batch
@@ -414,10 +420,10 @@ class Dispatch:
         may_wait = batching is not None and (batching.delay_ms or device.between)
         if may_wait or request.due_ms <= core.now_ms:
             return False
-        if replica.transfer.ahead_epoch != NO_EPOCH:
+        if replica.transfer.ahead_id != NO_OP_ID:
             return False  # it was sent ahead: that is a switch, and billed as one
         account = device.accounts.of(request.caller)
-        if core.now_ms < max(account.rests_until_ms, account.barred_until_ms):
+        if core.now_ms < max(account.throttled_until_ms, account.penalty_until_ms):
             return False
         name, version, found = request.model, replica.version, None
         for worker in device.workers.values():
@@ -433,11 +439,11 @@ class Dispatch:
             account, request.priority, median_ms, request.arrived_at_ms, core.now_ms
         )
         # Nobody but the watch for hanging tasks, and what looks at other devices, waits for this.
-        core.touched |= HUNG | (TURN if device.label else 0)
+        core.dirty |= HUNG | (TURN if device.label else 0)
         self._begin([request], request.batch, replica, found, charge, is_switch=False)
         return True
 
-    def activate(self, request: Request, replica: Replica, *, is_sent: bool) -> Activation:
+    def activate(self, request: Request, replica: DeviceModel, *, is_sent: bool) -> RunningTask:
         """Give the request to a worker, with the requests that join it.
 
         ``is_sent``: its model was sent for it just now; a model sent ahead for it counts as a
@@ -447,10 +453,10 @@ class Dispatch:
         batch = batch_for(device, replica, request)
         worker = self._pick_worker(replica)
         is_switch = is_sent or (
-            replica.transfer.ahead_epoch != NO_EPOCH
-            and replica.transfer.ahead_epoch == replica.residency_epoch
+            replica.transfer.ahead_id != NO_OP_ID
+            and replica.transfer.ahead_id == replica.residency_id
         )
-        core.touched |= QUEUE | TURN
+        core.dirty |= QUEUE | TURN
         forecast.note_end(device, request)
         charge = self._charge(replica, batch)
         for one in batch.requests:
@@ -458,26 +464,32 @@ class Dispatch:
         return self._begin(batch.requests, batch.size, replica, worker, charge, is_switch=is_switch)
 
     def _begin(
-        self, requests: list[Request], size: int, replica: Replica, worker: Worker,
-        charge: Charge | None, *, is_switch: bool,
-    ) -> Activation:  # fmt: skip
+        self,
+        requests: list[Request],
+        size: int,
+        replica: DeviceModel,
+        worker: Worker,
+        charge: Charge | None,
+        *,
+        is_switch: bool,
+    ) -> RunningTask:
         """Send queued requests to a worker, which computes them when it has the turn."""
         core, device, manifest, request = self._core, self._device, replica.manifest, requests[0]
         assert manifest is not None
-        is_code, choosing = manifest.mode == "module", request.choosing
-        replica.transfer.ahead_epoch = NO_EPOCH
-        epoch = core.next_epoch()
+        is_code, sampling_params = manifest.mode == "module", request.sampling_params
+        replica.transfer.ahead_id = NO_OP_ID
+        op_id = core.next_op_id()
         chooses = False
         for one in requests:
             one.state.apply(states.TaskEvent.DISPATCHED, f"worker {worker.slot}")
-            chooses = chooses or one.choosing is not None
+            chooses = chooses or one.sampling_params is not None
         device.claim(worker, is_code=is_code, tenant=core.tenant_of(replica.model.tenant))
         worker.state.apply(states.WorkerEvent.ACTIVATED, f"request {request.request_id}")
-        worker.task_epoch = epoch
+        worker.dispatch_id = op_id
         replica.users += 1
         replica.transfer.is_prefetch = False
-        activation = Activation(
-            epoch=epoch,
+        activation = RunningTask(
+            op_id=op_id,
             slot=worker.slot,
             tokens=tuple([one.token for one in requests]),
             batch=size,
@@ -485,11 +497,13 @@ class Dispatch:
             dispatched_at_ms=core.now_ms,
             event=core.event,
             was_resident=_was_resident(replica),
-            residency_epoch=replica.residency_epoch,
-            kept_bytes=replica.kept_bytes if is_switch else 0,
-            streamed=manifest.total_bytes - replica.kept_bytes if replica.landings else 0,
+            residency_id=replica.residency_id,
+            resident_bytes=replica.resident_bytes if is_switch else 0,
+            streamed=manifest.total_bytes - replica.resident_bytes if replica.landings else 0,
             # The stop word means another thing to a pass of a model that streams.
-            goes_on=bool(choosing and choosing.steps > 1 and replica.landings is None),
+            goes_on=bool(
+                sampling_params and sampling_params.steps > 1 and replica.landings is None
+            ),
             chooses=chooses,
             charge=charge,
         )
@@ -498,66 +512,73 @@ class Dispatch:
         self._turns.give()  # before the order: the worker must not find an old turn
         if owner.running is not None and owner.running.streamed:
             self._turns.let_in()
-        device.send(worker.slot, _run_order(device, replica, manifest, requests, epoch))
+        device.send(worker.slot, _run_order(device, replica, manifest, requests, op_id))
         if owner.job is not None:
             activation.preempted = owner.job
             self._training.stop(owner.job, activation.turn, activation.slot)
-        kind = "resident" if not is_switch else "partial" if activation.kept_bytes else "cold"
+        kind = "resident" if not is_switch else "partial" if activation.resident_bytes else "cold"
         core.counts[f"{kind}_dispatches"] += 1
         if is_switch:
-            core.counts["switches"] += 1
-            device.publish(
-                "switch.started",
-                model=replica.name,
-                request=request.request_id,
-                worker=worker.slot,
-                preempts=activation.preempted,
-            )
+            self._note_switch(activation, request.request_id)
         return activation
+
+    def _note_switch(self, activation: RunningTask, request_id: str) -> None:
+        self._core.counts["switches"] += 1
+        self._device.publish(
+            "switch.started",
+            model=activation.model,
+            request=request_id,
+            worker=activation.slot,
+            preempts=activation.preempted,
+        )
 
 
 def _run_order(
-    device: DeviceState, replica: Replica, manifest: Manifest, requests: list[Request], epoch: Epoch
+    device: DeviceState,
+    replica: DeviceModel,
+    manifest: Manifest,
+    requests: list[Request],
+    op_id: OpId,
 ) -> RunInference:
     """Return the order to compute requests in one run."""
     request = requests[0]
     return RunInference(
-        epoch=epoch,
+        op_id=op_id,
         request_id=request.request_id,
         model=replica.name,
         digest=manifest.digest,
         directory=device.core.settings.program_dir(manifest.digest),
-        arena_offset_bytes=replica.home_bytes,
+        arena_offset_bytes=replica.preferred_offset_bytes,
         first_word=replica.first_word,
-        residency_epoch=replica.residency_epoch,
+        residency_id=replica.residency_id,
         inputs=request.inputs,
         reply_offset_bytes=request.reply_offset_bytes,
         reply_bytes=request.reply_bytes,
         plan=replica.grouping.plan,
         landings=replica.landings.offsets if replica.landings is not None else (),
-        joined=tuple(map(_joined, requests[1:])),
+        batched=tuple(map(_joined, requests[1:])),
         is_timed=device.measurement.model == replica.name,
         is_code=manifest.mode == "module",
-        choosing=request.choosing,
+        sampling_params=request.sampling_params,
         sequence=request.sequence[0],
         after=request.sequence[1],
     )
 
 
-def _joined(request: Request) -> JoinedRequest:
-    return JoinedRequest(
+def _joined(request: Request) -> BatchedRequest:
+    return BatchedRequest(
         request_id=request.request_id,
         inputs=request.inputs,
         reply_offset_bytes=request.reply_offset_bytes,
         reply_bytes=request.reply_bytes,
-        choosing=request.choosing,
+        sampling_params=request.sampling_params,
         sequence=request.sequence[0],
         after=request.sequence[1],
     )
 
 
-def _was_resident(replica: Replica) -> bool:
+def _was_resident(replica: DeviceModel) -> bool:
     """Return True if the model was on the device. The answer of an earlier run may arrive before
     the daemon's message that all groups have arrived."""
     is_copied = replica.residency.state in (states.Residency.RESIDENT, states.Residency.PINNED)
-    return is_copied or replica.computed_epoch == replica.residency_epoch != NO_EPOCH
+    return is_copied or replica.computed_op_id == replica.residency_id != NO_OP_ID

@@ -36,7 +36,7 @@ from ..state.states import Residency
 
 SURE = 2.0  # times what 95 of 100 sums do not exceed: a slow moment lasts for many runs together
 MOST_AHEAD: Final = 4  # requests that are searched for the next cold one
-MOST_BLOCKED: Final = 8  # models without memory that are skipped; each costs a search
+MAX_BLOCKED: Final = 8  # models without memory that are skipped; each costs a search
 MOST_LOOKED_AT: Final = 64  # requests that wait, for models that are sent ahead
 ROUNDING_MS: Final = 1e-6  # later a check would be too late
 MARGIN_MS = 0.01  # for sums of floating-point numbers; no prediction is that exact
@@ -95,7 +95,7 @@ def _ends_ms(device: DeviceState, before: list[Request], then: list[Request]) ->
             return ends_ms
         place, at_ms = 0, begins_ms
         if link_ms > at_ms and waiting[0].model not in comes_ms:
-            looked_at = enumerate(islice(waiting, MOST_BLOCKED if overtakes else 0))
+            looked_at = enumerate(islice(waiting, MAX_BLOCKED if overtakes else 0))
             place = next((index for index, one in looked_at if one.model in comes_ms), 0)
             at_ms = at_ms if place else link_ms
         one, may_begin_ms = waiting[place], max(free_ms, at_ms)
@@ -104,7 +104,7 @@ def _ends_ms(device: DeviceState, before: list[Request], then: list[Request]) ->
         mean_ms, _, sent_ms = times[one.model, one.batch]
         idle_ms = comes_ms[one.model] - load_ms[one.model] + sent_ms - mean_ms - may_begin_ms
         if overtakes and idle_ms > 0.0:
-            for index, other in enumerate(islice(waiting, MOST_BLOCKED)):
+            for index, other in enumerate(islice(waiting, MAX_BLOCKED)):
                 is_there = comes_ms.get(other.model, math.inf) <= at_ms
                 if is_there and 0.0 < sum(times[other.model, other.batch][:2]) <= idle_ms:
                     place, one = index, other
@@ -126,17 +126,17 @@ def _others_ms(device: DeviceState, request: Request, own_ms: float) -> float:
     """Return the device time of other callers before the request's turn: their share of the time
     if that much of their work waits, and all work of a more urgent priority. Requests that
     may still arrive delay the request but do not refuse it."""
-    accounts, urgency, total_ms = device.accounts, request.priority, 0.0
+    accounts, effective_priority, total_ms = device.accounts, request.priority, 0.0
     account = accounts.of(request.caller)
-    turn = accounts.tag(account, urgency) + own_ms / account.weight
+    turn = accounts.tag(account, effective_priority) + own_ms / account.weight
     waiting: dict[str, list[Request]] = {}
     for one in device.queue:
         waiting.setdefault(one.caller, []).append(one)
     for caller in waiting.keys() - {request.caller}:
         other, (ms, _) = accounts.of(caller), _all_ms(device, waiting[caller])
-        if other.urgency == urgency:
-            ms = min(ms, max(0.0, turn - other.tags[urgency]) * other.weight)
-        total_ms += ms if other.urgency <= urgency else 0.0
+        if other.effective_priority == effective_priority:
+            ms = min(ms, max(0.0, turn - other.tags[effective_priority]) * other.weight)
+        total_ms += ms if other.effective_priority <= effective_priority else 0.0
     return total_ms
 
 
@@ -171,7 +171,7 @@ def is_refused(device: DeviceState, request: Request) -> bool:
     late that would be in time without it."""
     sorts_by = device.core.judge.sorts_by
     if not sorts_by or not _is_asked(device, request):
-        return is_hopeless(device, request)
+        return cannot_meet_deadline(device, request)
     before, behind = device.queue.around(request, sorts_by)
     may_end_ms = MARGIN_MS - device.predictions.margin_ms
     ends_ms = _ends_ms(device, before, [request, *behind])
@@ -182,7 +182,7 @@ def is_refused(device: DeviceState, request: Request) -> bool:
     return any(ends_ms[one.token] <= one.due_ms + may_end_ms for one in late)
 
 
-def hopeless_at_ms(device: DeviceState, request: Request) -> float | None:
+def infeasible_after_ms(device: DeviceState, request: Request) -> float | None:
     """Return when a request becomes late even if dispatched at once; None: it has no deadline."""
     if not _is_asked(device, request):
         return None
@@ -210,11 +210,11 @@ def fits_in(device: DeviceState, request: Request, idle_ms: float) -> bool:
     """Return True if a request's run is known to end in that time; false for one that may be
     joined."""
     run_ms = sum(_run_ms(device, request.model, request.batch))
-    is_joined = device.replicas[request.model].built.batching is not None
-    return not is_joined and 0.0 < run_ms <= idle_ms
+    is_batched = device.replicas[request.model].built.batching is not None
+    return not is_batched and 0.0 < run_ms <= idle_ms
 
 
-def is_hopeless(device: DeviceState, request: Request) -> bool:
+def cannot_meet_deadline(device: DeviceState, request: Request) -> bool:
     """Return True if the deadline will not be met; a new request gets a margin."""
     if not _is_asked(device, request):
         return False
@@ -240,20 +240,24 @@ def note_end(device: DeviceState, request: Request) -> None:
 def is_worth_a_probe(device: DeviceState, request: Request) -> bool:
     """Return True if a seemingly hopeless request is to be accepted as a measurement."""
     return device.predictions.is_due(
-        request.model, request.batch,
-        is_sent=_is_absent(device, request), now_ms=device.core.now_ms,
-    )  # fmt: skip
+        request.model,
+        request.batch,
+        is_sent=_is_absent(device, request),
+        now_ms=device.core.now_ms,
+    )
 
 
 def will_be_measured(device: DeviceState, request: Request) -> None:
     """Note that the request is accepted: the next hopeless one is not a probe."""
     device.predictions.taken(
-        request.model, request.batch,
-        is_sent=_is_absent(device, request), now_ms=device.core.now_ms,
-    )  # fmt: skip
+        request.model,
+        request.batch,
+        is_sent=_is_absent(device, request),
+        now_ms=device.core.now_ms,
+    )
 
 
-def too_late(device: DeviceState, request: Request) -> DeadlineExceeded:
+def deadline_error(device: DeviceState, request: Request) -> DeadlineExceeded:
     """Return the client's error; ``predicted_ms`` counts from the request's arrival."""
     assert request.deadline_at_ms is not None
     allowed_ms = request.deadline_at_ms - request.arrived_at_ms

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...ipc.messages.base import Epoch, JobName, Slot, Turn
+from ...ipc.messages.base import JobName, OpId, Slot, Turn
 from . import states
-from .records import Activation
+from .records import RunningTask
 
 
 class DeviceOwner(states.StateMachine[states.OwnerState, states.OwnerEvent]):
@@ -15,30 +15,30 @@ class DeviceOwner(states.StateMachine[states.OwnerState, states.OwnerEvent]):
         pending: the task that is dispatched and waits for the turn. Any state may have one.
         yielded: the pass of a streamed model that stepped aside and waits to continue.
         job: the job that has the turn.
-        promised: for each worker, the turn that it must write to the board when it parks. It may
-            write that turn at any time until it has parked or is reaped.
+        promised: for each worker, the turn that it must write to the control page when it parks. It
+            may write that turn at any time until it has parked or is reaped.
     """
 
     __slots__ = ("job", "pending", "promised", "running", "yielded")
 
     def __init__(self) -> None:
         super().__init__("owner of the device", states.OwnerState.IDLE, states.OWNER_TRANSITIONS)
-        self.running: Activation | None = None
-        self.pending: Activation | None = None
-        self.yielded: Activation | None = None
+        self.running: RunningTask | None = None
+        self.pending: RunningTask | None = None
+        self.yielded: RunningTask | None = None
         self.job: JobName | None = None
         self.promised: dict[Slot, Turn] = {}
 
     @property
-    def tasks(self) -> list[Activation]:
+    def tasks(self) -> list[RunningTask]:
         """Dispatched tasks; the one that has the turn comes first."""
         tasks = (self.running, self.pending, self.yielded)
         return [task for task in tasks if task is not None]
 
-    def task_of(self, slot: Slot, epoch: Epoch) -> Activation | None:
-        """Return the dispatched task with this epoch, if it is on this worker."""
+    def task_of(self, slot: Slot, op_id: OpId) -> RunningTask | None:
+        """Return the dispatched task with this operation id, if it is on this worker."""
         for task in (self.running, self.pending, self.yielded):
-            if task is not None and task.epoch == epoch and task.slot == slot:
+            if task is not None and task.op_id == op_id and task.slot == slot:
                 return task
         return None
 
@@ -48,7 +48,7 @@ class DeviceOwner(states.StateMachine[states.OwnerState, states.OwnerEvent]):
         return self.state is states.OwnerState.IDLE and self.pending is None
 
     @property
-    def next_task(self) -> Activation | None:
+    def next_task(self) -> RunningTask | None:
         """Task that may have the turn now; None if there is none.
 
         A task waits while a worker may still write another turn: 1. a worker is told to write turn
@@ -65,7 +65,7 @@ class DeviceOwner(states.StateMachine[states.OwnerState, states.OwnerEvent]):
                     return None
         return task
 
-    def start(self, task: Activation, cause: str) -> None:
+    def start(self, task: RunningTask, cause: str) -> None:
         """Give the turn to the pending task, or back to the pass that stepped aside."""
         if task is self.yielded:
             self.apply(states.OwnerEvent.RESUMED, cause)
@@ -80,7 +80,7 @@ class DeviceOwner(states.StateMachine[states.OwnerState, states.OwnerEvent]):
         self.apply(states.OwnerEvent.STEPPED_ASIDE, cause)
         self.running, self.yielded = None, self.running
 
-    def drop(self, task: Activation, cause: str) -> None:
+    def drop(self, task: RunningTask, cause: str) -> None:
         """Remove a dispatched task that has ended or lost its worker."""
         if task is self.running:
             self.apply(states.OwnerEvent.TASK_ENDED, cause)

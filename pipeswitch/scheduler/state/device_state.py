@@ -9,15 +9,15 @@ from typing import Any, Literal
 from ...base.errors import PipeSwitchError
 from ...ipc.messages.base import JobName, Message, ModelName, Slot
 from ...ipc.messages.worker import BindTenant
-from ..core import PLACES, QUEUE, TURN, WORKERS, Core, SchedulerSettings
+from ..core import QUEUE, RESIDENCY, TURN, WORKERS, Core, SchedulerSettings
 from ..events import Address, Kill, Send, Span, Spans, Spawn, Token
 from ..policies import View
 from .device_owner import DeviceOwner
-from .fair_queue import Accounts
+from .fair_queue import CallerQueue
 from .policy_queue import IsResident
 from .predictions import Predictions
 from .queue import Queue
-from .records import Job, MeasuredRun, Model, Replica, Request, Worker
+from .records import DeviceModel, Job, MeasuredRun, Model, Request, Worker
 from .states import WORKER_SERVES, Residency, ResidencyEvent, TaskEvent, WorkerEvent
 
 WORD_BYTES = 4  # of one group's arrival
@@ -64,9 +64,9 @@ class DeviceState:
     settings: SchedulerSettings
     index: int = 0  # its place among the server's devices
     label: str = ""  # its name, where there are several
-    replicas: dict[ModelName, Replica] = field(default_factory=dict)
+    replicas: dict[ModelName, DeviceModel] = field(default_factory=dict)
     requests: dict[Token, Request] = field(default_factory=dict)  # live ones
-    accounts: Accounts = field(init=False)
+    accounts: CallerQueue = field(init=False)
     queue: Queue = field(init=False)  # QUEUED
     early: Queue = field(default_factory=Queue)  # QUEUED too: their model is awaited
     between: dict[Token, Request] = field(default_factory=dict)  # QUEUED too: between two runs
@@ -83,7 +83,7 @@ class DeviceState:
 
     def __post_init__(self) -> None:
         self.daemon = Daemon(self.core, self.index)
-        self.accounts = Accounts(self.settings.weights, self.core.judge.max_wait_ms)
+        self.accounts = CallerQueue(self.settings.weights, self.core.judge.max_wait_ms)
         self.queue = Queue(self.core.judge, self.accounts)
 
     @property
@@ -97,10 +97,10 @@ class DeviceState:
         """Return True if the model is registered for this device."""
         return not model.devices or self.settings.device in model.devices
 
-    def job_of(self, worker: Worker, epoch: int) -> Job | None:
+    def job_of(self, worker: Worker, op_id: int) -> Job | None:
         """Return the job that a message is about; None if it is about an older dispatch."""
         job = self.jobs.get(worker.job) if worker.job is not None else None
-        return job if job is not None and job.epoch == epoch and job.slot == worker.slot else None
+        return job if job is not None and job.op_id == op_id and job.slot == worker.slot else None
 
     @property
     def is_busy(self) -> bool:
@@ -124,9 +124,12 @@ class DeviceState:
         return Address("worker", self.index, slot, self.workers[slot].generation)
 
     def send(
-        self, slot: Slot, message: Message, channel: Literal["task", "signal"] = "task",
+        self,
+        slot: Slot,
+        message: Message,
+        channel: Literal["task", "signal"] = "task",
         commits_of: JobName | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Send a message to a worker."""
         self.core.out.append(Send(self.address(slot), message, channel, commits_of))
 
@@ -139,9 +142,14 @@ class DeviceState:
     ) -> None:
         """Emit a finished interval for the timeline, on a track of this device."""
         one = Span(
-            track=self.track(track), name=name, begin_ms=begin_ms, end_ms=max(begin_ms, end_ms),
-            args=args, flow=flow, event=self.core.event,
-        )  # fmt: skip
+            track=self.track(track),
+            name=name,
+            begin_ms=begin_ms,
+            end_ms=max(begin_ms, end_ms),
+            args=args,
+            flow=flow,
+            event=self.core.event,
+        )
         self.core.emit(Spans(spans=[one]))
 
     def track(self, name: str) -> str:
@@ -174,11 +182,11 @@ class DeviceState:
     def _is_on_device(self, model: ModelName) -> bool:
         return self.replicas[model].is_on_device
 
-    def move(self, replica: Replica, event: ResidencyEvent, cause: str) -> None:
+    def move(self, replica: DeviceModel, event: ResidencyEvent, cause: str) -> None:
         """Change a model's residency, and mark its requests for ranking."""
         before = replica.residency.state
         after = replica.residency.apply(event, cause)
-        self.core.touched |= PLACES | QUEUE
+        self.core.dirty |= RESIDENCY | QUEUE
         self.queue.changed(replica.name)
         self.sending.pop(replica.name, None)
         if replica.is_being_sent:
@@ -192,13 +200,13 @@ class DeviceState:
     def take(self, request: Request, *, is_early: bool = False) -> None:
         """Queue the request; an early one waits until its model is in the host store."""
         self.requests[request.token] = request
-        self.core.touched |= QUEUE
+        self.core.dirty |= QUEUE
         (self.early if is_early else self.queue).add(request)
 
     def refuse(self, request: Request, event: TaskEvent, error: PipeSwitchError) -> None:
         """End a request with an error: remove it from the queue and answer its client."""
         request.state.apply(event, type(error).__name__)
-        self.core.touched |= QUEUE
+        self.core.dirty |= QUEUE
         self.queue.discard(request)
         self.early.discard(request)
         self.between.pop(request.token, None)
@@ -218,7 +226,7 @@ class DeviceState:
         worker.complete_at = -1
         worker.preparing = None
         worker.runs_code = worker.tenant = None
-        self.core.touched |= WORKERS
+        self.core.dirty |= WORKERS
         self.core.emit(Spawn(self.address(worker.slot)))
 
     def fits(self, worker: Worker, *, is_code: bool, tenant: str) -> bool:
@@ -245,5 +253,5 @@ class DeviceState:
         if worker.state.allows(WorkerEvent.KILLED):
             worker.state.apply(WorkerEvent.KILLED, reason)
             worker.kill_reason, worker.is_blamed = reason, blame
-            self.core.touched |= WORKERS | TURN
+            self.core.dirty |= WORKERS | TURN
             self.core.emit(Kill(self.address(worker.slot), reason))

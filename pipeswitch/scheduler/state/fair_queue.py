@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 LONG_MS: Final = 100.0  # of one run: then the device is left to others, if need be idle
-MOST_DEATHS: Final = 3  # of workers, that a caller may cause one soon after the other
+MAX_DEATHS: Final = 3  # of workers, that a caller may cause one soon after the other
 BAR_MS: Final = 1000.0  # after one more; twice as long after the next
 HALF_MS: Final = 60_000.0  # in which half of them are forgotten
 UNKNOWN_MS: Final = 1.0  # charged for a run of which nothing is known, until it has ended
@@ -27,42 +27,44 @@ MAX_IDLE: Final = 64  # members without requests that are kept before the oldest
 
 
 @dataclass(eq=False, slots=True)
-class Share:
+class MemberShare:
     """One member's part of a fair queue."""
 
     caller: str  # the tenant, or the connection
     weight: float = 1.0
     waiting: Counter[int] = field(default_factory=Counter)  # requests, by priority; none is 0
-    urgency: float = math.inf  # the most urgent of these; which one runs is the policy's to say
+    effective_priority: float = (
+        math.inf
+    )  # the most urgent of these; which one runs is the policy's to say
     tags: defaultdict[float, float] = field(default_factory=lambda: defaultdict(float))  # by it
     running: int = 0  # runs that it has a part in
     number: int = 0  # the order of its creation, which decides between equal tags
     place: tuple[float, tuple[float, int, Any]] | None = None  # urgency, and its entry there
 
 
-S = TypeVar("S", bound=Share)
+S = TypeVar("S", bound=MemberShare)
 
 
 @dataclass(eq=False, slots=True)
-class Account(Share):
+class CallerShare(MemberShare):
     """Share of one caller on one device."""
 
     used_ms: float = 0.0  # by runs that are over
     seen_at_ms: float = -math.inf  # it asked, or was answered
-    rests_until_ms: float = -math.inf
+    throttled_until_ms: float = -math.inf
     deaths: float = 0.0  # of workers, in its runs; they are forgotten by and by
     died_at_ms: float = -math.inf
-    barred_until_ms: float = -math.inf
-    connections: FairQueue[Share] | None = None  # while requests of more than one wait
+    penalty_until_ms: float = -math.inf
+    connections: FairQueue[MemberShare] | None = None  # while requests of more than one wait
 
 
 class Charge(NamedTuple):
     """Advance charge for a run that is not over."""
 
-    urgency: float
+    effective_priority: float
     ms: float
-    parts: dict[Account, float]  # by rows
-    connections: tuple[tuple[FairQueue[Share], float, dict[Share, float]], ...] = ()
+    parts: dict[CallerShare, float]  # by rows
+    connections: tuple[tuple[FairQueue[MemberShare], float, dict[MemberShare, float]], ...] = ()
 
 
 class FairQueue(Generic[S]):
@@ -92,19 +94,23 @@ class FairQueue(Generic[S]):
             self._idle[member] = None
         return self._of[caller]
 
-    def tag(self, share: S, urgency: float) -> float:
+    def tag(self, share: S, effective_priority: float) -> float:
         """Return the member's tag if it waits, or were to wait, at that urgency."""
-        tag = share.tags[urgency]
-        return tag if share.urgency == urgency else max(tag, self._clock[urgency])
+        tag = share.tags[effective_priority]
+        return (
+            tag
+            if share.effective_priority == effective_priority
+            else max(tag, self._clock[effective_priority])
+        )
 
     def count(self, share: S, priority: int, change: int) -> None:
         """Add ``change`` to the member's number of waiting requests of that priority."""
         share.waiting[priority] += change
         if not share.waiting[priority]:
             del share.waiting[priority]
-        urgency = min(share.waiting, default=math.inf)
-        share.tags[urgency] = self.tag(share, urgency)
-        share.urgency = urgency
+        effective_priority = min(share.waiting, default=math.inf)
+        share.tags[effective_priority] = self.tag(share, effective_priority)
+        share.effective_priority = effective_priority
         self._changed[share] = None
 
     def in_turns(self, switch_ms: Callable[[S], float], now_ms: float) -> list[Iterator[S]]:
@@ -121,21 +127,24 @@ class FairQueue(Generic[S]):
         """
         self._update(now_ms)
         by: dict[float, Iterator[S]] = {}
-        for urgency, order in self._order.items():
+        for effective_priority, order in self._order.items():
             turns = self._by_tag(order, switch_ms, now_ms)
             for first in turns:
-                by[urgency] = chain((first,), turns)
+                by[effective_priority] = chain((first,), turns)
                 break
-        self._had_at_ms = {urgency: self._had_at_ms.get(urgency, now_ms) for urgency in by}
+        self._had_at_ms = {
+            effective_priority: self._had_at_ms.get(effective_priority, now_ms)
+            for effective_priority in by
+        }
         if len(by) < 2:
             return [*by.values()]
 
-        def rank(urgency: float) -> tuple[float, ...]:
-            wait_ms = now_ms - self._had_at_ms[urgency]
+        def rank(effective_priority: float) -> tuple[float, ...]:
+            wait_ms = now_ms - self._had_at_ms[effective_priority]
             waits = wait_ms // self._max_wait_ms if self._max_wait_ms > 0 else 0
-            return (urgency - waits, -waits)
+            return (effective_priority - waits, -waits)
 
-        return [by[urgency] for urgency in sorted(by, key=rank)]
+        return [by[effective_priority] for effective_priority in sorted(by, key=rank)]
 
     def _by_tag(
         self, order: list[tuple[float, int, S]], switch_ms: Callable[[S], float], now_ms: float
@@ -162,17 +171,17 @@ class FairQueue(Generic[S]):
         """Sort changed members into their places; drop idle members without state."""
         for share in self._changed:
             if share.place is not None:
-                urgency, entry = share.place
-                same = self._order[urgency]
+                effective_priority, entry = share.place
+                same = self._order[effective_priority]
                 del same[bisect.bisect_left(same, entry)]
                 if not same:
-                    del self._order[urgency]
+                    del self._order[effective_priority]
                 share.place = None
             self._idle.pop(share, None)
             if share.waiting:
-                entry = (share.tags[share.urgency], share.number, share)
-                bisect.insort(self._order.setdefault(share.urgency, []), entry)
-                share.place = share.urgency, entry
+                entry = (share.tags[share.effective_priority], share.number, share)
+                bisect.insort(self._order.setdefault(share.effective_priority, []), entry)
+                share.place = share.effective_priority, entry
             else:
                 self._idle[share] = None
         self._changed.clear()
@@ -188,7 +197,10 @@ class FairQueue(Generic[S]):
     def _ahead_ms(self, share: S) -> float:
         """Return the member's lead in service time over the others."""
         return max(
-            [(tag - self._clock[urgency]) * share.weight for urgency, tag in share.tags.items()],
+            [
+                (tag - self._clock[effective_priority]) * share.weight
+                for effective_priority, tag in share.tags.items()
+            ],
             default=0.0,
         )
 
@@ -198,23 +210,26 @@ class FairQueue(Generic[S]):
     def take(self, parts: Mapping[S, float], ms: float, now_ms: float) -> float:
         """Charge the first member's turn to its parts; return the urgency of the turn."""
         first = next(iter(parts))
-        urgency, tag = first.urgency, first.tags[first.urgency]
-        self._clock[urgency], self._had_at_ms[urgency] = max(self._clock[urgency], tag), now_ms
+        effective_priority, tag = first.effective_priority, first.tags[first.effective_priority]
+        self._clock[effective_priority], self._had_at_ms[effective_priority] = (
+            max(self._clock[effective_priority], tag),
+            now_ms,
+        )
         for share, part in parts.items():
-            share.tags[urgency] += part * ms / share.weight
+            share.tags[effective_priority] += part * ms / share.weight
             share.running += 1
             self._changed[share] = None
-        return urgency
+        return effective_priority
 
-    def correct(self, parts: Mapping[S, float], urgency: float, more_ms: float) -> None:
+    def correct(self, parts: Mapping[S, float], effective_priority: float, more_ms: float) -> None:
         """Correct the charge of a finished run that took ``more_ms`` longer than charged."""
         for share, part in parts.items():
-            share.tags[urgency] += part * more_ms / share.weight
+            share.tags[effective_priority] += part * more_ms / share.weight
             share.running -= 1
             self._changed[share] = None
 
 
-class Accounts(FairQueue[Account]):
+class CallerQueue(FairQueue[CallerShare]):
     """Fair queue of all callers, which have keys or tokens from the owner.
 
     Attributes:
@@ -224,9 +239,9 @@ class Accounts(FairQueue[Account]):
     def __init__(self, weights: Mapping[str, float], max_wait_ms: float) -> None:
         self._forgotten_ms: dict[str, float] = {}  # used by callers that have no account now
 
-        def make(caller: str) -> Account:
+        def make(caller: str) -> CallerShare:
             used_ms = self._forgotten_ms.pop(caller, 0.0)
-            return Account(caller, weights.get(caller, 1.0), used_ms=used_ms)
+            return CallerShare(caller, weights.get(caller, 1.0), used_ms=used_ms)
 
         super().__init__(max_wait_ms, make)
         self.again_at_ms = math.inf
@@ -235,51 +250,51 @@ class Accounts(FairQueue[Account]):
         """Return the total time of each caller's finished runs."""
         return self._forgotten_ms | {account.caller: account.used_ms for account in self}
 
-    def connections(self) -> FairQueue[Share]:
+    def connections(self) -> FairQueue[MemberShare]:
         """Return a fair queue for the connections of one caller."""
-        return FairQueue(self._max_wait_ms, Share)
+        return FairQueue(self._max_wait_ms, MemberShare)
 
     def in_turns(
-        self, switch_ms: Callable[[Account], float], now_ms: float
-    ) -> list[Iterator[Account]]:
+        self, switch_ms: Callable[[CallerShare], float], now_ms: float
+    ) -> list[Iterator[CallerShare]]:
         """Return the callers that wait and may have the next turn; see ``FairQueue.in_turns``."""
         self.again_at_ms = math.inf
         found = super().in_turns(switch_ms, now_ms)
         if found:
             first = next(found[0])
-            if first.running and self._gives_way(first, now_ms):
+            if first.running and self._should_yield(first, now_ms):
                 return []
             found[0] = chain((first,), found[0])
         return found
 
-    def _may_go(self, share: Account, now_ms: float) -> bool:
-        if now_ms < share.barred_until_ms:
+    def _may_go(self, share: CallerShare, now_ms: float) -> bool:
+        if now_ms < share.penalty_until_ms:
             return False
-        return now_ms >= share.rests_until_ms or not self._gives_way(share, now_ms)
+        return now_ms >= share.throttled_until_ms or not self._should_yield(share, now_ms)
 
-    def _gives_way(self, account: Account, now_ms: float) -> bool:
+    def _should_yield(self, account: CallerShare, now_ms: float) -> bool:
         """Return True if a caller with less service is active and may send a request. Its queue
         may be empty only because it still waits for a reply when the next run is chosen, or
         when a long one has ended."""
-        tag = account.tags[account.urgency]
+        tag = account.tags[account.effective_priority]
         for one in reversed(self._idle):
             if not one.running and now_ms >= one.seen_at_ms + self._max_wait_ms:
                 continue
-            if self.tag(one, account.urgency) <= tag:
+            if self.tag(one, account.effective_priority) <= tag:
                 until_ms = one.seen_at_ms + self._max_wait_ms
                 self.again_at_ms = min(self.again_at_ms, until_ms)
                 return True
         return False
 
-    def _has_nothing(self, share: Account, now_ms: float) -> bool:
+    def _has_nothing(self, share: CallerShare, now_ms: float) -> bool:
         """Return True if only the used time of an account must be kept: it was idle for longer than
         its lead over the others, and has no penalty."""
         away_from_ms = share.seen_at_ms + max(self._max_wait_ms, self._ahead_ms(share))
-        held_until_ms = max(away_from_ms, share.rests_until_ms, share.barred_until_ms)
+        held_until_ms = max(away_from_ms, share.throttled_until_ms, share.penalty_until_ms)
         deaths = share.deaths * 0.5 ** ((now_ms - share.died_at_ms) / HALF_MS)
         return not share.running and now_ms >= held_until_ms and deaths < 0.5
 
-    def _forget(self, share: Account) -> None:
+    def _forget(self, share: CallerShare) -> None:
         super()._forget(share)
         if share.used_ms:
             self._forgotten_ms[share.caller] = share.used_ms
@@ -314,18 +329,26 @@ class Accounts(FairQueue[Account]):
         return charge._replace(connections=tuple(found))
 
     def charge_alone(
-        self, account: Account, priority: int, predicted_ms: float, arrived_at_ms: float,
+        self,
+        account: CallerShare,
+        priority: int,
+        predicted_ms: float,
+        arrived_at_ms: float,
         now_ms: float,
-    ) -> Charge:  # fmt: skip
+    ) -> Charge:
         """Charge a request that never waited, when no request waits; see ``charge``."""
-        urgency, ms, tag = float(priority), predicted_ms or UNKNOWN_MS, account.tags[priority]
-        tag = max(tag, self._clock[urgency])
+        effective_priority, ms, tag = (
+            float(priority),
+            predicted_ms or UNKNOWN_MS,
+            account.tags[priority],
+        )
+        tag = max(tag, self._clock[effective_priority])
         account.seen_at_ms = max(account.seen_at_ms, arrived_at_ms)
-        self._clock[urgency], self._had_at_ms = tag, {urgency: now_ms}
-        account.tags[urgency] = tag + ms / account.weight
+        self._clock[effective_priority], self._had_at_ms = tag, {effective_priority: now_ms}
+        account.tags[effective_priority] = tag + ms / account.weight
         account.running += 1
         self._changed[account] = None
-        return Charge(urgency, ms, {account: 1.0})
+        return Charge(effective_priority, ms, {account: 1.0})
 
     def settle(self, charge: Charge, took_ms: float, now_ms: float) -> float:
         """Settle a finished run. A caller with a long run rests for as long, or less by its
@@ -333,15 +356,15 @@ class Accounts(FairQueue[Account]):
         for account, part in charge.parts.items():
             own_ms = part * took_ms
             account.used_ms += own_ms
-            account.tags[charge.urgency] += part * (took_ms - charge.ms) / account.weight
+            account.tags[charge.effective_priority] += part * (took_ms - charge.ms) / account.weight
             account.running -= 1
-            account.seen_at_ms = self._had_at_ms[charge.urgency] = now_ms
+            account.seen_at_ms = self._had_at_ms[charge.effective_priority] = now_ms
             self._changed[account] = None
             if own_ms >= LONG_MS:
-                account.rests_until_ms = now_ms + own_ms / max(1.0, account.weight)
-        for queue, urgency, parts in charge.connections:
-            queue.correct(parts, urgency, took_ms - charge.ms)
-        return max([account.rests_until_ms for account in charge.parts])
+                account.throttled_until_ms = now_ms + own_ms / max(1.0, account.weight)
+        for queue, effective_priority, parts in charge.connections:
+            queue.correct(parts, effective_priority, took_ms - charge.ms)
+        return max([account.throttled_until_ms for account in charge.parts])
 
     def died(self, charge: Charge, now_ms: float) -> float:
         """Note that the run killed its worker, and return until when its caller is barred. A
@@ -350,7 +373,7 @@ class Accounts(FairQueue[Account]):
         account = next(iter(charge.parts))
         kept = 0.5 ** ((now_ms - account.died_at_ms) / HALF_MS)
         account.deaths, account.died_at_ms = account.deaths * kept + 1.0, now_ms
-        above = math.ceil(account.deaths) - MOST_DEATHS
+        above = math.ceil(account.deaths) - MAX_DEATHS
         if account.caller and above > 0:
-            account.barred_until_ms = now_ms + BAR_MS * 2 ** (above - 1)
-        return account.barred_until_ms
+            account.penalty_until_ms = now_ms + BAR_MS * 2 ** (above - 1)
+        return account.penalty_until_ms

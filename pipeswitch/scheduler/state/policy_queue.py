@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from ...ipc.messages.base import ModelName
 from ..policies import View, Waiting
-from ..policies.guard import Judge
-from .fair_queue import Account, Accounts, Share
+from ..policies.guard import PolicyGuard
+from .fair_queue import CallerQueue, CallerShare, MemberShare
 from .records import Request
 
 # A rank is asked for anew a little before it changes: a sum of floating-point numbers may say
@@ -22,8 +22,8 @@ from .records import Request
 MARGIN_MS = 1e-3
 
 Rank = tuple[float, ...]
-Place = tuple[Rank, int, "Line", Waiting]  # of a line among all: its head's rank and number
-Until = tuple[float, int, "Line"]  # when its place must be looked at again
+Place = tuple[Rank, int, "SubQueue", Waiting]  # of a line among all: its head's rank and number
+Until = tuple[float, int, "SubQueue"]  # when its place must be looked at again
 T = TypeVar("T", Place, Until)
 S = TypeVar("S", Place, Request)
 IsResident = Callable[[ModelName], bool]
@@ -32,21 +32,35 @@ IsResident = Callable[[ModelName], bool]
 def shown(request: Request, is_resident: bool = False, is_current: bool = False) -> Waiting:
     """Return a request as a policy sees it."""
     return Waiting(
-        request.token, request.model, request.priority, request.deadline_at_ms,
-        request.arrived_at_ms, request.batch, request.size_bytes, is_resident, is_current,
-    )  # fmt: skip
+        request.token,
+        request.model,
+        request.priority,
+        request.deadline_at_ms,
+        request.arrived_at_ms,
+        request.batch,
+        request.size_bytes,
+        is_resident,
+        is_current,
+    )
 
 
-class Line:
+class SubQueue:
     """The waiting requests of one connection, model and priority, sorted by key and by age."""
 
     __slots__ = (
-        "account", "by_age", "by_key", "connection", "entries", "model", "place",
-        "smallest_batch", "until",
-    )  # fmt: skip
+        "account",
+        "by_age",
+        "by_key",
+        "connection",
+        "entries",
+        "model",
+        "place",
+        "smallest_batch",
+        "until",
+    )
 
     def __init__(
-        self, account: Account, connection: str, model: ModelName, smallest_batch: int
+        self, account: CallerShare, connection: str, model: ModelName, smallest_batch: int
     ) -> None:
         self.account = account
         self.connection = connection
@@ -62,34 +76,34 @@ class Line:
         """Yield the requests by key."""
         return (self.entries[number][3] for _, number in self.by_key)
 
-    def head(self, now_ms: float, patience_ms: float) -> int:
+    def head(self, now_ms: float, aging_ms: float) -> int:
         """Return the number of the request that goes first."""
         arrived_at_ms, number = self.by_age[0]
-        return number if now_ms - arrived_at_ms >= patience_ms else self.by_key[0][1]
+        return number if now_ms - arrived_at_ms >= aging_ms else self.by_key[0][1]
 
 
-class Lines:
+class PolicyQueue:
     """All waiting requests, in lines; each connection's lines are in the order of their heads.
 
-    Callers take turns (``Accounts``), and so do the connections of one caller, unless the policy
+    Callers take turns (``CallerQueue``), and so do the connections of one caller, unless the policy
     sorts all of a caller's requests by one key. The policy orders a connection's own requests, age
     and windows included. A line is ranked again when a request comes or leaves, when its model
     comes to the device or leaves it, when its model starts or ends computing (if the policy ranks
     by that), and when time alone changes its rank.
     """
 
-    def __init__(self, judge: Judge, accounts: Accounts) -> None:
+    def __init__(self, judge: PolicyGuard, accounts: CallerQueue) -> None:
         self._judge = judge
         self._accounts = accounts
         self._generation = judge.generation
         self._has_connections = not judge.sorts_by
-        self._lines: dict[ModelName, dict[tuple[Account, str, int], Line]] = {}
-        self._ranked: dict[Account, dict[str, list[Place]]] = {}  # by connection, if any waits
+        self._lines: dict[ModelName, dict[tuple[CallerShare, str, int], SubQueue]] = {}
+        self._ranked: dict[CallerShare, dict[str, list[Place]]] = {}  # by connection, if any waits
         self._until: list[Until] = []
-        self._stale: dict[Line, None] = {}
+        self._stale: dict[SubQueue, None] = {}
         self._current: ModelName | None = None
         # Of each connection its window: lines, with the last number that belongs to it.
-        self._windows: dict[tuple[Account, str], list[tuple[Line, int]]] = {}
+        self._windows: dict[tuple[CallerShare, str], list[tuple[SubQueue, int]]] = {}
         self._last_number = 0
 
     def add(self, request: Request, number: int) -> None:
@@ -109,7 +123,7 @@ class Lines:
             if ranked and connection not in ranked and account.connections is None:
                 self._split(account, connection)
             ranked.setdefault(connection, [])
-            line = Line(account, connection, request.model, request.batch)
+            line = SubQueue(account, connection, request.model, request.batch)
             lines[account, connection, request.priority] = line
         if account.connections is not None:
             share = account.connections.of(connection)
@@ -120,7 +134,7 @@ class Lines:
         bisect.insort(line.by_age, (request.arrived_at_ms, number))
         self._stale[line] = None
 
-    def _split(self, account: Account, newcomer: str) -> None:
+    def _split(self, account: CallerShare, newcomer: str) -> None:
         """Start turns when a second connection of the caller begins to wait. The first connection
         had all turns so far, so the new one has the next."""
         account.connections = queue = self._accounts.connections()
@@ -135,7 +149,7 @@ class Lines:
         account = self._accounts.of(request.caller)
         self._accounts.count(account, request.priority, -1)
         connection = request.connection if self._has_connections else ""
-        share: Share = account
+        share: MemberShare = account
         if account.connections is not None:
             share = account.connections.of(connection)
             account.connections.count(share, request.priority, -1)
@@ -185,17 +199,17 @@ class Lines:
     def of_line(self, request: Request) -> Iterator[Request]:
         """Yield all requests of its model and priority, itself included, in turns over the callers
         and over each caller's connections, by key."""
-        by: dict[Account, list[Line]] = {}
+        by: dict[CallerShare, list[SubQueue]] = {}
         for (account, _, priority), line in self._lines[request.model].items():
             if priority == request.priority:
                 by.setdefault(account, []).append(line)
 
-        def turn(line: Line) -> float:
+        def turn(line: SubQueue) -> float:
             queue = line.account.connections
             return queue.of(line.connection).tags[request.priority] if queue is not None else 0.0
 
         return _in_rounds(
-            _in_rounds(map(Line.requests, sorted(by[account], key=turn)))
+            _in_rounds(map(SubQueue.requests, sorted(by[account], key=turn)))
             for account in sorted(by, key=lambda account: account.tags[request.priority])
         )
 
@@ -213,7 +227,7 @@ class Lines:
         """
         self.settle(is_resident, current, view)
 
-        def switch_ms(account: Account) -> float:
+        def switch_ms(account: CallerShare) -> float:
             connection = next(iter(self._ranked[account]))
             if account.connections is not None:
                 connection = next(self._connections(account, view)[0]).caller
@@ -223,20 +237,20 @@ class Lines:
             for _, number, line, waiting in _in_rounds(self._places(one, view) for one in same):
                 yield waiting, line.entries[number][3]
 
-    def _connections(self, account: Account, view: View) -> list[Iterator[Share]]:
+    def _connections(self, account: CallerShare, view: View) -> list[Iterator[MemberShare]]:
         """Yield a caller's waiting requests, in turns."""
         assert account.connections is not None
 
-        def switch_ms(share: Share) -> float:
+        def switch_ms(share: MemberShare) -> float:
             return self._switch_ms(account, share.caller, view)
 
         return account.connections.in_turns(switch_ms, view.now_ms)
 
-    def _switch_ms(self, account: Account, connection: str, view: View) -> float:
+    def _switch_ms(self, account: CallerShare, connection: str, view: View) -> float:
         head = self._ranked[account][connection][0][3]
         return 0.0 if head.is_resident else view.predict(head.model, head.batch).load_ms
 
-    def _places(self, account: Account, view: View) -> Iterator[Place]:
+    def _places(self, account: CallerShare, view: View) -> Iterator[Place]:
         """Yield one caller's requests: its connections take turns, and the policy orders each
         connection's requests."""
         if account.connections is None:
@@ -245,7 +259,7 @@ class Lines:
         for same in self._connections(account, view):
             yield from _in_rounds(self._of_connection(account, one.caller, view) for one in same)
 
-    def _of_connection(self, account: Account, connection: str, view: View) -> Iterator[Place]:
+    def _of_connection(self, account: CallerShare, connection: str, view: View) -> Iterator[Place]:
         """Return the connection's lines in order; a window is created only when it is due."""
         if self._judge.window:
             return iter(self._in_window(account, connection, view))
@@ -291,7 +305,7 @@ class Lines:
             line.by_key = sorted((entry[0], number) for number, entry in line.entries.items())
             self._stale[line] = None
 
-    def _in_window(self, account: Account, connection: str, view: View) -> list[Place]:
+    def _in_window(self, account: CallerShare, connection: str, view: View) -> list[Place]:
         """Return the lines of the connection's current window, or of the next one."""
         window = [
             (line, last)
@@ -307,9 +321,12 @@ class Lines:
         return [line.place for line, _ in window if line.place is not None]
 
     def check(
-        self, requests: list[Request], is_resident: IsResident, current: ModelName | None,
+        self,
+        requests: list[Request],
+        is_resident: IsResident,
+        current: ModelName | None,
         view: View,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Assert that a scan of all requests finds the same heads in the same order."""
 
         def rank(request: Request) -> Rank:
@@ -338,21 +355,21 @@ class Lines:
             waiting = Counter(one.priority for one in requests if one.caller == account.caller)
             assert account.waiting == waiting, f"{account.caller!r} does not wait with {waiting}"
 
-    def _rank(self, line: Line, is_resident: bool, view: View) -> None:
+    def _rank(self, line: SubQueue, is_resident: bool, view: View) -> None:
         judge, now_ms = self._judge, view.now_ms
-        number = line.head(now_ms, judge.patience_ms)
+        number = line.head(now_ms, judge.aging_ms)
         entry = line.entries[number][2]
         head = Waiting(*entry[:-2], is_resident=is_resident, is_current=line.model == self._current)
         place = (judge.rank(head, view), number, line, head)
         ranked = self._ranked[line.account][line.connection]
         line.place = _moved(ranked, line.place, place)
         until_ms = judge.stays_until_ms(head, view)
-        overdue_at_ms = line.by_age[0][0] + judge.patience_ms
+        overdue_at_ms = line.by_age[0][0] + judge.aging_ms
         if overdue_at_ms > now_ms:
             until_ms = min(until_ms, overdue_at_ms)
         line.until = _moved(self._until, line.until, (until_ms, number, line))
 
-    def _take_out(self, line: Line) -> None:
+    def _take_out(self, line: SubQueue) -> None:
         line.place = _moved(self._ranked[line.account][line.connection], line.place, None)
         line.until = _moved(self._until, line.until, None)
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from ...ipc.messages.base import ModelName
 from ..events import Token
 from ..policies import View, Waiting
-from ..policies.guard import Judge
+from ..policies.guard import PolicyGuard
 from ..policies.policy import SortsBy
-from .fair_queue import Accounts
-from .policy_queue import IsResident, Lines
+from .fair_queue import CallerQueue
+from .policy_queue import IsResident, PolicyQueue
 from .records import Request
 
 SPARE_DEADLINES = 64  # of requests that have left, before the heap is made anew
@@ -27,9 +27,11 @@ class Queue:
             the pinned models have changed.
     """
 
-    def __init__(self, judge: Judge | None = None, accounts: Accounts | None = None) -> None:
+    def __init__(
+        self, judge: PolicyGuard | None = None, accounts: CallerQueue | None = None
+    ) -> None:
         self.unchecked: dict[ModelName, None] = {}
-        self._lines = Lines(judge, accounts) if judge and accounts else None
+        self._lines = PolicyQueue(judge, accounts) if judge and accounts else None
         self.requests: dict[Token, tuple[int, Request]] = {}  # with the number it was added as
         self._of: dict[ModelName, dict[Token, Request]] = {}
         self._held: Counter[tuple[str, str]] = Counter()  # by caller, of a model and ("") of all
@@ -64,7 +66,7 @@ class Queue:
             self._lines.add(request, self._added)
         if request.deadline_at_ms is not None:
             bisect.insort(self._due, (request.deadline_at_ms, self._added, request))
-        due_at_ms = request.forecast.hopeless_at_ms
+        due_at_ms = request.forecast.infeasible_after_ms
         if due_at_ms is None:
             due_at_ms = request.deadline_at_ms
         if due_at_ms is not None:

@@ -10,15 +10,15 @@ from typing import Any, Literal
 import msgspec
 
 from ...base.errors import PipeSwitchError
-from ...ipc.messages.base import Epoch, JobName, ModelName, SlabTensor, Slot, Turn
+from ...ipc.messages.base import JobName, ModelName, OpId, SlabTensor, Slot, Turn
 from ...ipc.messages.daemon import TransmitEnded
-from ...ipc.messages.worker import Choosing, InferenceDone
+from ...ipc.messages.worker import InferenceDone, SamplingParams
 from ...planning.grouping import Plan
 from ...planning.profile import Profile
-from ...planning.streaming import Landings
+from ...planning.streaming import StagingLayout
 from ...programs.interface.layout import Manifest
-from ...programs.interface.stages import Stage
-from ...wire.bill import Bill
+from ...programs.interface.processors import Processor
+from ...wire.request_timing import RequestTiming
 from ..events import Token
 from ..policies.job_orders import JobView
 from .fair_queue import Charge
@@ -42,7 +42,7 @@ from .states import (
     WorkerState,
 )
 
-NO_EPOCH = Epoch(0)
+NO_OP_ID = OpId(0)
 NO_TURN = Turn(0)
 NO_NAME = ModelName("")
 Version = tuple[str, Plan]  # digest and groups: what a worker has loaded
@@ -56,7 +56,7 @@ class Registration:
     spec: bytes
     spec_digest: str
     client: str  # builds take turns among clients
-    build_epoch: Epoch
+    build_id: OpId
     storing: int | None = None  # the device whose daemon was told to bring its bytes to the store
     takes_over: bool = False  # its name stands for it as soon as it is there
     is_known: bool = False  # an earlier server had it: it is listed as failed if it is refused
@@ -73,7 +73,7 @@ class Served:
     current: int  # the version that it stands for
     last: int  # the highest number that it ever gave
     spec_digest: str  # of the registration that began it: the same again is a no-op
-    born: Epoch  # tells its versions from those of another registration under this name
+    born: OpId  # tells its versions from those of another registration under this name
     shares: dict[int, int] = field(default_factory=dict)  # percent of requests, of other versions
     drawn: int = 0  # requests that were dealt out by them
     end_waiters: list[Token] = field(default_factory=list)  # for the end of its last version
@@ -91,9 +91,9 @@ class Model:
     version: int = 1
     tenant: str = ""  # who registered it; empty: the server's owner
     devices: tuple[str, ...] = ()  # that may serve it; none named: all
-    stage: Stage | None = None  # what makes its inputs; None: its clients
+    stage: Processor | None = None  # what makes its inputs; None: its clients
     split: Served | None = None  # it is the current one, and others get a share of its requests
-    chosen_epoch: Epoch = NO_EPOCH  # when its name came to stand for it, the last time
+    chosen_op_id: OpId = NO_OP_ID  # when its name came to stand for it, the last time
     state: StateMachine[ModelState, ModelEvent] = field(init=False)
     serving: StateMachine[VersionState, VersionEvent] = field(init=False)
     manifest: Manifest | None = None  # as it was built; until then an earlier server's, if at all
@@ -101,7 +101,7 @@ class Model:
     reason: str = ""  # why it failed or is quarantined
     deaths: int = 0  # workers it killed since its last success
     last_batch: int = 0  # of the last run; 0: none yet
-    failed_joins: int = 0  # joined runs in a row that ended badly
+    failed_batches: int = 0  # joined runs in a row that ended badly
 
     def __post_init__(self) -> None:
         self.state = StateMachine(f"model {self.name}", ModelState.BUILDING, MODEL_TRANSITIONS)
@@ -141,13 +141,13 @@ class Transfer:
     started_at_ms: float = 0.0
     ended_at_ms: float = 0.0
     report: TransmitEnded | None = None  # of the last complete one
-    ahead_epoch: Epoch = NO_EPOCH  # of a copy that was sent ahead of its request
+    ahead_id: OpId = NO_OP_ID  # of a copy that was sent ahead of its request
     is_prefetch: bool = False  # in flight only because of a hint: may be cancelled
     retry_at_ms: float = 0.0  # after one that broke off
 
 
 @dataclass
-class Replica:
+class DeviceModel:
     """Model on one device: its groups there, their place, its measurements."""
 
     model: Model
@@ -156,16 +156,16 @@ class Replica:
     manifest: Manifest | None = None  # in the groups of ``plan``
     grouping: Grouping = field(default_factory=Grouping)
     transfer: Transfer = field(default_factory=Transfer)
-    kept_groups: int = 0  # of a model that streams: groups that stay between two passes
-    kept_bytes: int = 0  # bytes of those groups that the last transfer did not send
+    resident_groups: int = 0  # of a model that streams: groups that stay between two passes
+    resident_bytes: int = 0  # bytes of those groups that the last transfer did not send
     predicted_ms: dict[int, float] = field(default_factory=dict)  # a cold switch, by batch
     region_bytes: int = 0  # of the arena: for all of it, or the window that it streams through
-    landings: Landings | None = None  # of one that is larger than the arena: it streams
-    least_bytes: int = 0  # the smallest window that such a one can do with
-    home_bytes: int = -1  # sticky arena offset: cached views stay valid
+    landings: StagingLayout | None = None  # of one that is larger than the arena: it streams
+    min_bytes: int = 0  # the smallest window that such a one can do with
+    preferred_offset_bytes: int = -1  # sticky arena offset: cached views stay valid
     first_word: int = -1
-    residency_epoch: Epoch = NO_EPOCH
-    computed_epoch: Epoch = NO_EPOCH  # residency epoch of the last copy that computed
+    residency_id: OpId = NO_OP_ID
+    computed_op_id: OpId = NO_OP_ID  # residency operation id of the last copy that computed
     users: int = 0  # dispatched tasks that read it now
     last_used_at_ms: float = 0.0
     use_count: int = 0
@@ -193,7 +193,7 @@ class Replica:
     @property
     def needs_bytes(self) -> int:
         """Smallest part of the arena that can serve the model."""
-        return self.least_bytes or self.built.total_bytes
+        return self.min_bytes or self.built.total_bytes
 
     @property
     def sent_bytes(self) -> int:
@@ -233,7 +233,7 @@ class Runs:
 
     born_at_ms: float  # when the first one arrived
     allowed_ms: float | None  # to the first token, and for each run after it
-    bill: Bill | None = None  # their sum
+    bill: RequestTiming | None = None  # their sum
     is_returning: bool = False  # one has ended, and the next one is not known yet
     is_cancelled: bool = False  # while one was dispatched, whose end is the request's
 
@@ -251,7 +251,7 @@ class Batching:
 
     padded: tuple[int, ...] = ()
     fixed: tuple[int, ...] = ()
-    is_alone: bool = False
+    never_batch: bool = False
     deaths: int = 0
 
 
@@ -260,13 +260,13 @@ class Forecast:
     """Predictions of a request's end, and the decisions that rest on them.
 
     Attributes:
-        hopeless_at_ms: Instant after which no answer can arrive before the deadline.
+        infeasible_after_ms: Instant after which no answer can arrive before the deadline.
         predicted_end_ms: Prediction made at dispatch; None: nobody needs one.
         is_probe: Accepted although it seems late, so that its model is measured again.
         placed: Reason for the choice of its device, if there are several.
     """
 
-    hopeless_at_ms: float | None = None
+    infeasible_after_ms: float | None = None
     predicted_end_ms: float | None = None
     is_probe: bool = False
     placed: str = ""
@@ -284,7 +284,7 @@ class Steps:
     """
 
     is_raw: bool = False
-    is_after: bool = False
+    is_postprocess: bool = False
     follows: bool = False
     preprocess_ms: float | None = None
 
@@ -308,8 +308,8 @@ class Request:
     batching: Batching = field(default_factory=Batching)
     forecast: Forecast = field(default_factory=Forecast)
     steps: Steps = field(default_factory=Steps)
-    sequence: tuple[int, Epoch] = (0, NO_EPOCH)  # its number (0: none), and its last run
-    choosing: Choosing | None = None  # of a generation's next or current run
+    sequence: tuple[int, OpId] = (0, NO_OP_ID)  # its number (0: none), and its last run
+    sampling_params: SamplingParams | None = None  # of a generation's next or current run
     runs: Runs | None = None  # of a generation
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
     connection: str = ""  # the caller's session, or its address over the gateway
@@ -317,10 +317,10 @@ class Request:
     def __post_init__(self) -> None:
         first = TaskState.PREPROCESSING if self.steps.is_raw else TaskState.QUEUED
         self.state = StateMachine(f"request {self.request_id}", first, TASK_TRANSITIONS)
-        if self.choosing is not None:
+        if self.sampling_params is not None:
             deadline_at_ms, at_ms = self.deadline_at_ms, self.arrived_at_ms
             self.runs = Runs(at_ms, None if deadline_at_ms is None else deadline_at_ms - at_ms)
-            self.batching.is_alone = self.choosing.is_alone
+            self.batching.never_batch = self.sampling_params.never_batch
 
     @property
     def due_ms(self) -> float:
@@ -371,7 +371,7 @@ class JobProgress:
     epoch_index: int = 0
     steps_per_s: float = 0.0
     steps_left: int = -1  # until its script ends, by its last report; -1: not known
-    reported_epoch: Epoch = NO_EPOCH  # dispatch of its last report
+    reported_op_id: OpId = NO_OP_ID  # dispatch of its last report
     steps_recomputed: int = 0
     suspensions: int = 0
     evictions: int = 0
@@ -398,11 +398,11 @@ class JobMemory:
     commit_slot_bytes: int = 0  # 0: no commit area yet
     committed_step: int = -1
     commit_number: int = 0  # last commit of this dispatch that the daemon was sent
-    copying_epoch: Epoch = NO_EPOCH  # dispatch whose commit the daemon copies now
+    copy_id: OpId = NO_OP_ID  # dispatch whose commit the daemon copies now
     copying_number: int = 0  # number of that commit
     persisted_step: int = -1
     is_persisting: bool = False
-    persist_epoch: Epoch = NO_EPOCH  # names the write under way
+    persist_id: OpId = NO_OP_ID  # names the write under way
     persist_began_at_ms: float = 0.0  # the last write to disk
     persist_due_at_ms: float = 0.0  # earliest start of the next one
 
@@ -439,11 +439,11 @@ class Job:
     timing: JobTiming = field(default_factory=JobTiming)
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
     wanted: Wanted = "run"  # what to do when it has unwound
-    born_epoch: Epoch = NO_EPOCH  # epochs up to it name an older job of this name
-    epoch: Epoch = NO_EPOCH  # of its current dispatch
+    created_op_id: OpId = NO_OP_ID  # operation ids up to it name an older job of this name
+    op_id: OpId = NO_OP_ID  # of its current dispatch
     turn: Turn = NO_TURN
     slot: Slot | None = None
-    place: Epoch = NO_EPOCH  # in the round robin: the smallest goes first
+    place: OpId = NO_OP_ID  # in the round robin: the smallest goes first
     stops_at_boundary: bool = False  # the stop asked for may wait for a step boundary
     is_away: bool = False  # it gave its turn up, and has not reported that it can compute again
     leaves_for: int | None = None  # index of the device for which it was evicted
@@ -471,7 +471,7 @@ class Job:
             + max(0.0, now_ms - timing.cycle_began_at_ms if now_ms else 0.0),
             max(0.0, 1000.0 * left_s),
             self.memory.commit_slot_bytes,
-            self.born_epoch,
+            self.created_op_id,
             self.spec.priority,
             timing.away_ms,
         )
@@ -499,7 +499,7 @@ class Worker:
     unpreparable: set[tuple[ModelName, Version]] = field(default_factory=set)
     complete_at: int = -1  # the edition of the models of which it lacks no program it could load
     preparing: ModelName | None = None
-    task_epoch: Epoch = NO_EPOCH
+    dispatch_id: OpId = NO_OP_ID
     job: JobName | None = None  # from its dispatch until the process is reaped
     retired_at_ms: float = 0.0
     deaths: int = 0  # in a row, without a task ended well
@@ -519,24 +519,24 @@ class Worker:
 
 
 @dataclass
-class Activation:
+class RunningTask:
     """An inference task on a worker: computing, or dispatched and waiting for its turn."""
 
-    epoch: Epoch
+    op_id: OpId
     slot: Slot
     tokens: tuple[Token, ...]  # of all requests that it computes, in the order of their rows
     model: ModelName
     dispatched_at_ms: float
     was_resident: bool
     batch: int = 1  # of all of them
-    residency_epoch: Epoch = NO_EPOCH  # of the copy it reads
-    kept_bytes: int = 0  # bytes of a streaming model that were on the device before
+    residency_id: OpId = NO_OP_ID  # of the copy it reads
+    resident_bytes: int = 0  # bytes of a streaming model that were on the device before
     streamed: int = 0  # bytes of a model larger than the arena, which come while it computes
     goes_on: bool = False  # with further steps, until another request waits
     chooses: bool = False  # tokens, for generations
     began_at_ms: float = 0.0  # when it was given the turn; later by what it was aside
-    aside_at_ms: float = 0.0  # when it stepped aside last
-    aside_ms: float = 0.0  # all that it was aside, without that
+    yielded_at_ms: float = 0.0  # when it stepped aside last
+    yielded_ms: float = 0.0  # all that it was aside, without that
     hung_why: str = ""  # it computed for too long: its worker is killed
     preempted: str = ""  # the job that stepped aside for it
     charge: Charge | None = None
@@ -544,10 +544,10 @@ class Activation:
 
     @property
     def turn(self) -> Turn:
-        return Turn(self.epoch)
+        return Turn(self.op_id)
 
     @property
-    def is_joined(self) -> bool:
+    def is_batched(self) -> bool:
         """True if the task computes several requests together."""
         return len(self.tokens) > 1
 
@@ -556,5 +556,5 @@ class Activation:
 class MeasuredRun:
     """One run of a model under measurement, and the times that its worker reported."""
 
-    activation: Activation
+    activation: RunningTask
     message: InferenceDone

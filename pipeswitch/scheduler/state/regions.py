@@ -18,7 +18,7 @@ from ...programs.interface.layout import aligned
 
 class Owner(NamedTuple):
     """Owner of a range: a model, the ring of a model that streams, a job's slice, a range being
-    zeroed (named by its epoch), a job's commit area, or the arrival words."""
+    zeroed (named by its operation id), a job's commit area, or the arrival words."""
 
     kind: Literal["model", "rest", "slice", "scrub", "commits", "words"]
     name: str = ""
@@ -41,7 +41,7 @@ Costs = Sequence[Cost | None]  # of all regions, in order; None: its owner must 
 
 
 @dataclass(frozen=True)
-class Window:
+class Extent:
     """A place where a region would fit once its victims have left."""
 
     offset_bytes: int
@@ -69,7 +69,7 @@ def _total(costs: Iterable[Cost | None]) -> Cost | None:
     return total
 
 
-class Regions:
+class RegionAllocator:
     """A ledger of one contiguous range of bytes.
 
     Sizes are rounded up to ``align_bytes`` and offsets are multiples of it.
@@ -184,7 +184,7 @@ class Regions:
         self._by_owner.clear()
         self._reserved_bytes = 0
 
-    def cheapest_window(self, size_bytes: int, costs: Costs) -> Window | None:
+    def cheapest_window(self, size_bytes: int, costs: Costs) -> Extent | None:
         """Return the window for a region at the least total cost of evicted owners.
 
         Candidates start where a region ends: any window can be slid down to such a place and
@@ -209,9 +209,9 @@ class Regions:
         if best is None:
             return None
         total, start, first, behind = best
-        return Window(start, tuple(regions[first:behind]), total)
+        return Extent(start, tuple(regions[first:behind]), total)
 
-    def last_window(self, size_bytes: int, costs: Costs) -> Window | None:
+    def last_window(self, size_bytes: int, costs: Costs) -> Extent | None:
         """Return the highest place where a region fits, whatever its victims cost.
 
         Candidates end where a region begins: a window can be slid up to such a place.
@@ -223,7 +223,7 @@ class Regions:
                 return window
         return None
 
-    def window_at(self, offset_bytes: int, size_bytes: int, costs: Costs) -> Window | None:
+    def window_at(self, offset_bytes: int, size_bytes: int, costs: Costs) -> Extent | None:
         """Return the window at exactly this place; None if an owner there must stay."""
         size = aligned(size_bytes, self.align_bytes)
         if offset_bytes < 0 or offset_bytes + size > self.capacity_bytes:
@@ -232,7 +232,7 @@ class Regions:
         total = _total(costs[first:behind])
         if total is None:
             return None
-        return Window(offset_bytes, tuple(self._regions[first:behind]), total)
+        return Extent(offset_bytes, tuple(self._regions[first:behind]), total)
 
     def check(self) -> None:
         """Assert the accounting identity and that no two regions overlap."""

@@ -183,8 +183,13 @@ _W, _V = WorkerState, WorkerEvent
 WORKER_SERVES: Final = frozenset(WorkerState) - {_W.STARTING, _W.DOOMED, _W.DEAD}
 _GONE: Final = (_W.DOOMED, _W.DEAD)
 _CROSSES_A_KILL: Final = (  # said before the process was dead, or decided before it is reaped
-    _V.READY, _V.PARKED, _V.TURN_GIVEN, _V.TASK_ENDED, _V.CLEANED, _V.RETIRED,
-)  # fmt: skip
+    _V.READY,
+    _V.PARKED,
+    _V.TURN_GIVEN,
+    _V.TASK_ENDED,
+    _V.CLEANED,
+    _V.RETIRED,
+)
 WORKER_TRANSITIONS: Final[Mapping[tuple[WorkerState, WorkerEvent], WorkerState]] = {
     (_W.STARTING, _V.READY): _W.STANDBY,
     (_W.STANDBY, _V.ACTIVATED): _W.ACTIVE,

@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable
 from typing import Final
 
 from ...base.errors import ModelNotFound
-from ...ipc.messages.base import Epoch, ModelName
+from ...ipc.messages.base import ModelName, OpId
 from ..core import Core
-from ..events import Announce, Journal
+from ..events import Journal, ModelAvailable
 from .records import Model, Served
 from .states import ModelState, VersionEvent, VersionState
 
@@ -91,9 +91,14 @@ class Versions:
     # -- what happens to them ------------------------------------------------------------------
 
     def restore(
-        self, name: ModelName, current: int, last: int, spec_digest: str,
-        there: Collection[int], shares: Iterable[tuple[int, int]] = (),
-    ) -> None:  # fmt: skip
+        self,
+        name: ModelName,
+        current: int,
+        last: int,
+        spec_digest: str,
+        there: Collection[int],
+        shares: Iterable[tuple[int, int]] = (),
+    ) -> None:
         """Restore a name from the journal, before its versions ``there`` themselves.
 
         The journal may lack the current version: its entry was refused by a full disk, or is
@@ -104,7 +109,7 @@ class Versions:
             self._served[name].shares.update(one for one in shares if one[0] in there)
 
     def _open(self, name: ModelName, current: int, last: int, spec_digest: str) -> None:
-        born = self._core.next_epoch()
+        born = self._core.next_op_id()
         self._served[name] = Served(name, current, last, spec_digest, born)
 
     def opened(self, model: Model, spec_digest: str) -> None:
@@ -136,7 +141,7 @@ class Versions:
 
     def _chosen(self, model: Model, cause: str) -> None:
         model.serving.apply(VersionEvent.CHOSEN, cause)
-        model.chosen_epoch = self._core.next_epoch()
+        model.chosen_op_id = self._core.next_op_id()
 
     def split(self, model: Model, percent: int) -> bool:
         """Give a version that percentage of the requests that name no version, until another
@@ -171,7 +176,7 @@ class Versions:
     def announce(self, model: Model) -> None:
         assert model.manifest is not None
         self._core.emit(
-            Announce(
+            ModelAvailable(
                 model=model.name,
                 manifest=model.manifest,
                 priority=model.priority,
@@ -179,7 +184,7 @@ class Versions:
                 base=model.base,
                 version=model.version,
                 is_current=self.is_current(model),
-                lineage=self._served[model.base].born,
+                registration_id=self._served[model.base].born,
                 stage=model.stage,
             )
         )
@@ -197,8 +202,11 @@ class Versions:
         one only if there is no other; None if all versions are leaving.
         """
         bad = ModelState.QUARANTINED
-        return max(self.present(name), key=lambda m: (m.state.state is not bad, *_when_chosen(m)),
-                   default=None)  # fmt: skip
+        return max(
+            self.present(name),
+            key=lambda m: (m.state.state is not bad, *_when_chosen(m)),
+            default=None,
+        )
 
     def gone(self, model: Model) -> None:
         """Remove a version. Its name ends with the last one."""
@@ -213,12 +221,17 @@ class Versions:
             self.choose(successor, f"version {model.version} is gone")
 
     def _remember(self, served: Served) -> None:
-        entry = {"kind": "serving", "name": served.name, "version": served.current,
-                 "last": served.last, "spec_digest": served.spec_digest,
-                 "shares": list(served.shares.items())}  # fmt: skip
+        entry = {
+            "kind": "serving",
+            "name": served.name,
+            "version": served.current,
+            "last": served.last,
+            "spec_digest": served.spec_digest,
+            "shares": list(served.shares.items()),
+        }
         self._core.emit(Journal(entry=entry))
 
 
-def _when_chosen(model: Model) -> tuple[Epoch, int]:
+def _when_chosen(model: Model) -> tuple[OpId, int]:
     """Return a key that sorts versions by when they were last current; restored ones by number."""
-    return model.chosen_epoch, model.version
+    return model.chosen_op_id, model.version

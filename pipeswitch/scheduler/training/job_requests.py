@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...base import errors
-from ..core import Core, takes
-from ..events import JobAsked, Journal, LoadCommits, Token, TrainAsked
+from ..core import Core, handles
+from ..events import JobRequest, Journal, LoadCommits, Token, TrainRequest
 from ..memory import placing
 from ..memory.commits import Commits
 from ..state.records import Job, JobSpec
@@ -20,7 +20,7 @@ class JobRequests:
     def __init__(self, core: Core, jobs: Jobs) -> None:
         self._core = core
         self._jobs = jobs
-        self._after_others: list[TrainAsked] = []  # a job of that name is being written to disk
+        self._after_others: list[TrainRequest] = []  # a job of that name is being written to disk
 
     def pump(self) -> int:
         """Accept jobs that waited for another one's end; answer requests whose condition is met."""
@@ -51,8 +51,8 @@ class JobRequests:
             self._core.refuse(event.token, error)
         self._after_others.clear()
 
-    @takes(TrainAsked)
-    def train(self, event: TrainAsked) -> None:
+    @handles(TrainRequest)
+    def train(self, event: TrainRequest) -> None:
         """Accept a job, and answer as soon as it is on the books."""
         core = self._core
         if core.is_draining:
@@ -72,9 +72,15 @@ class JobRequests:
         # The process of an old job of that name may still be leaving: this one waits for it
         # in the queue (see Training).
         spec = JobSpec(
-            event.job, event.entry, event.args, event.priority, event.tenant, event.share,
-            event.devices, event.defaults,
-        )  # fmt: skip
+            event.job,
+            event.entry,
+            event.args,
+            event.priority,
+            event.tenant,
+            event.share,
+            event.devices,
+            event.defaults,
+        )
         job = self._jobs.adopt(spec)
         if event.loaded:
             try:
@@ -105,8 +111,8 @@ class JobRequests:
             hint=" or ".join(f"--devices {kind}" for kind in kinds),
         )
 
-    @takes(JobAsked)
-    def asked(self, event: JobAsked) -> None:
+    @handles(JobRequest)
+    def asked(self, event: JobRequest) -> None:
         """Handle show, pause, resume, cancel, wait, export, rm or move."""
         core, job = self._core, self._jobs.get(event.job)
         if job is None:
@@ -127,7 +133,7 @@ class JobRequests:
         else:
             self._hold_asked(job, event.token, event.action)
 
-    def _resume_asked(self, job: Job, event: JobAsked) -> None:
+    def _resume_asked(self, job: Job, event: JobRequest) -> None:
         if job.state.state is TaskState.FAILED:
             if self._core.is_draining:
                 raise errors.ServerUnavailable("the server is draining")
@@ -170,8 +176,8 @@ class JobRequests:
         job.exporters.append(token)
         job.memory.persist_due_at_ms = self._core.now_ms  # answered by ``pump``
 
-    def _move_asked(self, job: Job, event: JobAsked) -> None:
-        """Bind the job to that device (``Moves`` evicts it; ``rehome`` places it if it waits)."""
+    def _move_asked(self, job: Job, event: JobRequest) -> None:
+        """Bind the job to that device (``Moves`` evicts it; ``reassign`` places it if it waits)."""
         states = [home.state for home in self._jobs.homes if not home.state.daemon.is_given_up]
         names = [state.settings.device for state in states]
         _check_live(job)

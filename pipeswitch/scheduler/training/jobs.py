@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from ...base.errors import (
     TaskFailed,
 )
-from ...ipc.messages.base import Epoch, JobName
+from ...ipc.messages.base import JobName, OpId
 from ...ipc.messages.worker import JobReport
 from ..core import ALL, JOBS, Core
 from ..events import CountSharers, Journal, RemoveJob
@@ -104,8 +104,8 @@ class Jobs:
         """Add a job: a new one, or one of the journal, whose last device was ``on``."""
         core = self._core
         job = Job(replace(spec, devices=placing.limit(spec.devices, self.names)), sent_to)
-        job.born_epoch = Epoch(core.last_epoch)
-        job.place = core.next_epoch()
+        job.created_op_id = OpId(core.last_epoch)
+        job.place = core.next_op_id()
         job.timing.cycle_left_ms = core.settings.training_cycle_ms
         index = self.names.index(on) if on in self.names else self.place(job, None, self.counts())
         self.enters(job, self.homes[index])
@@ -161,7 +161,7 @@ class Jobs:
         """Remove everything of a job that is over."""
         home = self.home(job)
         home.commits.forget(job)
-        self._core.touched = ALL
+        self._core.dirty = ALL
         self._core.emit(RemoveJob(job=job.spec.name))
         del home.state.jobs[job.spec.name]
 
@@ -178,7 +178,7 @@ class Jobs:
             gone = [job for job in over if now_ms >= job.timing.ended_at_ms + settings.keep_jobs_ms]
             for job in over[len(gone) : len(gone) + 1]:
                 left_ms = job.timing.ended_at_ms + settings.keep_jobs_ms - now_ms
-                core.look_again(core.now_ms + left_ms)
+                core.wake_at(core.now_ms + left_ms)
         for job in gone:
             if not job.memory.is_persisting and not job.exporters:
                 self.remove(job)
@@ -227,7 +227,7 @@ class Jobs:
         if message.kind == "progress":
             self._progress(job, values)
             if len(self.home(job).state.jobs) > 1:  # which of them is next may follow from it
-                self._core.touched |= JOBS
+                self._core.dirty |= JOBS
         elif message.kind == "unseen":  # steps behind the last report of a process that died
             job.progress.steps_recomputed += max(0, _number(values.get("steps"), 0))
         elif message.kind == "nan_loss":
@@ -249,11 +249,11 @@ class Jobs:
         share_ms = job.view(self._core.now_ms if has_device else 0.0).share_ms
         trained_ms = share_ms + timing.counted_from_ms
         elapsed_ms = trained_ms - timing.reported_trained_ms
-        if progress.step > before and progress.reported_epoch == job.epoch and elapsed_ms > 0:
+        if progress.step > before and progress.reported_op_id == job.op_id and elapsed_ms > 0:
             rate = (progress.step - before) * 1000.0 / elapsed_ms
             known = progress.steps_per_s
             progress.steps_per_s += RATE_WEIGHT * (rate - known) if known else rate
-        progress.reported_epoch, timing.reported_trained_ms = job.epoch, trained_ms
+        progress.reported_op_id, timing.reported_trained_ms = job.op_id, trained_ms
         if isinstance(values.get("log"), dict):
             progress.last_log = values["log"] or progress.last_log
         if isinstance(values.get("activations"), dict):

@@ -6,8 +6,16 @@ from typing import Final
 
 from ...base.errors import WorkerLost
 from ...ipc.messages.base import JobName, Slot, Turn
-from ...ipc.messages.worker import Back, EvictTask, GrantTurn, JobEnded, Parked, RunJob, StopTask
-from ..core import JOBS, PLACES, QUEUE, TURN, WORKERS
+from ...ipc.messages.worker import (
+    EvictTask,
+    GrantTurn,
+    JobEnded,
+    JobParked,
+    JobReady,
+    RunJob,
+    StopTask,
+)
+from ..core import JOBS, QUEUE, RESIDENCY, TURN, WORKERS
 from ..memory.commits import Commits
 from ..memory.leases import Leases, Slices
 from ..policies.job_orders import JOB_ORDERS
@@ -26,9 +34,9 @@ from .jobs import Jobs
 
 JOBS_TENANT: Final = ""  # who may run code has the operator's power: jobs are the owner's
 MAX_IN_PLACE: Final = 4  # jobs that have a process each, and their slice if it fits
-LEAST_GRACE_MS: Final = 1000.0
+MIN_GRACE_MS: Final = 1000.0
 GATE_ADVICE: Final = "compute in modules that job.steps was given, in its loop"
-MOST_MISSED: Final = 4  # missed graces in a row before a job is paused
+MAX_MISSED: Final = 4  # missed graces in a row before a job is paused
 FORGIVEN_AFTER: Final = 100  # stops in time after which missed ones no longer count
 STARVED_CYCLES: Final = 5  # time that a job waits for activations of others,
 STARVED_STEPS: Final = 5  # and steps of the keeper meanwhile: it keeps them between steps
@@ -69,7 +77,7 @@ class Ranking:
         A commit that is still being copied is the one to resume from: a script that began before
         the flip would start from the one before it, and could commit an older step over it.
         """
-        return self._jobs.has_process_of(job.spec.name) or bool(job.memory.copying_epoch)
+        return self._jobs.has_process_of(job.spec.name) or bool(job.memory.copy_id)
 
     def behind(self, running: Job) -> list[Job]:
         """Return the jobs that want the device, or memory that the running one may have."""
@@ -136,10 +144,10 @@ class Training:
             self._run_next()
         self._make_place()
         if self._ranking.order.shares:
-            self._relieve_starved()
+            self._rebalance_starved()
         self._kill_who_stays()
         self._commits.persist_due()
-        return QUEUE | TURN | WORKERS | PLACES | JOBS
+        return QUEUE | TURN | WORKERS | RESIDENCY | JOBS
 
     def _is_device_idle(self) -> bool:
         """Return True if nobody has the turn and no waiting request may have it now."""
@@ -174,9 +182,9 @@ class Training:
 
     def _dispatch(self, job: Job, worker: Worker) -> None:
         core = self._core
-        job.epoch = core.next_epoch()
+        job.op_id = core.next_op_id()
         job.timing.dispatched_at_ms = core.now_ms
-        job.turn = Turn(core.next_epoch())
+        job.turn = Turn(core.next_op_id())
         job.memory.commit_number = 0
         last_step, job.progress.step = job.progress.step, max(job.memory.committed_step, 0)
         # Whatever ended its last process.
@@ -186,12 +194,12 @@ class Training:
         self._device.claim(worker, is_code=True, tenant=JOBS_TENANT)
         worker.state.apply(WorkerEvent.ACTIVATED, f"job {job.spec.name}")
         worker.job = job.spec.name
-        worker.task_epoch = job.epoch
+        worker.dispatch_id = job.op_id
         self._holds_device(job)
         self._device.send(
             worker.slot,
             RunJob(
-                epoch=job.epoch,
+                op_id=job.op_id,
                 turn=job.turn,
                 job=job.spec.name,
                 entry=job.spec.entry,
@@ -216,13 +224,13 @@ class Training:
     def _resume(self, job: Job) -> None:
         core, device = self._core, self._device
         assert job.slot is not None
-        job.turn = Turn(core.next_epoch())
+        job.turn = Turn(core.next_op_id())
         job.is_away = job.memory.is_blocked = False
         job.state.apply(TaskEvent.TURN_GIVEN, "device is idle")
         job.timing.preempted_ms += core.now_ms - job.timing.parked_at_ms
         device.workers[job.slot].state.apply(WorkerEvent.TURN_GIVEN, f"job {job.spec.name}")
         self._holds_device(job)
-        device.send(job.slot, GrantTurn(epoch=job.epoch, turn=job.turn), "signal")
+        device.send(job.slot, GrantTurn(op_id=job.op_id, turn=job.turn), "signal")
         device.publish("job.resumed_in_place", job=job.spec.name, worker=job.slot)
 
     def _holds_device(self, job: Job) -> None:
@@ -230,8 +238,8 @@ class Training:
         if self._ranking.order.shares:
             job.progress.beside = self._beside(job)
         job.timing.cycle_began_at_ms = job.timing.last_ran_at_ms = self._core.now_ms
-        self._core.touched |= TURN | JOBS | WORKERS
-        self._core.look_again(job.timing.cycle_began_at_ms + job.timing.cycle_left_ms, JOBS)
+        self._core.dirty |= TURN | JOBS | WORKERS
+        self._core.wake_at(job.timing.cycle_began_at_ms + job.timing.cycle_left_ms, JOBS)
 
     def _beside(self, job: Job) -> dict[str, object]:
         """Return the other job whose turn began last, and how long before this one."""
@@ -254,13 +262,13 @@ class Training:
             if behind and (is_asking or core.now_ms >= ends_at_ms):
                 self.stop(job.spec.name, Turn(0), Slot(0), at_boundary=not is_asking)
             elif behind:
-                core.look_again(ends_at_ms, JOBS)
+                core.wake_at(ends_at_ms, JOBS)
         elif state is TaskState.STOPPING and job.stops_at_boundary:
             step_late_at_ms = job.timing.stop_asked_at_ms + settings.training_cycle_ms
             if core.now_ms >= step_late_at_ms:  # it shares the device in the middle of its steps
                 self.stop(job.spec.name, Turn(0), Slot(0))
             else:
-                core.look_again(step_late_at_ms, JOBS)
+                core.wake_at(step_late_at_ms, JOBS)
         elif state is TaskState.STOPPING:
             asked_at_ms = job.timing.stop_asked_at_ms
             self._kill_after(job, asked_at_ms, settings.stop_grace_ms, "did not stop")
@@ -284,13 +292,13 @@ class Training:
         """Kill a job's process when its grace is over.
 
         Requests wait during the grace. So each time that a job uses it up, its next grace is a
-        quarter of it, but at least a second. After ``MOST_MISSED`` times the job is paused
+        quarter of it, but at least a second. After ``MAX_MISSED`` times the job is paused
         (``worker_died``).
         """
         core, device = self._core, self._device
-        grace_ms = max(min(grace_ms, LEAST_GRACE_MS), grace_ms / 4**job.progress.stops_missed)
+        grace_ms = max(min(grace_ms, MIN_GRACE_MS), grace_ms / 4**job.progress.stops_missed)
         if core.now_ms < asked_at_ms + grace_ms or job.slot is None:
-            core.look_again(asked_at_ms + grace_ms, JOBS)
+            core.wake_at(asked_at_ms + grace_ms, JOBS)
             return
         worker = device.workers[job.slot]
         if not worker.state.allows(WorkerEvent.KILLED):
@@ -302,7 +310,7 @@ class Training:
         reason = f"{what} within {grace_ms / 1000.0:.3g} s"
         if not progress.suspensions:
             reason += f"; it has never stepped aside: {GATE_ADVICE}"
-        if progress.stops_missed >= MOST_MISSED:
+        if progress.stops_missed >= MAX_MISSED:
             reason += f", {progress.stops_missed} times: paused, "
             reason += f"pipeswitch jobs resume {job.spec.name}"
         device.publish("job.warning", job=job.spec.name, text=reason)
@@ -322,7 +330,7 @@ class Training:
         if leaves is not None:
             self.evict(leaves.spec.name, f"job {first.spec.name} is next")
 
-    def _relieve_starved(self) -> None:
+    def _rebalance_starved(self) -> None:
         """Evict a job that keeps activations from step to step if others need their memory to
         begin: its process holds them. It comes back in its turn, from its last step."""
         core, in_place = self._core, self._ranking.in_place()
@@ -349,7 +357,7 @@ class Training:
                 why = f"keeps activations whose memory job {job.spec.name} waits for"
                 self.evict(keeper.spec.name, why)
             else:
-                core.look_again(due_ms, JOBS)
+                core.wake_at(due_ms, JOBS)
 
     def _kill_who_stays(self) -> None:
         """Kill a script that swallows the eviction, or a process that does not leave after it."""
@@ -362,7 +370,7 @@ class Training:
                 if core.now_ms >= worker.retired_at_ms + grace_ms:
                     device.kill(worker, "its script is over, its process did not leave")
                 else:
-                    core.look_again(worker.retired_at_ms + grace_ms, JOBS)
+                    core.wake_at(worker.retired_at_ms + grace_ms, JOBS)
 
     def stop(
         self, name: JobName, next_turn: Turn, next_slot: Slot, *, at_boundary: bool = False
@@ -386,10 +394,10 @@ class Training:
             job.state.apply(TaskEvent.STOP_REQUESTED, f"turn {next_turn}")
         owner.stop_job(job.slot, next_turn)
         job.stops_at_boundary, job.timing.stop_asked_at_ms = at_boundary, core.now_ms
-        core.touched |= JOBS
-        core.look_again(core.now_ms + core.settings.stop_grace_ms, JOBS)
+        core.dirty |= JOBS
+        core.wake_at(core.now_ms + core.settings.stop_grace_ms, JOBS)
         order = StopTask(
-            epoch=job.epoch,
+            op_id=job.op_id,
             turn=job.turn,
             next_turn=next_turn,
             next_slot=next_slot,
@@ -397,15 +405,15 @@ class Training:
         )
         self._device.send(job.slot, order, "signal")
 
-    def parked(self, worker: Worker, message: Parked) -> bool:
+    def parked(self, worker: Worker, message: JobParked) -> bool:
         """Note that the job has parked; the caller passes the turn on. Return False if late.
 
         The message may come after its own JobEnded: the two come over different channels.
         """
         core, promised = self._core, self._device.owner.promised
-        if worker.task_epoch == message.epoch and promised.get(worker.slot) == message.next_turn:
+        if worker.dispatch_id == message.op_id and promised.get(worker.slot) == message.next_turn:
             del promised[worker.slot]
-        job = self._device.job_of(worker, message.epoch)
+        job = self._device.job_of(worker, message.op_id)
         if job is None or message.turn != job.turn or not job.state.allows(TaskEvent.PARKED):
             return False
         if job.state.apply(TaskEvent.PARKED, message.where) is TaskState.SUSPENDED:
@@ -430,9 +438,9 @@ class Training:
         self._device_left(job)
         return True
 
-    def back(self, worker: Worker, message: Back) -> None:
+    def back(self, worker: Worker, message: JobReady) -> None:
         """Note that the job could compute again if it had the device."""
-        job = self._device.job_of(worker, message.epoch)
+        job = self._device.job_of(worker, message.op_id)
         if job is not None and message.turn == job.turn:
             job.is_away, job.memory.is_blocked = False, message.is_blocked
 
@@ -445,7 +453,7 @@ class Training:
         self._account(job)
         if job.timing.cycle_left_ms <= 0:
             job.timing.cycle_left_ms = core.settings.training_cycle_ms
-            job.place = core.next_epoch()
+            job.place = core.next_op_id()
 
     def _account(self, job: Job) -> None:
         core = self._core
@@ -470,14 +478,14 @@ class Training:
         job.memory.lease_asked_bytes = 0  # it unwinds out of the wait
         job.progress.why = cause
         core.counts["job_evictions"] += 1
-        core.touched |= JOBS
-        core.look_again(core.now_ms + core.settings.evict_grace_ms, JOBS)
-        self._device.send(job.slot, EvictTask(epoch=job.epoch), "signal")
+        core.dirty |= JOBS
+        core.wake_at(core.now_ms + core.settings.evict_grace_ms, JOBS)
+        self._device.send(job.slot, EvictTask(op_id=job.op_id), "signal")
         self._device.publish("job.evicting", job=name, cause=cause)
 
     def ended(self, worker: Worker, message: JobEnded) -> None:
         """Retire the process of a script that is over; only then its memory is free."""
-        job = self._device.job_of(worker, message.epoch)
+        job = self._device.job_of(worker, message.op_id)
         if job is None:
             return
         worker.state.apply(WorkerEvent.RETIRED, f"job {job.spec.name} {message.outcome}")
@@ -522,7 +530,7 @@ class Training:
                 progress.error = f"{WorkerLost.__name__}: its worker died {deaths} "
                 progress.error += f"times without a commit in between (last status {status})"
                 job.state.apply(TaskEvent.ERROR, "no progress")
-            elif progress.stops_missed >= MOST_MISSED and job.wanted == "run":
+            elif progress.stops_missed >= MAX_MISSED and job.wanted == "run":
                 job.wanted = "pause"
             self._jobs.unwound(job)
         self._leases.reaped(name)

@@ -83,19 +83,31 @@ STICKY = {
 
 WITHOUT_CONTEXT = frozenset(
     {
-        "cudaGetDeviceCount", "cudaDriverGetVersion", "cudaRuntimeGetVersion",
-        "cudaGetDeviceProperties", "cudaGetErrorString",
+        "cudaGetDeviceCount",
+        "cudaDriverGetVersion",
+        "cudaRuntimeGetVersion",
+        "cudaGetDeviceProperties",
+        "cudaGetErrorString",
     }
-)  # fmt: skip
+)
 """Calls of the runtime that need no context; every other one makes it, and makes it current."""
 
 NOT_IN_A_CAPTURE = frozenset(
     {
-        "cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaHostRegister",
-        "cudaHostUnregister", "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventQuery",
-        "cudaEventSynchronize", "cudaIpcOpenMemHandle", "cudaIpcCloseMemHandle",
+        "cudaMalloc",
+        "cudaFree",
+        "cudaHostAlloc",
+        "cudaFreeHost",
+        "cudaHostRegister",
+        "cudaHostUnregister",
+        "cudaStreamSynchronize",
+        "cudaDeviceSynchronize",
+        "cudaEventQuery",
+        "cudaEventSynchronize",
+        "cudaIpcOpenMemHandle",
+        "cudaIpcCloseMemHandle",
     }
-)  # fmt: skip
+)
 """What a thread must not call while it captures (mode ``thread_local``)."""
 
 
@@ -514,8 +526,12 @@ class Runtime:
             return cudaError_t.cudaErrorInvalidValue
         packed = struct.pack(
             "<qqqqq",
-            os.getpid(), self._world._number, block.descriptor, block.size_bytes, self._world.first,
-        )  # fmt: skip
+            os.getpid(),
+            self._world._number,
+            block.descriptor,
+            block.size_bytes,
+            self._world.first,
+        )
         return (Handle(MAGIC + packed),)
 
     def cudaIpcOpenMemHandle(self, handle: Handle, flags: int) -> Any:

@@ -1,0 +1,89 @@
+"""Fair-share quotas on a shared resource: bytes of memory or disk, places in a queue. Pure.
+
+A holder may take more while it holds at most ``ALPHA`` times what stays free (a dynamic threshold:
+Choudhury and Hahne, 1998). A single holder therefore gets three quarters, and the next one three
+quarters of the rest, however much the first could still use. Nothing is reserved for absent
+holders, and no list of them is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from .errors import QueueFull
+
+ALPHA: Final = 3
+
+
+def left(size: int, held: int, own: int) -> int:
+    """Return how much more a holder of ``own`` may take if ``held`` of ``size`` is in use."""
+    return max(0, (ALPHA * (size - held) - own) // (ALPHA + 1))
+
+
+class FairQuota:
+    """Shares of one resource, by holder.
+
+    Invariants (``check``): the total held is the sum over all holders.
+    """
+
+    def __init__(self, size: int, what: str = "") -> None:
+        """``what``: is held, as a refused holder reads it."""
+        self.size = size
+        self.held = 0
+        self._what = what
+        self._of: dict[str, int] = {}
+
+    def of(self, holder: str) -> int:
+        """Return how much a holder has."""
+        return self._of.get(holder, 0)
+
+    def left(self, holder: str) -> int:
+        """Return how much more a holder may take."""
+        return left(self.size, self.held, self._of.get(holder, 0))
+
+    def refusal(self, holder: str, amount: int) -> QueueFull | None:
+        """Return the error if a holder may not take ``amount``, else None.
+
+        A request larger than any share is allowed if nothing is held.
+        """
+        if not self.held or amount <= self.left(holder):
+            return None
+        return QueueFull(
+            f"{self._what}: {self.of(holder)} of {self.size} are this client's, {amount} more are "
+            "over its share of what is free",
+            hint="wait for answers, then send again",
+            requested=amount,
+        )
+
+    def take(self, holder: str, amount: int) -> None:
+        """Raises QueueFull: see ``refusal``."""
+        if refusal := self.refusal(holder, amount):
+            raise refusal
+        self.add(holder, amount)
+
+    def add(self, holder: str, amount: int) -> None:
+        """``take`` where there is room: ``left`` was asked."""
+        self.held += amount
+        self._of[holder] = self._of.get(holder, 0) + amount
+
+    def give(self, holder: str, amount: int) -> None:
+        """Return ``amount`` from a holder to the resource."""
+        self.held -= amount
+        if rest := self._of.pop(holder, 0) - amount:
+            self._of[holder] = rest
+
+    @contextmanager
+    def holding(self, holder: str, amount: int) -> Iterator[None]:
+        """``take``, and ``give`` at the end."""
+        self.take(holder, amount)
+        try:
+            yield
+        finally:
+            self.give(holder, amount)
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        assert self.held == sum(self._of.values())
+        assert all(amount >= 0 for amount in self._of.values())

@@ -1,0 +1,59 @@
+"""Executor of one thread that does slow work in order, beside a loop."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from .errors import PipeSwitchError, ServerUnavailable
+
+log = logging.getLogger(__name__)
+
+Work = Callable[[], object]
+Failed = Callable[[PipeSwitchError], object]
+
+
+class WorkerThread(ThreadPoolExecutor):
+    """Executor of one thread that passes an error to the owner of the work."""
+
+    _has_thread = False
+
+    def __init__(self, name: str) -> None:
+        """``name``: prefix of the thread's name. The first work starts the thread."""
+        super().__init__(1, name)
+
+    def put(self, work: Work, failed: Failed = lambda _: None) -> None:
+        """Queue work; never block.
+
+        Args:
+            failed: called with the error, on the lane's thread. If that thread cannot start, or the
+                lane is shut down, it is called on the caller's thread.
+        """
+        try:
+            if not self._has_thread:
+                self.submit(int)  # work stays queued if no thread starts; this does nothing
+                self._has_thread = True
+            self.submit(_perform, work, failed)
+        except RuntimeError as error:
+            failed(_as_ours(error))
+
+
+def _perform(work: Work, failed: Failed) -> None:
+    try:
+        work()
+    except BaseException as error:  # catch all: others wait for this work
+        thread = threading.current_thread()
+        log.exception("thread=%s", thread.name)
+        try:
+            failed(_as_ours(error))
+        except BaseException:  # otherwise only the future has it, which nobody reads
+            threading.excepthook(threading.ExceptHookArgs([*sys.exc_info(), thread]))
+
+
+def _as_ours(error: BaseException) -> PipeSwitchError:
+    if isinstance(error, PipeSwitchError):
+        return error
+    return ServerUnavailable("the server could not do this now", hint="its log says why; try again")

@@ -1,0 +1,129 @@
+"""Fate of jobs when nodes come and go. Pure: what each node keeps goes in, orders come out.
+
+A job has one life at a time. Each start on another node is a life with a higher number, which goes
+with every message about it; messages of an earlier life are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+
+class JobReplica(NamedTuple):
+    """State of a job that one node keeps."""
+
+    life: int
+    state: str  # home: it lives there; replica; over: it has ended there; gone: and was removed
+    step: int = -1  # of the commit on disk; -1: none yet
+    is_paused: bool = False  # by its user
+    is_held: bool = False  # by us: its node heard nothing for a while, or was to hand it over
+    sent: frozenset[str] = frozenset()  # nodes that have had a replica, of this job's lives
+
+
+class JobAction(NamedTuple):
+    """Order to a node: one of its verbs."""
+
+    node: str
+    verb: str
+    job: str
+    life: int = 0
+    to: str = ""  # of ``send``: another node
+
+
+Copies = Mapping[str, Mapping[str, JobReplica]]  # by node, by job
+Claims = Mapping[str, Mapping[str, int]]  # by node that starts: the lives that it would go on with
+
+
+def rows_of(job: str, copies: Copies) -> dict[str, JobReplica]:
+    """Return what each node keeps of a job."""
+    return {node: kept[job] for node, kept in copies.items() if job in kept}
+
+
+def last_life(job: str, copies: Copies, claims: Claims) -> int:
+    """The highest number that anybody knows; 0: none."""
+    lives = [copy.life for copy in rows_of(job, copies).values()]
+    return max(lives + [one[job] for one in claims.values() if job in one], default=0)
+
+
+def homes_of(job: str, copies: Copies) -> list[str]:
+    """The nodes where it lives, the latest life first: one, or a node has come back."""
+    rows = rows_of(job, copies).items()
+    return [
+        node
+        for _, node in sorted(
+            ((copy.life, node) for node, copy in rows if copy.state == "home"), reverse=True
+        )
+    ]
+
+
+def homeless(copies: Copies, claims: Claims) -> set[str]:
+    """Jobs of which there are replicas alone."""
+    claimed = {job for one in claims.values() for job in one}
+    return {
+        job
+        for kept in copies.values()
+        for job in kept
+        if job not in claimed
+        and all(copy.state == "replica" for copy in rows_of(job, copies).values())
+    }
+
+
+def lost(node: str, copies: Copies, claims: Claims) -> set[str]:
+    """Return the jobs that a starting node would continue, but that live elsewhere by now."""
+    others = [(lives, one) for one, lives in claims.items() if one != node]
+    return {
+        job
+        for job, life in claims[node].items()
+        if {*homes_of(job, copies)} - {node}
+        or any((lives.get(job, -1), one) > (life, node) for lives, one in others)
+    }
+
+
+def orders(
+    copies: Copies, claims: Claims, targets: Sequence[str], given_up: Collection[str]
+) -> Iterator[JobAction]:
+    """Yield the orders that are due now, for each job.
+
+    Args:
+        copies: of the nodes that answer.
+        targets: nodes that may get a new replica, the best first.
+        given_up: jobs that have had no home for so long that it will not come back.
+    """
+    claimed = {job for one in claims.values() for job in one}  # its node is about to go on with it
+    for job in sorted({job for kept in copies.values() for job in kept} - claimed):
+        rows, homes = rows_of(job, copies), homes_of(job, copies)
+        last = last_life(job, copies, claims)
+        over = [node for node in rows if rows[node].state in ("over", "gone")]
+        if homes:
+            older = [node for node in over if rows[node].life < rows[homes[0]].life]
+            yield from (JobAction(node, "drop", job, last) for node in homes[1:] + older)
+            yield from _replicate(job, homes[0], rows, targets)
+        elif over:
+            replicas = [node for node in rows if node not in over]
+            may_have = frozenset[str]().union(*(rows[node].sent for node in over))
+            is_known = not replicas and may_have <= copies.keys()  # to all who could begin it again
+            gone = [node for node in over if rows[node].state == "gone" and is_known]
+            yield from (JobAction(node, "drop", job, last) for node in replicas + gone)
+        elif job in given_up:
+            best = max(rows, key=lambda node: (rows[node].life, rows[node].step))
+            yield JobAction(best, "take_over", job)
+
+
+def _replicate(
+    job: str, home: str, rows: Mapping[str, JobReplica], targets: Sequence[str]
+) -> Iterator[JobAction]:
+    """One replica, as new as what the home has on disk; others go when it is."""
+    copy = rows[home]
+    if copy.is_held:
+        yield JobAction(home, "go_on", job)
+    there = [node for node in targets if node in rows and rows[node].state == "replica"]
+    others = [node for node in targets if node != home]
+    if not others:
+        return  # there is one node alone
+    target = max(there, key=lambda node: rows[node].step, default=others[0])
+    if target not in there or rows[target][2:4] != (copy.step, copy.is_paused):
+        yield JobAction(home, "send", job, to=target)
+        return
+    more = (node for node in rows if rows[node].state == "replica" and node != target)
+    yield from (JobAction(node, "drop", job, copy.life) for node in more)

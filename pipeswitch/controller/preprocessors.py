@@ -1,0 +1,65 @@
+"""Performs the scheduler's commands about stages: processes, and the memory they return in."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Final
+
+from ..ipc.control_page import sealed_memfd
+from ..ipc.messages.base import Slot
+from ..ipc.messages.processor import StageSettings
+from ..scheduler.events import Address, Exited, Send, Spawn, TakeResult
+from .device import ServerContext
+
+_GONE: Final = -9  # the status of a process that there was no memory for
+
+
+class StageEffects:
+    """One method per command. Results of a slot lie in one file, whichever process it has."""
+
+    def __init__(self, ground: ServerContext, result_bytes: int) -> None:
+        self._ground = ground
+        self._result_bytes = result_bytes
+        self._children = ground.children
+        self._results: dict[Slot, tuple[int, mmap.mmap]] = {}
+
+    def perform(self, command: Spawn | Send | TakeResult) -> None:
+        match command:
+            case Spawn(target):
+                self._spawn(target)
+            case Send():
+                self._send(command)
+            case TakeResult(slot=slot):
+                self._ground.frontend.inference.take_result(
+                    command, memoryview(self._results[slot][1])
+                )
+
+    def _spawn(self, target: Address) -> None:
+        slot = target.slot
+        try:
+            if slot not in self._results:
+                made = sealed_memfd("pipeswitch-stage", self._result_bytes)
+                self._results[slot] = made, mmap.mmap(made, self._result_bytes)
+        except OSError:  # as where it cannot be forked: it is tried again
+            self._ground.take(Exited(target, _GONE))
+            return
+        settings = StageSettings(result_bytes=self._result_bytes)
+        descriptors = [self._results[slot][0], self._ground.memory.environment]
+        self._children.fork(target, f"pipeswitch-stg-{slot}", settings, descriptors)
+
+    def _send(self, command: Send) -> None:
+        memory, child = self._ground.memory, self._children.by_address.get(command.target)
+        if child is None:
+            return
+        try:
+            pool = memory.pool_of(command.tenant) if command.tenant else memory.pool
+        except OSError:  # no descriptor is left: as if the process had died
+            self._children.kill(command.target)
+        else:
+            self._children.processes.send(child, 0, command.message, [pool])
+
+    def close(self) -> None:
+        """No process is left."""
+        for descriptor, _ in self._results.values():
+            os.close(descriptor)

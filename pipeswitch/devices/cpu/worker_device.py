@@ -1,0 +1,203 @@
+"""The cpu device, a worker's side: the daemon's memfds mapped, and tensors over them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ...ipc.messages.worker import WorkerSettings
+from ...programs.interface.layout import TensorSpec, aligned
+from ..orders import WORD_MASK, check_range
+from ..worker_device import WorkerDevice
+from . import page_protection
+from .copies import CpuCopies
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...programs.running.executor import PackedKernels
+
+
+class CpuWorkerDevice(WorkerDevice):
+    """See ``WorkerDevice``. Imports torch with the first tensor."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        arena: Sequence[int],
+        *,
+        control_page: int,
+        doorbells: Sequence[int],
+    ) -> None:
+        """Map everything; the descriptors stay the caller's, doorbells must outlive this object.
+
+        Before ``enter`` and ``slice_bytes`` only the arrival words are readable. With separate
+        tenants, the file of models has pages only for this tenant's models, new ones per copy.
+
+        Args:
+            arena: the files of the models and of training slices. With separate tenants, a worker
+                without a training script gets only the first.
+        """
+        models, *work = arena
+        doorbell = doorbells[settings.slot]
+        super().__init__(
+            models,
+            settings.words,
+            control_page=control_page,
+            doorbell=doorbell,
+            doorbells=doorbells,
+        )
+        self._window = page_protection.ProtectedMapping(models, settings.arena_bytes)
+        self._entered = (0, 0, 0)  # region's start and end, operation id
+        self._last_word = 0
+        self._open_end = 0
+        self._landed: set[int] = set()  # units that were opened one by one
+        self._is_one_tenants = settings.separates_tenants
+        self._link_bytes_per_s = settings.link_bytes_per_s
+        self._populated: dict[int, tuple[int, int]] = {}  # by region: its operation id, up to where
+        self._work_map: mmap.mmap | None = None
+        if work:
+            self._map_work(work[0])
+        self._pool_windows: page_protection.Guarded | None = None
+        self._lent: tuple[tuple[tuple[int, int], ...], bool] | None = None
+
+    device = "cpu"
+
+    def _map_work(self, descriptor: int) -> None:
+        size_bytes = os.fstat(descriptor).st_size
+        self._work_map = mmap.mmap(descriptor, size_bytes)
+        self._work_windows = page_protection.Guarded(
+            page_protection.address_of(self._work_map), size_bytes
+        )
+        self.__dict__.pop("_work", None)
+
+    @cached_property
+    def _models(self) -> torch.UntypedStorage:
+        from ...programs.running.views import bytes_over
+
+        window = self._window
+        return bytes_over(window.reserve, window.reserve_offset_bytes, window.size_bytes)
+
+    @cached_property
+    def _work(self) -> torch.UntypedStorage:
+        from ...programs.running.views import bytes_over
+
+        assert self._work_map is not None, "this worker runs no training script"
+        return bytes_over(self._work_map)
+
+    def prefault(self, offset_bytes: int, size_bytes: int) -> None:
+        """See ``WorkerDevice``."""
+        self._window.populate(offset_bytes, size_bytes)
+
+    def enter(self, offset_bytes: int, size_bytes: int, last_word: int, op_id: int) -> None:
+        """Close what any other task could read; repeated, it keeps what has been shown.
+
+        Raises:
+            RemoteProtocolError: outside of the arena.
+        """
+        check_range("region", offset_bytes, size_bytes, self._window.size_bytes)
+        entered = (offset_bytes, offset_bytes + size_bytes, op_id)
+        if self._entered != entered:
+            self._window.close()
+            self._entered = entered
+            self._landed.clear()
+            self._last_word = last_word
+            self._open_end, _ = page_protection.whole_pages(offset_bytes, 0)
+
+    def show(self, arrived_bytes: int) -> None:
+        """Open what has arrived, in whole units (the daemon fills a unit before it says so)."""
+        start, region_end, op_id = self._entered
+        arrived_end = start + arrived_bytes
+        if arrived_end <= self._open_end:
+            return
+        if self._words[self._last_word] == op_id & WORD_MASK:
+            arrived_end = region_end  # in one step
+        end = min(
+            aligned(arrived_end, page_protection.UNIT_BYTES), aligned(region_end, mmap.PAGESIZE)
+        )
+        if self._is_one_tenants and self._populated.get(start, (0, 0)) < (op_id, end):
+            self._window.populate(self._open_end, end)
+            self._populated[start] = (op_id, end)
+        self._window.open(self._open_end, end)
+        self._open_end = end
+
+    def show_landing(self, offset_bytes: int, size_bytes: int) -> None:
+        """Open its units; one that another group lay in is open."""
+        start, region_end, _ = self._entered
+        check_range("landing", offset_bytes, size_bytes, region_end - start)
+        first = start + offset_bytes
+        for unit in range(first, first + size_bytes, page_protection.UNIT_BYTES):
+            if unit not in self._landed:
+                if self._is_one_tenants:
+                    self._window.populate(unit, page_protection.UNIT_BYTES)
+                self._window.open(unit, unit + page_protection.UNIT_BYTES)
+                self._landed.add(unit)
+
+    def leave(self) -> None:
+        """Close it."""
+        self._window.close()
+        self._landed.clear()
+        self._entered, self._open_end = (0, 0, 0), 0
+
+    def _tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
+        """Writing to it kills this process, and so does reading before ``show``."""
+        from ...programs.running.views import tensor_over
+
+        return tensor_over(self._models, spec, region_offset_bytes)
+
+    def _slice(self, spec: TensorSpec) -> torch.Tensor:
+        """Return a tensor whose storage is all of *work*."""
+        from ...programs.running.views import tensor_over
+
+        tensor = tensor_over(self._work, spec, 0)
+        offset, size = spec.offset_bytes, spec.size_bytes
+        self._work_windows.open(offset, size, writable=True)
+        return tensor
+
+    def kernels(self) -> PackedKernels:
+        """See ``WorkerDevice``."""
+        from .packed import KERNELS
+
+        return KERNELS
+
+    def host_copies(self) -> CpuCopies:
+        """See ``WorkerDevice``."""
+        return CpuCopies(self._link_bytes_per_s)
+
+    def pin(self, pointer: int, size_bytes: int) -> None:
+        """Close it: each task opens its slabs (``lend``)."""
+        self._pool_windows = page_protection.Guarded(pointer, size_bytes)
+
+    def lend(self, slabs: tuple[tuple[int, int], ...], *, writable: bool) -> None:
+        """Open slabs, and close those before; the next request often lies where it did.
+
+        Raises:
+            RemoteProtocolError: outside of the pool.
+        """
+        wanted = (slabs, writable)
+        if self._pool_windows is not None and self._lent != wanted:
+            self.take_back()
+            for start, end in slabs:
+                self._pool_windows.open(start, end - start, writable=writable)
+            self._lent = wanted
+
+    def take_back(self) -> None:
+        """Close it."""
+        if self._pool_windows is not None:
+            self._pool_windows.close()
+            self._lent = None
+
+    def close(self) -> None:
+        """Unmap; tensors that still live keep their mapping until the last is gone."""
+        self.control_page.close()
+        self.__dict__.pop("_work", None)
+        self._words.release()
+        self.__dict__.pop("_models", None)
+        self._window.unmap()
+        for mapping in (self._words_map, self._window.reserve):
+            page_protection.unmap(mapping)
+        if self._work_map is not None:
+            page_protection.unmap(self._work_map)

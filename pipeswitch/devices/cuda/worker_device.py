@@ -1,0 +1,280 @@
+"""The cuda device, a worker's side: the daemon's allocation opened once, tensors over it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
+
+from ...base.errors import TaskFailed
+from ...ipc.messages.base import OpId
+from ...ipc.messages.worker import WorkerSettings
+from ...programs.interface.layout import TensorSpec
+from ..orders import WORD_BYTES, WORD_MASK
+from ..worker_device import WorkerDevice
+from .bindings import DEVICE_ASSERT, INDEX, Cuda, CudaError
+from .ladder import CudaOptions
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...programs.running.executor import BoundProgram, PackedKernels
+    from .copies import CudaCopies
+    from .graphs import DeviceProgram
+    from .torch import CudaTorch
+
+log = logging.getLogger(__name__)
+
+LOOKS_PER_GROUP: Final = 8  # gate points: a few layers, some thirty groups in a step of ResNet-50
+GROUPS_AHEAD: Final = 2
+ENDING_S: Final = 5.0  # for a queue to run dry; a wait for what will not come never does
+LOOK_S: Final = 0.001
+
+
+class CudaWorkerDevice(WorkerDevice):
+    """See ``WorkerDevice``; made after the fork, by the main thread.
+
+    One trust domain: unlike the cpu device's, this mapping can be written by every worker, and a
+    model's code that writes to its weights is stopped at registration only.
+    """
+
+    def __init__(
+        self,
+        cuda: Cuda,
+        side: CudaTorch,
+        settings: WorkerSettings,
+        options: CudaOptions,
+        *,
+        words_descriptor: int,
+        control_page: int,
+        doorbells: Sequence[int],
+    ) -> None:
+        """Open the handle, map the host's copy of the words; descriptors stay the caller's.
+
+        Raises:
+            CudaError: the allocation cannot be opened here.
+        """
+        self._cuda, self._side = cuda, side
+        self._options, self._arena_bytes = options, settings.arena_bytes
+        doorbell = doorbells[settings.slot]
+        super().__init__(
+            words_descriptor,
+            settings.words,
+            control_page=control_page,
+            doorbell=doorbell,
+            doorbells=doorbells,
+        )
+        self.device = side.device
+        cuda.set_device(INDEX)
+        self._base = cuda.open_handle(settings.handle)
+        self._pinned_pools: list[int] = []
+        self._running: BoundProgram | None = None
+
+    @cached_property
+    def _arena(self) -> torch.UntypedStorage:
+        return self._side.storage(self._base, self._arena_bytes)
+
+    # -- tensors -------------------------------------------------------------------------------
+
+    def _tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
+        return self._side.tensor(self._arena, spec, region_offset_bytes)
+
+    def _slice(self, spec: TensorSpec) -> torch.Tensor:
+        return self._side.tensor(self._arena, spec, 0)
+
+    def take_slice(self, size_bytes: int) -> None:
+        """Let programs allocate behind the arena; call it once, before any other thread."""
+        self._side.take_slice(self._base + self._arena_bytes, size_bytes)
+        self.can_yield = False  # who comes meanwhile computes there, too
+
+    # -- programs ------------------------------------------------------------------------------
+
+    @cached_property
+    def _program_maker(self) -> Callable[[BoundProgram], DeviceProgram]:
+        from .graphs import DeviceProgram, GraphBudget
+
+        budget = GraphBudget(self._options.graph_bytes)
+        recorder = self._side.recorder() if self._options.use_graphs else None
+        return lambda bound: DeviceProgram(bound, self.device, recorder, budget)
+
+    def program(self, bound: BoundProgram) -> DeviceProgram:
+        """Return the program for this device: inputs copied in, groups as graphs if allowed."""
+        return self._program_maker(bound)
+
+    def kernels(self) -> PackedKernels:
+        """Implement ``WorkerDevice``."""
+        from ..cpu.packed import UNPACKED
+
+        return UNPACKED
+
+    def can_improve(self, program: BoundProgram) -> bool:
+        """Return True if shapes that ran eagerly could be captured."""
+        return bool(getattr(program, "is_capture_wanted", False))
+
+    def improve(self, program: BoundProgram) -> None:
+        """Capture graphs of programs that ran eagerly, in an idle moment, if that is wanted."""
+        from .graphs import DeviceProgram
+
+        if isinstance(program, DeviceProgram):
+            with self._side.computing(in_slice=False):
+                program.improve()
+
+    def drop(self, program: BoundProgram) -> None:
+        """Drop the graphs of a program that is bound anew elsewhere, or no longer used."""
+        from .graphs import DeviceProgram
+
+        if isinstance(program, DeviceProgram):
+            program.close()
+
+    def computing(self, program: BoundProgram | None) -> AbstractContextManager[None]:
+        """Around everything that a task enqueues, its copies in and out included."""
+        self._running = program
+        in_slice = bool(getattr(program, "may_use_slice", False))
+        return self._side.computing(in_slice=in_slice)
+
+    def leave_slice(self, program: BoundProgram) -> bool:
+        """The slice was too small for it: it computes in ordinary memory from now on."""
+        from .graphs import DeviceProgram
+
+        if not isinstance(program, DeviceProgram) or not program.may_use_slice:
+            return False
+        self.quiesce()
+        program.may_use_slice = False
+        log.warning("slice=left cause=out of memory: the program uses private memory")
+        return True
+
+    def pin(self, pointer: int, size_bytes: int) -> None:
+        """Pin the request pool for this process, so that copies from and to slabs are async."""
+        try:
+            self._cuda.register(pointer, size_bytes)
+        except CudaError as error:
+            if not self._cuda.still_works():
+                raise
+            log.warning("pool=pageable cause=%s: copies are staged", error)
+        else:
+            self._pinned_pools.append(pointer)
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    def wait_group(self, word: int, op_id: OpId) -> float:
+        """0 where the device waits: between replays only.
+
+        Behind a wait, a kernel that is not loaded yet and an allocation may block this thread in
+        the driver until the group comes, and for ever if it does not.
+        """
+        wanted = op_id & WORD_MASK
+        is_replay = getattr(self._running, "is_replaying", False)
+        if self._options.waits == "cpu" or not is_replay or self._words[word] == wanted:
+            return super().wait_group(word, op_id)  # the host's copy rises last
+        self._cuda.wait_value(self._side.stream, self._base + word * WORD_BYTES, wanted)
+        return 0.0
+
+    def quiesce(self) -> None:
+        """Implement ``WorkerDevice.quiesce``.
+
+        Raises:
+            CudaError: an enqueued operation failed.
+        """
+        self._cuda.synchronize(self._side.stream)
+
+    def settle(self) -> None:
+        """Block until this process's work on *all* its streams has run. Any thread.
+
+        For training only: a script may use streams of its own. Other processes are not waited for.
+        """
+        self._cuda.set_device(INDEX)
+        self._cuda.synchronize_device()
+
+    def host_copies(self) -> CudaCopies:
+        """See ``WorkerDevice``."""
+        from .copies import CudaCopies
+
+        return CudaCopies(INDEX)
+
+    def pacer(self) -> Callable[[], None]:
+        """Return the pacer that keeps a training script at most two groups ahead (``RunAhead``)."""
+        return RunAhead(self._cuda, self._side.current_stream).look
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Return True if the context is broken: then this process must exit and be replaced."""
+        if isinstance(error, CudaError) and error.is_sticky:
+            return True
+        try:
+            return not self._has_ended()
+        except CudaError as problem:
+            return problem.is_sticky
+
+    def _has_ended(self) -> bool:
+        """Return True if the enqueued work ends soon; do not wait for a queue that waits itself.
+
+        Raises:
+            CudaError: an enqueued operation failed.
+        """
+        ends_at_s = time.monotonic() + ENDING_S
+        event = self._cuda.event()
+        self._cuda.record(event, self._side.stream)
+        while not self._cuda.is_done(event):
+            if time.monotonic() > ends_at_s:
+                return False
+            time.sleep(LOOK_S)
+        self._cuda.destroy_event(event)
+        return True
+
+    def fault(self) -> TaskFailed | None:
+        """A kernel's assertion is the model's word on its input: it says the same everywhere.
+
+        Anything else that breaks a context may be the device's doing, and is tried again.
+        """
+        try:
+            self._has_ended()
+        except CudaError as problem:
+            if problem.data["code"] == DEVICE_ASSERT:
+                text = "an assertion failed on the device: mostly an index out of its range"
+                return TaskFailed(text, type="DeviceAssert", text=str(problem))
+        return None
+
+    def close(self) -> None:
+        """Close the mapping; every tensor over it is void from now on."""
+        self.__dict__.pop("_arena", None)
+        self.__dict__.pop("_program_maker", None)
+        for pointer in self._pinned_pools:
+            self._cuda.unregister(pointer)
+        self._words.release()
+        self._words_map.close()
+        self.control_page.close()
+        self._cuda.close_handle(self._base)
+
+
+class RunAhead:
+    """Pacer for every gate point of a script: at most two groups queue behind the running one
+    (ADR 14).
+
+    So a request waits for no more than that after a stop. Used by the script's thread alone.
+    """
+
+    def __init__(self, cuda: Cuda, current_stream: Callable[[], int | None]) -> None:
+        """``current_stream``: the handle of the stream that the script computes on now; None while
+        it captures a graph there: nothing is queued then, and asking would spoil the capture."""
+        self._cuda = cuda
+        self._current_stream = current_stream
+        self._looks = 0
+        self._groups = 0
+        self._events = [cuda.event() for _ in range(GROUPS_AHEAD + 1)]
+
+    def look(self) -> None:
+        """Put an event behind a finished group, and wait for the one of two groups before."""
+        self._looks += 1
+        if self._looks % LOOKS_PER_GROUP:
+            return
+        stream = self._current_stream()
+        if stream is None:
+            return
+        newest = self._groups % len(self._events)
+        self._cuda.record(self._events[newest], stream)
+        self._groups += 1
+        oldest = self._events[self._groups % len(self._events)]  # unrecorded ones are done
+        if not self._cuda.is_done(oldest):
+            self._cuda.wait(oldest)

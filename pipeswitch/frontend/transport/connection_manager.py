@@ -1,0 +1,393 @@
+"""Connections of clients, each a plain stream (docs/adr/0039).
+
+A peer represents one connection: it passes received messages on, and sends ``Outgoing`` ones;
+``ConnectionManager`` has all of them. The owner's connections may have a share: a tensor that comes
+in it is copied once, into its request's slab, since the client can still change it; answers are
+copied to it a piece at a time, so that a large one never blocks the loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import os
+import selectors
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from struct import Struct
+from typing import Any, Final
+
+import numpy as np
+
+from ...base.errors import RemoteProtocolError
+from ...base.machine import SHORTAGES
+from ...base.roles import Principal
+from ...ipc.control_page import sealed_memfd
+from ...wire.frames import INLINE, MAX_HEADER_BYTES, pack_table
+from ...wire.stream import SHARED_BYTES, Message, ShmSegment, Stream, keep_alive
+from ..request_log import RateLimitedLog
+from .clients import Client, Outgoing
+from .connection_limits import SESSIONLESS_BYTES, ConnectionLimits, LimitedConnection
+from .listeners import Listener
+
+_logger = logging.getLogger(__name__)
+
+MAX_SHARES: Final = 8  # at once; a client without one sends through the socket
+POOL_PARTS: Final = 4  # a share is a quarter of the pool: in each direction an eighth
+PIECE_BYTES: Final = 1 << 20  # of an answer, copied in one turn of the loop
+BURST_PEERS: Final = 16  # accepted in one turn
+BURST_MESSAGES: Final = 16  # of one peer, before the others and the answers get their turn
+REST_S: Final = 0.5  # between two attempts to accept when descriptors are short
+_CREDENTIALS: Final = Struct("3i")  # pid, uid, gid
+
+
+class ClientSegments:
+    """Shared memory for local clients: at most MAX_SHARES of a fixed size."""
+
+    def __init__(self, size_bytes: int) -> None:
+        """``size_bytes``: of each share; 0: no client gets one."""
+        self._size_bytes = size_bytes
+        self.count = 0
+
+    def take(self) -> int:
+        """Return a memfd that the caller owns; -1: none is left. Call ``give_back`` later."""
+        if not self._size_bytes or self.count >= MAX_SHARES:
+            return -1
+        try:
+            descriptor = sealed_memfd("pipeswitch-share", self._size_bytes)
+        except OSError as error:
+            _logger.warning("share=none cause=%r", error.strerror)
+            return -1
+        self.count += 1
+        return descriptor
+
+    def give_back(self) -> None:
+        self.count -= 1
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the shares' part of ``stats``."""
+        return {"shares": self.count, "share_bytes": self._size_bytes}
+
+
+def _nothing() -> None:
+    pass
+
+
+class ClientConnection(LimitedConnection):
+    """One client's connection."""
+
+    def __init__(
+        self, sock: socket.socket, principal: Principal, max_bytes: int, shares: ClientSegments
+    ) -> None:
+        """``max_bytes``: of a message's tensors, in a session."""
+        self._stream = Stream(sock, max_bytes)
+        self.principal = principal  # who comes by it, with a session or without
+        self._max_bytes = MAX_HEADER_BYTES + max_bytes
+        self.is_owners = principal.is_owner  # also where the owner's process speaks for another
+        self._stream.max_bytes = self._max_bytes if self.is_owners else SESSIONLESS_BYTES
+        self.client: Client | None = None  # its session's
+        self._shares = shares
+        self._has_share = self._owes_share = False
+        self._is_mapped = False  # the client wrote into the share: it has our half of it too
+        self._lent: deque[int] = deque()  # places of our parts that the client has not taken yet
+        self._taken_count = 0  # of all that it took
+        self._begun: Outgoing | None = None  # leaves now
+        self._pieces: deque[tuple[memoryview, Any]] = deque()  # of it, to be copied: to and from
+        self.is_closed = False
+        self.wants_write = False  # it would go on when its socket is writable
+        self.on_change: Callable[[], None] = _nothing  # ``wants_write`` is another
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def wants_turn(self) -> bool:
+        """True if there is work that need not wait for the socket."""
+        return not self.is_closed and (self._stream.has_more or bool(self._pieces))
+
+    def _changed(self) -> None:
+        wants_write = self._stream.is_sending or self._owes_share
+        if wants_write != self.wants_write:
+            self.wants_write = wants_write
+            self.on_change()
+
+    def greeted(self, client: Client) -> None:
+        """Note the session: its messages may be large."""
+        self.client = client
+        self._stream.max_bytes = self._max_bytes
+
+    def held_bytes(self, now_s: float) -> int:
+        return -1 if self.is_closed else self._stream.held_bytes
+
+    def hang_up(self) -> None:
+        self._stream.hang_up()
+
+    # ---- in ------------------------------------------------------------------------------------
+
+    def messages(self) -> Iterator[Message]:
+        """Yield the messages that have arrived, at most a burst.
+
+        Raises:
+            EOFError: the client is gone.
+            RemoteProtocolError: it sent nonsense.
+        """
+        if self._owes_share:
+            self._bring_share()
+        for message in self._stream.receive(BURST_MESSAGES):
+            if self.is_closed:  # by what an earlier one led to
+                return
+            if message.taken_count != self._taken_count:
+                self._took(message.taken_count)
+            self._is_mapped |= bool(message.shared)
+            if message.parts:
+                yield message
+            elif not self.is_owners:
+                raise RemoteProtocolError("no memory is shared with other machines")
+            else:
+                self._owes_share = not self._has_share
+                self._bring_share()
+
+    def _took(self, taken_count: int) -> None:
+        """Free the parts in the share that the client has read; they are read in the order sent."""
+        if not self._taken_count <= taken_count <= self._taken_count + len(self._lent):
+            raise RemoteProtocolError(f"part {taken_count} of the share was not lent")
+        share = self._stream.share
+        while share is not None and self._taken_count < taken_count:
+            share.free(self._lent.popleft())
+            self._taken_count += 1
+
+    def _bring_share(self) -> None:
+        """Send the share, or that there is none; later when the socket is full."""
+        if not self._owes_share or self._stream.is_sending:
+            return
+        descriptor = self._shares.take()
+        try:
+            share = ShmSegment(descriptor, is_servers=True) if descriptor >= 0 else None
+            self._stream.bring(descriptor)
+        except OSError as error:
+            self._owes_share = isinstance(error, BlockingIOError)
+            if descriptor >= 0:
+                self._shares.give_back()
+            _logger.debug("share=none cause=%r", error.strerror)
+        else:
+            self._owes_share, self._has_share = False, share is not None
+            self._stream.share = share
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._changed()
+
+    # ---- out -----------------------------------------------------------------------------------
+
+    def transmit(self, outgoing: Outgoing) -> bool:
+        """Send a message, or the rest of it. False: not all has left, call again with the same one.
+
+        Raises:
+            OSError: it is gone.
+        """
+        if self.is_closed:
+            raise BrokenPipeError
+        if outgoing is not self._begun:
+            self._begin(outgoing.frames)
+            self._begun = outgoing
+        if self._pieces:
+            self._copy_piece()
+        if self._pieces or not self._flush():
+            return False
+        self._begun = None
+        return True
+
+    def send_now(self, frames: Sequence[Any]) -> None:
+        """Send to a client without a session; drop the message if the client does not read."""
+        if not self.is_closed and self._begun is None and not self._stream.is_sending:
+            self._stream.put(pack_table([(len(part), INLINE) for part in frames[1:]]), frames[1:])
+            with contextlib.suppress(OSError):
+                self._flush()
+
+    def _begin(self, frames: Sequence[Any]) -> None:
+        share = self._stream.share if self._is_mapped else None
+        table, inline = [], []
+        for number, part in enumerate(frames[1:]):
+            size = len(part)
+            is_large = share is not None and number and size >= SHARED_BYTES
+            place = share.place(size) if share is not None and is_large else INLINE
+            table.append((size, place))
+            if share is None or place == INLINE:
+                inline.append(part)
+                continue
+            self._lent.append(place)
+            source = memoryview(part)
+            self._pieces += [
+                (share.own(place + at, min(PIECE_BYTES, size - at)), source[at : at + PIECE_BYTES])
+                for at in range(0, size, PIECE_BYTES)
+            ]
+        self._stream.put(pack_table(table), inline)
+
+    def _copy_piece(self) -> None:
+        """Copy a piece into the share, which must be complete before its table is sent."""
+        target, source = self._pieces.popleft()
+        np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+
+    def _flush(self) -> bool:
+        is_flushed = self._stream.flush()
+        if self._owes_share and is_flushed:
+            self._bring_share()
+        if self.wants_write != (self._owes_share or not is_flushed):
+            self._changed()
+        return is_flushed
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._pieces.clear()
+            # Both refer to this peer, which may hold much memory.
+            self.on_change, self.client = _nothing, None
+            if self._has_share:  # before the client can see that it is cut
+                self._shares.give_back()
+            self._stream.close()
+
+
+class ConnectionManager:
+    """All connections. Those of unknown clients obey the limits of ``ConnectionLimits``."""
+
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        complaints: RateLimitedLog,
+        shares: ClientSegments,
+        max_message_bytes: int,
+        *,
+        hear: Callable[[ClientConnection, Message], None],
+        gone: Callable[[Client, str], None],
+        now_ms: Callable[[], float],
+    ) -> None:
+        """
+        Args:
+            hear: takes a message; raises nothing.
+            gone: called with the client whose connection ends, and the cause.
+        """
+        self._limits = limits
+        self._complaints = complaints
+        self.shares = shares
+        self._max_message_bytes = max_message_bytes
+        self._hear, self._gone, self._now_ms = hear, gone, now_ms
+        self.all: set[ClientConnection] = set()
+        self.turns: set[ClientConnection] = set()  # those that may have something to read
+        self._selector: selectors.BaseSelector | None = None  # that they are registered with
+        self.resting: list[Listener] = []  # where nothing is accepted for now
+        self.rests_until_s = math.inf
+
+    def watch(self, selector: selectors.BaseSelector, listeners: Iterable[Listener]) -> None:
+        """Watch the listeners, and accept their connections when they can be read."""
+        self._selector = selector
+        for listener in listeners:
+            welcome = functools.partial(self._welcome, listener)
+            selector.register(listener.sock, selectors.EVENT_READ, welcome)
+
+    def unwatch(self, selector: selectors.BaseSelector, listeners: Iterable[Listener]) -> None:
+        self._selector = None
+        for listener in listeners:
+            if listener not in self.resting:
+                selector.unregister(listener.sock)
+        for peer in self.all:
+            selector.unregister(peer)
+
+    def _welcome(self, listener: Listener) -> None:
+        """Accept the connections that wait at a listener."""
+        if self._selector is None:
+            return
+        try:
+            for peer in accept(listener, self._max_message_bytes, self.shares):
+                self._selector.register(
+                    peer, selectors.EVENT_READ, functools.partial(self.turns.add, peer)
+                )
+                self.all.add(peer)
+                if not peer.is_owners:
+                    self._limits.add(peer, self._now_ms() / 1000)
+                peer.on_change = functools.partial(self._follow, peer)
+        except OSError as error:  # descriptors are short: the loop would find it readable for ever
+            _logger.warning("no connection is accepted for %s s: %s", REST_S, error)
+            self._selector.unregister(listener.sock)
+            self.resting.append(listener)
+            self.rests_until_s = self._now_ms() / 1000 + REST_S
+
+    def wake(self) -> None:
+        """Resume listeners that paused; ``rests_until_s`` says when."""
+        resting, self.resting, self.rests_until_s = self.resting, [], math.inf
+        if self._selector is not None:
+            self.watch(self._selector, resting)
+
+    def _follow(self, peer: ClientConnection) -> None:
+        """Let the selector wake the loop when the peer can send, while it has something to send."""
+        if self._selector is not None and peer in self.all:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.wants_write else 0)
+            self._selector.modify(peer, events, functools.partial(self.turns.add, peer))
+
+    def turn(self) -> None:
+        """Read the messages of each peer that wants a turn."""
+        for peer in list(self.turns):
+            self.read(peer)
+            if not peer.wants_turn:
+                self.turns.discard(peer)
+
+    def read(self, peer: ClientConnection) -> None:
+        """Read a peer's messages; close it if it sent nonsense or is gone."""
+        cause = ""
+        try:
+            for message in peer.messages():
+                if not (peer.is_owners or self._limits.took(peer, self._now_ms() / 1000)):
+                    return  # it is being hung up: its end follows
+                self._hear(peer, message)
+        except EOFError:
+            cause = "disconnected"
+        except RemoteProtocolError as error:
+            self._complaints.add(peer.principal.tenant, error)
+            cause = "nonsense"
+        if cause:
+            if peer.client is not None:
+                self._gone(peer.client, cause)
+            self.part(peer)
+
+    def part(self, peer: ClientConnection) -> None:
+        """Close a peer's connection."""
+        if peer in self.all:
+            self.all.remove(peer)
+            self.turns.discard(peer)
+            self._limits.remove(peer)
+            if self._selector is not None:
+                self._selector.unregister(peer)
+        peer.close()
+
+
+def accept(
+    listener: Listener, max_bytes: int, shares: ClientSegments
+) -> Iterator[ClientConnection]:
+    """Accept the waiting connections of a listener. At the owner's socket accept only this user:
+    its folder is closed to other users, but a process may pass them a connection.
+
+    Raises:
+        OSError: descriptors or memory are short.
+    """
+    for _ in range(BURST_PEERS):
+        try:
+            sock, _ = listener.sock.accept()
+        except OSError as error:
+            if error.errno in SHORTAGES and not isinstance(error, BlockingIOError):
+                raise  # the others wait in the backlog
+            return
+        if not listener.principal.is_owner:
+            keep_alive(sock)
+        elif not is_ours(sock):
+            sock.close()
+            continue
+        yield ClientConnection(sock, listener.principal, max_bytes, shares)
+
+
+def is_ours(sock: socket.socket) -> bool:
+    """Return True if the connected process belongs to this user or to root."""
+    facts = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(facts)[1] in (os.getuid(), 0)

@@ -1,0 +1,134 @@
+"""Outgoing messages: replies, and events for their subscribers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from ...base.errors import QueueFull
+from ...scheduler.events import Publish
+from ...wire.frames import RequestHeader
+from ..validation import Body
+from .clients import Client, Outgoing
+from .replies import reply_frames
+
+SLOW_CLIENT_MS: Final = 30_000.0  # a reply that is not read for so long: the client is dropped
+MAX_READINGS: Final = 16  # of events, by one client
+READER_BYTES: Final = 1 << 20  # of events that wait for who does not read
+SHORT_BYTES: Final = 64 << 10  # largest message that may go before long answers
+
+
+class SendQueue:
+    """Outgoing messages. Sending never blocks; unread messages wait within the byte budget."""
+
+    def __init__(
+        self, budget_bytes: int, now_ms: Callable[[], float], drop: Callable[[Client], None]
+    ) -> None:
+        """``drop``: called with a client that is over its budget, too slow or gone."""
+        self._budget_bytes = budget_bytes
+        self._now_ms = now_ms
+        self._drop = drop
+        self.backlogged: set[Client] = set()  # whose socket is full
+
+    @property
+    def wants_turn(self) -> bool:
+        """True if a message could continue without waiting for its socket."""
+        return any(one.peer.wants_turn for one in self.backlogged)
+
+    def send(self, client: Client, outgoing: Outgoing) -> None:
+        """Send or queue a message. A short one overtakes long answers that are not partly sent,
+        because a connection may serve many callers. A request's answer is its last message."""
+        if client.is_gone:
+            if outgoing.on_end is not None:
+                outgoing.on_end(False)
+            return
+        outgoing.size_bytes = sum(map(len, outgoing.frames))
+        backlog, place = client.backlog, len(client.backlog)
+        if outgoing.size_bytes <= SHORT_BYTES:
+            while place > 1 and _is_long_answer(backlog[place - 1]):
+                place -= 1
+        backlog.insert(place, outgoing)
+        client.unsent_bytes += outgoing.size_bytes
+        if not self._flush(client):
+            self._drop(client)
+        elif client.backlog:
+            now_ms = outgoing.since_ms = self._now_ms()
+            if self._is_too_slow(client, now_ms):
+                self._drop(client)
+
+    def reply(self, client: Client, request_id: str, **fields: Any) -> None:
+        """Send a message that ends no request; ``fields``: see ``reply_frames``."""
+        frames = reply_frames(request_id, client.session, **fields)
+        self.send(client, Outgoing(frames=frames))
+
+    def _is_too_slow(self, client: Client, now_ms: float) -> bool:
+        is_stuck = client.backlog and now_ms - client.backlog[0].since_ms > SLOW_CLIENT_MS
+        return bool(is_stuck) or client.unsent_bytes > self._budget_bytes
+
+    def _flush(self, client: Client) -> bool:
+        """Send in order until the client's socket is full; False: its connection is gone."""
+        while client.backlog:
+            outgoing = client.backlog[0]
+            try:
+                if not client.peer.transmit(outgoing):
+                    self.backlogged.add(client)
+                    return True
+            except OSError:
+                return False
+            client.backlog.popleft()
+            client.unsent_bytes -= outgoing.size_bytes
+            if outgoing.on_end is not None:
+                outgoing.on_end(True)
+        self.backlogged.discard(client)
+        return True
+
+    def forget(self, client: Client) -> None:
+        """Drop the messages of a client that is gone."""
+        self.backlogged.discard(client)
+        while client.backlog:
+            outgoing = client.backlog.popleft()
+            client.unsent_bytes -= outgoing.size_bytes
+            if outgoing.on_end is not None:
+                outgoing.on_end(False)
+
+    def sweep(self) -> None:
+        """Retry messages that the socket refused."""
+        for client in list(self.backlogged):
+            if not self._flush(client) or self._is_too_slow(client, self._now_ms()):
+                self._drop(client)
+
+
+def _is_long_answer(outgoing: Outgoing) -> bool:
+    return outgoing.on_end is not None and outgoing.size_bytes > SHORT_BYTES
+
+
+class EventSubscribers:
+    """Subscribers of events: each event is a reply that is not final."""
+
+    def __init__(self, outbox: SendQueue) -> None:
+        self._outbox = outbox
+        self.clients: set[Client] = set()
+
+    def add(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+        """Handle the verb ``events``.
+
+        Raises:
+            QueueFull: the client subscribes too often.
+        """
+        body = Body("events", header.body)
+        topics = body.texts("topics")
+        body.done()
+        if len(client.readings) >= MAX_READINGS:
+            raise QueueFull(f"this client reads events {MAX_READINGS} times already")
+        client.readings[header.id] = topics or ("",)
+        self.clients.add(client)
+        self._outbox.reply(client, header.id, more=True)  # they begin
+
+    def tell(self, published: Publish) -> None:
+        """Send an event to each of its subscribers; a client that does not read misses some."""
+        for reader in list(self.clients):
+            for request_id, topics in list(reader.readings.items()):
+                is_wanted = published.topic.startswith(topics) and reader.principal.may_operate
+                if is_wanted and reader.unsent_bytes <= READER_BYTES:
+                    body = {"topic": published.topic, **published.body}
+                    self._outbox.reply(reader, request_id, body=body, more=True)

@@ -1,0 +1,134 @@
+"""Callers over HTTP or gRPC and their roles (docs/adr/0021-roles.md).
+
+The gateway itself connects to the owner's socket, which permits everything, so roles are enforced
+here: the address's roles for everyone, and those that a bearer token adds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Final
+
+from ..base.errors import PermissionDenied
+from ..base.roles import ANYONE, MODEL_FACTS, OWNER, Principal, Role, in_order
+from ..frontend.verbs import VERBS
+from .http_errors import Unauthenticated, WrongHost
+
+SCHEME: Final = "bearer "
+NO_TOKEN: Final = ("", "Bearer EMPTY")  # clients of OpenAI's always show one: this is none
+
+
+class Authenticator:
+    """The tokens that are known, and what everyone may do without one."""
+
+    PROBE: ClassVar[Principal] = Principal(tenant=ANYONE)  # what looks whether we live has no token
+
+    def __init__(
+        self,
+        *,
+        roles: Iterable[Role],
+        tokens: Mapping[str, Principal],
+        needs_token: bool,
+        hosts: frozenset[str] | None,
+        origins: frozenset[str] = frozenset(),
+        owner_token: str = "",
+    ) -> None:
+        """
+        Args:
+            roles: of every caller.
+            tokens: by token.
+            needs_token: whether one without any is turned away.
+            hosts: names under which this address may be asked; None: any.
+            origins: other sites whose pages may ask.
+            owner_token: of the server's owner, beside ``tokens``.
+        """
+        self._roles = frozenset(roles)
+        self._needs_token = needs_token
+        self._hosts = hosts
+        self.origins = origins
+        self._owner = {owner_token: OWNER} if owner_token else {}
+        self.learn(tokens)
+
+    def learn(self, tokens: Mapping[str, Principal]) -> None:
+        """Replace all tokens but the owner's."""
+        # Digests: comparing them tells nothing of a token, not even its length.
+        self._tokens = {
+            _digest(token): principal for token, principal in {**tokens, **self._owner}.items()
+        }
+
+    def principal(self, authorization: str) -> Principal:
+        """Return the standing for an ``Authorization`` header; empty: an anonymous caller.
+
+        Raises:
+            Unauthenticated: a token is required, or this one is unknown.
+        """
+        if authorization in NO_TOKEN:
+            if self._needs_token:
+                raise Unauthenticated(
+                    "this address asks for a token", hint="Authorization: Bearer TOKEN"
+                )
+            return Principal(tenant=ANYONE, roles=self._roles)
+        found = None
+        if authorization[: len(SCHEME)].lower() == SCHEME:
+            given = _digest(authorization[len(SCHEME) :].strip())
+            for digest, principal in self._tokens.items():  # all of them: the time tells nothing
+                if hmac.compare_digest(digest, given):
+                    found = principal
+        if found is None:
+            raise Unauthenticated(
+                "this token is not known here",
+                hint="the file of [gateway] tokens lists them"
+                if self._needs_token
+                else "this address needs none: give EMPTY as the key; the file of [gateway] tokens "
+                "lists those that are known",
+            )
+        return Principal(tenant=found.tenant, roles=found.roles | self._roles)
+
+    def check_host(self, host: str) -> None:
+        """Refuse a foreign ``Host``: a page of another site can send requests, but not forge it.
+
+        Raises:
+            WrongHost: the ``Host`` is another one.
+        """
+        name = re.sub(":[0-9]+$", "", host.lower())
+        if self._hosts is not None and name not in self._hosts:
+            raise WrongHost(
+                f"this is not {host[:80]!r}", hint=f"ask for {', '.join(sorted(self._hosts))}"
+            )
+
+
+def require(principal: Principal, verb: str) -> None:
+    """Raises PermissionDenied: the caller lacks the role that a verb of the wire needs."""
+    if (role := VERBS[verb].role) not in principal.roles:
+        require_role(principal, role, verb)
+
+
+def require_role(principal: Principal, role: Role, what: str) -> None:
+    """Raises PermissionDenied: the caller lacks the role that ``what`` needs."""
+    if role in principal.roles:
+        return
+    wanted = ",".join(in_order({*principal.roles, role}))
+    who = (
+        "a caller without a token" if principal.tenant == ANYONE else f'token "{principal.tenant}"'
+    )
+    raise PermissionDenied(
+        f'{what} needs the role "{role}", and {who} has '
+        f"{', '.join(in_order(principal.roles)) or 'none'}",
+        hint=f"a line of the file of [gateway] tokens: NAME TOKEN {wanted}",
+        role=role.value,
+        client=principal.tenant,
+    )
+
+
+def told(row: Mapping[str, Any], principal: Principal) -> dict[str, Any]:
+    """Return a model's row, without the fields that only operators see."""
+    if principal.may_operate:
+        return dict(row)
+    return {key: value for key, value in row.items() if key in MODEL_FACTS}
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()

@@ -1,0 +1,148 @@
+"""The server's events for callers who read them as they come (server-sent events).
+
+Events are numbered here and kept in one ring that all readers share, so a reader who does not read
+costs nothing: it has a place in the ring, and is told how many it missed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ...base.codec import encode_json
+from ...base.errors import QueueFull
+
+KEPT: Final = 2000  # events: a minute of training and a request each 50 ms
+MAX_BATCH: Final = 100  # events of one piece
+KEEP_ALIVE_S: Final = 15.0  # proxies close what is silent for a minute
+MAX_READERS: Final = 256
+MAX_READERS_PER_ADDRESS: Final = 32
+CONTENT_TYPE: Final = "text/event-stream"
+
+
+class EventLog:
+    """The ring. Owned by the gateway's loop."""
+
+    def __init__(self) -> None:
+        self._name = secrets.token_hex(4)  # of this life: its numbers mean nothing in another
+        self._events: deque[tuple[str, bytes]] = deque(maxlen=KEPT)  # topic and whole record
+        self._next = 1  # the number of the next event
+        self._news = asyncio.Event()
+        self._readers: Counter[str] = Counter()
+
+    def add(self, topic: str, body: dict[str, Any]) -> None:
+        """Add an event for all readers."""
+        data = encode_json({"topic": topic, **body})
+        self._events.append((topic, b"id: %s-%d\ndata: %s\n\n" % (self._id, self._next, data)))
+        self._next += 1
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    @property
+    def _id(self) -> bytes:
+        return self._name.encode()
+
+    def read(self, peer: str, topics: Sequence[str] = (), last_id: str = "") -> Reader:
+        """Return a reader from now on, or behind ``last_id``, a reader's ``Last-Event-ID``.
+
+        Args:
+            peer: its address.
+            topics: prefixes; none: all.
+
+        Raises:
+            QueueFull: too many read, from this address or together.
+        """
+        self.enter(peer)
+        name, _, number = last_id.partition("-")
+        is_known = name == self._name and number.isdigit() and len(number) < 20
+        next_number = min(int(number) + 1, self._next) if is_known else self._next
+        return Reader(
+            self, peer, tuple(topics), next_number, has_gap=bool(last_id) and not is_known
+        )
+
+    def enter(self, peer: str) -> None:
+        """Count one more stream of this address.
+
+        Raises:
+            QueueFull: it has too many, or all have together.
+        """
+        if self._readers.total() >= MAX_READERS or self._readers[peer] >= MAX_READERS_PER_ADDRESS:
+            raise QueueFull("too many streams are open", hint="close one: each page holds one")
+        self._readers[peer] += 1
+
+    def leave(self, peer: str) -> None:
+        self._readers[peer] -= 1
+        if not self._readers[peer]:
+            del self._readers[peer]
+
+    @property
+    def first(self) -> int:
+        """The number of the oldest event that is kept."""
+        return self._next - len(self._events)
+
+    def records(self, number: int) -> list[tuple[str, bytes]]:
+        """Return a batch of events from this number on, which must still be kept."""
+        start = number - self.first
+        return [self._events[at] for at in range(start, min(start + MAX_BATCH, len(self._events)))]
+
+    async def wait(self, number: int, timeout_s: float) -> bool:
+        """Wait for the event of that number; return False after the timeout."""
+        return number < self._next or await self.news(timeout_s)
+
+    async def news(self, timeout_s: float) -> bool:
+        """Wait for one more event; return False after the timeout."""
+        try:
+            await asyncio.wait_for(self._news.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+
+class Reader:
+    """One caller's place in the feed; an ``http.Stream``."""
+
+    def __init__(
+        self, feed: EventLog, peer: str, topics: tuple[str, ...], number: int, *, has_gap: bool
+    ) -> None:
+        self._feed = feed
+        self._peer = peer
+        self._topics = topics
+        self._number = number  # of the next event to read
+        self._has_gap = has_gap  # it read of another life: what came between is not known
+        self._has_begun = False
+
+    async def next(self) -> bytes:
+        """1. A greeting; 2. what was missed, as a number; 3. events; 4. a sign of life."""
+        if not self._has_begun:
+            self._has_begun = True
+            gap = _dropped(None) if self._has_gap else b""
+            return b"retry: 1000\n\n" + _named("hello", now_ms=time.monotonic() * 1000.0) + gap
+        missed = max(0, self._feed.first - self._number)
+        self._number += missed
+        pieces = [_dropped(missed)] if missed else []
+        if not pieces and not await self._feed.wait(self._number, KEEP_ALIVE_S):
+            return b": still here\n\n"
+        records = self._feed.records(self._number)
+        self._number += len(records)
+        pieces += [
+            record
+            for topic, record in records
+            if not self._topics or topic.startswith(self._topics)
+        ]
+        return b"".join(pieces) or b":\n\n"
+
+    def close(self) -> None:
+        self._feed.leave(self._peer)
+
+
+def _named(name: str, **fields: Any) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), encode_json(fields))
+
+
+def _dropped(count: int | None) -> bytes:
+    """Told instead of events that are gone; None: how many is not known."""
+    return _named("dropped", count=count)

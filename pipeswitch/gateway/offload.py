@@ -1,0 +1,128 @@
+"""Shared resources of callers: memory, and one worker thread. Each address has a share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Final, Generic, TypeVar
+
+from ..base.quotas import FairQuota
+
+R = TypeVar("R")
+T = TypeVar("T")
+CROWD: Final = 8  # above this number of connections or calls, an address's requests take turns
+PASS_REQUESTS: Final = 4  # requests of such an address per pass of the loop
+MAX_PASSES: Final = 64  # urgent things that go before another one that waits
+
+
+class Shared:
+    """Resources that callers of all protocols share."""
+
+    def __init__(self, waiting_bytes: int, answer_bytes: int) -> None:
+        self.aside = OffloadThread()
+        self.passes = Passes()
+        self.waiting = FairQuota(
+            waiting_bytes, "bytes of requests without an answer"
+        )  # that are whole
+        self.answers = FairQuota(answer_bytes, "bytes of answers that are not read")
+
+
+class OffloadThread:
+    """One thread for long work. Each address has one item there at a time, so addresses take turns
+    regardless of their number of items."""
+
+    def __init__(self) -> None:
+        self._thread = started_pool(1, "pipeswitch-aside")
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._waiting: Counter[str] = Counter()
+
+    async def run(self, address: str, function: Callable[..., R], *args: object) -> R:
+        """Return the function's result, or raise its error."""
+        turn = self._turns.setdefault(address, asyncio.Lock())
+        self._waiting[address] += 1
+        try:
+            async with turn:
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._thread, function, *args)
+        finally:
+            self._waiting[address] -= 1
+            if not self._waiting[address]:
+                del self._waiting[address], self._turns[address]
+
+
+def started_pool(count: int, name: str) -> ThreadPoolExecutor:
+    """Return a pool whose threads are all running.
+
+    A pool that cannot start a thread raises, but keeps the work item and runs it much later, when
+    the target memory belongs to another request.
+    """
+    pool, barrier = ThreadPoolExecutor(count, name), Barrier(count)
+    for _ in range(count):
+        pool.submit(barrier.wait)
+    return pool
+
+
+class Turns(Generic[T]):
+    """Queue for one resource in which callers take turns. Pure.
+
+    Urgent items go first; after ``MAX_PASSES`` of them one other item goes too.
+    """
+
+    def __init__(self) -> None:
+        self._lines: tuple[dict[str, deque[T]], dict[str, deque[T]]] = {}, {}  # urgent, others
+        self._passes = 0
+
+    def put(self, caller: str, one: T, *, is_urgent: bool = False) -> None:
+        self._lines[not is_urgent].setdefault(caller, deque()).append(one)
+
+    def take(self) -> T | None:
+        """Return the next item, of the caller whose last turn is longest ago; None if empty."""
+        urgent, others = self._lines
+        is_urgent = bool(urgent) and (not others or self._passes < MAX_PASSES)
+        self._passes = self._passes + 1 if is_urgent and others else 0
+        lines = urgent if is_urgent else others
+        if not lines:
+            return None
+        caller = next(iter(lines))
+        line = lines.pop(caller)
+        one = line.popleft()
+        if line:
+            lines[caller] = line
+        return one
+
+    def clear(self) -> list[T]:
+        """Remove and return all waiting items."""
+        found = [one for lines in self._lines for line in lines.values() for one in line]
+        self._lines = {}, {}
+        return found
+
+
+class Passes:
+    """Turns of crowded addresses. In each pass of the loop, only a few requests of such an address
+    begin, so its other requests do not delay other addresses."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, Turns[asyncio.Future[None]]] = {}  # by address
+
+    async def turn(self, address: str, caller: str = "") -> None:
+        """Wait until a request may begin; the callers of an address take turns."""
+        loop = asyncio.get_running_loop()
+        if (line := self._lines.get(address)) is None:
+            line = self._lines[address] = Turns()
+            loop.call_soon(self._begin_some, address)
+        line.put(caller, request := loop.create_future())
+        await request
+
+    def _begin_some(self, address: str) -> None:
+        line, begun = self._lines[address], 0
+        while begun < PASS_REQUESTS:
+            if (request := line.take()) is None:
+                del self._lines[address]
+                return
+            if not request.done():  # else its peer has hung up
+                request.set_result(None)
+                begun += 1
+        asyncio.get_running_loop().call_soon(self._begin_some, address)

@@ -1,0 +1,310 @@
+"""The process of one model's texts: it renders its chat template, encodes, and decodes.
+
+Whoever registered the model wrote both, and a template or an expression of a tokenizer can be made
+to take for ever. So they run here, confined as workers are (ADR 52); who asks bounds the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import json
+import os
+import signal
+from array import array
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, BinaryIO, Final
+
+import msgspec
+
+from ...base.codec import encode_msgpack
+from ...base.errors import InvalidInput
+from ...programs.decoding.model_config import (
+    LONGEST,
+    TOO_LONG,
+    LanguageModelConfig,
+    Token,
+    Tokenizer,
+    ending_of,
+    fitted,
+    tokenizer_of,
+)
+from ...programs.decoding.output import OutputProcessor, StopCriteria
+from ...programs.decoding.sampling import Sampling
+from ...sandbox.confine import confine_worker, missing
+from ..decoding import check_memory
+
+MEMORY_BYTES: Final = 1 << 30  # beside what it imports; the largest tokenizer known takes 400 MB
+CHARS_PER_TOKEN: Final = 64  # of a prompt, at most: a longer one is not even cut into tokens
+USUAL_CHARS: Final = 4  # of a usual token; of a longer prompt the beginning is tried first
+SURE: Final = 2  # contexts that such a beginning fills: all of it would not fit either
+GROWTH: Final = 4  # growth of that beginning from try to try
+NICENESS: Final = 10  # lower priority than workers: they get nine times the processor time
+MAX_MESSAGES: Final = 1024
+MAX_REST_BYTES: Final = 256 << 10  # of a chat beside its texts; decoded it is 24 times as much
+LENGTH_BYTES: Final = 4
+PR_SET_PDEATHSIG: Final = 1
+NO_TEXT: Final = msgspec.Raw(b"null")
+
+
+class AnswerMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Message to the text process about one answer."""
+
+    answer: int
+
+
+class StartGeneration(AnswerMessage, frozen=True, kw_only=True, tag=True):
+    """A new one."""
+
+    prompt: str | list[int] = ""
+    messages: bytes | None = None  # JSON, instead: the template makes the prompt of them
+    sampling: Sampling
+    ending: StopCriteria
+    # For an answer that another process began: the tokens so far, and how many of them have text.
+    so_far: list[int] = []
+    told: int = 0
+    names: list[int] = []  # as of ``TokensGenerated``
+
+
+class TokensGenerated(AnswerMessage, frozen=True, kw_only=True, tag=True):
+    """The tokens of a reply."""
+
+    tokens: list[int]
+    names: list[int] = []  # tokens to return the text of, each alone
+
+
+class Abort(AnswerMessage, frozen=True, kw_only=True, tag=True):
+    """Message that no more of the answer is wanted; the only message without a reply."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Reply that the process is ready, to the message with the model's facts."""
+
+
+class DecodedText(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Reply: the tokens with their text."""
+
+    prompt_count: int
+    tokens: list[Token] = []
+    reason: str | None = None  # why the answer is over
+    prompt: bytes = b""  # ids of a new answer's prompt, int32
+    names: list[str] = []
+
+
+class InvalidPrompt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Back: it cannot be; as InvalidInput says it."""
+
+    message: str
+    hint: str = ""
+    param: str = ""
+    code: str = ""
+
+
+TokenizerRequest = StartGeneration | TokensGenerated | Abort
+
+
+class TokenizerWorker:
+    """One model's answers."""
+
+    def __init__(self, facts: LanguageModelConfig) -> None:
+        self._facts = facts
+        self._answers: dict[int, tuple[OutputProcessor, int]] = {}
+
+    def handle(self, asked: TokenizerRequest) -> DecodedText | InvalidPrompt | None:
+        if isinstance(asked, Abort):
+            self._answers.pop(asked.answer, None)
+            return None
+        try:
+            return self._step(asked)
+        except InvalidInput as error:
+            named = {key: error.data.get(key) or "" for key in ("param", "code")}
+            return InvalidPrompt(message=error.message, hint=error.hint, **named)
+        except Exception as error:  # a template's own refusal of a role too, and MemoryError
+            is_new = isinstance(asked, StartGeneration) and not asked.so_far
+            if isinstance(error, MemoryError) and not is_new:
+                raise  # a begun answer needs little memory: another process continues it
+            return InvalidPrompt(message=f"the model's chat template or tokenizer: {error!r:.300}")
+
+    def _step(self, asked: StartGeneration | TokensGenerated) -> DecodedText:
+        prompt, told = b"", 0
+        if isinstance(asked, StartGeneration):
+            ids = self._ids(asked)
+            decode = self._tokenizer[1] if self._facts.tokenizer else None
+            ending = ending_of(self._facts, ids, asked.ending)
+            fitted(asked.sampling, self._facts, len(ids), ending)
+            new = OutputProcessor(ending, decode, ids)
+            self._answers[asked.answer] = new, len(ids)
+            prompt, told = array("i", ids).tobytes(), asked.told
+        answer, prompt_count = self._answers[asked.answer]
+        came = asked.so_far if isinstance(asked, StartGeneration) else asked.tokens
+        tokens = [Token(one, answer.push(one)) for one in came if answer.reason is None]
+        names, ours = [self._name(one) for one in asked.names], tokens[told:]
+        counts: Any = {"prompt_count": prompt_count, "prompt": prompt}
+        return DecodedText(tokens=ours, reason=answer.reason, names=names, **counts)
+
+    def _name(self, token: int) -> str:
+        return self._tokenizer[1].name(token) if self._facts.tokenizer else f"token_id:{token}"
+
+    def _ids(self, asked: StartGeneration) -> list[int]:
+        if isinstance(asked.prompt, list):
+            return asked.prompt
+        encode, _ = self._tokenizer
+        text = asked.prompt if asked.messages is None else self._rendered(parsed(asked.messages))
+        context = self._facts.context
+        check_length(text, context)
+        with_special = asked.messages is None  # a template writes its own
+        size = USUAL_CHARS * context
+        while size < len(text):
+            if len(encode(text[:size], with_special=with_special)) > SURE * context:
+                raise _too_long(f"{len(text)} characters", context)
+            size *= GROWTH
+        return encode(text, with_special=with_special)
+
+    def _rendered(self, messages: Sequence[dict[str, Any]]) -> str:
+        if not self._facts.chat_template:
+            raise InvalidInput("the model has no chat template", hint="ask /v1/completions")
+        return self._template(
+            messages=messages,
+            add_generation_prompt=True,
+            tools=None,
+            documents=None,
+            **self._facts.special,
+        )
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return tokenizer_of(self._facts)
+
+    @cached_property
+    def _template(self) -> Callable[..., str]:
+        return compiled(self._facts.chat_template)
+
+
+def check_length(prompt: str | list[int], context: int) -> None:
+    """Raise InvalidInput if the prompt is too long for any tokenizer to make it fit."""
+    is_text = isinstance(prompt, str)
+    if len(prompt) > (CHARS_PER_TOKEN * context if is_text else context - 1):
+        raise _too_long(f"{len(prompt)} {'characters' if is_text else 'tokens'}", context)
+
+
+def _too_long(what: str, context: int) -> InvalidInput:
+    return InvalidInput(
+        f"a prompt of {what} does not fit: {LONGEST.format(context)}",
+        code=TOO_LONG,
+    )
+
+
+def parsed(messages: bytes) -> list[dict[str, Any]]:
+    """Return a chat's messages in the form that templates take: each content is one text.
+
+    Raises:
+        InvalidInput: they are not a list of messages, or a content is not text.
+    """
+    try:
+        check_memory(len(messages))
+        chat = msgspec.json.decode(messages, type=list[dict[str, msgspec.Raw]])
+        if not 0 < len(chat) <= MAX_MESSAGES:
+            raise InvalidInput(
+                f"{len(chat)} messages; a chat has 1 to {MAX_MESSAGES}", param="messages"
+            )
+        texts = [one.pop("content", NO_TEXT) for one in chat]
+        if (rest := sum(len(raw) for one in chat for raw in one.values())) > MAX_REST_BYTES:
+            raise InvalidInput(
+                f"{rest} bytes besides the messages' texts; the limit is {MAX_REST_BYTES}",
+                param="messages",
+            )
+        return [
+            {**{name: msgspec.json.decode(raw) for name, raw in one.items()}, "content": _text(raw)}
+            for one, raw in zip(chat, texts, strict=True)
+        ]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidInput(f"the messages are not valid: {error}", param="messages") from None
+
+
+class ContentPart(msgspec.Struct, frozen=True, gc=False):
+    """Part of a message's content."""
+
+    text: str
+
+
+def _text(content: msgspec.Raw) -> str:
+    try:
+        found = msgspec.json.decode(content, type=str | list[ContentPart] | None) or ""
+    except msgspec.ValidationError:
+        raise InvalidInput("a message's content is text", param="messages") from None
+    return found if isinstance(found, str) else "".join(one.text for one in found)
+
+
+def compiled(template: str) -> Callable[..., str]:
+    """Return the template's render function, with the names that transformers provides."""
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Marked(Extension):
+        """Extension for the tag around the model's own text; only training needs it: ignored."""
+
+        def __init__(self, environment: Any) -> None:
+            super().__init__(environment)
+            self.tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Marked, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda how: datetime.datetime.now().strftime(how)
+    return environment.from_string(template).render
+
+
+def framed(data: bytes) -> bytes:
+    return len(data).to_bytes(LENGTH_BYTES, "big") + data
+
+
+def _frame(source: BinaryIO) -> bytes:
+    """Empty: who asked is gone."""
+    head = source.read(LENGTH_BYTES)
+    return source.read(int.from_bytes(head, "big")) if len(head) == LENGTH_BYTES else b""
+
+
+def main() -> None:
+    """Entry. Descriptor 0 is the socket to the gateway; what is read later is imported before."""
+    os.nice(NICENESS)
+    from jinja2.exceptions import TemplateError
+
+    with contextlib.suppress(TemplateError):
+        compiled("{{ messages | tojson | trim }}{{ strftime_now('%Y') }}{{ raise_exception('') }}")(
+            messages=[]
+        )
+    with contextlib.suppress(ImportError):  # said to who brings a text
+        import tokenizers  # noqa: F401
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    source, sink = os.fdopen(0, "rb", closefd=False), os.fdopen(0, "wb", closefd=False)
+    if "seccomp" not in missing():
+        confine_worker(MEMORY_BYTES)
+    texts = TokenizerWorker(msgspec.msgpack.decode(_frame(source), type=LanguageModelConfig))
+    decoder: msgspec.msgpack.Decoder[TokenizerRequest] = msgspec.msgpack.Decoder(TokenizerRequest)
+    reply: Hello | DecodedText | InvalidPrompt | None = Hello()
+    while True:
+        if reply is not None:
+            sink.write(framed(encode_msgpack(reply)))
+            sink.flush()
+        if not (data := _frame(source)):
+            return
+        reply = texts.handle(decoder.decode(data))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Check whether a program's requests can be batched, and how that changes their answers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+
+from ...base.errors import RegistrationRefused
+from ...devices.cpu.packed import KERNELS
+from ..graphs.bundle import read_bundle
+from ..graphs.manifest_check import check_joinable
+from ..interface.dims import BATCH, at_batch, largest, shape_at
+from ..interface.layout import MAX_JOINED_BYTES, Batching, Manifest, ValueSpec
+from ..interface.packing import HALF
+from ..running.executor import GraphProgram
+from ..running.padding import cut, padded
+from ..running.views import tensor_over
+from ..spec import weights_file
+from .checking import ROUNDING, is_rounded, same_bits, workers_default_dtype
+from .verify import Plain, acceptable_inputs, load_image
+
+MAX_COMPARED: Final = 16  # rows of a joined run with the same rows alone
+BATCHES: Final = (2, 3, 5, 8, 13)  # at which rows are compared with the rows alone
+
+
+def with_batching(manifest: Manifest, limit: int, delay_ms: float, folder: Path) -> Manifest:
+    """The manifest of a program whose requests are joined, up to a batch of ``limit``.
+
+    Rows of a joined run are compared with the rows alone, at the limit and at two requests; of one
+    that pads, requests of unequal extents.
+
+    Raises:
+        RegistrationRefused: its batch is fixed, not the first dimension, or outside of the limit;
+            or what a request is answered depends on those beside it by more than rounding.
+    """
+    check_joinable(manifest, limit)
+    path = folder / weights_file(manifest)
+    image = load_image(path, manifest)
+    is_derived = manifest.precision is not None
+    graph = read_bundle(path, is_derived=is_derived).graph
+    program = GraphProgram(manifest, graph, "cpu", KERNELS if is_derived else None)
+    bound = program.bind(lambda tensor: tensor_over(image.untyped_storage(), tensor, 0))
+
+    def compute(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        with torch.no_grad(), workers_default_dtype():
+            return [value.clone() for value in bound.run(inputs, lambda index: None)]
+
+    low = manifest.batch[0]
+    rows = limit // low * low
+    is_half = manifest.precision is not None and manifest.precision.name in HALF
+    most = ROUNDING[torch.bfloat16] if is_half else 0.0
+    is_exact = _are_exact(manifest, {2 * low, rows}, compute, most)
+    batching = Batching(limit=limit, delay_ms=delay_ms, is_exact=is_exact)
+    at_most = largest(manifest.dims) | {BATCH: limit}
+    batched_bytes = sum(value.size_bytes(at_most) for value in manifest.inputs)
+    taken_bytes = manifest.extra.get("intermediate_bytes", 0) + (
+        min(batched_bytes, MAX_JOINED_BYTES) if manifest.pads else batched_bytes
+    )
+    digest = hashlib.sha256(manifest.digest.encode() + msgspec.json.encode(batching))
+    return msgspec.structs.replace(
+        manifest,
+        batching=batching,
+        digest=digest.hexdigest(),
+        extra={**manifest.extra, "intermediate_bytes": taken_bytes},
+    )
+
+
+def is_batch_invariant(manifest: Manifest, compute: Plain, limit: int) -> bool | None:
+    """Return whether each row of a batch has the bits of the row alone; None if it has no rows.
+
+    ``limit``: of joined requests; 0: each runs alone, in batches of its own.
+    """
+    low, high = manifest.batch
+    limit = min(limit or high, MAX_COMPARED * low)
+    try:
+        check_joinable(manifest, limit)
+    except RegistrationRefused:
+        return None
+    sizes = {size * low for size in (*BATCHES, limit // low) if 1 < size <= limit // low}
+    return _are_exact(manifest, sizes, compute, float("inf"))
+
+
+def _are_exact(manifest: Manifest, sizes: Iterable[int], compute: Plain, most: float) -> bool:
+    """Return whether rows of runs of these sizes are those of runs alone, bit for bit.
+
+    ``most``: the rounding that is accepted, relative to the largest; less than that of the dtype
+    counts as that.
+    """
+    low, sizes = manifest.batch[0], sorted(sizes)
+    if manifest.pads:
+        found = [_is_exact_padded(manifest, low, size, compute, most) for size in sizes]
+    else:
+        inputs = acceptable_inputs(manifest.inputs, at_batch(manifest.dims, sizes[-1]), compute)
+        found = [_is_exact(manifest, inputs, low, size, compute, most) for size in sizes]
+    return all(found)
+
+
+def _is_exact(
+    manifest: Manifest,
+    inputs: Sequence[torch.Tensor],
+    low: int,
+    size: int,
+    compute: Plain,
+    most: float,
+) -> bool:
+    """Return True if rows of a run of ``size`` equal those of runs of ``low`` bit for bit."""
+    together = compute([value[:size].contiguous() for value in inputs])
+    is_exact = True
+    step = -(-size // low // MAX_COMPARED) * low
+    for start in range(0, size, step):
+        alone = compute([value[start : start + low].contiguous() for value in inputs])
+        for spec, batched, own in zip(manifest.outputs, together, alone, strict=True):
+            rows = batched[start : start + low]
+            if not same_bits(rows.contiguous(), own.contiguous()):
+                is_exact = False
+                _check_rounding(spec, rows, own, most)
+    return is_exact
+
+
+def _is_exact_padded(manifest: Manifest, low: int, size: int, compute: Plain, most: float) -> bool:
+    """Return True like ``_is_exact``, for requests of varied extents from the low ends up."""
+    requests, extents = [], []
+    for number in range(size // low):
+        values = {
+            d.name: d.low + number * (2 * k + 1) % min(9, d.high - d.low + 1)
+            for k, d in enumerate(manifest.dims)
+        }
+        values[BATCH] = low
+        inputs = acceptable_inputs(manifest.inputs, values, lambda inputs: [])
+        for dim, counted in manifest.pads.items():
+            index = [value.name for value in manifest.inputs].index(counted)
+            inputs[index] = torch.full_like(inputs[index], values[dim])
+        requests.append(inputs)
+        extents.append(values)
+    together = compute([padded(column) for column in zip(*requests, strict=True)])
+    is_exact = True
+    for number, (inputs, values) in enumerate(zip(requests, extents, strict=True)):
+        for spec, batched, own in zip(manifest.outputs, together, compute(inputs), strict=True):
+            rows = cut(batched[number * low :][:low], shape_at(spec.shape, values))
+            if not same_bits(rows.contiguous(), own.contiguous()):
+                is_exact = False
+                _check_rounding(spec, rows, own, most)
+    return is_exact
+
+
+def _check_rounding(spec: ValueSpec, rows: torch.Tensor, own: torch.Tensor, most: float) -> None:
+    if is_rounded(rows, own, most):
+        return
+    raise RegistrationRefused(
+        f"output {spec.name!r}",
+        "requests cannot be joined: the answer of one depends on the others of its batch",
+        hint="leave --batch out",
+    )

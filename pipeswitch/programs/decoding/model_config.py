@@ -1,0 +1,133 @@
+"""Facts about a language model that a server sends, and how its answers end. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from ...base.errors import InvalidInput
+from .generation import tokenizer_json
+from .output import StopCriteria
+from .sampling import Options, Sampling
+
+TOO_LONG: Final = "context_length_exceeded"  # OpenAI's word, by which clients shorten a chat
+LONGEST: Final = "this model's maximum context length is {} tokens"  # others read OpenAI's text
+
+
+class LanguageModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about a language model that the server sends to clients."""
+
+    version: int  # of the model
+    digest: str  # of its program
+    vocabulary: int
+    context: int  # tokens of prompt and answer together
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    chat_template: str = ""
+    special: dict[str, str] = {}  # tokens that the template names
+    pooling: str = ""  # as of ``Generation``
+    tokenizer: bytes = b""  # compressed; empty: it has none, or it was not asked for
+    has_tokenizer: bool = True
+    sampling: dict[str, int | float] = {}  # what its author has where a request does not say
+
+
+class Token(NamedTuple):
+    """One token of an answer."""
+
+    id: int
+    text: str  # that may be shown now; empty where a character or a stop string is not whole
+    logprob: float | None = None  # with ``logprobs``: its log probability
+    top: Sequence[tuple[int, float]] = ()  # the likeliest tokens in its place, with their own
+
+
+def ending_of(
+    facts: LanguageModelConfig, prompt: Sequence[int], ending: StopCriteria
+) -> StopCriteria:
+    """Return when the answer to a prompt ends: as asked, at the model's own end tokens, or where
+    its context ends.
+
+    Raises:
+        InvalidInput: a token is none of the vocabulary, the prompt is empty or leaves no room, or a
+            setting is out of its range.
+    """
+    ending.check()
+    count = len(prompt)
+    if not 0 < count < facts.context:
+        words = f"a prompt of {count} tokens: the model takes 1 to {facts.context - 1}"
+        if not count:
+            raise InvalidInput(words)
+        raise InvalidInput(f"{words}; {LONGEST.format(facts.context)}", code=TOO_LONG)
+    if odd := [one for one in prompt if type(one) is not int or not 0 <= one < facts.vocabulary]:
+        raise InvalidInput(f"{odd[0]!r:.40} is no token from 0 to {facts.vocabulary - 1}")
+    most = min(ending.max_new_tokens, facts.context - count)
+    ends = ending.eos_ids if ending.ignore_eos else (*facts.eos_ids, *ending.eos_ids)
+    return msgspec.structs.replace(ending, max_new_tokens=most, eos_ids=ends)
+
+
+def fitted(
+    sampling: Sampling, facts: LanguageModelConfig, prompt_count: int, ending: StopCriteria
+) -> Sampling:
+    """Return the sampling of an answer, whose end tokens cannot come too early.
+
+    Raises:
+        InvalidInput: it names tokens that the model does not have, or is out of its range.
+    """
+    sampling.check()
+    options = sampling.options
+    if ending.min_new_tokens:
+        until = prompt_count + ending.min_new_tokens
+        options = msgspec.structs.replace(options or Options(), held=ending.eos_ids, until=until)
+    if options is None:
+        return sampling
+    options.check(facts.vocabulary)
+    return msgspec.structs.replace(sampling, options=options)
+
+
+def seen_of(ids: Sequence[int], prompt_count: int) -> dict[int, int]:
+    """Return how often each token of prompt and answer came in the answer."""
+    return {**dict.fromkeys(ids[:prompt_count], 0), **Counter(ids[prompt_count:])}
+
+
+Tokenizer = tuple[Callable[..., list[int]], "Decoding"]
+"""What makes ids of a text, and a text of ids."""
+
+
+def tokenizer_of(facts: LanguageModelConfig) -> Tokenizer:
+    """Return the model's own tokenizer, made by the library ``tokenizers``.
+
+    Raises:
+        InvalidInput: it has none; the library is not installed.
+    """
+    if not facts.tokenizer:
+        raise InvalidInput("the model has no tokenizer", hint="give the prompt as token ids")
+    try:
+        import tokenizers
+    except ImportError:
+        raise InvalidInput(
+            "a text needs the library tokenizers", hint="pip install 'pipeswitch[text]'"
+        ) from None
+    made = tokenizers.Tokenizer.from_str(tokenizer_json(facts.tokenizer))
+
+    def encode(prompt: str, *, with_special: bool = True) -> list[int]:
+        return [int(one) for one in made.encode(prompt, add_special_tokens=with_special).ids]
+
+    return encode, Decoding(made)
+
+
+class Decoding:
+    """A tokenizer's ``decode``, and the ids of its special tokens, which have no text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._decode = tokenizer.decode
+        known = tokenizer.get_added_tokens_decoder().items()
+        self.specials = {one.content: id for id, one in known if one.special}
+
+    def __call__(self, ids: Sequence[int]) -> str:
+        return str(self._decode(list(ids), skip_special_tokens=True))
+
+    def name(self, id: int) -> str:
+        """Return the text of one token; here a special token has one."""
+        return str(self._decode([id], skip_special_tokens=False))

@@ -1,0 +1,148 @@
+"""Conversion of tokens to a text that is shown as it arrives, and its end. Pure, no clock.
+
+A text once shown is never taken back: a character is shown when all its bytes are there, and what
+could be the beginning of a stop string waits until it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, Literal
+
+import msgspec
+
+from ...base.errors import InvalidInput
+
+Decode = Callable[[Sequence[int]], str]
+"""A tokenizer's own, without its special tokens; U+FFFD stands where bytes are missing."""
+
+FinishReason = Literal["stop", "length"]
+
+MAX_STOPS: Final = 16
+MAX_STOP_CHARS: Final = 256
+_MISSING: Final = "\ufffd"
+_MAX_WAIT: Final = 16  # tokens: no character has more than 4 bytes, so these are none
+_CONTEXT: Final = 6  # tokens of a prompt: enough for a whole character
+_MARKS: Final = range(0xD800, 0xE000)  # surrogates stand for special tokens: no text has them
+
+
+class StopCriteria(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Conditions that end an answer; the first one met applies."""
+
+    max_new_tokens: int
+    eos_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()  # is not shown itself
+    min_new_tokens: int = 0  # before which neither an end token nor a stop string ends it
+    ignore_eos: bool = False  # the model's own end tokens
+
+    def check(self) -> None:
+        """Raises:
+        InvalidInput: no token may come, or a stop string is none.
+        """
+        if self.max_new_tokens < 1:
+            raise InvalidInput(f"max_new_tokens {self.max_new_tokens} is below 1")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise InvalidInput(
+                f"min_tokens {self.min_new_tokens} is not from 0 to max_tokens", param="min_tokens"
+            )
+        lengths = [len(one) for one in self.stop]
+        if len(lengths) > MAX_STOPS or not all(0 < n <= MAX_STOP_CHARS for n in lengths):
+            raise InvalidInput(
+                f"stop has at most {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARS} characters"
+            )
+
+
+class Detokenizer:
+    """The text of tokens that come one after the other."""
+
+    def __init__(self, decode: Decode, prompt: Sequence[int] = ()) -> None:
+        """``prompt`` is what they continue: the first one's space may depend on it."""
+        self._decode = decode
+        self._tokens = list(prompt[-_CONTEXT:])
+        self._shown = len(self._tokens)  # of them, those whose text was given
+        self._context = 0  # the first that is decoded again, for what the next depends on
+
+    def push(self, token: int) -> str:
+        """Return the text that this token adds; empty while a character lacks bytes."""
+        self._tokens.append(token)
+        is_late = len(self._tokens) - self._shown > _MAX_WAIT
+        return self._new(is_last=is_late)
+
+    def flush(self) -> str:
+        """Return the remaining text, which no further token completes."""
+        return self._new(is_last=True)
+
+    def _new(self, *, is_last: bool) -> str:
+        text = self._decode(self._tokens[self._context :])
+        before = self._decode(self._tokens[self._context : self._shown])
+        if len(text) <= len(before) or (text.endswith(_MISSING) and not is_last):
+            return ""
+        # Where a text ends whole its next part may begin: bytes are decoded in runs.
+        self._context, self._shown = self._shown, len(self._tokens)
+        return text[len(before) :]
+
+
+class OutputProcessor:
+    """One answer: its tokens in, the text that may be shown out, and why it ended."""
+
+    def __init__(
+        self, ending: StopCriteria, decode: Decode | None = None, prompt: Sequence[int] = ()
+    ) -> None:
+        """``decode`` is None where only ids are wanted; then there are no stop strings."""
+        if decode is None and ending.stop:
+            raise InvalidInput("stop strings need a tokenizer, which this model has not")
+        self._ending = ending
+        named = [
+            (text, id)
+            for text, id in getattr(decode, "specials", {}).items()
+            if any(text in stop for stop in ending.stop)
+        ]
+        self._marks = {id: chr(mark) for (_, id), mark in zip(named, _MARKS, strict=False)}
+        self._hidden = str.maketrans("", "", "".join(self._marks.values()))
+        self._stops = [*ending.stop]
+        for text, id in sorted(named, key=lambda one: -len(one[0])):  # one may begin with another
+            self._stops = [stop.replace(text, self._marks.get(id, text)) for stop in self._stops]
+        self._detokenizer = Detokenizer(decode, prompt) if decode else None
+        self._held = ""  # it may be a stop string's beginning
+        self.tokens: list[int] = []
+        self.reason: FinishReason | None = None
+
+    def push(self, token: int) -> str:
+        """Return the text that may be shown now; ``reason`` is set if this was the last token."""
+        self.tokens.append(token)
+        is_end = token in self._ending.eos_ids
+        is_full = len(self.tokens) >= self._ending.max_new_tokens
+        text = ""
+        if self._detokenizer is not None:
+            text = "" if is_end else self._detokenizer.push(token)
+            if is_end or is_full or token in self._marks:
+                text += self._detokenizer.flush() + self._marks.get(token, "")
+        shown, is_stopped = self._upto_stop(self._held + text)
+        if is_end or is_stopped:
+            self.reason = "stop"
+        elif is_full:
+            self.reason = "length"
+        if self.reason is not None and not is_stopped:
+            shown, self._held = shown + self._held, ""
+        return shown.translate(self._hidden) if self._marks else shown
+
+    def _upto_stop(self, text: str) -> tuple[str, bool]:
+        """Return the text before the first stop string, or before what may become one.
+
+        A special token has no text, so in a stop string and here a mark stands for it.
+        """
+        if len(self.tokens) < self._ending.min_new_tokens:
+            return text, False
+        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        if places:
+            self._held = ""
+            return text[: min(places)], True
+        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], False
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of ``text`` that begins ``stop``."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,519 @@
+"""Rows for people: ``ps``, ``models``, ``jobs``, ``stats``. Reads the records, changes nothing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ..base.errors import InvalidInput, ModelNotFound
+from ..ipc.messages.base import ModelName
+from ..programs.interface.dims import extent_text
+from ..programs.interface.layout import Manifest, ValueSpec
+from .core import Core, handles
+from .device import Device
+from .events import Query
+from .memory.allocators import gib
+from .memory.plans import plan_row, stream_of
+from .processes.preprocess_pool import PreprocessPool, Process
+from .server_state import ServerState
+from .state.device_state import DeviceState
+from .state.fair_queue import CallerShare
+from .state.records import DeviceModel, Job, Model, Worker
+from .state.regions import Owner
+from .state.states import ModelState, Residency, TaskState, WorkerState
+from .state.versions import Versions, version_name
+from .training.jobs import activations_row, behind
+
+DISPATCH_KINDS = ("cold", "partial", "resident")  # by what of the model had to be sent
+DEVICE_KINDS = ("infer", "switch", "train")
+OWNER = "(owner)"  # a tenant's name here: no key's has such characters
+PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
+
+
+def _shown(spec: ValueSpec) -> list[Any]:
+    """Return an input or output as rows show it: numbers, and texts for free dimensions."""
+    return [[n if isinstance(n, int) else extent_text(n) for n in spec.shape], spec.dtype]
+
+
+def _functions(model: Model) -> dict[str, str]:
+    stage = model.stage
+    named = {} if stage is None else {"preprocess": stage.function, "postprocess": stage.after}
+    return {what: function for what, function in named.items() if function}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Row of ``ps`` for a model, a job or a process."""
+
+    on: Device
+    name: str
+    kind: str
+    state: str
+    worker: int | None = None
+    device: str = ""  # bytes there
+    host: str = ""  # bytes in the host store
+    prio: int | None = None
+    last_used_at_ms: float = 0.0
+    why: str = ""
+    pid: int = 0
+    owners: tuple[Owner, ...] = ()  # of its regions on the device
+    manifest: Manifest | None = None
+
+    def row(self, now_ms: float) -> dict[str, Any]:
+        """Return one line of ``ps``."""
+        regions = [one for owner in self.owners if (one := self.on.arena.regions.get(owner))]
+        idle_ms = now_ms - self.last_used_at_ms if self.last_used_at_ms else None
+        prio, groups = self.prio, self.manifest.groups if self.manifest else ()
+        form = self.manifest.precision if self.manifest else None
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "state": self.state,
+            "worker": self.worker,
+            "device": self.device,
+            "host": self.host,
+            "prio": "" if prio is None else PRIORITY_NAMES.get(prio, str(prio)),
+            "last_used": None if idle_ms is None else round(idle_ms / 1000.0, 3),
+            "why": self.why,
+            "pid": self.pid,
+            "regions": [[region.offset_bytes, region.size_bytes] for region in regions],
+            "group_bytes": [group.size_bytes for group in groups],
+            **({"precision": form.name} if form else {}),
+            **({"on": self.on.state.label} if self.on.state.label else {}),
+        }
+
+
+class Introspection:
+    """Answers queries from the scheduler's own state, so every listing is consistent."""
+
+    def __init__(
+        self,
+        core: Core,
+        machine: ServerState,
+        versions: Versions,
+        stages: PreprocessPool,
+        failed: Mapping[ModelName, Model],
+    ) -> None:
+        self._core = core
+        self._failed = failed  # models that could not be brought back
+        self._stages = stages
+        self._machine = machine
+        self._versions = versions
+        self.born_at_ms = 0.0  # the scheduler's start
+
+    @handles(Query)
+    def asked(self, event: Query) -> None:
+        core = self._core
+        match event.what:
+            case "models":
+                core.answer(event.token, models=self.models(event.all_versions))
+            case "show":
+                self._show(event)
+            case "ps":
+                core.answer(event.token, rows=self.ps())
+            case "jobs":
+                core.answer(event.token, jobs=self.jobs())
+            case "plan":
+                core.answer(event.token, **self.plan())
+            case "stats":
+                core.answer(event.token, **self.stats())
+            case "trace":  # the timeline is the controller's
+                raise InvalidInput("trace is not answered here")
+
+    def _show(self, event: Query) -> None:
+        core, versions, name = self._core, self._versions, ModelName(event.name)
+        model = self._machine.models.get(versions.resolve(name, event.version))
+        if model is not None:
+            core.answer(event.token, model=self._model(model, versions.all_of(model.base)))
+        elif (model := self._failed.get(version_name(name, event.version))) is not None:
+            core.answer(event.token, model=self._facts(model))
+        elif name in self._machine.chains:
+            core.answer(event.token, model=self._chain(name))
+        elif versions.served(name) is not None:
+            raise versions.missing(name, str(event.version))
+        else:
+            raise ModelNotFound(f'no model "{name}"', hint="pipeswitch models")
+
+    def models(self, all_versions: bool = False) -> list[dict[str, Any]]:
+        """Return each name's current version, or all versions, including those that could not be
+        restored."""
+        models, there = self._machine.models.values(), defaultdict[ModelName, list[Model]](list)
+        for one in models:
+            there[one.base].append(one)
+        shown = (m for m in models if all_versions or self._versions.is_current(m))
+        rows = [self._model(m, there[m.base]) for m in shown]
+        rows += [self._facts(model) for model in self._failed.values()]
+        return rows + [self._chain(name) for name in self._machine.chains]
+
+    def _chain(self, name: ModelName) -> dict[str, Any]:
+        """Return the row of a chain: a model's row, with the steps."""
+        chain, tenant = self._machine.chains[name]
+        lost = [
+            f'step "{step.name}" needs "{step.model}", which is not ready'
+            for step in chain.steps
+            if (model := self._versions.current(ModelName(step.model))) is None
+            or model.state.state is not ModelState.READY
+        ]
+        return {
+            "name": name,
+            "version": 1,
+            "current": True,
+            "share": 100,
+            "versions": [1],
+            "state": "incomplete" if lost else ModelState.READY.value,
+            "residency": "",
+            "priority": "",
+            "pinned": False,
+            "requests": 0,
+            "reason": "; ".join(lost),
+            "tenant": tenant,
+            "digest": "",
+            "mode": "chain",
+            "mode_reason": "",
+            "bytes": 0,
+            "groups": 0,
+            "grouping": "its models",
+            "source": " > ".join(step.model for step in chain.steps),
+            "steps": msgspec.to_builtins(chain.steps),
+            "returns": chain.returns,
+            "inputs": {v.name: _shown(v) for v in chain.inputs},
+            "outputs": {v.name: _shown(v) for v in chain.outputs},
+            "dims": {dim.name: [dim.low, dim.high] for dim in chain.dims},
+            "batch": list(chain.manifest.batch),
+            "batching": None,
+            "precision": None,
+            "is_batch_invariant": None,
+        }
+
+    @staticmethod
+    def _facts(model: Model) -> dict[str, Any]:
+        """Return the row of a model that has no device and no known program."""
+        return {
+            "name": model.base,
+            "version": model.version,
+            "current": False,
+            "share": 0,
+            "versions": [model.version],
+            "state": model.state.state.value,
+            "residency": "",
+            "priority": PRIORITY_NAMES.get(model.priority, str(model.priority)),
+            "pinned": model.want_pinned,
+            "requests": 0,
+            "reason": model.reason,
+            "tenant": model.tenant,
+            "digest": "",
+            "source": "",
+            "mode": "",
+            "mode_reason": "",
+            "bytes": 0,
+            "groups": 0,
+            "inputs": {},
+            "outputs": {},
+            "dims": {},
+            "batch": [1, 1],
+            "batching": None,
+            "precision": None,
+            "is_batch_invariant": None,
+        }
+
+    def _model(self, model: Model, versions: Sequence[Model]) -> dict[str, Any]:
+        """Return a model's row. ``versions``: of its name, to avoid a search in all models."""
+        replica = self._machine.shown(model)
+        manifest = replica.manifest or model.manifest  # in its groups, once it was built
+        row = self._facts(model) | {
+            "current": self._versions.is_current(model),
+            "share": self._versions.share(model),
+            "versions": sorted(one.version for one in versions),
+            "residency": replica.residency.state.value,
+            "requests": sum(
+                device.state.replicas[model.name].use_count for device in self._machine.devices
+            ),
+        }
+        if manifest is not None:
+            row |= {
+                "digest": manifest.digest,
+                "program": manifest.program,
+                "source": manifest.extra.get("origin", manifest.source),
+                "mode": manifest.mode,
+                "mode_reason": manifest.mode_reason,
+                "bytes": manifest.total_bytes,
+                "groups": len(manifest.groups),
+                "inputs": {v.name: _shown(v) for v in manifest.inputs},
+                "outputs": {v.name: _shown(v) for v in manifest.outputs},
+                "dims": {dim.name: [dim.low, dim.high] for dim in manifest.dims},
+                "notes": manifest.extra.get("notes", []),
+                "intermediate_bytes": manifest.extra.get("intermediate_bytes", 0),
+                "batch": list(manifest.batch),
+                "batching": msgspec.to_builtins(manifest.batching),
+                "precision": manifest.precision and manifest.precision.row(),
+                "is_batch_invariant": _is_batch_invariant(manifest),
+            }
+        streams = self._machine.stream_of(model)
+        if streams is not None:
+            row |= {"streams": streams, "notes": [*row["notes"], streams["text"]]}
+        if manifest is not None and model.stage is not None:
+            public = model.stage.public(manifest)
+            row |= {
+                **_functions(model),
+                "model_inputs": row["inputs"],
+                "model_outputs": row["outputs"],
+                "inputs": {v.name: _shown(v) for v in public.inputs},
+                "outputs": {v.name: _shown(v) for v in public.outputs},
+                "dims": row["dims"] | {dim.name: [dim.low, dim.high] for dim in public.dims},
+                **({"batch": [1, 1]} if model.stage.function else {}),
+            }
+        if len(self._machine.devices) > 1:
+            row["devices"] = list(model.devices)
+            row["on"] = [
+                device.state.label
+                for device in self._machine.devices
+                if device.state.replicas[model.name].is_on_device
+            ]
+        return row | plan_row(replica)
+
+    def plan(self) -> dict[str, Any]:
+        """Return the input of ``pipeswitch plan``: models' profiles, and the first arena's size."""
+        device = self._machine.devices[0]
+        return {
+            "arena_bytes": device.arena.leasable_bytes,
+            "models": [
+                {
+                    "name": replica.name,
+                    "bytes": replica.model.manifest.total_bytes,
+                    "grouping": replica.grouping.source,
+                    "grouping_why": replica.grouping.why,
+                    "streams": stream_of(device.state, replica),
+                    **_functions(replica.model),
+                    "profile": None
+                    if replica.grouping.profile is None
+                    else msgspec.to_builtins(replica.grouping.profile),
+                }
+                for replica in device.state.replicas.values()
+                if replica.model.manifest is not None
+            ],
+        }
+
+    def jobs(self) -> list[dict[str, Any]]:
+        return [self._machine.jobs.row(job) for job in self._machine.jobs]
+
+    def ps(self) -> list[dict[str, Any]]:
+        """Return models, jobs, workers and the memory daemon, with ``pid``."""
+        rows: list[dict[str, Any]] = []
+        for device in self._machine.devices:
+            state, arena = device.state, device.arena
+            rows += [self._ps_model(device, replica) for replica in state.replicas.values()]
+            rows += [self._ps_job(device, job) for job in state.jobs.values()]
+            rows += [self._ps_worker(device, worker) for worker in state.workers.values()]
+            rows += [self._ps_tenant(device, one) for one in state.accounts if one.caller]
+            rows.append(
+                Shown(
+                    device,
+                    "memory-daemon",
+                    "daemon",
+                    "active" if state.daemon.is_ready else "starting",
+                    pid=state.daemon.pid,
+                    device=f"{arena.leasable_bytes - arena.regions.free_bytes}",
+                    why="given up: it died too often" if state.daemon.is_given_up else "",
+                ).row(self._core.now_ms)
+            )
+        rows += [self._ps_stage(process) for process in self._stages.processes if process.pid]
+        return rows
+
+    def _ps_stage(self, process: Process) -> dict[str, Any]:
+        state = process.state.state
+        why = process.function if state is WorkerState.ACTIVE else ""
+        device = self._machine.devices[0]
+        row = Shown(
+            device, f"stage-{process.slot}", "stage", state.value, why=why, pid=process.pid
+        ).row(self._core.now_ms)
+        return {key: value for key, value in row.items() if key != "on"}  # it is on no device
+
+    def _ps_model(self, on: Device, replica: DeviceModel) -> dict[str, Any]:
+        device = on.state
+        slot = next(
+            (task.slot for task in device.owner.tasks if task.model == replica.name),
+            None,
+        )
+        stored = self._machine.store.regions.get(replica.owner)
+        streams = {"streamed_bytes": replica.sent_bytes} if replica.landings is not None else {}
+        return streams | Shown(
+            on,
+            replica.name,
+            "model",
+            self._model_state(device, replica, slot is not None),
+            worker=slot,
+            device=f"{on.arena.held_bytes(replica)}",
+            host=f"{stored.size_bytes if stored else 0}",
+            prio=replica.model.priority,
+            last_used_at_ms=replica.last_used_at_ms,
+            why=self._model_why(device, replica),
+            pid=device.workers[slot].pid if slot is not None else 0,
+            owners=(replica.owner, replica.rest),
+            manifest=replica.manifest,
+        ).row(self._core.now_ms)
+
+    @staticmethod
+    def _model_state(device: DeviceState, replica: DeviceModel, is_active: bool) -> str:
+        if replica.model.state.state in (ModelState.QUARANTINED, ModelState.FAILED):
+            return "failed"
+        if replica.model.state.state not in (ModelState.READY, ModelState.LEAVING):
+            return str(replica.model.state.state.value)
+        running = device.owner.running
+        if is_active and running is not None and running.model == replica.name:
+            return "active"
+        if replica.is_being_sent:
+            return "transmitting"
+        if replica.residency.state in (Residency.RESIDENT, Residency.PINNED):
+            return "resident"
+        return "host"
+
+    def _model_why(self, device: DeviceState, replica: DeviceModel) -> str:
+        if replica.model.reason:
+            return replica.model.reason
+        if replica.model.state.state is ModelState.LEAVING:
+            return "being unregistered"
+        waiting = device.queue.count(replica.name) + device.early.count(replica.name)
+        if waiting:
+            return f"{waiting} waiting"
+        raw = self._stages.count(replica.name)
+        if raw:
+            return f"{raw} {TaskState.PREPROCESSING.value}"
+        if replica.landings is not None:
+            return f"larger than the arena: {gib(replica.sent_bytes)} come with each pass"
+        return "pinned" if replica.model.want_pinned else ""
+
+    def _ps_job(self, on: Device, job: Job) -> dict[str, Any]:
+        worker = on.state.workers.get(job.slot) if job.slot is not None else None
+        region = on.arena.regions.get(job.slice)
+        words: dict[TaskState, str] = {TaskState.RUNNING: "active", TaskState.STOPPING: "active"}
+        host_bytes = 2 * job.memory.commit_slot_bytes
+        host_bytes += self._machine.store.offloaded.get(job.spec.name, 0)
+        return activations_row(job) | Shown(
+            on,
+            job.spec.name,
+            "job",
+            words.get(job.state.state, job.state.state.value),
+            worker=job.slot,
+            device=f"{region.size_bytes if region else 0}",
+            host=f"{host_bytes}",
+            prio=job.spec.priority,
+            last_used_at_ms=job.timing.last_ran_at_ms,
+            why=job.progress.error or job.progress.why or behind(job, on.state),
+            pid=worker.pid if worker is not None else 0,
+            owners=(job.slice,),
+        ).row(self._core.now_ms)
+
+    def _ps_worker(self, on: Device, worker: Worker) -> dict[str, Any]:
+        device = on.state
+        task = worker.job or next(
+            (task.model for task in device.owner.tasks if task.slot == worker.slot), ""
+        )
+        why = worker.kill_reason or (f"preparing {worker.preparing}" if worker.preparing else task)
+        return Shown(
+            on,
+            f"worker-{worker.slot}",
+            "worker",
+            worker.state.state.value,
+            worker=worker.slot,
+            why=why if worker.state.state is not WorkerState.STANDBY or worker.preparing else "",
+            pid=worker.pid,
+        ).row(self._core.now_ms)
+
+    def _ps_tenant(self, on: Device, account: CallerShare) -> dict[str, Any]:
+        waiting = account.waiting.total()
+        state = "active" if account.running else "waiting" if waiting else "idle"
+        why = f"had the device for {account.used_ms / 1000:.1f} s, {waiting} waiting"
+        return Shown(on, account.caller, "tenant", state, why=why).row(self._core.now_ms)
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters and sizes; the frontend adds
+        accepted/ok/error/undeliverable/in_flight."""
+        core, devices = self._core, self._machine.devices
+        store = self._machine.store.regions
+        counts = core.counts
+        rows = [self._of_device(device) for device in devices]
+        used_s = defaultdict[str, float](float)
+        for device in devices:
+            for caller, used_ms in device.state.accounts.used_ms().items():
+                used_s[caller or OWNER] += used_ms / 1000.0
+        return {
+            "queued": sum(row["queued"] for row in rows),
+            "preprocessing": len(self._stages),
+            "switches": counts["switches"],
+            "dispatches": {kind: counts[f"{kind}_dispatches"] for kind in DISPATCH_KINDS},
+            "device_s": {
+                kind: round(sum(row["device_s"][kind] for row in rows), 6) for kind in DEVICE_KINDS
+            },
+            "tenant_s": {name: round(used, 6) for name, used in used_s.items()},
+            "up_s": round((core.now_ms - self.born_at_ms) / 1000.0, 6),
+            "preemptions": counts["preemptions"],
+            "evictions": counts["evictions"],
+            "job_evictions": counts["job_evictions"],
+            "inferences": counts["inferences"],
+            "runs": counts["runs"],
+            "transmissions": counts["transmissions"],
+            "transmitted_bytes": counts["transmitted_bytes"],
+            "commits": counts["commits"],
+            "worker_restarts": counts["worker_restarts"],
+            "daemon_restarts": counts["daemon_restarts"],
+            "stage_restarts": counts["stage_restarts"],
+            "stale_messages": counts["stale_messages"],
+            "arena_capacity_bytes": sum(row["arena_capacity_bytes"] for row in rows),
+            "arena_free_bytes": sum(row["arena_free_bytes"] for row in rows),
+            "arena_leases": sum(row["arena_leases"] for row in rows),
+            "store_capacity_bytes": store.capacity_bytes,
+            "store_free_bytes": store.free_bytes,
+            "store_offloaded_bytes": store.withheld_bytes,
+            "models": len(self._machine.models),
+            "jobs": sum(row["jobs"] for row in rows),
+            "workers": sum(row["workers"] for row in rows),
+            "device": ",".join(device.state.settings.device for device in devices),
+            "policy": core.judge.name,
+            "draining": core.is_draining,
+            "ready": any(row["ready"] for row in rows),
+            **({"devices": rows} if len(rows) > 1 else {}),
+        }
+
+    def _of_device(self, device: Device) -> dict[str, Any]:
+        """Return the device's part of ``stats``."""
+        state, arena = device.state, device.arena
+        return {
+            "device": state.settings.device,
+            "queued": len(state.queue) + len(state.early),
+            "inferences": state.served,
+            "device_s": self._device_s(state),
+            "arena_capacity_bytes": arena.leasable_bytes,
+            "arena_free_bytes": arena.regions.free_bytes,
+            "arena_leases": self._leases(device),
+            "jobs": len(state.jobs),
+            "workers": len(state.workers),
+            "ready": state.is_ready,
+        }
+
+    def _device_s(self, device: DeviceState) -> dict[str, float]:
+        """Return the device's seconds by kind, including unfinished ones."""
+        spent_us = {kind: device.spent_us[kind] for kind in DEVICE_KINDS}
+        if device.owner.job is not None:
+            began_at_ms = device.jobs[device.owner.job].timing.cycle_began_at_ms
+            spent_us["train"] += round((self._core.now_ms - began_at_ms) * 1000.0)
+        return {kind: us / 1e6 for kind, us in spent_us.items()}
+
+    @staticmethod
+    def _leases(device: Device) -> int:
+        """Return the number of regions in use by a process: models in use, training slices."""
+        replicas = device.state.replicas.values()
+        in_use = sum(replica.users > 0 or replica.is_being_sent for replica in replicas)
+        kinds = ("slice", "scrub")
+        slices = sum(region.owner.kind in kinds for region in device.arena.regions)
+        return in_use + slices
+
+
+def _is_batch_invariant(manifest: Manifest) -> bool | None:
+    """Return True if each row of a batch has the bits of the row alone; None: not measured."""
+    if manifest.precision is not None:
+        return manifest.precision.is_batch_invariant
+    return None if manifest.batching is None else manifest.batching.is_exact

@@ -1,0 +1,438 @@
+"""Ledgers of memory: owners of ranges in the arena and in the host store. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from ...base.errors import HostStoreFull, OutOfDeviceMemory
+from ...base.quotas import left
+from ...ipc.messages.base import JobName, ModelName
+from ...planning.streaming import StagingLayout, land, least_window
+from ...programs.interface.groups import last_groups
+from ...programs.interface.layout import REGION_ALIGN_BYTES, TENSOR_ALIGN_BYTES, Manifest, aligned
+from ..core import Core
+from ..policies import Resident, View
+from ..state.device_state import WORD_BYTES, DeviceState
+from ..state.records import DeviceModel, Model
+from ..state.regions import Cost, Costs, Extent, Owner, Region, RegionAllocator
+from ..state.states import Residency, TaskState
+
+WORDS = Owner("words")
+
+# What a place costs: bytes of running jobs, leaving jobs, ranges soon free, the policy's price of
+# models. The first difference decides: better any idle model goes than a wait, better a wait for a
+# job that leaves already than one more commit.
+FREE: Cost = (0.0, 0.0, 0.0, 0.0)
+SOON_FREE: Cost = (0.0, 0.0, 1.0, 0.0)
+JOB_LEAVES: Cost = (0.0, 1.0, 0.0, 0.0)
+KEPT_WEIGHT = 4.0  # kept groups of a streaming model are worth more: each pass reads them
+WHOLE = (Residency.TRANSMITTING, Residency.ABANDONED, Residency.RESIDENT, Residency.PINNED)
+COMPUTING = (TaskState.TRANSMITTING, TaskState.RUNNING, TaskState.STOPPING, TaskState.SUSPENDED)
+
+
+class Rest(Extent):
+    """Place for the ring of a model that streams, right before the groups that it keeps."""
+
+
+@dataclass(frozen=True)
+class Streamed(Extent):
+    """Place for a model that is larger than the arena, with the places of its groups."""
+
+    landings: StagingLayout
+
+
+class ArenaAllocator:
+    """Ledgers of one device: its memory, and the arrival words in it.
+
+    A model that is larger than the arena holds two adjacent regions: first its ring
+    (``DeviceModel.rest``), then the groups that it keeps (``DeviceModel.owner``). Between two
+    passes it holds only the latter and is PARTIAL.
+    """
+
+    def __init__(self, device: DeviceState) -> None:
+        self._core = device.core
+        self._device = device
+        self.regions = RegionAllocator(device.settings.arena_bytes, REGION_ALIGN_BYTES)
+        self.words = RegionAllocator(device.settings.words, 1)
+        self._reserve_words()
+
+    def device_lost(self) -> None:
+        """Drop all regions: the daemon died, and its memory with it."""
+        self.regions.clear()
+        self._reserve_words()
+
+    def _reserve_words(self) -> None:
+        size_bytes = self._device.settings.words * WORD_BYTES
+        if self.regions.reserve(WORDS, size_bytes, at_bytes=0) is None:
+            raise OutOfDeviceMemory(
+                f"an arena of {self.regions.capacity_bytes} bytes has no room for arrival words",
+                hint="start with --arena 64MiB or more",
+                requested_bytes=size_bytes,
+                largest_free_bytes=self.regions.capacity_bytes,
+            )
+
+    @property
+    def leasable_bytes(self) -> int:
+        """Size of the arena without its arrival words, for models and slices."""
+        words = self.regions.get(WORDS)
+        return self.regions.capacity_bytes - (words.size_bytes if words is not None else 0)
+
+    def model_of(self, region: Region) -> DeviceModel | None:
+        if region.owner.kind not in ("model", "rest"):
+            return None
+        return self._device.replicas.get(ModelName(region.owner.name))
+
+    def costs(self, *, for_request: bool, mover: DeviceModel | None = None) -> Costs:
+        """Return the cost of taking each region's place; None when its owner must stay.
+
+        1. Arrival words, a slice or model being copied in, pinned models and models in use stay.
+        2. An idle model costs what the policy says. A model with waiting requests is evicted only
+           for a request that ranks before them, never for a prefetch or a job.
+        3. A range being zeroed, an abandoned copy and the slice of a leaving job are soon free.
+        4. A job's slice is taken only for a request, and only as the last resort.
+        5. Groups that the model to be placed keeps itself are free.
+        """
+        view, own = self._device.view, mover.owner if mover is not None else None  # 5.
+        return [
+            self._price(region, view, for_request=for_request) if region.owner != own else FREE
+            for region in self.regions
+        ]
+
+    def _price(self, region: Region, view: View, *, for_request: bool) -> Cost | None:
+        device = self._device
+        kind, name = region.owner
+        if kind == "words":
+            return None  # 1.
+        if kind == "scrub":
+            return SOON_FREE  # 3.
+        if kind == "slice":
+            job = device.jobs.get(JobName(name))  # None: it was removed, its process leaves
+            if job is None or job.slot is None or job.state.state not in COMPUTING:
+                return JOB_LEAVES  # 3.
+            return (float(region.size_bytes), 0.0, 0.0, 0.0) if for_request else None  # 4.
+        model_name = ModelName(name)
+        replica = device.replicas[model_name]
+        state = replica.residency.state
+        if state is Residency.ABANDONED:
+            return SOON_FREE  # 3.
+        if replica.users or not (state is Residency.RESIDENT or state is Residency.PARTIAL):
+            return None  # 1.
+        waiting_count = device.queue.count(model_name)
+        if waiting_count and not for_request:
+            return None  # 2.
+        resident = Resident(
+            name,
+            region.size_bytes,
+            replica.model.priority,
+            replica.last_used_at_ms,
+            replica.use_count,
+            waiting_count,
+        )
+        cost = self._core.judge.cost(resident, view)
+        if replica.resident_groups > 0:
+            cost = tuple(KEPT_WEIGHT * part for part in cost)
+        return (0.0, 0.0, 0.0, *cost)
+
+    def find_extent(self, replica: DeviceModel, *, for_request: bool) -> Extent | None:
+        """Return its home when nothing is cheaper, else the cheapest window anywhere.
+
+        A model returns to its home offset so that cached parameter views (and CUDA graphs) stay
+        valid. It gets a new home rather than evict a model while there is room elsewhere:
+        models whose homes overlap would throw each other out for ever.
+
+        A pinned model lies as high as it can, so that what the pinned ones leave is one piece.
+        A pinned model that lies lower moves if a request, a job or another pinned model finds no
+        place otherwise.
+        """
+        costs = self.costs(for_request=for_request, mover=replica)
+        if replica.landings is not None:
+            return self._place_to_stream(replica, costs)
+        assert replica.manifest is not None
+        size, last = max(replica.manifest.total_bytes, 1), None
+        if replica.model.want_pinned:
+            last = self.regions.last_window(size, _without_jobs(costs))
+        best = last or self.regions.cheapest_window(size, costs)
+        if best is None:
+            may_move = for_request or replica.model.want_pinned
+            return self.window_after_packing(size, costs) if may_move else None
+        if last is None and replica.preferred_offset_bytes >= 0:
+            home = self.regions.window_at(replica.preferred_offset_bytes, size, costs)
+            if home is not None and home.cost <= best.cost:
+                return home
+        return best
+
+    def window_after_packing(self, size_bytes: int, costs: Costs) -> Extent | None:
+        """Return a window that exists once the pinned models lie at the end of the arena.
+
+        Its victims are those in the window and the pinned models that move; ``bring_pinned`` sends
+        these again, to the places that were chosen here.
+
+        1. No pinned model can move: there is none, or tasks read them.
+        2. Something is about to be free, which may be enough: the caller waits for that.
+        3. Only idle models leave for the pinned ones; else slices do as well, where ``costs``
+           let them.
+        """
+        device = self._device
+        pinned = [
+            replica
+            for name in self._core.pins
+            if name in device.pinned and not (replica := device.replicas[name]).users
+        ]
+        if not pinned:
+            return None  # 1.
+        for region, cost in zip(self.regions, costs, strict=True):
+            if cost is not None and any(cost[1:3]):
+                return Extent(region.offset_bytes, (region,), cost)  # 2.
+        packed = self._packed(size_bytes, pinned, costs, are_jobs_moved=False)
+        return packed or self._packed(size_bytes, pinned, costs, are_jobs_moved=True)  # 3.
+
+    def _packed(
+        self, size_bytes: int, pinned: list[DeviceModel], costs: Costs, *, are_jobs_moved: bool
+    ) -> Extent | None:
+        prices = {region.owner: cost for region, cost in zip(self.regions, costs, strict=True)}
+        lifted = {replica.owner for replica in pinned}
+        plan, leave = (
+            RegionAllocator(self.regions.capacity_bytes, REGION_ALIGN_BYTES),
+            set[Region](),
+        )
+        for region in self.regions:
+            if region.owner not in lifted:
+                plan.reserve(region.owner, region.size_bytes, region.offset_bytes)
+        for replica in pinned:
+            price = [prices[region.owner] for region in plan]
+            place = plan.last_window(
+                replica.region_bytes, price if are_jobs_moved else _without_jobs(price)
+            )
+            if place is None:
+                return None
+            for victim in place.victims:
+                plan.release(victim.owner)
+                if victim.owner.kind == "slice":
+                    leave.add(victim)
+            plan.reserve(replica.owner, replica.region_bytes, place.offset_bytes)
+            own = self.regions.get(replica.owner)
+            if place.offset_bytes != replica.preferred_offset_bytes and own is not None:
+                leave.add(own)
+        window = plan.cheapest_window(size_bytes, [prices[region.owner] for region in plan])
+        if window is None:
+            return None
+        leave.update(self.regions.overlapping(window.offset_bytes, max(1, size_bytes)))
+        return Extent(window.offset_bytes, tuple(sorted(leave)), window.cost)
+
+    def _place_to_stream(self, replica: DeviceModel, costs: Costs) -> Extent | None:
+        """Return a window for a model that is larger than the arena.
+
+        1. Its last place, if its kept groups are there and nobody took the ring's place.
+        2. The longest hole; half of the arena if that is more and only idle models must leave.
+        3. The smallest usable window, whatever must leave.
+        """
+        assert replica.landings is not None
+        regions, least = self.regions, replica.min_bytes
+        size, offset = regions.largest_hole(replica.owner)
+        head = regions.get(replica.owner)
+        if head is not None and size < 2 * replica.region_bytes:
+            rest_bytes = replica.region_bytes - head.size_bytes
+            rest = regions.window_at(replica.preferred_offset_bytes, rest_bytes, costs)
+            if rest is not None and not rest.victims:
+                return Rest(rest.offset_bytes, (), FREE)  # 1.
+        window: Extent | None = Extent(offset, (), FREE)
+        due = max(least, self.leasable_bytes // 2)
+        if size < due:
+            half = regions.cheapest_window(due, costs)
+            if half is not None and not any(half.cost[:3]):
+                window, size = half, due  # 2.
+        if size < least:
+            window, size = regions.cheapest_window(least, costs), least  # 3.
+            window = window or self.window_after_packing(least, costs)
+        landings = self.landings(replica.built, size)
+        if window is None or landings is None:
+            return None
+        return Streamed(window.offset_bytes, window.victims, window.cost, landings)
+
+    def landings(self, manifest: Manifest, window_bytes: int) -> StagingLayout | None:
+        """Return the places of a model's groups in a window; None if they do not fit."""
+        sizes = [group.size_bytes for group in manifest.groups]
+        return land(sizes, last_groups(manifest), window_bytes, REGION_ALIGN_BYTES)
+
+    def min_bytes(self, manifest: Manifest) -> int:
+        """Return the smallest window for a model larger than the arena; 0: it is not larger."""
+        is_whole = aligned(manifest.total_bytes, REGION_ALIGN_BYTES) <= self.leasable_bytes
+        if is_whole or manifest.mode == "module":
+            return 0
+        sizes = [group.size_bytes for group in manifest.groups]
+        max_bytes = self.leasable_bytes
+        return least_window(sizes, last_groups(manifest), max_bytes, REGION_ALIGN_BYTES)
+
+    def obstacles(self, window: Extent) -> list[Region]:
+        """Return the victims that must stay for now: slices, ranges in zeroing, abandoned
+        copies."""
+        return [
+            victim
+            for victim in window.victims
+            if victim.owner.kind in ("slice", "scrub") or self._is_abandoned(victim)
+        ]
+
+    def _is_abandoned(self, region: Region) -> bool:
+        replica = self.model_of(region)
+        return replica is not None and replica.residency.state is Residency.ABANDONED
+
+    def check_fits(self, model: Model) -> None:
+        """Check that the model can ever run: it fits, or its groups can stream through.
+
+        Raises:
+            OutOfDeviceMemory: it can never run, or it is to be pinned and cannot be.
+        """
+        size, largest = stored_bytes(model), self.leasable_bytes
+        why = ""
+        if aligned(size, REGION_ALIGN_BYTES) <= largest:
+            return
+        if model.built.mode == "module":
+            why = "a module reads its weights when it likes, so it cannot stream through"
+        elif model.want_pinned:
+            why = "what streams through it cannot be pinned"
+        elif (least := self.min_bytes(model.built)) > largest:
+            group = max(group.size_bytes for group in model.built.groups)
+            why = (
+                f"to stream through it takes {gib(least)}: its largest group has {gib(group)}, and "
+                "two lie there beside what is read again later"
+            )
+        if why:
+            raise OutOfDeviceMemory(
+                f'"{model.name}" needs {gib(size)}, the arena has {gib(largest)}; {why}',
+                hint=f"start with --arena {aligned(2 * size, 1 << 30) >> 30}GiB",
+                requested_bytes=size,
+                largest_free_bytes=largest,
+            )
+
+    def can_ever_hold(self, size_bytes: int) -> bool:
+        """Return True if the size fits once everything that is not pinned has left."""
+        return aligned(size_bytes, REGION_ALIGN_BYTES) <= self.largest_for_all_bytes
+
+    def may_take(self, replica: DeviceModel, size_bytes: int) -> bool:
+        """Return True if the model is on the device, or its size fits beside the pinned models."""
+        return replica.residency.state in WHOLE or self.can_ever_hold(size_bytes)
+
+    @property
+    def largest_for_all_bytes(self) -> int:
+        """Size of the arena without the pinned models, which can move together."""
+        pinned = (self._device.replicas[name] for name in self._device.pinned)
+        return self.leasable_bytes - sum(replica.region_bytes for replica in pinned)
+
+    def lease(self, owner: Owner, size_bytes: int, offset_bytes: int) -> Region:
+        """Take a range that is free now."""
+        region = self.regions.reserve(owner, size_bytes, at_bytes=offset_bytes)
+        assert region is not None, "a window without its victims is free"
+        return region
+
+    def held_bytes(self, replica: DeviceModel) -> int:
+        """Return the number of arena bytes that the model holds."""
+        regions = (self.regions.get(replica.owner), self.regions.get(replica.rest))
+        return sum(region.size_bytes for region in regions if region is not None)
+
+    def release(self, replica: DeviceModel) -> None:
+        """Free the regions that the model holds."""
+        for owner in (replica.owner, replica.rest):
+            if self.regions.get(owner) is not None:
+                self.regions.release(owner)
+
+    def check(self) -> None:
+        self.regions.check()
+        self.words.check()
+
+
+class HostStoreAllocator:
+    """Host store: each model's bytes once, in the layout of the device.
+
+    Offloaded activations lie in the memory of the jobs' processes, and count toward the same limit.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self.regions = RegionAllocator(core.settings.store_bytes, TENSOR_ALIGN_BYTES)
+        self._held_bytes: Counter[str] = Counter()  # by tenant
+        self.offloaded: dict[JobName, int] = {}  # bytes, of jobs whose process lives
+
+    def charge(self, name: JobName, size_bytes: int) -> None:
+        """Set the host memory that a job may use from now on; 0: its process has nothing there.
+
+        Raises:
+            HostStoreFull: that exceeds the free memory; the job keeps its former amount.
+        """
+        before = self.offloaded.get(name, 0)
+        free = self.regions.free_bytes + before
+        if size_bytes > free:
+            store = aligned(self.regions.capacity_bytes + size_bytes - free, 1 << 20) >> 20
+            raise HostStoreFull(
+                f'job "{name}" offloads {gib(size_bytes)} of activations, the host store has '
+                f"{gib(free)} left for them",
+                hint=f"start with --host-store {store}MiB, unregister a model, or give the job a "
+                "larger activation_memory",
+                requested_bytes=size_bytes,
+                largest_free_bytes=free,
+            )
+        self.offloaded[name] = size_bytes
+        if not size_bytes:
+            del self.offloaded[name]
+        self.regions.withheld_bytes = sum(self.offloaded.values())
+
+    def take(self, model: Model) -> None:
+        """Reserve the model's place.
+
+        Raises:
+            HostStoreFull: no room beside the others, or over its tenant's share of the free bytes.
+        """
+        size = stored_bytes(model)
+        if refusal := self._over_share(model, size):
+            raise refusal
+        region = self.regions.reserve(model.owner, size)
+        if region is None:
+            raise self.full(model)
+        model.store_offset_bytes = region.offset_bytes
+        self._held_bytes[model.tenant] += region.size_bytes
+
+    def _over_share(self, model: Model, size: int) -> HostStoreFull | None:
+        """Return the error if the model exceeds its tenant's share; the owner has none."""
+        own, free, whole = self._held_bytes[model.tenant], self.regions.free_bytes, self.regions
+        share = left(whole.capacity_bytes, whole.capacity_bytes - free, own)
+        if not model.tenant or size <= share:
+            return None
+        return HostStoreFull(
+            f'"{model.name}" needs {gib(size)}: models of "{model.tenant}" have {gib(own)} of the '
+            f"host store, and may have {gib(share)} more while {gib(free)} are free",
+            hint="pipeswitch unregister a model, or start with a larger --host-store",
+            requested_bytes=size,
+            largest_free_bytes=share,
+        )
+
+    def full(self, model: Model) -> HostStoreFull:
+        size, largest = stored_bytes(model), self.regions.largest_free_bytes
+        return HostStoreFull(
+            f'"{model.name}" needs {gib(size)}, the host store has '
+            f"{gib(largest)} left in one piece",
+            hint="pipeswitch unregister a model, or start with a larger --host-store",
+            requested_bytes=size,
+            largest_free_bytes=largest,
+        )
+
+    def forget(self, model: Model) -> None:
+        """Release the model's place."""
+        if self.regions.get(model.owner) is not None:
+            self._held_bytes[model.tenant] -= self.regions.release(model.owner).size_bytes
+
+
+def _without_jobs(costs: Costs) -> Costs:
+    """Return the same prices with only idle models as victims."""
+    return [None if cost is None or any(cost[:3]) else cost for cost in costs]
+
+
+def stored_bytes(model: Model) -> int:
+    """Return the number of bytes that a built model occupies."""
+    assert model.manifest is not None
+    return max(model.manifest.total_bytes, TENSOR_ALIGN_BYTES)
+
+
+def gib(size_bytes: int) -> str:
+    """Bytes for people, as error texts show them."""
+    if size_bytes >= 1 << 30:
+        return f"{size_bytes / (1 << 30):.2f} GiB"
+    return f"{size_bytes / (1 << 20):.1f} MiB"

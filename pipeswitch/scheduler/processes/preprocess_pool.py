@@ -1,0 +1,319 @@
+"""Stages: processes that run requests' functions, before or after the model (ADR 34).
+
+A stage computes on no device: a request is here before its device is chosen, or after it has
+computed, while another model computes. A process has one request at a time; it reads its tensors in
+the pool and returns into its slot's memory, from where ``TakeResult`` has them copied.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from ...base.errors import Cancelled, DeadlineExceeded, PipeSwitchError, TaskFailed, WorkerLost
+from ...ipc.messages.base import ModelName, OpId, Slot
+from ...ipc.messages.processor import RunStage, StageDone, StageFailed, StageReady
+from .. import events as ev
+from ..core import QUEUE, STAGES, Core
+from ..state.records import NO_OP_ID, Request
+from ..state.states import WORKER_TRANSITIONS, StateMachine, TaskEvent, WorkerEvent, WorkerState
+
+
+@dataclass
+class Process:
+    """A slot, and the process in it."""
+
+    slot: Slot
+    state: StateMachine[WorkerState, WorkerEvent] = field(init=False)
+    generation: OpId = NO_OP_ID  # of the process; what was registered later it has not imported
+    pid: int = 0
+    op_id: OpId = NO_OP_ID  # of the call
+    token: ev.Token | None = None  # whose inputs it makes, or whose result is being copied
+    function: str = ""  # that it calls
+    began_at_ms: float = 0.0  # the call
+    respawn_at_ms: float = 0.0
+    is_copied: bool = False  # from its memory, into the pool: nothing may write there meanwhile
+
+    def __post_init__(self) -> None:
+        name = f"stage {self.slot}"
+        self.state = StateMachine(name, WorkerState.DEAD, WORKER_TRANSITIONS)
+
+    @property
+    def address(self) -> ev.Address:
+        return ev.Address("stage", slot=self.slot, generation=self.generation)
+
+
+@dataclass
+class Raw:
+    """Request whose inputs, or answer, a function is to make."""
+
+    request: Request
+    function: str
+    born: OpId  # of its model's registration
+    tenant: str
+    error: PipeSwitchError | None = None  # it was taken back while its inputs were copied
+
+
+class PreprocessPool:
+    """All and only the PREPROCESSING requests, and the processes that serve them.
+
+    Processes are started with the first request that needs one.
+
+    Attributes:
+        waits: the requests, in order of arrival.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.waits: dict[ev.Token, Raw] = {}
+        self.processes = [Process(Slot(slot)) for slot in range(core.settings.stages)]
+
+    def __len__(self) -> int:
+        return len(self.waits)
+
+    def count(self, name: ModelName) -> int:
+        """Return the number of a model's requests that are here."""
+        return sum(raw.request.model == name for raw in self.waits.values())
+
+    def held(self, caller: str, model: str = "") -> int:
+        """Return the number of a caller's requests that are here, for one model or for all."""
+        raws = [raw.request for raw in self.waits.values() if raw.request.caller == caller]
+        return sum(not model or request.model == model for request in raws)
+
+    def tokens(self) -> list[ev.Token]:
+        return list(self.waits)
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def take(self, request: Request, function: str, born: OpId, tenant: str) -> None:
+        """Queue an admitted request, or one whose model has computed; ``prepared`` returns it."""
+        self.waits[request.token] = Raw(request, function, born, tenant)
+        if request.deadline_at_ms is not None:
+            self._core.wake_at(request.deadline_at_ms, STAGES)
+        self.advance()
+
+    def prepared(self, event: ev.Prepared) -> Request | None:
+        """Remove a request whose copy has ended; return it if its inputs lie in the pool."""
+        request = self._prepared(event)
+        self.advance()
+        return request
+
+    def _prepared(self, event: ev.Prepared) -> Request | None:
+        process = self.processes[event.slot]
+        process.is_copied, process.token = False, None
+        if process.state.state is WorkerState.CLEANING:
+            process.state.apply(WorkerEvent.CLEANED, "its result was copied")
+        raw = self.waits.get(event.token)
+        if raw is None:  # the server is leaving
+            return None
+        error = raw.error or event.error
+        if error is not None:
+            is_cancelled = isinstance(error, Cancelled)
+            self._refuse(raw, TaskEvent.CANCEL if is_cancelled else TaskEvent.ERROR, error)
+            return None
+        del self.waits[event.token]
+        request = raw.request
+        made = TaskEvent.FINISHED if request.steps.is_postprocess else TaskEvent.PREPARED
+        request.state.apply(made, raw.function)
+        request.steps.preprocess_ms = self._core.now_ms - process.began_at_ms
+        request.inputs = event.inputs
+        request.reply_offset_bytes = event.reply_offset_bytes
+        request.reply_bytes = event.reply_bytes
+        return request
+
+    def cancel(self, token: ev.Token) -> bool:
+        """Take a request back; its function runs on for nothing. False: it is not here."""
+        raw = self.waits.get(token)
+        if raw is None:
+            return False
+        error = Cancelled("cancelled by the caller")
+        if self._is_copied(token):
+            raw.error = error
+        else:
+            self._refuse(raw, TaskEvent.CANCEL, error)
+        return True
+
+    def refuse_all(self, error: PipeSwitchError) -> None:
+        """Refuse every waiting client; the frontend answers the ones in copy after the copy."""
+        for token, raw in list(self.waits.items()):
+            if not self._is_copied(token):
+                self._refuse(raw, TaskEvent.ERROR, error)
+
+    def _is_copied(self, token: ev.Token) -> bool:
+        return any(process.is_copied and process.token == token for process in self.processes)
+
+    def _refuse(self, raw: Raw, event: TaskEvent, error: PipeSwitchError) -> None:
+        request = raw.request
+        request.state.apply(event, type(error).__name__)
+        self._core.dirty |= QUEUE
+        del self.waits[request.token]
+        error.request_id = request.request_id
+        self._core.refuse(request.token, error)
+
+    # -- processes ----------------------------------------------------------------------------
+
+    def said(self, event: ev.Received) -> None:
+        process = self.processes[event.source.slot]
+        if event.source != process.address:
+            self._core.counts["stale_messages"] += 1
+            return
+        match event.message:
+            case StageReady(pid=pid):
+                process.pid = pid
+                process.state.apply(WorkerEvent.READY, f"pid {pid}")
+            case StageDone(op_id=op_id, outputs=outputs) if op_id == process.op_id:
+                raw = self._ended(process)
+                if raw is not None and process.state.state is WorkerState.CLEANING:
+                    process.is_copied = True
+                    request = raw.request
+                    self._core.emit(
+                        ev.TakeResult(
+                            token=request.token,
+                            slot=process.slot,
+                            model=request.model,
+                            function=raw.function,
+                            outputs=outputs,
+                            is_postprocess=request.steps.is_postprocess,
+                        )
+                    )
+                    return
+                self._cleaned(process)
+            case StageFailed(op_id=op_id, reason=reason) if op_id == process.op_id:
+                raw = self._ended(process)
+                if raw is not None:
+                    self._refuse(raw, TaskEvent.ERROR, failed(raw, reason))
+                self._cleaned(process)
+            case _:
+                self._core.counts["stale_messages"] += 1
+        self.advance()
+
+    def _ended(self, process: Process) -> Raw | None:
+        """End a call; return its request if that still waits for it."""
+        process.state.apply(WorkerEvent.TASK_ENDED, f"epoch {process.op_id}")
+        process.op_id = NO_OP_ID
+        return None if process.token is None else self.waits.get(process.token)
+
+    def _cleaned(self, process: Process) -> None:
+        process.token = None
+        if process.state.state is WorkerState.CLEANING:
+            process.state.apply(WorkerEvent.CLEANED)
+
+    def exited(self, event: ev.Exited) -> None:
+        """Handle a reaped process: retry its request, or refuse it with the cause of death."""
+        core, process = self._core, self.processes[event.source.slot]
+        if event.source != process.address:
+            return
+        is_blamed, was_called = process.state.state is not WorkerState.DOOMED, process.op_id
+        process.state.apply(WorkerEvent.EXITED, f"status {event.status}")
+        process.op_id, process.pid = NO_OP_ID, 0
+        raw = self.waits.get(process.token) if process.token is not None else None
+        if was_called and raw is not None:
+            request = raw.request
+            request.state.apply(TaskEvent.WORKER_DIED, f"status {event.status}")
+            request.batching.deaths += is_blamed
+            if request.batching.deaths >= core.settings.max_deaths:
+                self._refuse(raw, TaskEvent.ERROR, _lost(raw, event.status))
+        elif is_blamed and not was_called:  # of itself, not of a function
+            process.respawn_at_ms = core.now_ms + core.settings.restart_backoff_ms
+            core.wake_at(process.respawn_at_ms, STAGES)
+        if not process.is_copied:
+            process.token = None
+        core.counts["stage_restarts"] += 1
+        self.advance()
+
+    def advance(self) -> int:
+        """Give each free process the most urgent request that waits."""
+        self._expire()
+        held = {process.token for process in self.processes}
+        waiting = [raw for token, raw in self.waits.items() if token not in held]
+        waiting.sort(key=lambda raw: raw.request.priority)  # stable: then the first that came
+        for process in self.processes:
+            if process.state.state is WorkerState.STANDBY and waiting:
+                if process.generation > waiting[0].born:
+                    self._call(process, waiting.pop(0))
+                else:  # the function may be another one since it was imported there
+                    self._kill(process, "something was registered since")
+        for process in self.processes:
+            is_free = process.state.state is WorkerState.DEAD and not process.is_copied
+            if is_free and waiting and process.respawn_at_ms <= self._core.now_ms:
+                process.generation = self._core.next_op_id()
+                process.state.apply(WorkerEvent.RESPAWNED)
+                self._core.emit(ev.Spawn(process.address))
+        return STAGES
+
+    def _call(self, process: Process, raw: Raw) -> None:
+        core = self._core
+        process.state.apply(WorkerEvent.ACTIVATED, raw.request.request_id)
+        process.op_id, process.token = core.next_op_id(), raw.request.token
+        process.function, process.began_at_ms = raw.function, core.now_ms
+        call = RunStage(op_id=process.op_id, function=raw.function, inputs=raw.request.inputs)
+        core.emit(ev.Send(process.address, call, tenant=raw.tenant))
+        if core.settings.max_stage_ms:
+            core.wake_at(core.now_ms + core.settings.max_stage_ms, STAGES)
+
+    def _expire(self) -> None:
+        """End hung calls, and requests past their deadline whose inputs are not being copied."""
+        now_ms, limit_ms = self._core.now_ms, self._core.settings.max_stage_ms or math.inf
+        for token, raw in list(self.waits.items()):
+            if raw.request.due_ms <= now_ms and not self._is_copied(token):
+                self._refuse(raw, TaskEvent.EXPIRE, _late(raw, now_ms))
+        for process in self.processes:
+            if process.state.state is WorkerState.ACTIVE:
+                if now_ms < process.began_at_ms + limit_ms:
+                    continue
+                self._kill(process, "it hangs")
+                hung = self.waits.get(process.token) if process.token is not None else None
+                if hung is not None:
+                    self._refuse(hung, TaskEvent.EXPIRE, _hung(hung, limit_ms))
+
+    def _kill(self, process: Process, why: str) -> None:
+        process.state.apply(WorkerEvent.KILLED, why)
+        self._core.emit(ev.Kill(process.address))
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        for process in self.processes:
+            assert bool(process.op_id) <= (process.token is not None), process.state.story
+            if process.is_copied:
+                assert process.token is not None
+        held = [process.token for process in self.processes if process.token is not None]
+        assert len(held) == len(set(held)), "two processes make one request's inputs"
+
+
+def kind(raw: Raw) -> str:
+    return "postprocess" if raw.request.steps.is_postprocess else "preprocess"
+
+
+def failed(raw: Raw, reason: str) -> TaskFailed:
+    """Return the client's error for a function that returned nothing useful."""
+    return TaskFailed(
+        f'{kind(raw)} {raw.function} of "{raw.request.model}": {reason}',
+        hint=f"pipeswitch show {raw.request.model} says what the model takes",
+    )
+
+
+def _lost(raw: Raw, status: int) -> WorkerLost:
+    return WorkerLost(
+        f'{kind(raw)} {raw.function} of "{raw.request.model}": its process died '
+        f"{raw.request.batching.deaths} times (last status {status})",
+        hint=f"pipeswitch show {raw.request.model}",
+        deaths=raw.request.batching.deaths,
+    )
+
+
+def _late(raw: Raw, now_ms: float) -> DeadlineExceeded:
+    waited_ms = now_ms - raw.request.arrived_at_ms
+    wanted = "answer" if raw.request.steps.is_postprocess else "inputs"
+    return DeadlineExceeded(
+        f"{raw.function} had not made the {wanted} after {waited_ms:.0f} ms",
+        hint="raise the deadline, or [preprocess] processes",
+        waited_ms=waited_ms,
+    )
+
+
+def _hung(raw: Raw, limit_ms: float) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f'{kind(raw)} {raw.function} of "{raw.request.model}" was killed: it ran for '
+        f"{limit_ms / 1000.0:g} s",
+        hint="raise [preprocess] max_time",
+    )

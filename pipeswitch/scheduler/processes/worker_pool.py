@@ -1,0 +1,273 @@
+"""Processes of a device: number of workers, warm programs, restarts (``rest_for_one``)."""
+
+from __future__ import annotations
+
+from ...ipc.messages.base import ModelName, Slot
+from ...ipc.messages.worker import ForgetModel, ModelPrepared, PrepareModel
+from ..core import MEASURED, QUEUE, TURN, WORKERS
+from ..events import LogWarning, Spawn
+from ..state.device_state import DeviceState
+from ..state.records import Worker
+from ..state.states import WORKER_FREE, WORKER_LEAVES, ModelState, WorkerEvent, WorkerState
+from ..training.training import MAX_IN_PLACE
+
+MIN_TO_KEEP_ONE_UNBOUND = 3  # workers: two tenants in turns then keep theirs
+MAX_DOUBLINGS = 3  # of the restart delay: 8 s at the default of 1 s
+
+
+def max_workers(standby: int) -> int:
+    """Return the number of slots that a device may have: one active, standbys, suspended jobs."""
+    return 1 + max(1, standby) + MAX_IN_PLACE
+
+
+class WorkerPool:
+    """The memory daemon and the worker slots."""
+
+    def __init__(self, device: DeviceState) -> None:
+        self._core = device.core
+        self._device = device
+        self.is_daemon_alive = False
+        self._daemon_deaths = 0
+        self._daemon_respawn_at_ms: float | None = None
+
+    # -- memory daemon ------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the daemon; workers follow when it owns its memory."""
+        self._spawn_daemon()
+
+    def _spawn_daemon(self) -> None:
+        device = self._device
+        device.daemon.generation += 1
+        device.daemon.is_ready = False
+        self.is_daemon_alive = True
+        self._daemon_respawn_at_ms = None
+        self._core.emit(Spawn(device.daemon.address))
+
+    def daemon_ready(self, pid: int) -> None:
+        device = self._device
+        device.daemon.is_ready, device.daemon.pid = True, pid
+        device.publish("worker.daemon_ready", pid=pid)
+
+    def daemon_died(self, status: int) -> None:
+        """Kill every worker: none may outlive the owner of its memory. Then restart in order.
+
+        1. Workers are killed and reaped (``Exited`` of each).
+        2. The daemon is spawned again, with back-off, and takes its memory.
+        3. Workers are spawned; requests were queued again, jobs resume from their commits.
+
+        A device whose daemon died too often is given up.
+        """
+        core, device = self._core, self._device
+        device.daemon.is_ready = self.is_daemon_alive = False
+        device.daemon.pid = 0
+        self._daemon_deaths += 1
+        core.counts["daemon_restarts"] += 1
+        device.publish("worker.daemon_died", status=status)
+        for worker in device.workers.values():
+            device.kill(worker, "the memory daemon exited", blame=False)
+        if self._daemon_deaths > core.settings.max_daemon_restarts:
+            device.daemon.is_given_up = True
+            if device.label:  # else the server leaves, and says why
+                text = f"device {device.label} is given up: its memory daemon died too often"
+                core.emit(LogWarning(text=text))
+            return
+        delay_ms = 0.0
+        if self._daemon_deaths > 1:
+            delay_ms = core.settings.restart_backoff_ms * 2 ** (self._daemon_deaths - 2)
+        self._daemon_respawn_at_ms = core.now_ms + delay_ms
+
+    def served_well(self) -> None:
+        """Reset the daemon's count of deaths: a request was answered or a step committed."""
+        self._daemon_deaths = 0
+
+    # -- workers ------------------------------------------------------------------------------
+
+    def pump(self) -> int:
+        """Respawn missing processes that are due; let standbys prepare unknown programs."""
+        core, device = self._core, self._device
+        if not self.is_daemon_alive and self._daemon_respawn_at_ms is not None:
+            if device.has_processes:
+                return WORKERS
+            if core.now_ms >= self._daemon_respawn_at_ms:
+                self._spawn_daemon()
+            else:
+                core.wake_at(self._daemon_respawn_at_ms, WORKERS)
+            return WORKERS
+        if not device.daemon.is_ready:
+            return WORKERS
+        self._spawn_missing()
+        if core.settings.prepares:
+            self._prepare_idle()
+        self._keep_one_unbound()
+        for worker in device.workers.values() if core.settings.prepares else ():
+            if worker.job is None and worker.complete_at != core.models_generation:
+                return WORKERS | QUEUE | TURN | MEASURED
+        return WORKERS | QUEUE | TURN if core.settings.separates_tenants else WORKERS
+
+    def _wanted_slots(self) -> int:
+        """Return the number of slots: 1 active + N standby, plus suspended workers."""
+        workers = self._device.workers.values()
+        suspended = sum([worker.state.state is WorkerState.SUSPENDED for worker in workers])
+        return max_workers(self._device.settings.standby) - MAX_IN_PLACE + suspended
+
+    def _spawn_missing(self) -> None:
+        core, device = self._core, self._device
+        for number in range(len(device.workers), self._wanted_slots()):
+            device.workers[Slot(number)] = Worker(Slot(number))
+        for worker in device.workers.values():
+            if worker.state.state is not WorkerState.DEAD:
+                continue
+            if worker.respawn_at_ms is not None and core.now_ms < worker.respawn_at_ms:
+                core.wake_at(worker.respawn_at_ms, WORKERS)
+                continue
+            worker.state.apply(WorkerEvent.RESPAWNED, f"generation {worker.generation + 1}")
+            device.spawn(worker)
+
+    def worker_ready(self, worker: Worker, pid: int) -> None:
+        if worker.pid:
+            self._device.kill(worker, "it was ready twice")
+            return
+        worker.pid = pid
+        if worker.state.allows(WorkerEvent.READY):  # else it has a task already (ADR 20)
+            worker.state.apply(WorkerEvent.READY, f"pid {pid}")
+        self._device.publish("worker.ready", worker=worker.slot, pid=pid)
+
+    def worker_exited(self, worker: Worker, status: int, *, ended_well: bool) -> None:
+        """Handle a reaped worker. The first death is replaced at once, a row of them with
+        growing delay.
+
+        Only processes that die before they are ready count for the delay: then the machine is at
+        fault, and an immediate retry would only load it. A death under a task counts against the
+        model or the job, which have limits of their own; a process that was ready and idle was
+        killed.
+        """
+        core = self._core
+        was_starting = not worker.pid
+        worker.state.apply(WorkerEvent.EXITED, f"status {status} {worker.kill_reason}")
+        worker.pid = 0
+        worker.preparing = None
+        self._device.owner.promised.pop(worker.slot, None)
+        worker.respawn_at_ms = core.now_ms
+        if ended_well:
+            return
+        core.counts["worker_restarts"] += 1
+        worker.deaths = worker.deaths + 1 if was_starting and worker.is_blamed else 0
+        if worker.deaths > core.settings.max_deaths:
+            doubling = min(worker.deaths - core.settings.max_deaths - 1, MAX_DOUBLINGS)
+            worker.respawn_at_ms += core.settings.restart_backoff_ms * 2**doubling
+        self._device.publish(
+            "worker.died", worker=worker.slot, status=status, reason=worker.kill_reason or "died"
+        )
+
+    def _keep_one_unbound(self) -> None:
+        """Keep one worker without a tenant for the next tenant, where tenants are separate. The
+        standby whose tenant has been idle longest is replaced, unless there are only two
+        workers."""
+        core, device = self._core, self._device
+        if not core.settings.separates_tenants or len(device.workers) < MIN_TO_KEEP_ONE_UNBOUND:
+            return
+        if device.queue or device.owner.tasks:
+            return
+        workers = device.workers.values()
+        if any(w.tenant is None or w.state.state in WORKER_LEAVES for w in workers):
+            return  # there is one, or soon will be
+        idle = [w for w in workers if w.state.state is WorkerState.STANDBY and w.preparing is None]
+        if idle:
+            device.spawn(min(idle, key=lambda worker: worker.dispatch_id))
+
+    # -- warm programs ------------------------------------------------------------------------
+
+    def _prepare_idle(self) -> None:
+        """Prepare one program at a time per standby, while no request waits.
+
+        A program may take seconds to load, and its worker takes no task until then: so where two
+        workers are free, one of them always stays ready for the next request.
+        """
+        core, device = self._core, self._device
+        if device.queue or device.owner.pending is not None or device.measurement.model is not None:
+            return
+        free = [one for one in device.workers.values() if one.state.state in WORKER_FREE]
+        ready = [worker for worker in free if worker.preparing is None]
+        spare = len(ready) - (len(free) > 1)
+        for worker in ready:
+            if spare <= 0:
+                return
+            if (
+                worker.state.state is not WorkerState.STANDBY
+                or worker.complete_at == core.models_generation
+            ):
+                continue  # with a thousand models a look at each would cost milliseconds
+            name = self._next_to_prepare(worker)
+            if name is None:
+                continue
+            spare -= 1
+            replica = device.replicas[name]
+            assert replica.manifest is not None
+            worker.preparing = name
+            tenant = core.tenant_of(replica.model.tenant)
+            device.claim(worker, is_code=replica.is_code, tenant=tenant)
+            self._device.send(
+                worker.slot,
+                PrepareModel(
+                    model=name,
+                    digest=replica.manifest.digest,
+                    directory=core.settings.program_dir(replica.manifest.digest),
+                    arena_offset_bytes=replica.preferred_offset_bytes,
+                    plan=replica.grouping.plan,
+                    landings=replica.landings.offsets if replica.landings else (),
+                    is_code=replica.is_code,
+                ),
+            )
+
+    def _next_to_prepare(self, worker: Worker) -> ModelName | None:
+        """Return the newest model unknown to the worker; None: it waits for the next tenant."""
+        if self._core.settings.separates_tenants and worker.tenant is None:
+            return None
+        missing = [
+            replica
+            for replica in self._device.replicas.values()
+            if replica.model.state.state is ModelState.READY
+            and self._device.may_serve(replica.model)
+            and replica.manifest is not None
+            and worker.warm.get(replica.name) != replica.version
+            and self._device.fits(
+                worker, is_code=replica.is_code, tenant=self._core.tenant_of(replica.model.tenant)
+            )
+            and (replica.name, replica.version) not in worker.unpreparable
+        ]
+        latest = max(
+            missing, key=lambda m: (m.last_used_at_ms, m.model.registered_at_ms), default=None
+        )
+        if latest is None:
+            worker.complete_at = self._core.models_generation
+            return None
+        return latest.name
+
+    def prepared(self, worker: Worker, message: ModelPrepared) -> None:
+        """Note that the worker has prepared a program, or could not."""
+        if worker.preparing == message.model:
+            worker.preparing = None
+        if message.error:
+            worker.unpreparable.add((message.model, (message.digest, message.plan)))
+            self._device.publish(
+                "model.prepare_failed", model=message.model, worker=worker.slot, error=message.error
+            )
+        elif self._is_known(message):
+            worker.warm[message.model] = (message.digest, message.plan)
+        else:  # unregistered meanwhile
+            self._device.send(worker.slot, ForgetModel(model=message.model))
+
+    def forget(self, name: ModelName) -> None:
+        """Drop an unregistered model's program from all workers."""
+        for worker in self._device.workers.values():
+            worker.unpreparable = {key for key in worker.unpreparable if key[0] != name}
+            if name in worker.warm and worker.is_alive:
+                del worker.warm[name]
+                if worker.job is None:
+                    self._device.send(worker.slot, ForgetModel(model=name))
+
+    def _is_known(self, message: ModelPrepared) -> bool:
+        replica = self._device.replicas.get(message.model)
+        manifest = replica.manifest if replica is not None else None
+        return manifest is not None and manifest.digest == message.digest

@@ -1,0 +1,398 @@
+"""End of a dispatched task: outputs and their bill, a model's error, a death, a server shutdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...base import errors
+from ...ipc.messages.base import SlabTensor
+from ...ipc.messages.worker import InferenceDone, InferenceFailed
+from ...programs.interface.dims import BATCH
+from ...programs.interface.layout import Manifest
+from ...wire.request_timing import RequestTiming, of_runs
+from ..core import DUE, MEASURED
+from ..events import Reply, RunEnded, Span, Spans
+from ..memory.residency import Residents
+from ..state.device_state import DeviceState
+from ..state.records import DeviceModel, MeasuredRun, Model, Request, RunningTask, Runs, Worker
+from ..state.states import ModelEvent, ModelState, TaskEvent, WorkerEvent
+from .batching import failed
+
+
+class TaskCompletion:
+    """End of each dispatched task, once."""
+
+    def __init__(self, device: DeviceState, residents: Residents) -> None:
+        self._core = device.core
+        self._device = device
+        self._residents = residents
+        self._ended: list[tuple[RunningTask, list[Request], InferenceDone]] = []  # not traced yet
+
+    def done(self, worker: Worker, message: InferenceDone) -> None:
+        """Answer the requests with the bill: their outputs lie in the reply slabs."""
+        core, device = self._core, self._device
+        task = self._device.owner.task_of(worker.slot, message.op_id)
+        if task is None:
+            return
+        counts = len(message.batched_outputs) + 1, len(message.chances) or len(task.tokens)
+        is_whole = set(counts) == {len(task.tokens)}
+        if not is_whole or (task.chooses and not self._has_chosen(task, message.tokens)):
+            # Until it is reaped it may write to their slabs: not before are they tried again.
+            device.kill(worker, "it answered other requests than it was given")
+            return
+        activation, requests, replica = self._end(worker, task)
+        replica.model.deaths = 0
+        worker.deaths = 0
+        worker.warm[replica.name] = replica.version  # it has just run it
+        self._ended.append((activation, requests, message))
+        device.spend("switch", message.stall_ms)
+        device.spend("infer", message.ended_at_ms - message.turn_at_ms - message.stall_ms)
+        if device.measurement.model == replica.name:
+            device.measurement.runs.append(MeasuredRun(activation, message))
+            core.dirty |= MEASURED
+        if len(requests) > 1:
+            replica.model.failed_batches = 0
+        if not activation.streamed:
+            replica.computed_op_id = activation.residency_id
+        self._note_times(activation, replica, message)
+        replica.use_count += len(requests)
+        core.counts["inferences"] += len(requests)
+        core.counts["runs"] += 1
+        device.served += len(requests)
+        returns, stage = replica.model.built.returns, replica.model.stage
+        if stage is not None and stage.after:
+            core.going_on.update(request.token for request in requests)
+        more: list[Reply] = []
+        for number, (request, outputs) in enumerate(
+            zip(requests, (message.outputs, *message.batched_outputs), strict=True)
+        ):
+            if request.forecast.predicted_end_ms is not None:
+                late_ms = core.now_ms - request.forecast.predicted_end_ms
+                device.predictions.ended(late_ms, core.now_ms)
+            bill = _bill(device, activation, request, replica, message, core.now_ms)
+            body: dict[str, Any] = {} if returns is None else {"returns": returns}
+            if request.sampling_params is not None and (runs := request.runs) is not None:
+                tokens, body = message.tokens[number], _chosen(message, number)
+                bill = runs.bill = bill if runs.bill is None else of_runs(runs.bill, bill)
+                if not request.sampling_params.ends_with(tokens):
+                    answer = Reply(
+                        token=request.token, body=body, outputs=outputs, timing=bill, more=True
+                    )
+                    more += [answer] if self._has_more(request, runs) else []
+                    continue
+            request.state.apply(TaskEvent.FINISHED, "outputs written")
+            if request.steps.follows:
+                core.going_on.add(request.token)
+            device.requests.pop(request.token)
+            core.emit(Reply(token=request.token, body=body, outputs=outputs, timing=bill))
+        if more:
+            core.emit(RunEnded(answers=tuple(more)))
+
+    def _has_chosen(self, task: RunningTask, tokens: Sequence[Sequence[int]]) -> bool:
+        """Return True if a worker chose as many tokens for each request as it might."""
+        requests = self._requests(task)
+        return len(tokens) == len(requests) and all(
+            one.sampling_params is None or one.sampling_params.allows(chosen)
+            for one, chosen in zip(requests, tokens, strict=True)
+        )
+
+    def _has_more(self, request: Request, runs: Runs) -> bool:
+        """Let an unfinished generation wait again, as a new arrival. False: it was cancelled."""
+        core, device = self._core, self._device
+        request.state.apply(TaskEvent.MORE, "its run has ended")
+        if runs.is_cancelled:
+            device.refuse(request, TaskEvent.CANCEL, errors.Cancelled("cancelled by the caller"))
+            return False
+        request.arrived_at_ms, runs.is_returning = core.now_ms, True
+        if runs.allowed_ms is not None:
+            request.deadline_at_ms = core.now_ms + runs.allowed_ms
+        request.forecast.predicted_end_ms = None
+        request.batching.deaths, request.batching.never_batch = 0, False
+        device.between[request.token] = request
+        return True
+
+    def _note_times(
+        self, activation: RunningTask, replica: DeviceModel, message: InferenceDone
+    ) -> None:
+        """Record the run's time for predictions, and its batch as the model's usual one."""
+        replica.model.last_batch = activation.batch
+        # By our clock, from the turn to its answer: that is how long the next one waits for it.
+        now_ms = self._core.now_ms
+        took_ms = max(0.0, now_ms - activation.began_at_ms - message.stall_ms)
+        steps = max([1, *map(len, message.tokens)])
+        step_ms = took_ms / steps  # the next one waits for one of them
+        self._device.predictions.computed(replica.name, activation.batch, step_ms, now_ms)
+        if self._core.judge.ranks_runs:
+            self._device.queue.changed(replica.name)
+
+    def trace_ended(self) -> None:
+        """Emit the timeline of answered tasks, after the answer, which must not wait for it."""
+        for activation, requests, message in self._ended:
+            self._core.emit(_trace(self._device, activation, requests, message))
+        self._ended.clear()
+
+    def failed(self, worker: Worker, message: InferenceFailed) -> None:
+        """Handle an error of the model's code, or an output that does not fit; the worker is
+        fine."""
+        task = self._device.owner.task_of(worker.slot, message.op_id)
+        if task is None:
+            return
+        ended = self._end(worker, task)
+        worker.deaths = 0
+        error: errors.PipeSwitchError = errors.from_wire(
+            message.error, message.message, "", message.data
+        )
+        if type(error) is errors.PipeSwitchError:
+            error = errors.from_wire(errors.TaskFailed.__name__, message.message, "", message.data)
+        self._run_failed(*ended, error)
+
+    def _run_failed(
+        self,
+        activation: RunningTask,
+        requests: list[Request],
+        replica: DeviceModel,
+        error: errors.PipeSwitchError,
+    ) -> None:
+        """Refuse a single request; run joined ones again alone: the error may be another's."""
+        if not activation.is_batched:
+            self._device.refuse(requests[0], TaskEvent.ERROR, error)
+            return
+        failed(self._device, replica, requests)
+        for request in requests:
+            request.state.apply(TaskEvent.SEPARATED, type(error).__name__)
+            self._device.queue.add(request)
+
+    def _end(
+        self, worker: Worker, activation: RunningTask
+    ) -> tuple[RunningTask, list[Request], DeviceModel]:
+        """Take the task off the device.
+
+        It may still be pending: a parked worker has written its turn, but that worker's message has
+        not arrived; or the task failed before it had the turn.
+        """
+        device, cause = self._device, f"epoch {activation.op_id}"
+        self._settle(activation)
+        device.owner.drop(activation, cause)
+        worker.state.apply(WorkerEvent.TASK_ENDED, cause)
+        replica = device.replicas[activation.model]
+        self._residents.unused(replica)
+        return activation, self._requests(activation), replica
+
+    def _settle(self, activation: RunningTask) -> None:
+        """Charge the callers by the controller's clock: workers' times are not trusted."""
+        core, charge = self._core, activation.charge
+        if charge is not None:
+            ran_until_ms = activation.yielded_at_ms or core.now_ms
+            took_ms = ran_until_ms - activation.began_at_ms if activation.began_at_ms else 0.0
+            throttled_until_ms = self._device.accounts.settle(charge, took_ms, core.now_ms)
+            if throttled_until_ms > core.now_ms:
+                core.wake_at(throttled_until_ms, DUE)
+
+    def _requests(self, activation: RunningTask) -> list[Request]:
+        """Return the activation's requests in the order of their rows."""
+        return [self._device.requests[token] for token in activation.tokens]
+
+    def worker_died(self, worker: Worker, status: int, begun_op_id: int | None) -> None:
+        """Queue a reaped worker's requests again, or refuse them.
+
+        A death counts against request and model only if the task had begun: a worker that was
+        waiting, or already dead when the task was sent, has run no model code. No request of a
+        joined batch is blamed: each runs again alone.
+        """
+        device = self._device
+        activation = next((task for task in device.owner.tasks if task.slot == worker.slot), None)
+        if activation is None:
+            return
+        had_turn = activation is device.owner.running and worker.is_blamed
+        device.owner.drop(activation, f"status {status}")
+        replica, requests = device.replicas[activation.model], self._requests(activation)
+        request = requests[0]
+        self._residents.unused(replica)
+        self._settle(activation)
+        is_blamed = had_turn and begun_op_id in (None, activation.op_id)
+        replica.model.deaths += is_blamed
+        if is_blamed and activation.charge is not None and not activation.is_batched:
+            penalty_until_ms = device.accounts.died(activation.charge, self._core.now_ms)
+            if penalty_until_ms > self._core.now_ms:
+                self._core.wake_at(penalty_until_ms, DUE)
+        if not activation.is_batched:
+            request.batching.deaths += is_blamed
+        elif is_blamed:
+            failed(device, replica, requests)
+        self._queue_again(requests, f"status {status}")
+        if activation.hung_why and not activation.is_batched:  # it is not retried
+            self._device.refuse(request, TaskEvent.EXPIRE, _hung(replica, activation))
+        self._judge(requests, replica, status)
+
+    def _queue_again(self, requests: list[Request], cause: str) -> None:
+        for request in requests:
+            request.state.apply(TaskEvent.WORKER_DIED, cause)
+            self._device.queue.add(request)
+            if request.runs is not None and request.runs.is_cancelled:
+                error = errors.Cancelled("cancelled by the caller")
+                self._device.refuse(request, TaskEvent.CANCEL, error)
+
+    def _judge(self, requests: list[Request], replica: DeviceModel, status: int) -> None:
+        device, limit = self._device, self._core.settings.max_deaths
+        if replica.model.deaths >= limit and replica.model.state.allows(ModelEvent.POISONED):
+            replica.model.state.apply(
+                ModelEvent.POISONED, f"{replica.model.deaths} workers died in a row"
+            )
+            replica.model.reason = (
+                f"{replica.model.deaths} workers died in a row while computing it"
+            )
+            device.publish("model.quarantined", model=replica.name, reason=replica.model.reason)
+            own = {request.token for request in requests}
+            for other in device.queue.of(replica.name):
+                if other.token not in own:
+                    self._device.refuse(other, TaskEvent.ERROR, quarantined(replica.model))
+        for request in requests:
+            if request.token not in device.requests:
+                continue
+            if (
+                limit <= max(request.batching.deaths, replica.model.deaths)
+                or replica.model.state.state is ModelState.QUARANTINED
+            ):
+                # Of joined requests none is blamed: then the deaths are the model's.
+                deaths = max(request.batching.deaths, replica.model.deaths)
+                error = _worker_lost(replica, deaths, status)
+                self._device.refuse(request, TaskEvent.ERROR, error)
+
+    def daemon_died(self) -> None:
+        """Queue every dispatched request again: the daemon's death is not their fault."""
+        device = self._device
+        for activation in device.owner.tasks:
+            self._settle(activation)
+            self._queue_again(self._requests(activation), "memory daemon exited")
+        device.owner.lose_tasks("memory daemon exited")
+
+    def refuse_all(self, error: errors.PipeSwitchError) -> None:
+        """Refuse every waiting client: the server cannot go on."""
+        for request in list(self._device.requests.values()):
+            self._device.refuse(request, TaskEvent.ERROR, error)
+        self._device.owner.lose_tasks("the server leaves")
+
+
+def batch_of(manifest: Manifest, inputs: tuple[SlabTensor, ...]) -> int:
+    """Return a request's batch; 1 if the program has no dynamic one."""
+    for value, tensor in zip(manifest.inputs, inputs, strict=False):
+        if BATCH in value.shape:
+            return tensor.shape[value.shape.index(BATCH)]
+    return 1
+
+
+def _chosen(message: InferenceDone, number: int) -> dict[str, Any]:
+    """Return the tokens that a run chose for one of its requests, and their log probabilities."""
+    chances = {"logprobs": message.chances[number]} if message.chances else {}
+    return {"tokens": list(message.tokens[number]), **chances}
+
+
+def _bill(
+    device: DeviceState,
+    activation: RunningTask,
+    request: Request,
+    replica: DeviceModel,
+    message: InferenceDone,
+    now_ms: float,
+) -> RequestTiming:
+    copy_ms = 0.0
+    if not activation.was_resident:
+        ended = replica.transfer.ended_at_ms or message.ended_at_ms
+        copy_ms = max(0.0, ended - replica.transfer.started_at_ms)
+    # The switch ends with the first group: what was waited for until then is in no other part.
+    waited_ms = max(0.0, message.first_group_at_ms - message.turn_at_ms)
+    stall_ms = max(0.0, message.stall_ms - waited_ms)
+    compute_ms = message.ended_at_ms - message.first_group_at_ms - stall_ms
+    made_ms, runs = request.steps.preprocess_ms or 0.0, request.runs
+    form = None if replica.manifest is None else replica.manifest.precision
+    return RequestTiming(
+        queue_ms=activation.dispatched_at_ms - request.arrived_at_ms - made_ms,
+        preprocess_ms=made_ms,
+        switch_ms=max(0.0, message.first_group_at_ms - activation.dispatched_at_ms),
+        copy_ms=copy_ms,
+        stall_ms=stall_ms,
+        compute_ms=max(0.0, compute_ms),
+        total_ms=now_ms - (request.arrived_at_ms if runs is None else runs.born_at_ms),
+        resident=activation.was_resident,
+        preempted=activation.preempted,
+        worker=activation.slot,
+        op_id=activation.op_id,
+        version=replica.model.version,
+        batch=activation.batch,
+        batched=len(activation.tokens),
+        resident_bytes=activation.resident_bytes,
+        streamed=activation.streamed,
+        device=device.label,
+        placed=request.forecast.placed if device.label else "",
+        precision="" if form is None else form.name,
+    )
+
+
+def _trace(
+    device: DeviceState, activation: RunningTask, requests: list[Request], message: InferenceDone
+) -> Spans:
+    """Return the task's timeline intervals; each joined request has its own queue interval."""
+    scheduler, track = device.track("scheduler"), device.track(f"worker {activation.slot}")
+    began_ms, flow = activation.dispatched_at_ms, activation.op_id
+    more = f" and {len(requests) - 1} more" if len(requests) > 1 else ""
+    name = f"{requests[0].request_id}{more} {activation.model}"
+    pairs = zip(message.group_begins_at_ms, message.group_ends_at_ms, strict=False)
+    return Spans(
+        spans=[
+            *[
+                Span(
+                    track=scheduler,
+                    name=f"queue {one.request_id} {activation.model}",
+                    begin_ms=one.arrived_at_ms,
+                    end_ms=max(one.arrived_at_ms, began_ms),
+                )
+                for one in requests
+            ],
+            Span(
+                track=scheduler,
+                name=f"switch {name}",
+                begin_ms=began_ms,
+                flow=flow,
+                end_ms=max(began_ms, message.first_group_at_ms),
+                args={"preempted": activation.preempted, "resident": activation.was_resident},
+                event=activation.event,
+            ),
+            Span(
+                track=track,
+                name=name,
+                begin_ms=message.turn_at_ms,
+                flow=flow,
+                end_ms=max(message.turn_at_ms, message.ended_at_ms),
+                args={"stall_ms": message.stall_ms},
+                event=activation.event,
+            ),
+            *[
+                Span(track=track, name=f"group {index}", begin_ms=begin, end_ms=max(begin, end))
+                for index, (begin, end) in enumerate(pairs)
+            ],
+        ]
+    )
+
+
+def _worker_lost(replica: DeviceModel, deaths: int, status: int) -> errors.WorkerLost:
+    return errors.WorkerLost(
+        f'the worker died {deaths} times while computing "{replica.name}" (last status {status})',
+        hint=f"pipeswitch show {replica.name}",
+        deaths=deaths,
+    )
+
+
+def _hung(replica: DeviceModel, activation: RunningTask) -> errors.DeadlineExceeded:
+    return errors.DeadlineExceeded(
+        f'"{replica.name}" was killed: {activation.hung_why}',
+        hint="set a deadline, or raise [scheduler] max_compute",
+    )
+
+
+def quarantined(model: Model) -> errors.ModelQuarantined:
+    """Return the error for requests of a quarantined model."""
+    return errors.ModelQuarantined(
+        f'"{model.name}" is quarantined: {model.reason}',
+        hint=f"pipeswitch load {model.name} gives it another chance",
+    )

@@ -1,0 +1,76 @@
+"""State shared by the devices of one machine: models, host store, job names; and placement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..ipc.messages.base import ModelName
+from ..planning.profile import Profile
+from ..programs.interface.chains import Chain
+from .core import Core, SchedulerSettings
+from .device import Device
+from .memory.allocators import HostStoreAllocator
+from .memory.placing import Placing
+from .memory.plans import stream_of
+from .state.records import DeviceModel, Model, Served
+from .training.jobs import Jobs
+
+
+class ServerState:
+    """One host and its devices, with the state that the devices share."""
+
+    def __init__(self, core: Core, devices: Sequence[SchedulerSettings] = ()) -> None:
+        """``devices``: the settings of each; if empty, one device with ``core.settings``."""
+        self._core = core
+        self.models: dict[ModelName, Model] = {}
+        self.served: dict[ModelName, Served] = {}  # by the name that requests use
+        self.chains: dict[ModelName, tuple[Chain, str]] = {}  # with whose they are
+        self.store = HostStoreAllocator(core)
+        self.jobs = Jobs(core)
+        devices = devices or (core.settings,)
+        self.devices = [
+            Device(core, one, self.store, self.jobs, one.device if len(devices) > 1 else "")
+            for one in devices
+        ]
+        self.placing = Placing(
+            [one.state for one in self.devices],
+            [one.arena for one in self.devices],
+            core.settings.placement,
+        )
+        self.jobs.place = self.placing.job
+
+    def stream_of(self, model: Model) -> dict[str, Any] | None:
+        """Return the cost of a pass on the first permitted device whose arena the model exceeds;
+        None if it fits all."""
+        states = [one.state for one in self.devices if one.state.may_serve(model)]
+        found = (stream_of(state, state.replicas[model.name]) for state in states)
+        return next((one for one in found if one is not None), None)
+
+    def prefetch(self, name: ModelName) -> None:
+        """Send a model ahead of its requests, to one device where it disturbs nothing."""
+        if not any(
+            name in d.state.replicas and d.state.replicas[name].is_on_device for d in self.devices
+        ):
+            for device in self.devices:
+                if device.residents.prefetch(name):
+                    return
+
+    def measures(self, name: ModelName) -> Device:
+        """Return the device that measures the model."""
+        model = self.models.get(name)
+        allowed = [d for d in self.devices if model is not None and d.state.may_serve(model)]
+        return next((d for d in allowed if d.state.daemon.is_ready), (allowed or self.devices)[0])
+
+    def use_profile(self, name: ModelName, profile: Profile) -> None:
+        """Plan groups from the profile on each device with the identity of the measured one."""
+        for device in self.devices:
+            replica = device.state.replicas.get(name)
+            if replica is not None and device.state.settings.identity == profile.identity:
+                device.plans.use(replica, profile)
+
+    def shown(self, model: Model) -> DeviceModel:
+        """Return the model's replica on a device with it, or receiving it, else the first
+        device's."""
+        replicas = [device.state.replicas[model.name] for device in self.devices]
+        return next((one for one in replicas if one.is_on_device), replicas[0])

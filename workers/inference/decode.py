@@ -1,0 +1,335 @@
+"""Steps of a language model: each token is chosen here, and is the next step's input (ADR 54).
+
+The caches are gathered from blocks of the pool into memory of ours, with room for the new rows.
+What is there is not copied for the next run. New rows are written to the pool behind those in use,
+so a run that is killed is computed again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import torch
+
+from pipeswitch.devices.worker_device import now_ms
+from pipeswitch.ipc.messages.base import ModelName, SlabTensor
+from pipeswitch.ipc.messages.worker import BatchedRequest, RunInference
+from pipeswitch.programs.decoding.generation import (
+    CACHE,
+    CACHE_NEW,
+    COUNT,
+    IDS,
+    LOGITS,
+    USED,
+)
+from pipeswitch.programs.decoding.grammar import Matcher, Tokenizers, ends_of
+from pipeswitch.programs.decoding.sampling import Chance, chance_of, next_token, sampling_of
+from pipeswitch.programs.interface.layout import MAX_JOINED_BYTES, Manifest, ValueSpec, aligned
+from pipeswitch.programs.running.executor import BoundProgram
+
+from .pool import RequestPool
+
+RUN_MS: Final = 40.0  # then the clients hear of it: 25 times a second
+ROWS_STEP: Final = 16  # most runs have the last one's shape, and few rows that are not used
+
+Requests = Sequence[RunInference | BatchedRequest]
+Known = tuple[int, int, int]  # a sequence, the run that made its last rows, and how many it has
+
+
+class KVBatchCache:
+    """Caches of a model's last runs; the pool has all of their contents too."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Free the caches: another model's run has a limit of its own."""
+        self.model = ""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._rows = torch.empty(0, 0, 0)
+        self._known: list[Known | None] = []  # of each row
+
+    def place(
+        self,
+        model: str,
+        given: Sequence[SlabTensor],
+        known: Sequence[Known],
+        extent: int,
+        most: int,
+        pool: RequestPool,
+    ) -> tuple[list[int], torch.Tensor]:
+        """Return all caches as one tensor, and the row of each.
+
+        Its extent is the given one or larger, up to ``most``. Caches that are there from the last
+        run are not copied.
+        """
+        rows, width, count = self._rows, given[0].shape[2], len(given)
+        dtype = getattr(torch, given[0].dtype)
+        is_other = (model, dtype, width) != (self.model, rows.dtype, rows.shape[2])
+        does_fit = extent <= rows.shape[1] <= 3 * extent and count <= len(rows)
+        extent = min(aligned(extent, ROWS_STEP), most)
+        if is_other or not does_fit:
+            self._make_room(dtype, width, count, min(aligned(extent * 3 // 2, ROWS_STEP), most))
+            self.model = model
+        lie = {one: row for row, one in enumerate(self._known[:count]) if one is not None}
+        free = sorted({*range(count)} - {lie[one] for one in known if one in lie})
+        order = []
+        for value, one in zip(given, known, strict=True):
+            row = lie.get(one)
+            if row is None:
+                row = free.pop(0)
+                pool.gather(value, self._rows[row])
+            order.append(row)
+        self._known[:count] = [None] * count  # until the run has ended well
+        return order, self._rows[:count, :extent]
+
+    def _make_room(self, dtype: torch.dtype, width: int, count: int, extent: int) -> None:
+        """Make room for the rows, in old pages: a copy to fresh ones takes five times as long."""
+        shape = (count, extent, width)
+        size_bytes = math.prod(shape) * dtype.itemsize
+        if size_bytes > len(self._memory):
+            self.let_go()  # first, or both would be there for a moment
+            self._memory = torch.empty(size_bytes, dtype=torch.uint8)
+        self._rows = self._memory[:size_bytes].view(dtype).view(shape)
+        self._known = [None] * count
+
+    def keep(self, row: int, known: Known) -> None:
+        """Record the sequence whose cache the row now holds."""
+        self._known[row] = known
+
+
+class DecodeRunner:
+    """State that a worker keeps of its last runs: the time of a step, and the caches."""
+
+    def __init__(self) -> None:
+        self._step_ms: dict[tuple[ModelName, int], float] = {}  # by rows, of the last run
+        self.caches = KVBatchCache()
+        self.tokenizers = Tokenizers()
+
+    def begin(
+        self,
+        message: RunInference,
+        bound: BoundProgram,
+        pool: RequestPool,
+        device: str,
+        is_over: Callable[[], bool],
+    ) -> DecodeRun | None:
+        """Return the run's steps; None: no request selects tokens here. ``is_over``: others
+        wait."""
+        requests: Requests = (message, *message.batched)
+        if not any(one.sampling_params for one in requests):
+            return None
+        most = 0 if message.landings else self._most(message, requests, bound.manifest)
+        steps = DecodeRun(bound, requests, most, self.caches, pool, device, is_over)
+        steps.follow_schemas(self.tokenizers)
+        return steps
+
+    def _most(self, message: RunInference, requests: Requests, manifest: Manifest) -> int:
+        """Return how many steps may follow one another; 0: one step, whose cache is not kept.
+
+        A prompt is a single step, as is the first step that this process computes, whose time it
+        learns.
+        """
+        sampling_params = [
+            one.sampling_params for one in requests if one.sampling_params is not None
+        ]
+        slabs = [_slabs_of(one, manifest) for one in requests]
+        is_long = any(named[IDS].shape != (1, 1) for named in slabs)
+        caches_bytes = sum(named[CACHE].size_bytes for named in slabs)
+        is_large = len(requests) > 1 and caches_bytes > MAX_JOINED_BYTES
+        if len(sampling_params) < len(requests) or is_long or is_large:
+            return 0
+        most = min(one.steps for one in sampling_params)
+        if 2 * self._step_ms.get((message.model, len(requests)), RUN_MS) > RUN_MS:
+            most = 1
+        return most
+
+    def ended(self, message: RunInference, steps: DecodeRun, ms: float) -> None:
+        """Keep what a run that ended well has left."""
+        self._step_ms[message.model, 1 + len(message.batched)] = ms / steps.count
+        steps.keep(message.op_id)
+
+
+class DecodeRun:
+    """Steps of one run, with a sequence for each request."""
+
+    def __init__(
+        self,
+        bound: BoundProgram,
+        requests: Requests,
+        most: int,
+        caches: KVBatchCache,
+        pool: RequestPool,
+        device: str,
+        is_over: Callable[[], bool],
+    ) -> None:
+        self._bound, self.most, self._caches = bound, most, caches
+        self._pool, self._device, self._is_over = pool, device, is_over
+        self._requests, self._order = requests, [*range(len(requests))]  # the row of each
+        self._cache: torch.Tensor
+        self._first: list[int] = []  # of each row, where the first step's token lies
+        self._tokens: list[list[int]] = []  # of each step, of each row
+        hows = [one.sampling_params for one in requests]
+        self._samplings = [
+            None if how is None or how.is_piece else sampling_of(how) for how in hows
+        ]
+        self._chances: list[list[Chance]] = [[] for _ in requests]
+        self._matchers: dict[int, Matcher] = {}  # by request
+
+    @property
+    def count(self) -> int:
+        """Steps that were computed."""
+        return len(self._tokens)
+
+    def follow_schemas(self, tokenizers: Tokenizers) -> None:
+        """Read the schemas of answers that follow one."""
+        for number, how in enumerate(self._samplings):
+            run, options = (
+                self._requests[number].sampling_params,
+                None if how is None else how.options,
+            )
+            if run is not None and options is not None and options.json_schema:
+                facts = self._bound.manifest.extra["generation"]
+                ends, size = ends_of(facts["eos_ids"], run.stop), facts["vocabulary"]
+                own = tokenizers.get(self._bound.manifest.digest, size, ends)
+                matcher = Matcher(own, options.json_schema, ends, run.answer, size)
+                self._matchers[number] = matcher
+
+    def inputs(self) -> list[torch.Tensor]:
+        """Return the program's inputs; only for ``most`` other than 0."""
+        manifest, pool = self._bound.manifest, self._pool
+        slabs = [_slabs_of(one, manifest) for one in self._requests]
+        used = [pool.number(one[USED]) for one in slabs]
+        asked = zip(self._requests, used, strict=True)
+        high = next(dim.high for dim in manifest.dims if dim.name == "past")
+        self._order, cache = self._caches.place(
+            manifest.digest,
+            [one[CACHE] for one in slabs],
+            [(one.sequence, one.after, count) for one, count in asked],
+            max(used) + self.most,
+            high,
+            pool,
+        )
+        by_row = [slabs[self._order.index(row)] for row in range(len(slabs))]
+        small = {
+            name: torch.cat([pool.own(one[name]) for one in by_row]) for name in (IDS, COUNT, USED)
+        }
+        named = small | {CACHE: cache}
+        return [named[spec.name] for spec in manifest.inputs]
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], before_group: Callable[[int], None]
+    ) -> list[torch.Tensor]:
+        """Run all steps like ``BoundProgram.run``; return the last step's outputs."""
+        began_ms, specs = now_ms(), self._bound.manifest.inputs
+        named = {spec.name: value for spec, value in zip(specs, inputs, strict=True)}
+        upto = (named[USED] + named[COUNT]).tolist()  # tokens, with those of this step
+        self._first, self._tokens = named[USED].tolist(), []
+        if self.most:
+            self._cache = named[CACHE] = named[CACHE].to(self._device)
+        while True:
+            outputs = self._bound.run([*named.values()], before_group)
+            logits, rows = self._named(outputs)
+            self._tokens.append(self._choose(logits, upto))
+            if not self.most:
+                return outputs
+            for row, end in enumerate(upto):
+                self._cache[row, end - 1].copy_(rows[row, 0])
+            if self._is_last(now_ms() - began_ms):
+                return outputs
+            named[IDS], named[USED] = torch.tensor(self._tokens[-1])[:, None], torch.tensor(upto)
+            upto = [end + 1 for end in upto]
+            before_group = _is_there
+
+    def told(
+        self, number: int, own: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[ValueSpec], Sequence[torch.Tensor]]:
+        """Return what a request gets, where ``own`` is its part of the last step's outputs; with
+        ``sampling_params`` only the tokens from ``tokens``: its new rows are written to its
+        cache."""
+        manifest, row = self._bound.manifest, self._order[number]
+        if self._requests[number].sampling_params is None:
+            return manifest.outputs, own
+        if self.most:
+            rows = self._cache[row].narrow(0, self._first[row], self.count)
+        else:
+            _, rows = self._named(own)
+        self._pool.extend(_slabs_of(self._requests[number], manifest)[CACHE], rows)
+        return [], []
+
+    def tokens(self) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of each request."""
+        return tuple(
+            [
+                ()
+                if (how := one.sampling_params) is None or how.is_piece
+                else tuple([step[row] for step in self._tokens])
+                for one, row in zip(self._requests, self._order, strict=True)
+            ]
+        )
+
+    def chances(self) -> tuple[tuple[Chance, ...], ...]:
+        """Return the chances of each request's tokens; empty if no request has ``logprobs``."""
+        return tuple(map(tuple, self._chances)) if any(self._chances) else ()
+
+    def keep(self, op_id: int) -> None:
+        """Keep the caches for the next run; on devices other than the cpu nothing is kept."""
+        if not self.most or self._cache.device.type != "cpu":
+            return
+        for one, row in zip(self._requests, self._order, strict=True):
+            if one.sequence:
+                self._caches.keep(row, (one.sequence, op_id, self._first[row] + self.count))
+
+    def _named(self, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        pairs = zip(self._bound.manifest.outputs, outputs, strict=True)
+        named = {spec.name: value for spec, value in pairs}
+        return named[LOGITS], named[CACHE_NEW]
+
+    def _is_last(self, ms: float) -> bool:
+        is_late = ms * (self.count + 1) / self.count > RUN_MS
+        is_end = any(
+            one.sampling_params is not None and self._tokens[-1][row] in one.sampling_params.stop
+            for one, row in zip(self._requests, self._order, strict=True)
+        )
+        return self.count == self.most or is_late or is_end or self._is_over()
+
+    def _choose(self, logits: torch.Tensor, upto: Sequence[int]) -> list[int]:
+        """Choose the next token of each row."""
+        values, found, count = logits.float().cpu().numpy(), [0] * len(upto), self.count
+        for number, (one, row, sampling) in enumerate(
+            zip(self._requests, self._order, self._samplings, strict=True)
+        ):
+            if (how := one.sampling_params) is None or sampling is None:
+                continue
+            if (options := sampling.options) is None:
+                found[row] = next_token(values[row], sampling, upto[row])
+                continue
+            seen = Counter(dict(how.seen))  # zeros too: tokens of the prompt
+            seen.update(step[row] for step in self._tokens)
+            own = values[row]
+            if (matcher := self._matchers.get(number)) is not None:
+                own = np.where(matcher.allowed(), own, -np.inf)
+            found[row] = next_token(own, sampling, upto[row], seen)
+            if matcher is not None:
+                matcher.take(found[row])
+            if count < len(how.forced):
+                found[row] = how.forced[count]
+            if options.logprobs is not None:
+                chance = chance_of(values[row], found[row], options.logprobs)
+                self._chances[number].append(chance)
+        return found
+
+
+def _slabs_of(request: RunInference | BatchedRequest, manifest: Manifest) -> dict[str, SlabTensor]:
+    """Return a request's inputs by name."""
+    pairs = zip(manifest.inputs, request.inputs, strict=True)
+    return {spec.name: slab for spec, slab in pairs}
+
+
+def _is_there(_: int) -> None:
+    """Do nothing: the groups arrived with the first step."""

@@ -1,0 +1,184 @@
+"""The process of a stage: calls the owner's functions over requests' tensors (ADR 34).
+
+It runs the owner's code outside of the sandbox, touches no device, and reads the pool: what a
+function returns goes into memory of its own, from where the controller copies it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import math
+import mmap
+import os
+import signal
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeswitch.base.bytes_tensors import BYTES, packed, unpacked
+from pipeswitch.base.errors import InvalidInput
+from pipeswitch.base.failpoints import reach
+from pipeswitch.base.units import nearest
+from pipeswitch.ipc.channel import Channel
+from pipeswitch.ipc.messages import processor as stage_msg
+from pipeswitch.ipc.messages.base import OpId, SlabTensor
+from pipeswitch.programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
+from pipeswitch.sandbox.confine import WORST
+
+Function = Callable[..., Any]
+MAX_ARRAYS, MAX_NAME = 64, 128  # of a model's inputs
+
+
+class Unusable(Exception):
+    """Unusable function or return value; the text says why."""
+
+
+def run(settings: stage_msg.StageSettings, channel: Channel, results: int) -> int:
+    """Serve until the controller closes the channel; the exit status."""
+    torch.set_num_threads(1)  # the device's worker has the others
+    Path("/proc/self/oom_score_adj").write_text(WORST)  # a function that leaks takes no other along
+    memory = memoryview(mmap.mmap(results, settings.result_bytes))
+    channel.send(stage_msg.StageReady(pid=os.getpid()))
+    while (received := channel.receive()) is not None:
+        call, descriptors = received
+        assert isinstance(call, stage_msg.RunStage)
+        try:
+            reach("stage.call")
+            inputs = {one.name: _read(descriptors[0], one) for one in call.inputs}
+            outputs = _place(_load(call.function)(**inputs), memory)
+            answer: stage_msg.StageDone | stage_msg.StageFailed = stage_msg.StageDone(
+                op_id=call.op_id, outputs=outputs
+            )
+        except Unusable as problem:
+            answer = stage_msg.StageFailed(op_id=call.op_id, reason=str(problem))
+        except BaseException as error:  # SystemExit too: a function ends no request but its own
+            traceback.print_exc()
+            answer = stage_msg.StageFailed(op_id=call.op_id, reason=f"it raised {_said(error)}")
+        finally:
+            os.close(descriptors[0])
+        reach("stage.done")
+        channel.send(answer)
+    return 0
+
+
+def check(settings: stage_msg.CheckStage, channel: Channel) -> int:
+    """Say whether functions can be imported, and the first be called; the exit status."""
+    signal.setitimer(signal.ITIMER_REAL, settings.timeout_s)  # SIGALRM, which nothing catches
+    answer: stage_msg.StageReady | stage_msg.StageFailed = stage_msg.StageReady(pid=os.getpid())
+    name = ""
+    try:
+        loaded = [_load(name := function) for function in settings.functions]
+        name = settings.functions[0]
+        with contextlib.suppress(ValueError):  # one in C may tell no signature
+            if settings.inputs:
+                inspect.signature(loaded[0]).bind(**dict.fromkeys(settings.inputs))
+    except Unusable as problem:
+        answer = stage_msg.StageFailed(op_id=OpId(0), reason=f"{name}: {problem}")
+    except TypeError as error:
+        given = ", ".join(settings.inputs)
+        reason = f"{name}: it cannot be called with {given}, which --raw names: {error}"
+        answer = stage_msg.StageFailed(op_id=OpId(0), reason=reason)
+    channel.send(answer)
+    return 0
+
+
+@functools.cache
+def _load(name: str) -> Function:
+    """Import ``package.module:function``."""
+    module, _, attribute = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except BaseException as error:
+        raise Unusable(
+            f"it cannot be imported: {_said(error)}; the server looks in its "
+            "PYTHONPATH: PYTHONPATH=FOLDER pipeswitch serve"
+        ) from error
+    try:
+        function: Function = functools.reduce(getattr, attribute.split("."), found)
+    except AttributeError:
+        functions = (name for name, value in vars(found).items() if inspect.isfunction(value))
+        public = [name for name in functions if name[0] != "_"]
+        has = ", ".join(public[:4]) or "no function"
+        told = nearest(attribute, public) or f"; it has {has}"
+        raise Unusable(f"{module} has no {attribute}{told}"[:1000]) from None
+    if not callable(function):
+        raise Unusable("it is not callable")
+    return function
+
+
+def _said(error: BaseException) -> str:
+    """Return the error's type and text, even if the text cannot be read or encoded."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return text.encode(errors="replace").decode()[:1000]
+
+
+def _read(pool: int, slab: SlabTensor) -> Any:
+    """Return a copy of an input: the function may write to it, and the slab may be reused."""
+    data = bytearray(slab.size_bytes)
+    os.preadv(pool, [data], slab.offset_bytes)
+    if slab.dtype == BYTES:
+        try:
+            return unpacked(data, slab.shape)
+        except InvalidInput as error:
+            raise Unusable(f"its {slab.name} is not what was said: {error.message}") from None
+    return np.frombuffer(data, dtype=np.dtype(slab.dtype)).reshape(slab.shape)
+
+
+def _place(returned: Any, memory: memoryview) -> tuple[SlabTensor, ...]:
+    """Write what a function returned: a dict of arrays by name, or a lone array.
+
+    Raises:
+        Unusable: it is something else, or too large.
+    """
+    named = returned if isinstance(returned, Mapping) else {"": returned}
+    if len(named) > MAX_ARRAYS:
+        raise Unusable(f"it returned {len(named)} arrays, a model takes {MAX_ARRAYS} at most")
+    placed, at = [], 0
+    for name, value in named.items():
+        is_name = isinstance(name, str) and len(name) <= MAX_NAME and name.isprintable()
+        if is_name and (texts := packed(value)) is not None:
+            shape, data = texts
+            if at + len(data) > len(memory):
+                raise Unusable(_too_large(memory))
+            memory[at : at + len(data)] = data
+            placed.append(
+                SlabTensor(
+                    name=name, dtype=BYTES, shape=shape, offset_bytes=at, size_bytes=len(data)
+                )
+            )
+            at += aligned(len(data), TENSOR_ALIGN_BYTES)
+            continue
+        if not is_name or not isinstance(value, np.ndarray):
+            what = f"a {type(value).__name__}"
+            if named is returned:
+                what = f"a dict with {repr(name)[:80]}: {type(value).__name__}"
+            raise Unusable(f"it returned {what}, not a numpy array or a dict of them by name")
+        if value.dtype.name not in ITEM_BYTES:
+            raise Unusable(f"it returned {name or 'an array'} of dtype {value.dtype}")
+        size = ITEM_BYTES[value.dtype.name] * math.prod(value.shape)
+        if at + size > len(memory):
+            raise Unusable(_too_large(memory))
+        flat = np.frombuffer(memory, dtype=value.dtype.name, count=value.size, offset=at)
+        np.copyto(flat.reshape(value.shape), value)
+        placed.append(
+            SlabTensor(
+                name=name,
+                dtype=value.dtype.name,
+                shape=value.shape,
+                offset_bytes=at,
+                size_bytes=size,
+            )
+        )
+        at += aligned(size, TENSOR_ALIGN_BYTES)
+    return tuple(placed)
+
+
+def _too_large(memory: memoryview) -> str:
+    return f"it returned over {len(memory)} bytes: raise [server] max_message"

@@ -1,0 +1,333 @@
+"""Loaders of accelerate, and loops that somebody else owns: Trainer and Lightning.
+
+They fetch from a ``LoaderProxy``, and each fetch ends a step. All epochs of one ``train()`` are one
+loop of the session: what its framework does between two epochs belongs to the last step of the
+first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import enum
+import io
+import logging
+import os
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from pipeswitch.base import state_codec
+from pipeswitch.base.errors import InvalidInput
+from pipeswitch.inputs.randomness import RandomState
+from pipeswitch.job import InexactResumeWarning
+
+from .snapshot import DataPosition, DataState, filled, has_state, load_state, state_of
+
+LIBRARIES = ("lightning", "pytorch_lightning", "transformers", "accelerate", "tqdm", "rich")
+CONSTANTS = (os.PathLike, io.IOBase, enum.Enum, datetime.timedelta, logging.Logger, Dataset)
+
+Moment = tuple[tuple[Any, ...], tuple[Any, ...]]  # random generators: global ones, the loader's
+
+
+class Source:
+    """The batches of a feed, epoch after epoch, and where they are taken up again.
+
+    Accelerate's loader is one batch ahead, to know the last one. That batch was fetched with the
+    random generators of a step ago, so a resumed script fetches it with those once more.
+    """
+
+    # No __dict__: the session looks there for generators, and these are kept here.
+    __slots__ = (
+        "_ahead",
+        "_before",
+        "_data",
+        "_device",
+        "_entry",
+        "_held",
+        "_is_fresh",
+        "_iterator",
+        "_loader",
+        "given",
+        "is_closed",
+    )
+
+    def __init__(self, loader: Any, device: str) -> None:
+        self._ahead = hasattr(loader, "base_dataloader")  # accelerate's public name
+        self._loader, self._device = loader, device
+        self._data = DataPosition(loader.base_dataloader if self._ahead else loader, {})
+        self._data.warn_if_inexact()
+        self._held: deque[Any] = deque()
+        self._entry: Moment | None = None  # as this epoch began
+        self._before: Moment | None = None  # as the last fetch began
+        self._is_fresh = False  # an epoch has begun, and nothing was fetched
+        self.given = 0  # of this epoch
+        self.is_closed = False  # the framework has ended: no batch comes any more
+
+    def begin(self, behind: int) -> None:
+        """Begin the next epoch, after ``behind`` of its batches."""
+        self.given, self._is_fresh = behind, True
+        self._entry = self._before = now = self._now()
+        self._open(DataState(*now[1]) if behind else None)
+
+    @property
+    def is_over(self) -> bool:
+        """True if this epoch's last batch was given."""
+        if self._ahead:
+            return not (self._is_fresh or self._held)
+        return bool(self.given == len(self._loader))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.is_closed:
+            raise StopIteration
+        if self._ahead and self._is_fresh:
+            self._fetch()
+        self._is_fresh = False
+        try:
+            batch = self._held.popleft() if self._held else next(self._iterator)
+        except StopIteration:
+            raise InvalidInput(f"the loader promised more than {self.given} batches") from None
+        if self._ahead:
+            self._fetch()
+        self.given += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Asked for between two steps, with no fetch under way."""
+        names = ("given", "is_closed", "_is_fresh", "_entry", "_before")
+        iteration = self._loader.iteration if self._ahead else 0
+        state = {name: getattr(self, name) for name in names}
+        data = self._data.capture()
+        now = (data.generators, data.own)
+        return {**state, "held": len(self._held), "iteration": iteration, "now": now}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where it was: nothing that was used is fetched again, where the loader allows."""
+        for name in ("given", "is_closed", "_is_fresh", "_entry", "_before"):
+            setattr(self, name, state[name])
+        if self.is_closed:
+            return
+        self.pass_by(state)
+        now = DataState(*state["now"])
+        self._go_to(state["_entry"])
+        self._open(DataState(*state["_before"][1]) if state["held"] else now)
+        if state["held"]:
+            self._go_to(state["_before"])
+            self._held.append(next(self._iterator))
+        self._data.restore_generators(now)
+
+    def pass_by(self, state: dict[str, Any]) -> None:
+        """Skip a loader that was at its end; nothing is fetched."""
+        if self._ahead:
+            self._loader.iteration = state["iteration"]
+
+    def _open(self, data: DataState | None) -> None:
+        """Open the loader at a position; None: at the start."""
+        self._held.clear()
+        if self._ahead:  # as DataLoaderShard.__iter__ begins
+            self._loader.begin()
+            self._loader.set_epoch(self._loader.iteration)
+        if data is None:
+            self._iterator = self._data.open_new()
+        elif self._data.is_checked and self._entry is not None:  # its state may leave a buffer out
+            self._iterator = self._data.open_again(self.given, DataState(*self._entry[1]))
+        else:
+            self._iterator = self._data.open_at(self.given, data)
+
+    def _fetch(self) -> None:
+        self._before = self._now()
+        try:
+            self._held.append(next(self._iterator))
+        except StopIteration:
+            self._loader.end_of_dataloader = True
+
+    def _now(self) -> Moment:
+        data = self._data.capture()
+        return RandomState(self._device).values(), (data.generators, data.own)
+
+    def _go_to(self, moment: Moment) -> None:
+        RandomState.from_values(moment[0]).restore(self._device)
+        self._data.restore_generators(DataState(*moment[1]))
+
+
+class AcceleratedEpoch(Source):
+    """One epoch of a loader of accelerate, for ``job.steps``."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._entry is None:  # not taken up
+            self.begin(0)
+        return self
+
+    def __next__(self) -> Any:
+        from accelerate.utils import send_to_device
+
+        if self.is_over:  # as DataLoaderShard.__iter__ ends
+            self._loader.iteration += 1
+            self._loader.end()
+            raise StopIteration
+        return send_to_device(super().__next__(), self._loader.device)
+
+
+class LoaderProxy:
+    """Stands in for a framework's loader; everything but iterating is the loader's."""
+
+    def __init__(self, loop: TrainerLoop, loader: Any) -> None:
+        self._loop, self._loader, self._behind = loop, loader, 0
+        self._source = Source(loader, loop.session.device)
+        self._steps: Iterator[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            super().__setattr__(name, value)
+        else:  # Lightning gives loaders a worker_init_fn
+            setattr(self._loader, name, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        behind, self._behind = self._behind, 0
+        self._source.begin(behind)
+        return self
+
+    def __next__(self) -> Any:
+        if self._source.is_over:
+            raise StopIteration
+        return self.step()
+
+    def step(self) -> Any:
+        """Begin or resume the session's loop, at the first batch that is fetched."""
+        if self._steps is None:
+            self._steps = self._loop.session.steps(self._source, **self._loop.objects())
+        return next(self._steps)
+
+    def skip(self, batches: int) -> LoaderProxy:
+        """Begin the next epoch behind these, unless a commit says where."""
+        if self._loop.session.place.upcoming() is None:
+            self._behind = batches
+        return self
+
+    def close(self) -> None:
+        """End and commit the loop: the framework has finished."""
+        self._source.is_closed = True
+        if self._steps is not None:
+            next(self._steps, None)
+
+
+class Keepers:
+    """Callbacks that keep state of their own, and have no ``state_dict()`` for it.
+
+    Their attributes are captured: plain values, tensors, generators, and the state of modules (an
+    average of the weights). An attribute of another type causes one warning.
+
+    Args:
+        callbacks: of a trainer, in order.
+        hook: method with which a callback puts its own state into checkpoints. A callback that
+        overrides it is captured even if it has a ``state_dict()`` or is the library's own.
+        model: the trained model, which is captured anyway.
+    """
+
+    def __init__(self, callbacks: list[Any], hook: str, model: Any) -> None:
+        self._trained = {id(module) for module in model.modules()}
+        self._callbacks = {
+            f"{index}.{type(one).__name__}": one
+            for index, one in enumerate(callbacks)
+            if _overrides(one, hook)
+            or not (_overrides(one, "state_dict") or type(one).__module__.startswith(LIBRARIES))
+        }
+        self._warned = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: self._state_of(key, one) for key, one in self._callbacks.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for key, one in self._callbacks.items():
+            values, states = state.get(key, ({}, {}))
+            for name, value in values.items():
+                setattr(one, name, filled(vars(one).get(name), value))
+            for name, value in states.items():
+                now = vars(one).get(name)
+                if has_state(now):
+                    load_state(now, value)
+                else:
+                    self._warn(key, name, now, "is created after training has started")
+
+    def _state_of(self, key: str, one: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return plain values, and the states of attributes that have one."""
+        values: dict[str, Any] = {}
+        states: dict[str, Any] = {}
+        for name, value in vars(one).items():
+            if id(value) in self._trained or isinstance(value, torch.optim.Optimizer):
+                continue
+            if has_state(value):
+                states[name] = state_of(value)
+                continue
+            try:
+                state_codec.encode(value)
+                values[name] = value
+            except InvalidInput:
+                is_constant = callable(value) or isinstance(value, CONSTANTS)
+                kinds = type(one).__module__, type(value).__module__
+                if not is_constant and not any(kind.startswith(LIBRARIES) for kind in kinds):
+                    self._warn(key, name, value, "cannot be captured")
+        return values, states
+
+    def _warn(self, key: str, name: str, value: Any, why: str) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"job.trainer: {key.partition('.')[2]}.{name}, of type {type(value).__name__}, {why}: "
+            "it starts over in a resumed script. Create it before training, or give the callback "
+            "state_dict() and load_state_dict()",
+            InexactResumeWarning,
+            stacklevel=2,
+        )
+
+
+def _overrides(callback: Any, method: str) -> bool:
+    """Return whether it has that method, and not from the library's base class."""
+    kinds = (kind for kind in type(callback).__mro__ if method in vars(kind))
+    return any(not kind.__module__.endswith(".callback") for kind in kinds)
+
+
+class TrainerLoop:
+    """State of one trainer's loop; as an ``extra_state`` it is what the trainer itself keeps."""
+
+    def __init__(self, session: Any, trainer: Any) -> None:
+        self.session, self.trainer = session, trainer
+        self.feed: LoaderProxy | None = None
+        self.was_over = False  # as the job's last commit knows it
+
+    def objects(self) -> dict[str, Any]:
+        """Objects for ``job.steps``."""
+        raise NotImplementedError
+
+    def extras(self, scaler: Any, keepers: Keepers) -> dict[str, Any]:
+        extras = {"trainer": self, "callbacks": keepers}
+        return extras if scaler is None else {**extras, "scaler": scaler}
+
+    def began(self, *_: Any, **__: Any) -> None:
+        """Restore, as a callback, a loop that had ended."""
+        if self.was_over and self.feed is not None:
+            with contextlib.suppress(StopIteration):
+                self.feed.step()
+
+    def ended(self, *_: Any, **__: Any) -> None:
+        if self.feed is not None:
+            self.feed.close()

@@ -1,0 +1,211 @@
+"""Place of a job in its script, and the commit image from which each of its loops resumes.
+
+A *phase* is a ``job.epochs`` or a ``job.steps`` outside of one. The end of a phase is always
+committed, and kept in the images of the later ones: a resumed script replays a finished phase
+from its end (no batches), so code between two phases finds the state that it had before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from pipeswitch.base import state_codec
+from pipeswitch.base.errors import InvalidInput
+from pipeswitch.commits.image import compact_image, parse_image
+from pipeswitch.inputs.randomness import RandomState
+
+from .snapshot import DataState
+
+PAST: Final = "past/"
+MIN_PAST_PHASES: Final = 4  # each costs its image once more, in every commit
+MAX_PAST_BYTES: Final = 32 << 20  # limit for all phases: small models may have many (folds)
+
+
+@dataclass(frozen=True)
+class CursorPosition:
+    """Position in the script: the loop, and the progress in it."""
+
+    phase: int  # loops outside job.epochs, and job.epochs themselves, counted
+    epoch: int  # -1 outside job.epochs
+    loop: int  # of the epoch
+    batches: int  # used so far
+    finished: bool  # left early, or ended between two commit points: nothing more to do
+    name: str
+    step: int
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Grows from loop to loop."""
+        return self.phase, self.epoch, self.loop
+
+
+class SavedImage:
+    """A parsed commit image; valid as long as the memory under it."""
+
+    def __init__(self, image: memoryview) -> None:
+        self._image = image.cast("B")
+        self.content, self._ranges = parse_image(self._image)
+        meta = self.content["meta"]
+        self.values = state_codec.decode(meta["state"], [self.blob(n) for n in meta["state_blobs"]])
+        self.options = state_codec.decode(
+            meta["options"], [self.blob(name) for name in meta["options_blobs"]]
+        )
+        self.position = CursorPosition(*self.values["position"])
+
+    def blob(self, name: str) -> memoryview:
+        """Bytes of a tensor or blob."""
+        offset, size = self._ranges[name]
+        return self._image[offset : offset + size]
+
+    def random(self, name: str) -> RandomState:
+        """Return a stored set of random generators."""
+        return RandomState.from_values(self.values[name])
+
+    def data(self, name: str) -> DataState:
+        """Return a stored data position."""
+        return DataState(*self.values[name])
+
+    def past(self) -> dict[int, bytes]:
+        """Images of finished phases."""
+        names = [name for name in self.content["blobs"] if name.startswith(PAST)]
+        return {int(name.removeprefix(PAST)): bytes(self.blob(name)) for name in names}
+
+
+class ScriptCursor:
+    """The loop that the script is in, and the images of the job's last commit.
+
+    Args:
+        image: of the last commit; None: the job begins.
+    """
+
+    def __init__(self, image: memoryview | None) -> None:
+        self.saved = None if image is None else SavedImage(image)  # until it was resumed
+        self.past: dict[int, bytes] = {} if self.saved is None else self.saved.past()
+        self.has_updated = self.saved is not None and bool(self.saved.values["has_updated"])
+        self.is_over = False  # the script has ended: no further commits
+        self.phase = -1  # of the newest loop
+        self.in_epochs = False
+        self.position = CursorPosition(0, -1, 0, 0, False, "", 0)  # the last finished body's
+        self.step = 0  # finished ones, over all loops
+        self.entry: dict[str, Any] = {}  # states at the start of script, epoch and loop
+        self._epoch, self._loop = -1, 0
+
+    @property
+    def may_commit(self) -> bool:
+        """Return whether the script runs and has reached the place of its last commit."""
+        return self.saved is None and not self.is_over
+
+    def begin_epochs(self, count: int) -> SavedImage | None:
+        """Begin a ``job.epochs`` and with it a phase; return the image from which it resumes.
+
+        Raises:
+            InvalidInput: it had another ``count`` when it was committed: a script that skips
+                epochs by itself would have ``job`` skip others on top of them.
+        """
+        if self.in_epochs:
+            raise InvalidInput("job.epochs inside job.epochs", hint="use range() for the inner one")
+        self.phase += 1
+        self.in_epochs = True
+        saved = self.image_of_phase()
+        if saved is not None and saved.position.phase == self.phase:
+            committed = saved.values["epochs"]
+            if count != committed:
+                raise InvalidInput(
+                    f"job.epochs({count}) was job.epochs({committed}) when the job was committed",
+                    hint="job.epochs skips what is finished: give it the whole number, and let the "
+                    "script not resume from a checkpoint of its own",
+                )
+        self.entry["epochs"] = count
+        return saved
+
+    def begin_epoch(self, epoch: int) -> None:
+        self._epoch, self._loop = epoch, 0
+
+    def end_epochs(self) -> None:
+        self.in_epochs, self._epoch = False, -1
+
+    def begin_phase(self) -> None:
+        """Begin the phase of a ``job.steps`` outside any ``job.epochs``."""
+        self.phase += 1
+        self._loop = 0
+        self.entry["epochs"] = 0
+
+    def begin_loop(self, name: str | None) -> CursorPosition:
+        """Return the place where the next ``job.steps`` begins."""
+        name = name or f"steps-{self.phase}"
+        start = CursorPosition(self.phase, self._epoch, self._loop, 0, False, name, self.step)
+        self._loop += 1
+        return start
+
+    def end_body(self) -> None:
+        self.step += 1
+        self.position = replace(self.position, batches=self.position.batches + 1, step=self.step)
+
+    def steps_left(self, length: int | None) -> int:
+        """Return the steps until the last of ``epochs`` ends; -1: the loader has no ``length``."""
+        if length is None:
+            return -1
+        epoch = self.position.epoch
+        loops = self.entry["epochs"] - epoch if epoch >= 0 else 1
+        return int(loops * length - self.position.batches)
+
+    def end_loop(self) -> None:
+        """Mark the loop as finished."""
+        self.position = replace(self.position, finished=True, step=self.step)
+
+    def upcoming(self) -> tuple[SavedImage, bool] | None:
+        """Return the image from which the next ``job.steps`` resumes, and whether its loop was
+        over.
+
+        None means that it starts afresh.
+        """
+        if self.in_epochs:
+            raise InvalidInput("a Trainer inside job.epochs", hint="use range() here")
+        phase = self.phase + 1
+        saved = self.image_of_phase(phase)
+        if saved is None:
+            return None
+        own = saved.data("data").own  # a feed's says when it was closed
+        is_over = saved.position.finished or saved.position.phase != phase
+        return saved, is_over or (isinstance(own, dict) and bool(own.get("is_closed")))
+
+    def image_of_phase(self, phase: int | None = None) -> SavedImage | None:
+        """Return the image to resume this phase from, by default the newest; None: it starts
+        afresh."""
+        if self.saved is None:
+            return None
+        phase = self.phase if phase is None else phase
+        if phase == self.saved.position.phase:
+            return self.saved
+        if phase > self.saved.position.phase:
+            raise InvalidInput("the script passed the place of its commit: it changed since")
+        later = [past for past in sorted(self.past) if past >= phase]
+        return SavedImage(memoryview(self.past[later[0]])) if later else self.saved
+
+    def go_to(self, saved: SavedImage, start: CursorPosition) -> None:
+        """Resume the loop that begins at ``start`` where ``saved`` was committed."""
+        place = saved.position
+        if place.phase == start.phase and start.order > place.order:
+            raise InvalidInput("the script passed the place of its commit: it changed since")
+        self.step, self.position = place.step, place
+
+    @property
+    def past_bytes(self) -> int:
+        """Return the bytes of the ends of finished phases in a slice."""
+        return sum(len(image) + 64 for image in self.past.values())
+
+    def keep_past(self, phase: int, image: memoryview) -> bool:
+        """Keep the end of ``phase`` for later images; return False if older ends had to be
+        dropped."""
+        self.past[phase] = compact_image(image, without=PAST)
+        return not self.drop_past(MAX_PAST_BYTES)
+
+    def drop_past(self, max_bytes: int) -> bool:
+        """Drop the oldest ends of phases beyond the limit, but always keep a few; return False if
+        all stayed."""
+        dropped = False
+        while len(self.past) > MIN_PAST_PHASES and sum(map(len, self.past.values())) > max_bytes:
+            del self.past[min(self.past)]
+            dropped = True
+        return dropped
