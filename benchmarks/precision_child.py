@@ -59,7 +59,7 @@ def serve(order: Mapping[str, Any]) -> None:
 def _answer(runners: Mapping[str, Runner], arm: str, inputs: Sequence[torch.Tensor]) -> None:
     """Run once to warm up and compare, then once more with a clock."""
     ours, theirs = _first(runners[arm](inputs)), _first(runners["eager"](inputs))
-    error = float((ours - theirs).abs().max() / theirs.abs().max())
+    error = float((ours - theirs).abs().max()) / (float(theirs.abs().max()) or 1.0)
     began_ms, began_s = now_ms(), time.thread_time()
     runners[arm](inputs)
     processor_ms = 1e3 * (time.thread_time() - began_s)

@@ -268,6 +268,15 @@ def test_a_model_that_gains_nothing_stays_exact(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / packing.DERIVED_FILE).exists()
 
 
+@pytest.mark.parametrize(("fast_ms", "gains"), [(0.99, False), (0.9, True)])
+def test_a_gain_within_the_noise_of_a_measurement_is_none(
+    fast_ms: float, gains: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "min_ms", lambda calls: (1.0, fast_ms))
+    manifest = built(nn.Linear(64, 64), (torch.randn(2, 64),), tmp_path)
+    assert (manifest.precision is not None) is gains
+
+
 def test_machines_that_derive_other_forms_name_one_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,8 @@ from .verify import acceptable_inputs, load_image
 MAX_ERROR: Final = {"fast": 1e-3, "bf16": 5e-2, "int8": 1e-1}
 """Limits of the error, relative to the largest output, where no option says another."""
 GROSS_ERROR: Final = 0.1  # of the largest output on average: no option lets a form be this wrong
+MIN_GAIN: Final = 0.03  # of the plain times together; less is noise of a measurement
+MAX_LOSS: Final = 0.1  # of the plain time, at one of the measured sizes
 MAX_SHAPES: Final = 6  # at which the two forms are compared
 SEVERAL: Final = 8  # rows of a batch at which they are timed
 MAX_ROWS: Final = 16  # of a batch at which they are compared: more take long and show nothing new
@@ -170,9 +172,12 @@ def _gain(
         f"{ours_ms:.3g} ms instead of {plain_ms:.3g} at {values_text(values)}"
         for values, (plain_ms, ours_ms) in zip(shapes, times, strict=False)
     )
-    is_slower = sum(ours_ms - plain_ms for plain_ms, ours_ms in times) >= 0.0
+    plain_sum_ms, sum_ms = map(sum, zip(*times, strict=True))
+    is_slower = sum_ms >= plain_sum_ms
     if name == "fast":
-        return told if is_slower else "", f"precision {name}: {told}"
+        gains = sum_ms <= (1.0 - MIN_GAIN) * plain_sum_ms
+        gains &= all(ours_ms <= (1.0 + MAX_LOSS) * plain_ms for plain_ms, ours_ms in times)
+        return "" if gains else told, f"precision {name}: {told}"
     slower = ": slower" if is_slower else ""
     return "" if saves else "no byte is saved", f"precision {name}: {told}{slower}"
 
