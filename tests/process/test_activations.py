@@ -137,7 +137,7 @@ def test_a_plan_says_what_a_job_will_do_that_is_limited_by_its_command_line(tmp_
     assert whole["offloaded_bytes"] == 0 < limited["offloaded_bytes"]
     assert limited["step_ms"] <= limited["layer_wise_ms"]
     refused = planned("40KiB")
-    assert f"--memory {-(-made['least_bytes'] >> 10)}KiB" in refused.stdout
+    assert f"--memory {-(-made['min_bytes'] >> 10)}KiB" in refused.stdout
     assert refused.returncode == 1
     options: Any = {"arena": "64MiB", "environment": ENVIRONMENT, "state_dir": tmp_path / "state"}
     with checked_server(settles=False, **options) as checked:

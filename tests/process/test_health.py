@@ -152,13 +152,13 @@ def test_two_deaths_of_the_fork_server_lose_nobody_it_has_forked(running: tools.
 PLANTED = """
 import sys
 from pipeswitch.cli.main import main
-from pipeswitch.scheduler.introspection import Listing
+from pipeswitch.scheduler.introspection import Introspection
 
 def for_ever(self):
     while True:
         pass
 
-Listing.jobs = for_ever
+Introspection.jobs = for_ever
 main()
 """
 

@@ -12,23 +12,23 @@ pytest.importorskip("httptools", reason="make installs it")
 CASES = {
     "an answer in JSON": "http.json_answer({'text': TEXT})",
     "an answer's parameters": "oip.encode_answer('m', asked, [], {'text': TEXT})",
-    "an event of the feed": "feed.Feed().add('topic', {'text': TEXT})",
-    "a message to a text process": "texts._encoded(text_process.Drop(answer=TEXT))",
+    "an event of the feed": "event_stream.EventLog().add('topic', {'text': TEXT})",
+    "a message to a text process": "tokenizers._encoded(tokenizer_worker.Abort(answer=TEXT))",
     "a message to the server": "frames.pack_dict({'text': TEXT})",
     "a message between processes": "channel.encode_message(TEXT)",
     "a request with a long name": "oip.decode_request(NAME, None)",
     "an object": "rest._object(OBJECT)",
     "a registration": "api._registration(lambda: api.decode_json(NAME, api.RegisterRequest))",
     "a completion": "completions._said(PROMPT, completions.Said)",
-    "a chat": "text_process.parsed(CHAT)",
+    "a chat": "tokenizer_worker.parsed(CHAT)",
 }
 PROGRAM = """
 import resource, sys
 from pathlib import Path
 from pipeswitch.gateway import rest
 from pipeswitch.gateway.admin import api
-from pipeswitch.gateway.http import feed, server as http
-from pipeswitch.gateway.openai import completions, text_process, texts
+from pipeswitch.gateway.http import event_stream, server as http
+from pipeswitch.gateway.openai import completions, tokenizer_worker, tokenizers
 from pipeswitch.gateway.serving import oip
 from pipeswitch.ipc import channel
 from pipeswitch.wire import frames

@@ -57,7 +57,7 @@ def can_write(windows, descriptor, size):
 
 def infer(message, programs, pool, view, task, slot):
     import ctypes, json, mmap, os, struct
-    from pipeswitch.devices.cpu import windows
+    from pipeswitch.devices.cpu import page_protection as windows
     from pipeswitch.ipc.messages.worker import InferenceFailed
     if not message.model.startswith("hostile"):
         return REAL[0](message, programs, pool, view, task, slot)
