@@ -19,7 +19,7 @@ CASES = {
     "a request with a long name": "oip.decode_request(NAME, None)",
     "an object": "rest._object(OBJECT)",
     "a registration": "api._registration(lambda: api.decode_json(NAME, api.RegisterRequest))",
-    "a completion": "completions._said(PROMPT, completions.Said)",
+    "a completion": "completions._said(PROMPT, completions.CompletionRequest)",
     "a chat": "tokenizer_worker.parsed(CHAT)",
 }
 PROGRAM = """
