@@ -53,7 +53,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class ClientRequest(_Message, frozen=True):
-    """Base of events that need one final answer. One part takes each kind (``core.takes``)."""
+    """Base of events that need one final answer. One part takes each kind (``core.handles``)."""
 
     token: Token
 
