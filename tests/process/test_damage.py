@@ -188,10 +188,10 @@ class Restored:
         return (self.server.places.models / digest / MANIFEST_FILE).is_file()
 
     def models(self) -> dict[str, dict[str, Any]]:
-        return {row["name"]: row for row in self.server.scheduler.introspection.models()}
+        return {row["name"]: row for row in self.server.scheduler.listing.models()}
 
     def jobs(self) -> dict[str, dict[str, Any]]:
-        return {row["name"]: row for row in self.server.scheduler.introspection.jobs()}
+        return {row["name"]: row for row in self.server.scheduler.listing.jobs()}
 
     def close(self) -> None:
         for number in self.server.memory.commits.values():
