@@ -123,7 +123,7 @@ def show(entry: str, args: Sequence[str], budget_bytes: int | None, as_json: boo
         return
     views.echo(
         f"{entry}: a step saves {format_bytes(made['needed_bytes'])} for backward; at least "
-        f"{format_bytes(made['least_bytes'])} of it must be on the device at once"
+        f"{format_bytes(made['min_bytes'])} of it must be on the device at once"
     )
     rows = [
         {
