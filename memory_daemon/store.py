@@ -1,9 +1,8 @@
-"""Loading a built program's tensors into the host store, checked byte for byte.
+"""Loader of a built program's tensors into the host store, verified by a digest.
 
-A model's image in the store is its region (programs/interface/layout.py): tensors at their
-offsets, zeros
-between and behind them. So a layer group is one contiguous copy, and the digest of the image is
-the digest of what a worker will see.
+A model's image in the store has the layout of its region (``programs/interface/layout.py``):
+tensors at their offsets, zeros between and after them. So a layer group is one contiguous copy,
+and the digest of the image is the digest of what a worker will see.
 """
 
 from __future__ import annotations
@@ -19,19 +18,20 @@ from pipeswitch.programs.graphs.manifest_check import check_tensors
 from pipeswitch.programs.interface.layout import Manifest, TensorSpec
 from pipeswitch.programs.spec import load_manifest, weights_file
 
-PIECE_BYTES: Final = 16 << 20  # per system call; the interpreter lock is free meanwhile
+PIECE_BYTES: Final = 16 << 20  # per system call, which releases the GIL
 _ZEROS: Final = bytes(1 << 20)
 
 
 class UnusableModel(Exception):
-    """The directory does not hold a complete, undamaged program; the text says what is wrong."""
+    """Error for a directory without a complete, undamaged program; its text says what is wrong."""
 
 
 def load_model(directory: Path, image: memoryview) -> Manifest:
-    """Fill ``image`` (the model's place in the store) from ``directory``; blocks.
+    """Fill ``image`` (the model's range of the store) from ``directory``. Blocks.
 
     Raises:
-        UnusableModel: see there. ``image`` may be half filled and must not be used.
+        UnusableModel: the program is damaged, incomplete or larger than ``image``, which may be
+            half filled and must not be used.
     """
     try:
         manifest = load_manifest(directory)
@@ -69,7 +69,7 @@ def load_model(directory: Path, image: memoryview) -> Manifest:
 
 
 def image_digest(image: memoryview) -> str:
-    """sha256 hex of a region image, padding included: what ``weights_sha256`` must be."""
+    """Return the SHA-256 of an image, padding included, in hex, as in ``weights_sha256``."""
     return hashlib.sha256(image).hexdigest()
 
 

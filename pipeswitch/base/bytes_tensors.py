@@ -1,6 +1,6 @@
-"""Tensors of byte strings: ``bytes`` here, ``BYTES`` in Triton's protocol, which packs them so.
+"""Tensors of byte strings: dtype ``bytes`` here, ``BYTES`` in Triton's protocol. Pure.
 
-Each element is its length, four bytes with the least significant first, and its bytes. Pure.
+The format is Triton's. Each element is its length as a little-endian uint32, then its bytes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 def pack(elements: Iterable[bytes]) -> bytes:
-    """Elements in row-major order, one after the other."""
+    """Pack elements, which are in row-major order, one after the other."""
     return b"".join(part for one in elements for part in (_LENGTH.pack(len(one)), one))
 
 
 def unpack(data: Any, count: int) -> list[bytes]:
-    """The elements of a buffer.
+    """Return the elements of a packed buffer.
 
     Raises:
-        InvalidInput: it holds other than ``count`` of them.
+        InvalidInput: the buffer does not hold exactly ``count`` elements.
     """
     found: list[bytes] = []
     view, at = memoryview(data), 0
@@ -46,9 +46,9 @@ def unpack(data: Any, count: int) -> list[bytes]:
 
 
 def packed(value: Any) -> tuple[tuple[int, ...], bytes] | None:
-    """Shape and bytes of a text (UTF-8) or a byte string, or of a list or array of them.
+    """Return shape and packed bytes of a text (UTF-8), a byte string, or a list or array of them.
 
-    None: it is something else.
+    Return None for any other value.
     """
     import numpy as np
 
@@ -68,10 +68,10 @@ def packed(value: Any) -> tuple[tuple[int, ...], bytes] | None:
 
 
 def unpacked(data: Any, shape: Sequence[int]) -> Any:
-    """An array of ``bytes`` objects.
+    """Return the numpy array of ``bytes`` objects in a packed buffer.
 
     Raises:
-        InvalidInput: as of ``unpack``.
+        InvalidInput: the number of elements does not fit ``shape``.
     """
     import numpy as np
 

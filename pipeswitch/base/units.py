@@ -1,4 +1,4 @@
-"""Sizes, times and texts as people write and read them, and back."""
+"""Parsers and formatters of sizes, times and texts for people."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def _quantity(text: object, units: Mapping[str, float], example: str) -> float:
     if match is None or unit not in units:
         raise ValueError(f"{text!r} is not of the form {example}")
     number = float(match.group(1)) * units[unit]
-    if number >= LIMIT:  # infinite ones are no integers
+    if number >= LIMIT:  # infinity is not an integer
         raise ValueError(f"{text!r} is too large")
     return number
 
 
 def parse_size(text: object) -> int:
-    """``512MiB``, ``20GiB``, ``1GB`` or a plain count, in bytes. ValueError otherwise."""
+    """Parse ``512MiB``, ``20GiB``, ``1GB`` or a plain number into bytes, or raise ValueError."""
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
     if isinstance(text, str) and text.strip().isdecimal() and int(text) < LIMIT:
@@ -63,14 +63,14 @@ def parse_size(text: object) -> int:
 
 
 def parse_ms(text: object) -> float:
-    """``50ms``, ``5s``, ``2m``, ``1h`` or 0, in milliseconds. ValueError otherwise."""
+    """Parse ``50ms``, ``5s``, ``2m``, ``1h`` or 0 into milliseconds, or raise ValueError."""
     if text in (0, "0"):
         return 0.0
     return _quantity(text, _TIME_UNITS_MS, "50ms or 5s")
 
 
 def format_bytes(size_bytes: float) -> str:
-    """``2.41 GiB``: as sizes stand in messages."""
+    """Format a size for messages: ``2.41 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size_bytes) < 1024:
             return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.2f} {unit}"
@@ -80,14 +80,14 @@ def format_bytes(size_bytes: float) -> str:
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Retention rule: a maximum count, the newest only, or a maximum age."""
+    """Retention rule: keep the newest ``count`` items, or those up to a maximum age."""
 
     count: int = 1 << 30
-    time_ms: float = 0.0  # 0: for ever
+    time_ms: float = 0.0  # maximum age; 0: no limit
 
     @classmethod
     def parse(cls, text: object) -> RetentionPolicy:
-        """``20`` or ``7d``. ValueError otherwise."""
+        """Parse ``20`` or ``7d``, or raise ValueError."""
         if str(text).strip().isdigit():
             return cls(count=int(str(text)))
         return cls(time_ms=_quantity(text, _TIME_UNITS_MS, "20 (jobs) or 7d"))
@@ -98,20 +98,20 @@ class RetentionPolicy:
 
 @dataclass(frozen=True)
 class SizeSpec:
-    """``auto``, a number of bytes, or a fraction of what there is; exactly one of the three."""
+    """Size setting: ``auto``, a number of bytes, or a fraction of the total."""
 
     size_bytes: int | None = None
     fraction: float | None = None
 
     def resolve(self, total_bytes: int, auto_bytes: int) -> int:
-        """Bytes, given what a fraction is of and what ``auto`` stands for."""
+        """Return the size: ``auto`` means ``auto_bytes``, a fraction is of ``total_bytes``."""
         if self.size_bytes is not None:
             return self.size_bytes
         return auto_bytes if self.fraction is None else int(total_bytes * self.fraction)
 
     @staticmethod
     def parse(text: object) -> SizeSpec:
-        """``auto``, ``20GiB`` or ``0.9``. ValueError otherwise."""
+        """Parse ``auto``, ``20GiB`` or ``0.9``, or raise ValueError."""
         if isinstance(text, SizeSpec):
             return text
         if text == "auto":
@@ -131,19 +131,19 @@ class SizeSpec:
 
 
 UNPRINTABLE: Final = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Unicode's categories of what a terminal obeys instead of showing it: controls, C1 ones too,
-formats such as the change of direction, halves of characters, separators of lines."""
+"""Unicode categories that a terminal obeys instead of showing: control characters (C1, too), format
+characters (such as changes of direction), surrogates, and separators of lines and paragraphs."""
 
 
 class PrintableFormatter(logging.Formatter):
-    """A log that is looked at in a terminal commands it to nothing."""
+    """Log formatter that escapes control characters, so that a terminal obeys none of them."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escape_control_chars(super().format(record))
 
 
 class LogFile(logging.handlers.RotatingFileHandler):
-    """A log of bounded size. While it cannot be written, stderr says so in one line."""
+    """Log file of bounded size. If writing begins to fail, one line on stderr says so."""
 
     _is_failing = False
     _has_failed = False
@@ -162,7 +162,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
 
 
 def escape_control_chars(text: str, keep: str = "\n\t") -> str:
-    """The text with everything that a terminal would obey spelt out, as in ``\\x1b``."""
+    """Escape each character that a terminal would obey, as in ``\\x1b``, except ``keep``."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(
@@ -171,12 +171,12 @@ def escape_control_chars(text: str, keep: str = "\n\t") -> str:
 
 
 def is_obeyed(character: str) -> bool:
-    """A terminal does something other than show it."""
+    """Return True if a terminal obeys the character instead of showing it."""
     return unicodedata.category(character) in UNPRINTABLE
 
 
 def printed(value: Any) -> Any:
-    """All texts in a value of JSON made printable."""
+    """Escape the control characters in all texts of a JSON value."""
     if isinstance(value, str):
         return escape_control_chars(value)
     if isinstance(value, Mapping):
@@ -187,6 +187,6 @@ def printed(value: Any) -> Any:
 
 
 def nearest(word: str, known: Any) -> str:
-    """``; did you mean "x"?`` when one of ``known`` is close, else nothing."""
+    """Return ``; did you mean "x"?`` if one of ``known`` is close, else an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f'; did you mean "{close[0]}"?' if close else ""

@@ -1,4 +1,4 @@
-"""A chat with a language model in the terminal, over the server's ``/v1``."""
+"""Terminal chat with a language model over the server's ``/v1`` API."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from . import common, views
 from .page import http_of
 
 PATH: Final = "/v1/chat/completions"
-MOST_ASKED: Final = 32  # models that are asked if they can chat, after a refusal
+MOST_ASKED: Final = 32  # maximum number of models to check for a chat template
 EXAMPLE: Final = "pipeswitch run hf:Qwen/Qwen3-0.6B"
 FENCE: Final = '"""'
 HELP: Final = f"""\
@@ -53,10 +53,11 @@ class Chat:
         self.summary = ""
 
     def say(self, text: str) -> Generator[str]:
-        """Yield the answer's pieces. What was read of it stays in the chat, however it ends.
+        """Send a message and yield the answer in pieces. Pieces that were read stay in the chat.
 
         Raises:
-            PipeSwitchError: the server refused the message, which is then not in the chat.
+            PipeSwitchError: the server refused the message, or the answer was cut off. A message
+                without any answer does not stay in the chat.
         """
         asked, pieces, tokens = {"role": "user", "content": text}, list[str](), 0
         began_s = first_s = time.monotonic()
@@ -73,7 +74,7 @@ class Chat:
             self.summary, took_s = "", time.monotonic() - first_s
             if pieces:
                 self.messages += [asked, {"role": "assistant", "content": "".join(pieces)}]
-                count = tokens or len(pieces)  # of one that was stopped, about
+                count = tokens or len(pieces)  # an estimate if the answer was stopped
                 self.summary = (
                     f"{count} tokens, {(count - 1) / max(took_s, 1e-3):.1f} tokens/s, "
                     f"the first after {first_s - began_s:.2f} s"
@@ -146,7 +147,7 @@ def options(command: Any) -> Any:
 @click.argument("prompt", default="")
 @options
 def chat(name: str, prompt: str, http: str, token: str, **asked: Any) -> None:
-    """Talk with a registered language model.
+    """Chat with a registered language model.
 
     With PROMPT, or with text on standard input, print one answer.
     """
@@ -173,10 +174,10 @@ def chat(name: str, prompt: str, http: str, token: str, **asked: Any) -> None:
 @click.option("--name", default="", help="Name of the model (default: the end of SOURCE).")
 @options
 def run(source: str, prompt: str, name: str, **asked: Any) -> None:
-    """Register a language model if it is not there, and talk with it.
+    """Register a language model, unless it is registered, and chat with it.
 
-    SOURCE is hf:NAME (of the hub), hf:FOLDER (configuration, weights and tokenizer), or the name of
-    a registered model.
+    SOURCE is hf:NAME (from the hub), hf:FOLDER (configuration, weights and tokenizer), or the name
+    of a registered model.
     """
     if not source.startswith("hf:"):
         name = name or source
@@ -216,13 +217,14 @@ def _register(client: Any, name: str, source: str) -> None:
 
 
 def _check(client: Any, name: str) -> None:
-    """
+    """Raise an error if the model cannot chat.
+
     Raises:
-        ModelNotFound, InvalidInput: it cannot chat; the hint says what to type.
+        ModelNotFound, InvalidInput: the hint says what to type instead.
     """
     try:
         facts = client._ask("generation", model=name, body={"version": 0, "tokenizer": True})
-    except (ModelNotFound, InvalidInput) as error:  # unknown, or no language model
+    except (ModelNotFound, InvalidInput) as error:  # unknown, or not a language model
         raise type(error)(error.message, hint=_advice(client, name), **error.data) from None
     if not facts.get("chat_template"):
         ids = "" if facts.get("has_tokenizer", True) else " --ids"
@@ -233,7 +235,7 @@ def _check(client: Any, name: str) -> None:
 
 
 def _advice(client: Any, name: str) -> str:
-    """Return what to type instead of chatting with a model that cannot."""
+    """Return commands that you can type instead if a model cannot chat."""
     advice, body = [EXAMPLE], {"version": 0, "tokenizer": True}
     for row in client.models()[:MOST_ASKED]:
         with contextlib.suppress(PipeSwitchError):
@@ -247,7 +249,7 @@ def _advice(client: Any, name: str) -> str:
 def _converse(talk: Chat, name: str) -> None:
     """Read messages and show answers until the user leaves."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # ``input`` then edits lines, and knows the last ones
+        import readline  # noqa: F401  # gives ``input`` editing and history
     views.echo(f"{name}: /? shows the commands, /bye ends")
     while (text := _message()) is not None:
         match text.strip():
@@ -288,7 +290,7 @@ def _show(piece: str) -> None:
 
 
 def _message() -> str | None:
-    """Return what the user typed, of several lines too; None: the end of the input."""
+    """Return the user's message, which may have several lines; None: the end of the input."""
     lines: list[str] = []
     is_fenced = False
     while True:

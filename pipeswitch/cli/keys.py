@@ -1,7 +1,7 @@
-"""``pipeswitch keys``: who may come in where other machines can reach the server.
+"""Command ``pipeswitch keys``: which clients may connect to the server.
 
-These commands only write files in the server's folder of keys; a running server looks there at
-each handshake, and once a second for clients that are in already.
+These commands only write files in the server's key folder. A running server reads it at each
+handshake, and once a second for connected clients.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ roles_option = click.option(
 @click.option("--keys-dir", type=click.Path(), help="Where they are (default: STATE_DIR/keys).")
 @click.pass_context
 def keys(ctx: click.Context, path: str | None, state_dir: str | None, keys_dir: str | None) -> None:
-    """The server's key, and the clients it admits.
+    """Manage the server's key and the clients that it admits.
 
-    Off loopback every client needs a key that was admitted here; on loopback only with
-    --auth keys. A change counts from the next handshake on, without a restart.
+    A client on another machine needs a key that was admitted here; a client on loopback needs one
+    only with --auth keys. A change applies from the next handshake on, without a restart.
     """
     from ..base.config import load
 
@@ -50,7 +50,7 @@ def _folder() -> KeyFolder:
 
 
 def _folder_for(out: str) -> Path:
-    """Return the folder of a secret; a new one is readable by its owner alone."""
+    """Return the folder for a secret. Create a missing one, readable only by its owner."""
     folder = Path(out)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
@@ -60,7 +60,7 @@ def _folder_for(out: str) -> Path:
 @click.option("--show", is_flag=True, help="Only print the public key; make nothing.")
 @json_option
 def keys_server(show: bool, as_json: bool) -> None:
-    """Make the server's pair, once; its public key is what clients are told."""
+    """Create the server's key pair, once, and print the public key, which clients need."""
     folder = _folder()
     found = folder.server() if show else folder.make_server()
     if found is None:
@@ -81,7 +81,7 @@ def keys_server(show: bool, as_json: bool) -> None:
 @roles_option
 @json_option
 def keys_client(name: str, out: str, roles: tuple[str, ...], as_json: bool) -> None:
-    """Make a pair for a client and admit it; move NAME.key_secret to the client's machine."""
+    """Create a key pair for a client and admit it; move NAME.key_secret to the client's machine."""
     folder = _folder()
     server = folder.server()
     if server is None:
@@ -115,7 +115,7 @@ def keys_client(name: str, out: str, roles: tuple[str, ...], as_json: bool) -> N
 )
 @json_option
 def keys_pair(name: str, out: str, as_json: bool) -> None:
-    """Make a pair on a client's own machine: its secret never travels."""
+    """Create a key pair on the client's own machine, so that its secret never travels."""
     secret_file, public = make_pair(name, _folder_for(out))
     row = {"client": name, "key": public.decode(), "secret_file": str(secret_file)}
     lines = [
@@ -126,7 +126,7 @@ def keys_pair(name: str, out: str, as_json: bool) -> None:
 
 
 class TakesKey(click.Command):
-    """A key may begin with a dash, and is no option then."""
+    """Command with a KEY argument, which may begin with a dash as an option does."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         keys = [one for one in args if one.startswith("-") and len(one) == KEY_CHARACTERS]
@@ -155,9 +155,9 @@ def keys_admit(name: str, key: str, roles: tuple[str, ...], as_json: bool) -> No
 @roles_option
 @json_option
 def keys_roles(name: str, roles: tuple[str, ...], as_json: bool) -> None:
-    """Give a client infer and the named roles, and no others.
+    """Give a client the role infer and the named roles, and remove all others.
 
-    A client that is connected has them within a second or two.
+    A connected client gets the change within two seconds.
     """
     folder = _folder()
     folder.give_roles(name, roles)
@@ -173,7 +173,7 @@ def _roles(folder: KeyFolder, name: str) -> list[str]:
 @keys.command("ls")
 @json_option
 def keys_ls(as_json: bool) -> None:
-    """List the clients that may come in."""
+    """List the admitted clients and their roles."""
     rows = [
         {"name": name, "key": one.key.decode(), "roles": in_order(one.roles)}
         for name, one in _folder().admitted().items()
@@ -189,6 +189,6 @@ def keys_ls(as_json: bool) -> None:
 @name_argument
 @json_option
 def keys_revoke(name: str, as_json: bool) -> None:
-    """Keep a client out; its connections end within two seconds."""
+    """Revoke a client's admission; its connections end within two seconds."""
     _folder().revoke(name)
     print_done({"revoked": name}, f"{name} is kept out", as_json)

@@ -26,7 +26,7 @@ from ..base.units import escape_control_chars, format_bytes, printed
 from ..wire.request_timing import PARTS, SELDOM
 
 PIPE_COLUMNS: Final = 240
-ELASTIC: Final = ("why", "source", "reason")  # texts: they take several lines on a narrow screen
+ELASTIC: Final = ("why", "source", "reason")  # long texts wrap on a narrow screen
 ELASTIC_WIDTH: Final = 20
 NAMES: Final = ("name", "model", "job", "nodes")
 NAME_WIDTH: Final = 16
@@ -45,7 +45,7 @@ LEAST: Final = (
     *("suspensions", "source", "activation_bytes", "restarts", "tokens_per_s", "persisted_step"),
     *("worker", "requests", "residency", "device", "why"),
 )
-"""Columns that a narrow screen can do without, the least important first."""
+"""Columns to leave out on a narrow screen, the least important first."""
 
 _RANKS: Final = (
     ("active", "running", "transmitting", "stopping", "evicting", "suspended"),
@@ -54,8 +54,8 @@ _RANKS: Final = (
     ("host", "standby"),
 )
 BUSY: Final = {state: rank for rank, states in enumerate(_RANKS) for state in states}
-"""States in the order of a listing; what is over or failed stands last."""
-REFRESH_S: Final = 0.5  # of --watch and top
+"""Rank of each state in a listing. All others (ended, failed) come last."""
+REFRESH_S: Final = 0.5  # between two refreshes of --watch and top
 STATE_STYLES: Final = {
     "active": "bold green",
     "running": "bold green",
@@ -134,12 +134,15 @@ BILL_COLUMNS: Final = tuple(name for name in PARTS if name not in SELDOM)
 
 
 def console() -> Console:
-    """Return the console for tables. A pipe has no width: nothing is cut. rich handles NO_COLOR."""
+    """Return the console for tables. A pipe has no width, so it gets a wide one.
+
+    rich handles NO_COLOR.
+    """
     return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 
 def ping_line(answer: Mapping[str, Any]) -> str:
-    """``ready 1.9 ms: controller 0.7 ms, daemon 0.2 ms, worker 0 (active) silent``."""
+    """Return a line such as ``ready 1.9 ms: controller 0.7 ms, worker 0 (active) silent``."""
 
     def took(ms: float | None) -> str:
         return "silent" if ms is None else f"{ms:.1f} ms"
@@ -158,10 +161,10 @@ def ping_line(answer: Mapping[str, Any]) -> str:
 
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Print what others may have written: a terminal shows it and obeys none of it.
+    """Print text of others with its control characters escaped, so that a terminal obeys none.
 
-    Pieces of a log (no ``nl``) keep their carriage returns: progress bars are made of them, and
-    what they hide is their own line.
+    Pieces of a log (no ``nl``) keep their carriage returns, because progress bars need them and
+    they overwrite only the log's own line.
     """
     click.echo(escape_control_chars(text, keep="\n\t" if nl else "\n\t\r"), err=err, nl=nl)
 
@@ -172,7 +175,7 @@ def print_json(value: Any) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: a lost loss is null."""
+    """Replace NaN and infinite numbers with None, because JSON has neither."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -181,10 +184,10 @@ def _finite(value: Any) -> Any:
 
 
 class Listing:
-    """Rows by column name, as a table that fits its screen; a missing value is empty.
+    """Table of rows that fits its screen; a missing value is an empty cell.
 
-    Where it is too wide, titles take two lines, then names are cut in the middle, then the columns
-    of ``LEAST`` go, the first ones first; a line below names those.
+    If the table is too wide, titles wrap first. Then names are shortened in the middle. Then the
+    columns of ``LEAST`` are dropped in their order, and a line below the table names them.
     """
 
     def __init__(
@@ -208,7 +211,7 @@ class Listing:
             yield Text(f"not shown: {', '.join(dropped)} (a wider screen, or --json)", style="dim")
 
     def fitted(self, width: int) -> tuple[Table, list[str]]:
-        """Return the table for a screen of ``width``, and the titles of the columns it lacks."""
+        """Return the table for a screen of ``width``, and the titles of the dropped columns."""
         columns, titles, dropped = list(self._cells), dict(self._titles), []
         widths = {one: self._width(one, titles[one]) for one in columns}
         if _total(widths) > width:
@@ -255,7 +258,7 @@ def _total(widths: Mapping[str, int]) -> int:
 
 
 def shortened(text: Text, width: int) -> Text:
-    """Return a name of at most ``width`` characters: its beginning and its end."""
+    """Shorten a name to ``width`` characters: its beginning, an ellipsis and its end."""
     plain = text.plain
     if len(plain) <= width:
         return text
@@ -264,7 +267,7 @@ def shortened(text: Text, width: int) -> Text:
 
 
 def busy_first(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Jobs before models before processes, and of each kind first what runs, last what is over."""
+    """Sort rows: jobs, then models, then processes; within a kind by the rank in ``BUSY``."""
     kinds = {"job": 0, "model": 1, "chain": 1}
 
     def order(row: Mapping[str, Any]) -> tuple[int, int]:
@@ -279,19 +282,19 @@ def ps_table(rows: Sequence[Mapping[str, Any]]) -> Listing:
 
 
 def add_rates(rows: Sequence[dict[str, Any]], since: Mapping[str, int], took_s: float) -> None:
-    """Tokens a second of language models.
+    """Add tokens per second to the rows of language models.
 
     Args:
-        since: how many each had at an earlier look, ``took_s`` ago.
+        since: each model's token count ``took_s`` earlier.
     """
     for row in rows:
         if took_s > 0 and row.get("tokens"):
             made = row["tokens"] - since.get(row["name"], 0)
-            row["tokens_per_s"] = max(0, made) / took_s  # it may have been registered anew
+            row["tokens_per_s"] = max(0, made) / took_s  # a new registration counts from 0
 
 
 def cell(column: str, value: Any) -> Text:
-    """Return a value as people read it; control characters of foreign text have no effect."""
+    """Return a value formatted for people, with control characters escaped."""
     value = printed(value)
     if value is None or value == "":
         return Text("")
@@ -351,7 +354,7 @@ def _plain(key: str, value: Any) -> Any:
 
 
 class Scrolled:
-    """A screen of something longer, from line ``top`` on."""
+    """Screen that shows a part of something longer, from line ``top`` on."""
 
     def __init__(self) -> None:
         self.top = 0
@@ -371,7 +374,7 @@ class Scrolled:
             yield Text(f"lines {self.top + 1} to {end} of {len(lines)}: ↑ ↓ PgUp PgDn, q leaves")
 
     def press(self, keys: bytes) -> None:
-        """Move as the keys say; ``q`` raises KeyboardInterrupt, as Ctrl-C does."""
+        """Scroll by the pressed keys. ``q`` raises KeyboardInterrupt, as Ctrl-C does."""
         if b"q" in keys:
             raise KeyboardInterrupt
         up, down, back, on = b"\x1b[A", b"\x1b[B", b"\x1b[5~", b"\x1b[6~"
@@ -380,7 +383,7 @@ class Scrolled:
 
 
 def show(render: Callable[[], RenderableType], *, watch: bool) -> None:
-    """Print once, or again and again until Ctrl-C."""
+    """Print once, or with ``watch`` refresh until ``q`` or Ctrl-C."""
     if not watch:
         console().print(render())
         return
@@ -396,7 +399,7 @@ def show(render: Callable[[], RenderableType], *, watch: bool) -> None:
             if keys and select.select(keys, [], [], max(0.0, next_at_s - time.monotonic()))[0]:
                 screen.press(os.read(keys[0], 64) or b"q")
             else:
-                time.sleep(max(0.0, next_at_s - time.monotonic()))  # the screen's pace
+                time.sleep(max(0.0, next_at_s - time.monotonic()))  # until the next refresh
                 screen.inner = render()
                 next_at_s = time.monotonic() + REFRESH_S
             live.update(screen, refresh=True)
@@ -404,7 +407,7 @@ def show(render: Callable[[], RenderableType], *, watch: bool) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[list[int]]:
-    """Yield the terminal's descriptor, whose keys are read singly; none without a terminal."""
+    """Yield the terminal's descriptor in single-key mode, or an empty list without a terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield []
         return
@@ -450,7 +453,7 @@ def _bar(used: int, capacity: int, width: int = 30) -> str:
 
 @contextlib.contextmanager
 def progress_bar(enabled: bool, title: str) -> Iterator[Callable[[str, float], None] | None]:
-    """Yield a progress bar for registration, or None if nobody watches."""
+    """Yield the callback that updates a progress bar, or None if ``enabled`` is false."""
     if not enabled:
         yield None
         return

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class AsyncClient(AwaitedVerbs[Client]):
-    """A connection to a server, awaited. Arguments and errors are those of ``Client``.
+    """Connection to a server for asyncio. Arguments and errors are those of ``Client``.
 
-    Cancelling a task that awaits ``infer`` takes the request back from the server.
+    If you cancel a task that awaits ``infer``, the server cancels the request.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class AsyncClient(AwaitedVerbs[Client]):
         return await self.submit(model, *inputs, **options)
 
     def sequence(self, model: str, *, id: str = "", version: int = 0) -> AsyncSequenced:
-        """Return a sequence, as ``Client.sequence`` does; use ``async with``; await ``infer``."""
+        """Return a sequence, like ``Client.sequence``. Use ``async with`` and await ``infer``."""
         return AsyncSequenced(self._awaits.sequence(model, id=id, version=version))
 
     async def generate(self, model: str, prompt: Any, **options: Any) -> AsyncIterator[Token]:
@@ -77,7 +77,7 @@ class AsyncClient(AwaitedVerbs[Client]):
             await asyncio.to_thread(answer.close)
 
     def prefetch(self, model: str) -> None:
-        """A hint that requests for ``model`` follow."""
+        """Hint to the server that requests for ``model`` follow."""
         self._awaits.prefetch(model)
 
     async def train(self, entry: str | os.PathLike[str], **options: Any) -> AsyncTask:
@@ -85,11 +85,11 @@ class AsyncClient(AwaitedVerbs[Client]):
         return AsyncTask(await asyncio.to_thread(self._awaits.train, entry, **options))
 
     def task(self, name: str) -> AsyncTask:
-        """The handle of a job that is there already."""
+        """Return the handle of an existing job."""
         return AsyncTask(self._awaits.task(name))
 
     async def events(self, *topics: str) -> AsyncIterator[dict[str, Any]]:
-        """Records as the server publishes them; ``async for``, until the caller stops."""
+        """Yield records as the server publishes them, until the caller stops; use ``async for``."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 
         def on_news() -> None:
@@ -121,7 +121,7 @@ class AsyncSequenced(AwaitableVerbs[Sequenced]):
 
 
 class AsyncTask(AwaitableVerbs[Task]):
-    """A training job's handle, awaited."""
+    """Handle of a training job for asyncio."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -138,7 +138,7 @@ class AsyncTask(AwaitableVerbs[Task]):
     remove = awaited(Task.remove)
 
     async def logs(self, follow: bool = False) -> AsyncIterator[str]:
-        """The log from its start, in pieces, as ``Task.logs``."""
+        """Yield the log from its start, in pieces, as ``Task.logs`` does."""
         pieces = self._awaits.logs(follow)
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             yield piece

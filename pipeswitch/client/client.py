@@ -1,8 +1,8 @@
-"""The SDK: ``Client`` talks to a server from any thread; one background thread does the I/O.
+"""SDK: ``Client`` connects to a server. Any thread may use it; a background thread does the I/O.
 
-Safe retries only: when the connection breaks, requests that change nothing (or the same thing
-twice) are sent again to the server that answers next; others end in ServerUnavailable. Tensors
-are numpy or torch; torch is never imported here unless a module is exported or torch came in.
+If the connection breaks, safe requests (those that change nothing, or that may be repeated) are
+sent again to the next server that answers; others end in ServerUnavailable. Tensors are numpy or
+torch. The SDK imports torch only to export a module, or if the caller passes torch tensors.
 """
 
 from __future__ import annotations
@@ -40,30 +40,29 @@ if TYPE_CHECKING:
     from .generation import GenerationStream
 
 CONNECT_TIMEOUT_S: Final = 2.5
-LOG_WAIT_S: Final = 0.5  # between looks at a log that is followed when no event came
+LOG_WAIT_S: Final = 0.5  # poll interval of a followed log while no event comes
 
 
 class Client(Verbs):
-    """A connection to a server. Use it as a context manager, from any number of threads.
+    """Connection to a server. Use it as a context manager, from any number of threads.
 
     Args:
-        address: ``host:port``, ``tcp://host:port``, ``ipc://path``, or of many machines
-            ``cluster``, ``ray://host:port``; default:
-            ``PIPESWITCH_HOST``, else the owner's ipc socket if a server listens there, else
-            ``tcp://127.0.0.1:5555``.
-        timeout_s: maximum time for the server to answer the first hello, and later for nobody to
-            listen at the address. If a server listens but does not answer, it is restarting: a
+        address: ``host:port``, ``tcp://host:port`` or ``ipc://path``; for a cluster of machines
+            ``cluster`` or ``ray://host:port``. Default: ``PIPESWITCH_HOST``, else the owner's ipc
+            socket if a server listens there, else ``tcp://127.0.0.1:5555``.
+        timeout_s: maximum wait for the server's first answer, and later for a server to listen at
+            the address again. If a server listens but does not answer, it is restarting: a
             connected client waits 30 s for it, or until a call's ``deadline_ms``.
         key: this client's ``.key_secret`` file; default: ``PIPESWITCH_KEY``. TCP only.
         server_key: the server's public key, or its file; default: ``PIPESWITCH_SERVER_KEY``.
-        shared_memory: pass tensors of 64 KiB or more to your own server in memory that both map;
-            False: through the socket.
+        shared_memory: pass tensors of 64 KiB or more through shared memory if the server is your
+            own; False: through the socket.
 
-    Every verb raises an error of ``pipeswitch.errors``: ``ServerUnavailable`` when none answers,
-    ``PermissionDenied`` when the server does not know the key.
+    Verbs raise errors of ``pipeswitch.errors``: ``ServerUnavailable`` if no server answers,
+    ``PermissionDenied`` if the server does not know the key.
 
-    Where OpenTelemetry is set up when this is made (a tracer provider, or an exporter by the
-    ``OTEL_…`` variables), each inference is a span, under the caller's current one.
+    If OpenTelemetry is set up before the client is created (a tracer provider, or an exporter in
+    the ``OTEL_…`` variables), each inference is a span below the caller's current one.
     """
 
     def __init__(
@@ -86,13 +85,13 @@ class Client(Verbs):
                 self.address, timeout_s
             )
         else:
-            if not self.address.startswith("ipc://"):  # the owner's listener asks for none
+            if not self.address.startswith("ipc://"):  # the owner's socket needs no keys
                 keys = keys_from(key, server_key, os.environ)
             self._connection = Connection(
                 self.address, timeout_s, keys, shared_memory=shared_memory, return_s=RETURN_S
             )
         self._tracer = open_tracer()
-        self.tokenizers: dict[str, Any] = {}  # by program, of language models
+        self.tokenizers: dict[str, Any] = {}  # of language models, by program
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
 
     def __enter__(self) -> Client:
@@ -102,7 +101,7 @@ class Client(Verbs):
         self.close()
 
     def close(self) -> None:
-        """End the connection; what still waits for an answer ends in Cancelled, events end."""
+        """Close the connection. Calls without a reply end in Cancelled, and event iterators end."""
         for subscription in list(self._subscriptions):
             subscription.close()
         self._connection.close()
@@ -119,21 +118,21 @@ class Client(Verbs):
         version: int = 0,
         **named: Any,
     ) -> Future[Result]:
-        """Send a request; the future holds its Result. ``future.cancel()`` takes it back.
+        """Send a request; return a future for its Result. ``future.cancel()`` cancels the request.
 
-        The future's callbacks run in the thread that reads the answers: they may ``submit``, and
-        ``close``, but not wait for an answer of this client (that is an ``InvalidInput``).
+        The future's callbacks run in the thread that reads the replies. They may ``submit`` and
+        ``close``. If they wait for a result of the same client, they get ``InvalidInput``.
 
         Args:
-            model: its registered name.
-            *inputs: the arguments, as the module itself takes them; or all of them in one
-                sequence in call order, or in one mapping by name. An argument may nest: dicts,
-                lists, tuples, dataclasses and None around arrays. They are not copied: leave them
-                unchanged until the result is there.
-            deadline_ms: from now. A request that still waits then is not computed and ends in
-                ``DeadlineExceeded``; one that computes already is answered, though late.
-            priority: high, normal or low; empty: the model's own.
-            version: of the model; 0: the current one. ``result.timing.version`` says which it was.
+            model: registered name of the model.
+            *inputs: the arguments, as the module itself takes them; or one sequence of them in
+                call order, or one mapping by name. An argument may be nested: dicts, lists, tuples,
+                dataclasses and None around arrays. Arrays are not copied: do not change them until
+                the result is there.
+            deadline_ms: deadline, counted from now. A request that still waits then ends in
+                ``DeadlineExceeded``; one that has begun to compute still gets its result.
+            priority: high, normal or low; empty: the model's default.
+            version: version of the model; 0: the current one. ``result.timing.version`` reports it.
             **named: inputs by name, instead of ``inputs`` or after them.
         """
         asked = self._request(model, inputs, deadline_ms, priority, version, named)
@@ -150,7 +149,10 @@ class Client(Verbs):
         version: int = 0,
         **named: Any,
     ) -> Result:
-        """``submit`` and wait for the result; alone on this client it saves two thread switches."""
+        """Send a request, as ``submit`` does, and wait for its result.
+
+        If no other call is under way, this saves the two thread switches of ``submit``.
+        """
         asked = self._request(model, inputs, deadline_ms, priority, version, named)
         send = self._connection.call
         result: Result = (
@@ -220,7 +222,7 @@ class Client(Verbs):
         No other client and no job may use the device meanwhile.
 
         Args:
-            name: of a model that is ready.
+            name: name of a model that is ready.
             batches: batch sizes to time; the groups are planned for the first one. Default: the
                 batch size of the model's requests.
             inputs: returns the inputs of a request with that batch size. Default: random inputs.
@@ -237,19 +239,19 @@ class Client(Verbs):
         return measure(begin, requests, progress)
 
     def sequence(self, model: str, *, id: str = "", version: int = 0) -> Sequenced:
-        """Requests that go on from what the one before left: of a model with a ``state``.
+        """Return a sequence of requests to a model with a ``state``.
 
-        ``with client.sequence("cell") as s: s.infer(x)``. Its state stays on the server, and is
-        given back when the block ends.
+        Use ``with client.sequence("cell") as s: s.infer(x)``. The server keeps the state between
+        the requests and frees it when the block ends.
 
         Args:
-            id: what ``pipeswitch sequences`` calls it; empty: made up.
-            version: of the model, for all of it; 0: the one that is current as it starts.
+            id: id of the sequence, as in ``pipeswitch sequences``; empty: a random one.
+            version: version of the model for the whole sequence; 0: the current one at its start.
         """
         return Sequenced(self._step, self.end_sequence, model, id or uuid.uuid4().hex, version)
 
     def _step(self, model: str, *asked: Any, **sequence: Any) -> Result:
-        """Send a step of a sequence once only: sent again, it would be two steps."""
+        """Send a step of a sequence. It is not safe to repeat: that would be a second step."""
         request = self._request(model, *asked)
         request |= {"is_safe": False, "body": {**(request["body"] or {}), **sequence}}
         future = (
@@ -274,29 +276,29 @@ class Client(Verbs):
         version: int = 0,
         **options: Any,
     ) -> GenerationStream:
-        """Text from a language model: ``for token in client.generate("chat", "Once"): …``.
+        """Generate text: ``for token in client.generate("chat", "Once"): …``.
 
         Args:
-            model: registered with ``generate``.
-            prompt: a text, for the model's own tokenizer (the extra ``text``), or
-                token ids: then its tokens have no text.
-            max_new_tokens: the maximum number of new tokens; the model's context may end it sooner.
+            model: name of a model that was registered with ``generate``.
+            prompt: a text, which needs the model's tokenizer and the extra ``text``; or token ids:
+                then the generated tokens have no text.
+            max_new_tokens: maximum number of new tokens; the model's context may allow fewer.
             temperature: the randomness of the choice; 0 takes the likeliest token.
             top_p: sample from the smallest set of tokens whose probabilities sum to ``top_p``;
                 1 disables the filter.
             seed: equal seeds give equal tokens, whatever else the server does.
-            stop: texts that end the answer; they are not part of it.
+            stop: texts that end the generated text; they are not part of it.
             priority: as in ``infer``.
             version: as in ``infer``.
-            options: the rarer ones: ``logprobs`` (report each token's log probability, and those
-                of this many likeliest tokens, 0 to 20), ``top_k``, ``min_p``,
+            options: less common options: ``logprobs`` (0 to 20: report the log probability of
+                each token, and of this many likeliest tokens), ``top_k``, ``min_p``,
                 ``repetition_penalty``, ``presence_penalty``, ``frequency_penalty``, ``logit_bias``.
 
         Returns:
-            An iterator over tokens, each with ``id`` and ``text``, and with ``logprobs`` also
-            ``logprob`` and ``top`` (pairs of id and log probability); its ``text`` is all of it.
+            An iterator over tokens with ``id`` and ``text``; with ``logprobs`` also ``logprob`` and
+            ``top`` (pairs of id and log probability). The iterator's ``text`` is the whole text.
         """
-        from .generation import generated  # numpy, and the pure parts of text
+        from .generation import generated  # only here, because it is rarely needed
 
         return generated(
             self,
@@ -313,20 +315,20 @@ class Client(Verbs):
         )
 
     def sequences(self) -> list[dict[str, Any]]:
-        """Return the sequences that are kept: id, model, steps, bytes. The owner sees all."""
+        """Return the sequences on the server: id, model, steps, bytes. The owner sees all."""
         rows: list[dict[str, Any]] = self._ask("sequences")["sequences"]
         return rows
 
     def end_sequence(self, id: str) -> None:
-        """Give a sequence's state back, as its own client would.
+        """End a sequence and free its state, as its own client would.
 
         Raises:
-            SequenceNotFound: there is none of this name.
+            SequenceNotFound: the server keeps no sequence with this id.
         """
         self._ask("sequences", body={"end": id}, is_safe=False)
 
     def prefetch(self, model: str) -> None:
-        """A hint that requests for ``model`` follow; it is not answered."""
+        """Hint to the server that requests for ``model`` follow. No reply comes."""
         self._connection.notify("prefetch", model=model)
 
     # ---- models --------------------------------------------------------------------------------
@@ -358,64 +360,64 @@ class Client(Verbs):
         max_error: float = 0.0,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
-        """Make a model servable; returns when requests for it are accepted.
+        """Register a model; return when the server accepts requests for it.
 
-        The row's ``notes`` say what was decided on the way, such as why a length is fixed.
-        Modules are exported in this process, one at a time. Threads that compute meanwhile do
-        without mkldnn and cudnn: slower, and with other last bits.
+        The result's ``notes`` explain what was decided, such as why a length is fixed. Modules
+        are exported in this process, one at a time. Meanwhile other threads compute without
+        mkldnn and cudnn: slower, and with different last bits.
 
         Args:
-            name: what requests will call it.
-            source: ``torchvision:NAME``, ``hf:NAME[#CLASS]``, a ``.bundle`` or ``.pt2`` file of
-                this machine, or a ``.pt`` of TorchScript with its ``inputs`` or
-                ``example_inputs``; ``package.module:factory`` (of the server's), or an
-                ``nn.Module``, which is exported here and sent as graph and safetensors.
-            as_version: make ``weights`` the next version of the model that has this name, as a
-                publication does; without ``source`` and everything else.
-            weights: ``random:SEED``, ``pretrained``, or a file of this machine: safetensors, or
-                what ``torch.save(module.state_dict(), "weights.pt")`` wrote.
-            inputs: shapes and dtypes where the source does not know them, by the arguments' names,
-                nested as they are; ``(1, 512)`` in a shape is a range that requests choose from.
-            example_inputs: for a module: what its ``forward`` takes, nested as it is; a mapping
-                gives keywords, and with numbers as keys places too, ``{0: x, "scale": s}``. For
-                ``package.module:factory`` the same by name; values are not made up then.
-            dynamic: for a module: the dimensions beside the batch that requests choose, and their
-                ranges: ``{"ids": {1: (1, 512)}}``, ``{"cache.0.key": {2: (1, 512)}}``. Equal
-                ranges with equal extents in the example are one dimension; a name sets one apart:
-                ``("source", 1, 512)``. ``"cache.*.k"`` is each input of such a name. Torch's own
-                form will do too: ``torch.export.Dim("length", min=1, max=512)``, a tuple in the
-                inputs' order.
-            priority: of its requests, unless they say otherwise.
+            name: name of the model in requests.
+            source: ``torchvision:NAME``, ``hf:NAME[#CLASS]``; a local ``.bundle`` or ``.pt2`` file,
+                or a local TorchScript ``.pt`` with its ``inputs`` or ``example_inputs``;
+                ``package.module:factory``, which the server imports; or an ``nn.Module``, which is
+                exported here and sent as a graph and safetensors.
+            as_version: make ``weights`` the next version of the registered model, as ``publish``
+                does. Give only ``name`` and these two.
+            weights: ``random:SEED``, ``pretrained``, or a local file: safetensors, or what
+                ``torch.save(module.state_dict(), "weights.pt")`` wrote.
+            inputs: shapes and dtypes, if the source does not define them, by argument name and
+                nested like the arguments. ``(1, 512)`` in a shape is a range of sizes.
+            example_inputs: for a module: the arguments of its ``forward``. In a mapping, names are
+                keywords and numbers are positions: ``{0: x, "scale": s}``. For
+                ``package.module:factory``: values by name, instead of generated ones.
+            dynamic: for a module: ranges of the dimensions, other than the batch, that requests
+                may choose: ``{"ids": {1: (1, 512)}}``, ``{"cache.0.key": {2: (1, 512)}}``. Equal
+                ranges with equal extents in the example are one dimension; a name makes one
+                separate: ``("source", 1, 512)``. ``"cache.*.k"`` matches all inputs with such
+                names. PyTorch's own forms work too: ``torch.export.Dim("length", min=1, max=512)``,
+                and a tuple in the order of the inputs.
+            priority: default priority of its requests.
             pin: keep it on the device.
             max_batch: largest dynamic batch; 0: the server's default.
-            batch: join waiting requests into one run of up to this many rows; 0: never, but those
-                of a language model (``generate``) up to ``max_batch``. ``show``
-                says whether the last bits of an answer then depend on the batch (``batching``).
-            batch_delay_ms: how long a request waits for others though the device is free.
-            devices: the server's devices that may serve it, by name or kind (``cuda:1``, ``cpu``);
-                none: all of the first one's kind.
-            preprocess: ``package.module:function`` of the server's, which makes the model's inputs
-                from what requests send. It gets numpy arrays by the names of ``raw``, in a process
-                beside the devices, and returns an array, or a dict of arrays by input name.
-            raw: shapes and dtypes of what requests then send, as in ``inputs``, not nested:
-                ``{"image": (((1, 1 << 22),), "uint8")}`` takes a file's bytes, and
-                ``{"text": (((1, 64),), "bytes")}`` up to 64 texts, ``bytes`` objects there.
-            postprocess: a function as ``preprocess``, which is called with the model's outputs and
-                makes the answer from them.
-            returns: shapes and dtypes of that answer, as ``raw``.
-            state: what a ``sequence`` keeps from one request to the next: names of inputs, and of
-                the outputs that they come from, ``{"h": "h_out"}``, of equal shapes; or that are
-                appended along a dimension, ``{"cache": ("rows", 1)}``.
-            generate: a causal language model of transformers (``hf:NAME``, or the model itself), as
-                one program whose ``state`` is its cache. It says why one cannot be.
-            tokenizer: with that, for a model itself: its fast tokenizer of transformers. ``hf:``
-                brings its own; without one, prompts and answers are ids.
+            batch: batch waiting requests into one run of up to this many rows; 0: never, except a
+                language model (``generate``), which batches up to ``max_batch``. ``batching`` in
+                ``show`` says whether the last bits of a result then depend on the batch.
+            batch_delay_ms: how long a request waits for others to batch with on a free device.
+            devices: devices of the server that may serve it, by name or kind (``cuda:1``, ``cpu``);
+                empty: all devices of the same kind as the first one.
+            preprocess: ``package.module:function``, which the server imports. It makes the model's
+                inputs from what requests send: it gets numpy arrays by the names of ``raw``, and
+                returns an array, or a dict of arrays by input name. It runs in a CPU process.
+            raw: shapes and dtypes of what requests then send, as in ``inputs`` but not nested:
+                ``{"image": (((1, 1 << 22),), "uint8")}`` takes the bytes of a file, and
+                ``{"text": (((1, 64),), "bytes")}`` up to 64 texts, which are ``bytes`` objects.
+            postprocess: a function like ``preprocess``, which makes the result from the model's
+                outputs.
+            returns: shapes and dtypes of that result, as in ``raw``.
+            state: inputs that a ``sequence`` keeps between requests. For each, name the output of
+                equal shape that replaces it, ``{"h": "h_out"}``, or the output that is appended to
+                it and the dimension, ``{"cache": ("rows", 1)}``.
+            generate: register a causal language model of transformers (``hf:NAME``, or the model)
+                as one program whose ``state`` is its KV cache. A refusal says why.
+            tokenizer: fast tokenizer of transformers for a model object with ``generate``; ``hf:``
+                sources have their own. Without one, prompts and generated texts are token ids.
             precision: ``exact`` (the module's bits), ``fast`` (packed weights), ``bf16``, ``int8``
-                (fewer bytes). Empty: ``fast`` with ``generate``, else ``exact``. The row's
+                (fewer bytes). Empty: ``fast`` with ``generate``, else ``exact``. The result's
                 ``precision`` has the measurements.
             max_error: refuse an error larger than this share of the module's largest output. 0:
                 0.001 for ``fast``, 0.05 for ``bf16``, 0.1 for ``int8``.
-            progress: called as the work proceeds; what it raises ends the wait, not the work.
+            progress: called as the work proceeds. If it raises, the wait ends, not the work.
 
         Raises:
             RegistrationRefused: the model cannot be served; the error says why.
@@ -425,7 +427,7 @@ class Client(Verbs):
             PermissionDenied: this client may not register.
         """
         takes, signature = declared(inputs)
-        state = state or {}  # an output alone replaces its input
+        state = state or {}  # an output without a dimension replaces its input
         request = RegisterRequest(
             as_version=as_version,
             weights=os.fspath(weights or ""),
@@ -456,7 +458,7 @@ class Client(Verbs):
         local: LocalSource,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
-        """Upload what ``local`` has, then send the registration; the command line fills its own."""
+        """Upload the local files, then send the registration. The command line calls this, too."""
         body = local.send(request, self.upload, progress).body()
         future = self._connection.request(
             "register",
@@ -465,15 +467,15 @@ class Client(Verbs):
             is_safe=True,  # the same registration again is a no-op
             on_progress=progress_caller(progress),
         )
-        return {"notes": [], **future.result().body}  # a new version has none
+        return {"notes": [], **future.result().body}  # the reply for a new version has none
 
     def upload(
         self, path: str | os.PathLike[str], kind: str, progress: Progress | None = None
     ) -> str:
-        """Send a file in chunks, as many on their way as the server gives credit for.
+        """Send a file in chunks. The server's credit limits the chunks that are under way.
 
         Returns:
-            ``put:DIGEST``, to name in ``register``. A file the server has is not sent again.
+            ``put:DIGEST``, for ``register``. A file that the server has is not sent again.
         """
         try:
             with open(path, "rb") as file:
@@ -526,17 +528,17 @@ class Client(Verbs):
         Args:
             entry: a script's path on the server's machine (a relative one is made absolute here)
                 or ``package.module:function``.
-            name: of the job; default: the script's own, in the allowed letters.
-            args: its command line.
-            priority: among jobs.
-            share: jobs of one group find each other's ``job.shared`` batches.
-            devices: the server's devices that may train it, of one kind, by name or kind; none:
-                all of the first one's kind.
-            offload: which saved activations leave the device, unless the script says it.
-            activation_memory: device memory for saved activations, unless the script says it.
+            name: name of the job; default: made from the script's name.
+            args: command-line arguments of the script.
+            priority: priority among jobs.
+            share: name of a group of jobs that share their ``job.shared`` batches.
+            devices: devices of the server that may train it, by name or kind, all of one kind;
+                empty: all devices of the same kind as the first one.
+            offload: which saved activations leave the device, unless the script sets it.
+            activation_memory: device memory for saved activations, unless the script sets it.
 
         Raises:
-            InvalidInput: there is no such script, or it is no Python; no such ``offload``.
+            InvalidInput: the script is missing or not valid Python, or ``offload`` is unknown.
         """
         if isinstance(args, str):
             raise InvalidInput(f"args is one text, {args!r}", hint="a list: args=[...]")
@@ -558,35 +560,35 @@ class Client(Verbs):
         return Task(self, str(body["name"]))
 
     def task(self, name: str) -> Task:
-        """The handle of a job that is there already."""
+        """Return the handle of an existing job."""
         return Task(self, name)
 
     # ---- events ---------------------------------------------------------------------------------
 
     def events(self, *topics: str, timeout_s: float | None = None) -> Iterator[dict[str, Any]]:
-        """Records as the server publishes them; each has ``topic``. No topic: all of them.
+        """Return an iterator over records as the server publishes them; each has a ``topic``.
 
-        They tell what all clients do, so they need the role ``operate`` (``PermissionDenied``).
-
-        The subscription is made before this returns; records before it are not replayed.
+        Records show what all clients do, so you need the role ``operate`` (else
+        ``PermissionDenied``). The subscription is confirmed before this returns; earlier records
+        are not replayed.
 
         Args:
-            *topics: prefixes: ``switch. model. job. worker. queue.``
+            *topics: prefixes of topics: ``switch. model. job. worker. queue.``; none: all.
             timeout_s: end after this long without a record; None: never.
         """
         records = _records(self.subscribe(*topics), as_wait_s(timeout_s))
-        next(records)  # one that is never looked at closes its connection too
+        next(records)  # starts it, so that its ``finally`` always closes the connection
         return records
 
     def subscribe(self, *topics: str, on_news: Callable[[], None] = lambda: None) -> Subscription:
-        """The subscription behind ``events``; you close it. ``on_news``: as of ``Subscription``."""
+        """Return a ``Subscription``, which explains ``on_news``. Close it when you are done."""
         made = Subscription(self._connection.another(), topics, on_news)
         self._subscriptions.add(made)
         return made
 
 
 class Task:
-    """A training job's handle. Rows have the keys of ``pipeswitch jobs --json``."""
+    """Handle of a training job. Rows have the keys of ``pipeswitch jobs --json``."""
 
     def __init__(self, client: Client, name: str) -> None:
         self._client = client
@@ -596,11 +598,11 @@ class Task:
         return f"Task({self.name!r})"
 
     def status(self) -> dict[str, Any]:
-        """Return its row now."""
+        """Return the job's current row."""
         return self._row("show")
 
     def pause(self) -> dict[str, Any]:
-        """Commit, give the device back, hold until ``resume``."""
+        """Commit, release the device, and stay paused until ``resume``."""
         return self._row("pause")
 
     def resume(self) -> dict[str, Any]:
@@ -617,7 +619,7 @@ class Task:
         return self._row("cancel")
 
     def move(self, to: str) -> dict[str, Any]:
-        """Train on that device (``cpu:1``) or node of a cluster from now on, behind its last step.
+        """Move to a device (``cpu:1``) or a node of a cluster, and continue after the last step.
 
         Raises:
             InvalidInput: there is no such device, or the job is over.
@@ -625,10 +627,10 @@ class Task:
         return self._row("move", to=to)
 
     def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Block until the job is over; its last row.
+        """Block until the job is over; return its last row.
 
         Raises:
-            TaskFailed: its script raised.
+            TaskFailed: the script raised an error.
             TimeoutError: it is not over after ``timeout_s``.
         """
         body, wait_s = {"name": self.name, "action": "wait"}, as_wait_s(timeout_s)
@@ -636,12 +638,12 @@ class Task:
         return dict(future.result(wait_s).body["job"])
 
     def logs(self, follow: bool = False) -> Iterator[str]:
-        """The log from its start, in pieces; ``follow`` goes on until the job is over."""
+        """Yield the log from its start, in pieces; with ``follow``, until the job is over."""
         news = self._client.subscribe("job.") if follow else None
         offset = 0
         try:
             while True:
-                # Asked before reading: what is written before the end is read after it.
+                # Get the state before reading, so that the last read is after the job's end.
                 is_over = not follow or self.status()["state"] in FINAL_JOB_STATES
                 for piece in self._pieces("logs", offset):
                     offset = piece["offset_bytes"]
@@ -650,19 +652,19 @@ class Task:
                 if is_over:
                     return
                 if news is not None and news.take(LOG_WAIT_S):
-                    while news.take(0):  # any news will do: the log itself is read
+                    while news.take(0):  # events only wake this loop: the log itself is read
                         continue
         finally:
             if news is not None:
                 news.close()
 
     def history(self) -> list[dict[str, Any]]:
-        """All that its ``job.log`` reported, by step: ``{"step": 3, "loss": 0.5}``.
+        """Return all values of ``job.log``, a row for each step: ``{"step": 3, "loss": 0.5}``.
 
-        A step that was computed again after a restart is there once, as it was the last time.
+        A step that was computed again after a restart has one row, with its latest values.
         """
         rows: dict[int, dict[str, Any]] = {}
-        with contextlib.suppress(ModelNotFound):  # it has reported nothing
+        with contextlib.suppress(ModelNotFound):  # the job has logged nothing
             pieces = self._pieces("history")
             for line in "".join(piece["text"] for piece in pieces).splitlines():
                 with contextlib.suppress(ValueError):  # cut off by a worker's death
@@ -671,14 +673,14 @@ class Task:
         return [rows[step] for step in sorted(rows)]
 
     def export(self, path: str | os.PathLike[str], part: str = "") -> dict[str, Any]:
-        """Write its newest commit's parameters and buffers to a safetensors file; its row.
+        """Write the newest commit's parameters and buffers to safetensors; return the job's row.
 
-        They have the names of the model's ``state_dict()``; if a job trains several models, behind
-        their key in ``job.steps(model={…})``, unless ``part`` is one of these keys.
-        ``persisted_step`` in the row is their step.
+        The names are those of the model's ``state_dict()``. If a job trains several models, each
+        name begins with the model's key in ``job.steps(model={…})``. With ``part``, only that
+        key's model is written, without the key. ``persisted_step`` is the commit's step.
 
         Raises:
-            InvalidInput: it has committed nothing, or has no such part.
+            InvalidInput: the job has no commit or no such part.
         """
         from ..commits import weights as files  # numpy
 
@@ -689,7 +691,7 @@ class Task:
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}-") as file:
             digest = ""
             for piece in self._pieces("state"):
-                if piece["digest"] != digest:  # the first, or a newer commit's
+                if piece["digest"] != digest:  # the first piece, or one of a newer commit
                     digest = piece["digest"]
                     file.truncate(file.seek(0))
                 file.write(piece["data"])
@@ -700,11 +702,11 @@ class Task:
         return row
 
     def remove(self) -> dict[str, Any]:
-        """Drop what is kept of it; it must be over."""
+        """Delete all that the server keeps of the job, which must be over."""
         return self._row("rm")
 
     def _pieces(self, kind: str, offset: int = 0) -> Iterator[dict[str, Any]]:
-        """All of a file from there on; from its start again when another has taken its place."""
+        """Yield a file from ``offset`` on, in pieces; start again at 0 if the file was replaced."""
         digest = None
         while True:
             piece = self._client.job(self.name, kind, offset_bytes=offset)
@@ -725,7 +727,7 @@ FINAL_JOB_STATES: Final = frozenset({"done", "failed", "cancelled", "expired"})
 
 
 def _refuse_bad_syntax(path: str) -> None:
-    """Raise InvalidInput if a script has a mistake; one on the server's machine is not read."""
+    """Raise InvalidInput for a syntax error. Skip a script that only the server can read."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -738,7 +740,7 @@ def _refuse_bad_syntax(path: str) -> None:
 
 
 def job_name(entry: str) -> str:
-    """A job's name made from its script or module: ``My Train.py`` becomes ``my-train``."""
+    """Return a job's name for its script or module: ``My Train.py`` becomes ``my-train``."""
     stem = entry.split(":")[0].rsplit(".", 1)[-1] if ":" in entry else Path(entry).stem
     letters = [c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem.lower()]
     return "".join(letters).strip("._-")[:64] or "job"
@@ -750,7 +752,8 @@ def _report(progress: Progress | None, stage: str, fraction: float) -> None:
 
 
 def _records(subscription: Subscription, timeout_s: float | None) -> Iterator[dict[str, Any]]:
-    """Records, behind an empty one: a generator that was not begun would not end either."""
+    """Yield an empty record, then the subscription's. The caller takes the empty one to start the
+    generator, because the ``finally`` of a generator that never started does not run."""
     try:
         yield {}
         while (record := subscription.take(timeout_s)) is not None:
@@ -760,10 +763,10 @@ def _records(subscription: Subscription, timeout_s: float | None) -> Iterator[di
 
 
 def _arguments(inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """Return the arguments of a call by place and by name.
+    """Return the arguments of a call by position and by name.
 
     Raises:
-        InvalidInput: all arguments are in one sequence or mapping, and others beside it.
+        InvalidInput: one sequence or mapping has all arguments, and others are given by name.
     """
     if not named and all(hasattr(value, "dtype") for value in inputs):
         return inputs

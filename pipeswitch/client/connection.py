@@ -1,9 +1,9 @@
-"""One connection, many futures: the SDK's I/O.
+"""Connection of the SDK for many concurrent calls, and the threads that do its I/O.
 
-Who holds the *role* owns the link and the table of calls (``calls``). The background thread holds
-it while calls are under way. When there are none it lets go, and a thread that then makes a call
-and waits for it (``call``) takes the role and does the I/O itself: two thread switches less for
-each request.
+The thread that holds the *role* owns the link and the table of calls (``calls``). The background
+thread holds the role while calls are under way, and then releases it. A thread that makes a call
+and waits for it (``call``) takes a free role and does the I/O itself, which saves two thread
+switches for each request.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ CLOSE_FLUSH_MS: Final = 200
 
 
 class _Answer(Future[Any]):
-    """A future that refuses to be waited for by the one thread that could fulfil it.
+    """Future that raises an error if the thread that reads the replies waits for it.
 
-    Callbacks of futures run in the thread that reads the answers, as in any executor.
+    That wait would never end, because no other thread could read the reply. Callbacks run in the
+    thread that reads the replies, as in any executor.
     """
 
     def __init__(self, check_thread: Callable[[], None], taken_back: Callable[[], None]) -> None:
@@ -67,8 +68,8 @@ class Connection(Calls):
         shared_memory: bool = True,
         return_s: float = 0.0,
     ) -> None:
-        """Connect, as ``Calls`` does."""
-        self._context: Any = None  # with keys, libzmq's
+        """Start the background thread, which connects. ``Calls`` explains the arguments."""
+        self._context: Any = None  # libzmq's context, if there are keys
         self._poller: Any = select.poll()
         if keys is not None:
             import zmq
@@ -83,11 +84,11 @@ class Connection(Calls):
         self._posts: deque[Callable[[], None]] = deque()
         self._poller.register(self._wake, select.POLLIN)
         self._is_closing = False
-        # Of _is_closing against late posts. A collected answer cancels its request, wherever the
-        # thread is.
+        # Guards _is_closing against late posts. It is reentrant, because the garbage collector may
+        # delete a stream, which cancels its request, in a thread that holds the lock.
         self._lock = threading.RLock()
         self._role = threading.Lock()  # its holder owns socket, link, poller and calls
-        self._holder = 0  # the thread that has it
+        self._holder = 0  # ident of the thread that holds the role; 0: none
         self._needed = threading.Event()  # the background thread must take the role
         self._thread = threading.Thread(target=self._run, name="pipeswitch-client", daemon=True)
         self._thread.start()
@@ -101,9 +102,9 @@ class Connection(Calls):
     # ---- any thread ----------------------------------------------------------------------------
 
     def request(self, op: str, **options: Any) -> Future[Any]:
-        """Send a request; its future gets ``convert(reply)`` or an error of errors.py.
+        """Send a request and return a future for ``convert(reply)``.
 
-        ``options``: of ``Calls._call``; the thread that does the I/O calls what is to be called.
+        ``options`` are those of ``Calls._call``. The thread that does the I/O runs its callbacks.
         """
         self._check_process()
         call = self._call(op, **options)
@@ -114,10 +115,10 @@ class Connection(Calls):
         return future
 
     def call(self, op: str, **options: Any) -> Any:
-        """``request`` and its result; the calling thread does the I/O when no other does.
+        """Send a request and return its result; this thread does the I/O if no other does.
 
         Raises:
-            PipeSwitchError: what the future would have raised.
+            PipeSwitchError: the same error as the future of ``request``.
         """
         self._check_process()
         self._check_thread()
@@ -135,16 +136,16 @@ class Connection(Calls):
             self._holder = 0
             self._role.release()
             if not self._is_idle or self._is_closing:
-                self._needed.set()  # others' calls are under way: back to the thread
+                self._needed.set()  # the background thread continues
         if call.error is None:
             return call.value
         try:
             raise call.error
         finally:
-            call.error = None  # its traceback refers to this frame
+            call.error = None  # break the cycle: its traceback refers to this frame
 
     def _check_process(self) -> None:
-        """Threads do not survive a fork: none would ever read the answer."""
+        """Raise ServerUnavailable in a forked process: no thread there would read a reply."""
         if os.getpid() != self._pid:
             raise errors.ServerUnavailable(
                 "this client belongs to the process that made it",
@@ -152,7 +153,7 @@ class Connection(Calls):
             )
 
     def _check_thread(self) -> None:
-        """The thread that reads the answers cannot wait for one: no other would read it."""
+        """Raise InvalidInput in the thread that reads the replies, which cannot wait for one."""
         if self._holder == threading.get_ident():
             raise errors.InvalidInput(
                 "a callback runs in the thread that reads this client's answers: it cannot wait "
@@ -161,14 +162,14 @@ class Connection(Calls):
             )
 
     def notify(self, op: str, *, model: str = "") -> None:
-        """Send something that has no answer; forgotten when there is no connection."""
+        """Send a message that gets no reply; drop it if there is no connection."""
         self._check_process()
         self._post(partial(self._tell, self._header(op, model, None)))
 
     def close(self) -> None:
-        """Stop the thread; calls without an answer end in Cancelled. Idempotent.
+        """Stop the background thread; calls without a reply end in Cancelled. Idempotent.
 
-        From a future's callback it returns at once, and the rest follows.
+        In a future's callback it does not wait for the thread to stop.
         """
         if os.getpid() != self._pid:
             return  # the socket and its thread are the parent's
@@ -189,7 +190,7 @@ class Connection(Calls):
             self._rouse()
 
     def _rouse(self) -> None:
-        """Wake the poller; without one, the I/O thread."""
+        """Wake the thread that polls, or the idle background thread if none polls."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._wake, 1)
         self._needed.set()
@@ -207,10 +208,10 @@ class Connection(Calls):
             else:
                 call.future.set_exception(error)
 
-    # ---- who holds the role --------------------------------------------------------------------
+    # ---- the holder of the role ----------------------------------------------------------------
 
     def _run(self) -> None:
-        """The background thread: hello at once, then I/O whenever calls are under way."""
+        """Run the background thread: send hello at once, then do I/O while calls are under way."""
         with self._holding():
             if self._link is None and self._look_at_s == math.inf:  # no caller has opened it
                 self._guard(self._open)
@@ -224,7 +225,7 @@ class Connection(Calls):
             self._needed.clear()
         with self._holding():
             self._fail_all(errors.Cancelled("the client was closed"), CLOSE_FLUSH_MS)
-        with self._lock:  # who closes us has written to it
+        with self._lock:  # ``close`` writes to it under the lock
             os.close(self._wake)
         if self._context is not None:
             self._context.term()
@@ -240,14 +241,14 @@ class Connection(Calls):
 
     @property
     def _is_idle(self) -> bool:
-        """Return whether there is nothing to send, no answer and no server to wait for."""
+        """Return True if there is nothing to send, and no reply or server to wait for."""
         return self._look_at_s == math.inf and not self._calls and not self._posts
 
     def _turn(self) -> None:
-        """One round of I/O by the role's holder; blocks until something happens.
+        """Do one round of I/O as the role's holder; block until something happens.
 
-        What has arrived is taken before a broken connection is noticed, and that before
-        anything is sent: a call must not go out on a connection that is known to be dead.
+        The order matters: receive, check the connection, send. So no reply is lost, and no call
+        goes out on a connection that is known to be broken.
         """
         if self._posts:
             wait_ms: int | None = 0

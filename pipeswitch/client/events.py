@@ -1,4 +1,4 @@
-"""The server's events, as they come, by a connection of their own: no answer waits behind them."""
+"""Subscription to the server's events on a separate connection, so that replies are not delayed."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any, Final
 from ..base.errors import Cancelled, PipeSwitchError
 from .connection import Connection
 
-KEPT_RECORDS: Final = 10_000  # of who does not read; then the oldest are missed
+KEPT_RECORDS: Final = 10_000  # unread records; then the oldest are dropped
 
 
 class Subscription:
-    """Records that were published since it was made. Its reader closes it."""
+    """Queue of the records that were published since its creation. The reader closes it."""
 
     def __init__(
         self, connection: Connection, topics: Sequence[str], on_news: Callable[[], None]
     ) -> None:
-        """Returns when the server has it; the connection is this one's from now on.
+        """Subscribe, and return when the server confirms. The subscription owns ``connection``.
 
         Args:
-            on_news: called in another thread when there is something to take, or no more.
+            on_news: called in another thread when a record arrives or the subscription ends.
 
         Raises:
-            PipeSwitchError: there is no server, or it refuses.
+            PipeSwitchError: no server answers, or it refuses the subscription.
         """
         self._connection = connection
         self._records: deque[dict[str, Any]] = deque(maxlen=KEPT_RECORDS)
@@ -45,7 +45,7 @@ class Subscription:
     def _took(self, record: dict[str, Any]) -> None:
         with self._changed:
             self._is_made = True
-            if record:  # the first one says that it is made
+            if record:  # an empty one confirms the subscription
                 self._records.append(record)
             self._changed.notify_all()
         self._on_news()
@@ -57,10 +57,10 @@ class Subscription:
         self._on_news()
 
     def take(self, timeout_s: float | None = None) -> dict[str, Any] | None:
-        """The next record; None: none came in that time, or it is closed.
+        """Wait for the next record; return None if none comes in time or after ``close``.
 
         Raises:
-            PipeSwitchError: the server is gone for good, or ended it.
+            PipeSwitchError: the server is gone, or it ended the subscription.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._records or self.is_over, timeout_s)
@@ -72,7 +72,7 @@ class Subscription:
         return None
 
     def close(self) -> None:
-        """Drop events that were not taken yet. Idempotent; from any thread."""
+        """Close the connection and drop unread records. Idempotent; any thread may call it."""
         self._connection.close()
         with self._changed:
             self._records.clear()

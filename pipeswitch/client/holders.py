@@ -1,9 +1,9 @@
 """Table of a cluster, and choice of the node that gets a model's next request. Pure.
 
-Clients and gateways of a cluster use the same table. Each knows its own requests at once, and all
-requests from the nodes' reports once a second. From both it predicts the finish at each holder. It
-leaves the preferred node only for a clear gain, because another node may have to copy the model to
-its device first.
+Clients and gateways of a cluster use the same table. Each counts its own requests at once and
+gets all nodes' loads once a second. From both it predicts when each holder would finish a request.
+It leaves the preferred node only for a clear gain, because another node may have to copy the model
+to its device first.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ELSEWHERE: Final = (errors.ServerUnavailable, errors.ModelNotFound, errors.Permi
 """Errors after which another node may succeed. All nodes admit the cluster's key, so a server that
 refuses it is a foreign one that now has a node's former port."""
 RETURN_S: Final = 30.0  # time that a request waits if none of its model's nodes answers
-KEEP_MS: Final = 20.0  # choose another node only if it finishes this much earlier,
-KEEP_SHARE: Final = 0.25  # and by this share of the wait: predictions are no better than that
+KEEP_MS: Final = 20.0  # minimum gain for leaving the preferred node,
+KEEP_SHARE: Final = 0.25  # and as a share of the wait: predictions are no more exact
 UNKNOWN_MS: Final = 1.0  # assumed for one request if nothing was measured
 
 Load = tuple[float, float]
@@ -37,7 +37,7 @@ class NodeAddress(msgspec.Struct, frozen=True):
 
     address: str
     keys: tuple[str, ...] = ()
-    gateway_keys: tuple[str, ...] = ()  # with the owner's rights; a gateway's table has them
+    gateway_keys: tuple[str, ...] = ()  # give the owner's rights; only in a gateway's table
 
 
 class Table(msgspec.Struct, frozen=True):
@@ -84,8 +84,8 @@ class Failover:
     """Rules for one request whose node did not answer. Pure.
 
     The caller reports each failure, and then performs the steps that ``next`` returns until it
-    returns nodes. Each address is tried once. Holders that the table has are tried first if the
-    last node died; if the node lives but does not have the model, the table is renewed first.
+    returns nodes. Each address is tried once. If the last node died, the
+    table's other holders are tried. If it lives but lacks the model, the table is renewed first.
     """
 
     def __init__(self, model: str, options: Mapping[str, Any], now_s: float, look_s: float) -> None:
@@ -113,7 +113,7 @@ class Failover:
 
     @property
     def is_dead(self) -> bool:
-        """The last node does not answer at all."""
+        """Return True if the last node did not answer at all."""
         return isinstance(self._error, errors.ServerUnavailable)
 
     def next(self, table: Table, now_s: float) -> list[str] | Step:
@@ -134,7 +134,7 @@ class Failover:
         return Step.WAIT
 
     def options(self, options: dict[str, Any], now_s: float) -> dict[str, Any]:
-        """Return a request's options with what is left of its deadline."""
+        """Return a request's options with the rest of its deadline."""
         if self._deadline_ms is None:
             return options
         left_ms = self._deadline_ms - (now_s - self._began_s) * 1000.0
@@ -142,8 +142,8 @@ class Failover:
 
 
 def choose(nodes: Sequence[str], finish_ms: Callable[[str], float]) -> str:
-    """Return the node that should finish a request first, if it gains enough over the preferred
-    node, the first of ``nodes``."""
+    """Return the node that would finish a request first if the gain is worth it, else the
+    preferred node, which is the first of ``nodes``."""
     stay_ms = finish_ms(nodes[0])
     if stay_ms <= KEEP_MS or len(nodes) == 1:
         return nodes[0]  # no other node finishes enough earlier
@@ -152,8 +152,8 @@ def choose(nodes: Sequence[str], finish_ms: Callable[[str], float]) -> str:
 
 
 def left_ms(queue_ms: float, since_ms: float, own_ms: float) -> float:
-    """Return the predicted time until a node has answered everything: the larger of the reported
-    queue, less the time since the report, and this client's own requests."""
+    """Return the predicted time until a node has answered everything: the reported queue less the
+    time since the report, or the time of this client's own requests if that is longer."""
     return max(queue_ms - since_ms, own_ms, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Requests of ``Client.profile``: the server says when to send one, and times it."""
+"""Requests of ``Client.profile``. The server requests each one and times it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .verbs import Progress
 
 
 class Requests:
-    """Source of requests with inputs that the model accepts, the same for all runs of a batch size.
+    """Sender of requests with inputs that the model accepts, the same for equal batch sizes.
 
     Args:
         infer: sends a request to the model and waits for its answer.
@@ -31,7 +31,8 @@ class Requests:
         self._known: dict[int, Any] = {}
 
     def send(self, batch: int, version: int) -> None:
-        """
+        """Send a request of this batch size and wait for its result.
+
         Raises:
             PipeSwitchError: the model accepts none of the inputs that were tried.
         """
@@ -50,8 +51,8 @@ class Requests:
         self._known[batch] = last
 
     def _made_up(self, batch: int) -> Iterator[list[Any]]:
-        """Yield candidate inputs, since a signature does not say what an integer means. Zeros come
-        first: on cuda a wrong index ends the whole process."""
+        """Yield candidate inputs: a signature does not say what an integer means. Zeros come first,
+        because on cuda an index out of range ends the whole process."""
         import numpy as np
 
         signature = self._signature()

@@ -1,4 +1,4 @@
-"""Sequences: requests that go on from what the one before left, on the server."""
+"""Sequences: requests with a state that the server keeps from one request to the next."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Sequenced:
         priority: str = "",
         **named: Any,
     ) -> Result:
-        """The next step: as ``Client.infer``, without the inputs that are its state.
+        """Send the next step and wait for its result, as ``Client.infer`` does. Omit state inputs.
 
-        The first one may bring those too; else they begin as zeros. A step that fails can be sent
-        again: the state is as it was. One whose answer got lost ends the sequence.
+        The first step may set the state inputs; otherwise they begin as zeros. You can send a
+        failed step again, because the state is unchanged. A lost result ends the sequence.
 
         Raises:
-            SequenceNotFound: it is over, the server keeps it no longer.
+            SequenceNotFound: the server no longer keeps the sequence.
         """
         if self._is_over:
             raise InvalidInput(f'sequence "{self.id}" is over', hint="open another one")
@@ -50,7 +50,7 @@ class Sequenced:
         return result
 
     def close(self) -> None:
-        """Give its state back. What the server has forgotten, or ended with, is over already."""
+        """Free the state on the server. It is no error if the state or the server is gone."""
         if self._is_started and not self._is_over:
             with contextlib.suppress(SequenceNotFound, ServerUnavailable):
                 self._end(self.id)
@@ -63,5 +63,5 @@ class Sequenced:
         if error is None:
             self.close()
             return
-        with contextlib.suppress(PipeSwitchError):  # the block's own error is the one to see
+        with contextlib.suppress(PipeSwitchError):  # do not replace the block's own error
             self.close()

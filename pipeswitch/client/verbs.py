@@ -1,4 +1,4 @@
-"""Verbs that are one question to the server, of ``Client``; and the same awaited."""
+"""Verbs of ``Client`` that send one request to the server, and their awaitable versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Reach(Enum):
 
     HOLDER = auto()  # one that holds the model; another one if it does not answer
     HOLDERS = auto()  # all that hold the model
-    CLUSTER = auto()  # placement has a part in it, so no node does it alone
+    CLUSTER = auto()  # placement takes part, so no node can answer alone
 
 
 REACHES: Final[Mapping[str, Reach]] = {
@@ -36,12 +36,12 @@ REACHES: Final[Mapping[str, Reach]] = {
     "register": Reach.CLUSTER,
     "unregister": Reach.CLUSTER,
 }
-"""Any other verb is for one node, or a ``_do_`` method of ``ClusterVerbs`` joins the answers."""
+"""Any other verb is for one node, or a ``_do_`` method of ``ClusterVerbs`` merges the replies."""
 
-PING_TIMEOUT_S: Final = 5.0  # a whole server answers in milliseconds, a silent part costs 1 s
+PING_TIMEOUT_S: Final = 5.0  # a healthy server takes milliseconds, a silent process 1 s
 
 Progress = Callable[[str, float], None]
-"""Called with a stage's name and the fraction of the whole, 0 to 1."""
+"""Callback that gets a stage's name and the completed fraction of the whole work, 0 to 1."""
 
 
 class Link(Protocol):
@@ -53,7 +53,7 @@ class Link(Protocol):
 
 
 class Verbs:
-    """Over a connection."""
+    """Verbs over a connection to a server or a cluster."""
 
     address: str
     _connection: Link
@@ -73,18 +73,18 @@ class Verbs:
         steps: Sequence[str | Mapping[str, Any]],
         outputs: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Make several registered models servable as one: each step's outputs stay on the server.
+        """Register a chain of models, which serves as one. Outputs of steps stay on the server.
 
         Args:
-            name: what requests will call it.
-            steps: in order: a model's name, or ``{"model": "head", "inputs": {"x": "encoder.y"}}``:
-                each of its inputs is an input of the request (``"ids"``) or an output of an earlier
-                step; one that is not named is that of its own name. ``"name"`` tells two steps of
-                one model apart.
-            outputs: of the answer, as ``{"label": "head.label"}``; default: the last step's.
+            name: name of the chain in requests.
+            steps: steps in order: a model's name, or ``{"model": "head", "inputs": {"x":
+                "encoder.y"}}``. Each input comes from an input of the request (``"ids"``) or an
+                output of an earlier step; by default from the request's input of the same name.
+                ``"name"`` distinguishes two steps of one model.
+            outputs: outputs of the chain: ``{"label": "head.label"}``; default: the last step's.
 
         Raises:
-            InvalidInput: no such model, name or fit; and what there is.
+            InvalidInput: a model or name is unknown or does not fit; the error lists choices.
             AlreadyExists: a model or another chain has the name.
         """
         body = {
@@ -94,37 +94,37 @@ class Verbs:
         return self._ask("chain", model=name, body=body)
 
     def publish(self, name: str, job: str, step: int = -1, part: str = "") -> dict[str, Any]:
-        """Make a job's newest commit the next version of a model; returns when it is current.
+        """Make a job's newest commit the next version of a model; return when it is current.
 
         Args:
-            name: a registered model; its program stays, parameters are matched by name.
-            job: it may be over.
+            name: a registered model. It keeps its program; parameters are matched by name.
+            job: name of the job, which may be over.
             step: the commit must be of this step; -1: any.
-            part: one of ``job.steps(model={"net": net, "ema": ema})``, if several fit.
+            part: one key of ``job.steps(model={"net": net, "ema": ema})``, if several fit.
 
         Raises:
-            RegistrationRefused: names, dtypes or shapes differ, and which.
-            InvalidInput: there is no such commit or part, or several parts fit, and which.
+            RegistrationRefused: names, dtypes or shapes differ; the error says which.
+            InvalidInput: there is no such commit or part, or several parts fit; it says which.
         """
         body: dict[str, Any] = {"job": job} if step < 0 else {"job": job, "step": step}
         body |= {"part": part} if part else {}
         return self._ask("publish", model=name, body=body, is_safe=False)
 
     def rollback(self, name: str, version: int = 0) -> dict[str, Any]:
-        """Make a version that is still there the current one; 0: the newest before it."""
+        """Make a version that the server still has the current one; 0: the newest before it."""
         body = {"version": version} if version else None
         return self._ask("rollback", model=name, body=body, is_safe=bool(version))
 
     def split(self, name: str, version: int, percent: int) -> dict[str, Any]:
-        """Give a version this share of the requests that name none, until another becomes current;
-        0 ends it. ``timing.version`` says which one answered."""
+        """Send ``percent`` of the requests without a version to this version, until the current one
+        changes. 0 ends the split. ``timing.version`` says which version computed a result."""
         if percent not in range(101):
             raise InvalidInput(f"a share of {percent} %", hint="0 to 100, as in split(NAME, 2, 10)")
         body = {"version": version, "share": percent}
         return self._ask("rollback", model=name, body=body)
 
     def unregister(self, name: str) -> dict[str, Any]:
-        """Drop a model or a chain; requests that wait for it are answered first."""
+        """Unregister a model or a chain. Requests that wait for it are answered first."""
         return self._ask("unregister", model=name, is_safe=False)
 
     def load(self, name: str) -> dict[str, Any]:
@@ -136,34 +136,34 @@ class Verbs:
         return self._ask("unload", model=name)
 
     def models(self, *, versions: bool = False) -> list[dict[str, Any]]:
-        """One row for each registered model, or for each of their versions."""
+        """Return a row for each registered model, or for each of their versions."""
         body = {"versions": True} if versions else None
         rows: list[dict[str, Any]] = self._ask("models", body=body)["models"]
         return rows
 
     def show(self, name: str, version: int = 0) -> dict[str, Any]:
-        """One model in full, its signature included; the current version, or another."""
+        """Return all details of a model, with its signature; ``version`` 0: the current one."""
         body = {"version": version} if version else None
         row: dict[str, Any] = self._ask("show", model=name, body=body)["model"]
         return row
 
     def plan(self) -> dict[str, Any]:
-        """Each model's profile and the arena: what ``pipeswitch plan`` reckons with."""
+        """Return each model's profile and the arena, from which ``pipeswitch plan`` predicts."""
         return self._ask("plan")
 
     def signature(self, name: str) -> Signature:
-        """A model's inputs and batch range, to make requests from."""
+        """Return a model's inputs and batch range, from which you can make requests."""
         return Signature.from_row(self.show(name))
 
     # ---- jobs ----------------------------------------------------------------------------------
 
     def jobs(self) -> list[dict[str, Any]]:
-        """One row for each job."""
+        """Return a row for each job."""
         rows: list[dict[str, Any]] = self._ask("jobs")["jobs"]
         return rows
 
     def job(self, /, name: str, action: str, **fields: Any) -> dict[str, Any]:
-        """One action on a job: show, pause, resume, cancel, wait, logs, history, export, rm,
+        """Perform an action on a job: show, pause, resume, cancel, wait, logs, history, export, rm,
         move (``to`` a device)."""
         is_safe = action in ("show", "wait", "logs", "history", "export", "state")
         return self._ask("job", body={"name": name, "action": action, **fields}, is_safe=is_safe)
@@ -171,29 +171,29 @@ class Verbs:
     # ---- the server ----------------------------------------------------------------------------
 
     def ps(self) -> list[dict[str, Any]]:
-        """Models, jobs and processes, with what they do now."""
+        """Return a row for each model, job and process, with its current state."""
         rows: list[dict[str, Any]] = self._ask("ps")["rows"]
         return rows
 
     def stats(self) -> dict[str, Any]:
-        """Counters and sizes."""
+        """Return the server's counters and sizes."""
         return self._ask("stats")
 
     def trace(self, seconds: float = 10.0) -> dict[str, Any]:
-        """The last ``seconds`` of the server's timeline, as Chrome/Perfetto trace JSON."""
+        """Return the last ``seconds`` of the server's timeline, as Chrome/Perfetto trace JSON."""
         trace: dict[str, Any] = self._ask("trace", body={"seconds": seconds})["trace"]
         return trace
 
     def about(self) -> dict[str, Any]:
-        """The server's pid, device, addresses and limits."""
+        """Return the server's pid, device, addresses and limits."""
         return self._ask("ping")
 
     def ping(self, *, deep: bool = False, timeout_s: float = PING_TIMEOUT_S) -> dict[str, Any]:
         """Ask whether a request would be served now: ``{"ready": …, "why": …, "total_ms": …}``.
 
-        Deep asks scheduler, memory daemon and every worker, and disturbs no task: also
-        ``controller_ms`` (there and back), ``daemon_ms`` and ``workers``, each with its ``ms``
-        (None: silent).
+        ``deep`` also queries the scheduler, the memory daemon and every worker, without disturbing
+        a task. It adds ``controller_ms`` (round trip), ``daemon_ms`` and ``workers``, each with its
+        ``ms`` (None: no answer).
 
         Raises:
             ServerUnavailable: no server answers within ``timeout_s``.
@@ -217,7 +217,7 @@ class Verbs:
         return {**answer, "controller_ms": controller_ms, "total_ms": total_ms}
 
     def stop_server(self, drain_s: float = 30.0) -> list[str]:
-        """Ask the server to finish what it accepted and leave; returns when it agrees or left.
+        """Ask the server to finish accepted requests and exit; return when it agrees or is gone.
 
         Returns:
             One sentence for each job whose last steps could not be written to disk.
@@ -242,7 +242,7 @@ V = TypeVar("V", bound=Verbs, covariant=True)
 
 
 class AwaitableVerbs(Generic[S]):
-    """Awaitable verbs of an object of the SDK."""
+    """Base for awaitable versions of an SDK object's verbs."""
 
     def __init__(self, awaits: S) -> None:
         self._awaits = awaits
@@ -251,7 +251,7 @@ class AwaitableVerbs(Generic[S]):
 def awaited(
     verb: Callable[Concatenate[S, P], R],
 ) -> Callable[Concatenate[AwaitableVerbs[S], P], Coroutine[Any, Any, R]]:
-    """The verb on a thread of its own; ``progress`` is called on the event loop."""
+    """Return an awaitable verb that runs in a thread; ``progress`` is called on the event loop."""
     signature = inspect.signature(verb)
 
     @functools.wraps(verb)
@@ -266,7 +266,7 @@ def awaited(
 
 
 class AwaitedVerbs(AwaitableVerbs[V]):
-    """All of ``Verbs``."""
+    """Awaitable versions of all ``Verbs``."""
 
     register_chain = awaited(Verbs.register_chain)
     publish = awaited(Verbs.publish)
@@ -290,7 +290,7 @@ class AwaitedVerbs(AwaitableVerbs[V]):
 
 
 def _on_this_loop(progress: Progress | None) -> Progress | None:
-    """Called from any thread, it calls ``progress`` on the loop that runs now."""
+    """Return a callback for any thread, which calls ``progress`` on the current event loop."""
     if progress is None:
         return None
     loop = asyncio.get_running_loop()

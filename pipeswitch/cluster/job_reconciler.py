@@ -1,7 +1,7 @@
-"""Fate of jobs when nodes come and go. Pure: what each node keeps goes in, orders come out.
+"""Reconciler of jobs when nodes come and go. Pure: nodes' states go in, actions come out.
 
-A job has one life at a time. Each start on another node is a life with a higher number, which goes
-with every message about it; messages of an earlier life are dropped.
+A job has one *life* at a time. Each start on another node begins a life with a higher number. All
+messages about the job carry this number, and messages of an earlier life are dropped.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ class JobReplica(NamedTuple):
     """State of a job that one node keeps."""
 
     life: int
-    state: str  # home: it lives there; replica; over: it has ended there; gone: and was removed
+    state: str  # home: it lives here; replica; over: it ended here; gone: it was removed
     step: int = -1  # of the commit on disk; -1: none yet
     is_paused: bool = False  # by its user
-    is_held: bool = False  # by us: its node heard nothing for a while, or was to hand it over
-    sent: frozenset[str] = frozenset()  # nodes that have had a replica, of this job's lives
+    is_held: bool = False  # by the cluster: the lease ended, or it is being handed over
+    sent: frozenset[str] = frozenset()  # nodes that were sent a replica, in any life
 
 
 class JobAction(NamedTuple):
-    """Order to a node: one of its verbs."""
+    """Call of one of a node's verbs."""
 
     node: str
     verb: str
     job: str
     life: int = 0
-    to: str = ""  # of ``send``: another node
+    to: str = ""  # for ``send``: the node that gets the replica
 
 
 Copies = Mapping[str, Mapping[str, JobReplica]]  # by node, by job
-Claims = Mapping[str, Mapping[str, int]]  # by node that starts: the lives that it would go on with
+Claims = Mapping[str, Mapping[str, int]]  # by starting node: the life of each job to continue
 
 
 def rows_of(job: str, copies: Copies) -> dict[str, JobReplica]:
@@ -41,13 +41,13 @@ def rows_of(job: str, copies: Copies) -> dict[str, JobReplica]:
 
 
 def last_life(job: str, copies: Copies, claims: Claims) -> int:
-    """The highest number that anybody knows; 0: none."""
+    """Return the highest life number that any node knows; 0: none."""
     lives = [copy.life for copy in rows_of(job, copies).values()]
     return max(lives + [one[job] for one in claims.values() if job in one], default=0)
 
 
 def homes_of(job: str, copies: Copies) -> list[str]:
-    """The nodes where it lives, the latest life first: one, or a node has come back."""
+    """Return the nodes where a job lives, latest life first; several if a node has come back."""
     rows = rows_of(job, copies).items()
     return [
         node
@@ -58,7 +58,7 @@ def homes_of(job: str, copies: Copies) -> list[str]:
 
 
 def homeless(copies: Copies, claims: Claims) -> set[str]:
-    """Jobs of which there are replicas alone."""
+    """Return the jobs that have only replicas left."""
     claimed = {job for one in claims.values() for job in one}
     return {
         job
@@ -83,14 +83,14 @@ def lost(node: str, copies: Copies, claims: Claims) -> set[str]:
 def orders(
     copies: Copies, claims: Claims, targets: Sequence[str], given_up: Collection[str]
 ) -> Iterator[JobAction]:
-    """Yield the orders that are due now, for each job.
+    """Yield the actions that are due now, job by job.
 
     Args:
-        copies: of the nodes that answer.
+        copies: what each node that answers keeps.
         targets: nodes that may get a new replica, the best first.
-        given_up: jobs that have had no home for so long that it will not come back.
+        given_up: jobs whose home has been gone for too long to wait for it.
     """
-    claimed = {job for one in claims.values() for job in one}  # its node is about to go on with it
+    claimed = {job for one in claims.values() for job in one}  # a starting node will continue these
     for job in sorted({job for kept in copies.values() for job in kept} - claimed):
         rows, homes = rows_of(job, copies), homes_of(job, copies)
         last = last_life(job, copies, claims)
@@ -102,7 +102,7 @@ def orders(
         elif over:
             replicas = [node for node in rows if node not in over]
             may_have = frozenset[str]().union(*(rows[node].sent for node in over))
-            is_known = not replicas and may_have <= copies.keys()  # to all who could begin it again
+            is_known = not replicas and may_have <= copies.keys()  # by all that could restart it
             gone = [node for node in over if rows[node].state == "gone" and is_known]
             yield from (JobAction(node, "drop", job, last) for node in replicas + gone)
         elif job in given_up:
@@ -113,14 +113,14 @@ def orders(
 def _replicate(
     job: str, home: str, rows: Mapping[str, JobReplica], targets: Sequence[str]
 ) -> Iterator[JobAction]:
-    """One replica, as new as what the home has on disk; others go when it is."""
+    """Keep one replica as new as the home's commit on disk; then drop the other replicas."""
     copy = rows[home]
     if copy.is_held:
         yield JobAction(home, "go_on", job)
     there = [node for node in targets if node in rows and rows[node].state == "replica"]
     others = [node for node in targets if node != home]
     if not others:
-        return  # there is one node alone
+        return  # no other node can have a replica
     target = max(there, key=lambda node: rows[node].step, default=others[0])
     if target not in there or rows[target][2:4] != (copy.step, copy.is_paused):
         yield JobAction(home, "send", job, to=target)

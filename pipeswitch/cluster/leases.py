@@ -1,7 +1,8 @@
-"""Lease of a node's server: its jobs stop when the cluster may take the node for dead.
+"""Lease of a node's server: its jobs stop when the cluster may consider the node dead.
 
-The node writes to the server's standard input until when placement counts on it. A server whose
-node was killed stops in an orderly way; one whose node hears nothing holds its jobs, and serves on.
+The node writes the end of the lease to the server's standard input, and renews it while placement
+queries the node. If the node process dies, the server shuts down in an orderly way. If the lease
+ends, the server holds (pauses) its jobs and continues to serve models.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def watch(jobs: Path) -> None:
     must not continue.
 
     Args:
-        jobs: folder of the node's copies of them.
+        jobs: folder with the node's record of each job.
     """
     until_s, address = math.inf, ""
     try:
@@ -43,7 +44,7 @@ def watch(jobs: Path) -> None:
 
 
 def hold(client: Client, jobs: Path, name: str = "") -> None:
-    """Commit and stop its jobs, or one, until the node lets them go on."""
+    """Commit and pause the server's jobs, or the named one, until the node resumes them."""
     asked = []
     for row in client.jobs():
         folder = jobs / row["name"]

@@ -30,28 +30,28 @@ class RegisterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The body of ``register`` (docs/protocol.md); ``Client.register`` explains each field."""
 
     source: Text = ""
-    as_version: bool = False  # weights alone: the next version of the model with this name
+    as_version: bool = False  # only weights, as the next version of the model with this name
     weights: Text = ""
     inputs: Signature = {}
-    takes: Any = None  # tree of input names that gives the arguments; None: one each
+    takes: Any = None  # nesting of the inputs in the arguments; None: one argument each
     example: Text = ""  # put:DIGEST of the inputs' values; empty: generated values
     priority: Text = ""
     pin: bool = False
     devices: Devices = ()
     max_batch: Count = 0  # 0: the server's default
-    batch: Count = 0  # 0: requests are not joined
+    batch: Count = 0  # 0: requests are not batched
     batch_delay_ms: Annotated[float, Meta(ge=0, le=60_000)] = 0.0
     preprocess: Text = ""
     raw: Signature = {}
     postprocess: Text = ""
     returns: Signature = {}
-    state: States = {}  # by input: its output and the dimension to append to; -1: replace
+    state: States = {}  # by input: its output and the dimension to append along; -1: replace
     generate: bool = False
     precision: Text = ""  # empty: exact
     max_error: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
     def body(self) -> dict[str, Any]:
-        """Return the fields that are set; an older server does not know newer fields."""
+        """Return only the fields that are set, because an older server refuses newer fields."""
         fields = {key: value for key, value in msgspec.structs.asdict(self).items() if value}
         body: dict[str, Any] = msgspec.to_builtins(fields, enc_hook=plain)
         return body

@@ -1,8 +1,8 @@
-"""Slabs of the request pool, and of the half of a share that its owner writes: pure arithmetic.
+"""Allocator of slabs in the request pool, and in one half of a shared-memory segment. Pure.
 
-A slab is one aligned range of the pool. Best fit keeps large holes whole; a freed slab is joined
-with its free neighbours at once, so freeing everything leaves one hole. The holes are kept, unlike
-in ``scheduler/state/regions.py``, which looks through all regions: 0.1 ms where 16 requests wait.
+A slab is one aligned range of bytes. Best fit keeps large holes whole. A freed slab merges with
+its free neighbours at once, so freeing everything leaves one hole. The pool keeps a list of holes.
+``scheduler/state/regions.py`` scans all regions instead: 0.1 ms while 16 requests wait.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ SLAB_ALIGN_BYTES: Final = 4096  # a page: a slab can be pinned or unmapped on it
 class SlabPool:
     """Allocator of the pool's bytes. Offsets and sizes are bytes.
 
-    Invariants (``check``): holes are sorted, apart from each other and from slabs; holes and slabs
-    together are the whole pool.
+    Invariants (``check``): holes are sorted and do not touch each other; holes and slabs cover the
+    whole pool without overlap.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -40,12 +40,12 @@ class SlabPool:
         return len(self._taken)
 
     def size_of(self, offset_bytes: int) -> int:
-        """Return the size of the slab at an offset; KeyError if there is none."""
+        """Return the size of the slab at an offset. Raises KeyError if there is none."""
         return self._taken[offset_bytes]
 
     def take(self, size_bytes: int, *, at_end: bool = False) -> int | None:
-        """Return the offset of a slab of at least ``size_bytes``, or None if no hole is large
-        enough. ``at_end``: at the end of the last such hole, apart from the others."""
+        """Allocate at least ``size_bytes``; return the offset, or None if no hole is large enough.
+        ``at_end``: take the end of the last such hole, away from the other slabs."""
         size = -(-max(size_bytes, 1) // SLAB_ALIGN_BYTES) * SLAB_ALIGN_BYTES
         if at_end:
             return self._take_at_end(size)
@@ -73,7 +73,7 @@ class SlabPool:
         return None
 
     def free(self, offset_bytes: int) -> None:
-        """Give a slab back; KeyError when there is none at that offset."""
+        """Free the slab at an offset. Raises KeyError if there is none."""
         size = self._taken.pop(offset_bytes)
         index = bisect_left(self._holes, (offset_bytes, 0))
         start, end = offset_bytes, offset_bytes + size

@@ -30,15 +30,15 @@ from .session import TrainingSession
 log = logging.getLogger(__name__)
 
 Outcome = Literal["done", "preempted", "failed"]
-KEPT_BYTES: Final = 1 << 30  # blocks up to here come from the heap, and so much of its top is kept
+KEPT_BYTES: Final = 1 << 30  # malloc keeps blocks up to this size, and this much at the heap's top
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 MALLOPT_CODES: Final = {"M_MMAP_THRESHOLD": -3, "M_TRIM_THRESHOLD": -1}  # malloc.h
 
-_forking = threading.local()  # the mask of signals to go back to
+_forking = threading.local()  # .mask: the signal mask to restore after a fork
 
 
 def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
-    """Run ``message.entry`` from the top; ``TaskPreempted`` is caught here and nowhere else."""
+    """Run ``message.entry`` from the top. Only this function catches ``TaskPreempted``."""
     session = TrainingSession(
         host, gate, commit_every_ms=message.commit_every_ms, defaults=message.defaults
     )
@@ -58,13 +58,13 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
         if not gate.is_evicting:
             _join_threads()
         if gate.is_evicting:
-            gate.check()  # raises: it was asked to go, and resumes near its end
+            gate.check()  # raises TaskPreempted; the job resumes near its end
         session.finish()
     except TaskPreempted:
         reach("job.evicted")
         outcome = "preempted"
     except BaseException as error:  # user code may raise anything, KeyboardInterrupt included
-        if gate.is_evicting:  # it caught its preemption and leaves in its own way; or begins anew
+        if gate.is_evicting:  # maybe the script caught TaskPreempted and raised this
             outcome = "preempted"
         elif isinstance(error, SystemExit):
             outcome, kind, text = "failed", "SystemExit", f"exit status {error.code}"[:2000]
@@ -87,7 +87,7 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
 
 
 def _print_error(error: BaseException) -> None:
-    """Print the error like the plain script would: from its own first line on."""
+    """Print the traceback as Python does for the plain script: without our own frames."""
     frames = error.__traceback__
     while frames and frames.tb_frame.f_code.co_filename.startswith((__file__, "<frozen ")):
         frames = frames.tb_next
@@ -96,7 +96,7 @@ def _print_error(error: BaseException) -> None:
 
 @contextlib.contextmanager
 def _clean_exit() -> Iterator[None]:
-    """``sys.exit(0)`` ends a script as its last line does."""
+    """Treat ``sys.exit(0)`` as the normal end of a script."""
     try:
         yield
     except SystemExit as leaving:
@@ -105,7 +105,7 @@ def _clean_exit() -> Iterator[None]:
 
 
 def run_entry(entry: str, args: Sequence[str]) -> None:
-    """SCRIPT.py or package.module:main, as by hand."""
+    """Run ``SCRIPT.py`` or ``package.module:main`` as if it was started by hand."""
     if entry.endswith(".py"):
         path = Path(entry).resolve()
         sys.path.insert(0, str(path.parent))
@@ -122,11 +122,11 @@ def run_entry(entry: str, args: Sequence[str]) -> None:
 def keep_freed_memory() -> None:
     """Let this process reuse freed blocks instead of faulting new ones in; no-op without glibc.
 
-    A step frees what the next one takes again. By default glibc hands large blocks, and the top of
-    the heap, back to the kernel and faults them in anew: up to 800 page faults in each step of an
-    MLP of 4 x 512 x 512 with batch 448, 3 % of its time, and as much variation from run to run. A
-    job's process ends with the job, so what it keeps it gives back then; cuda's caching allocator
-    keeps freed blocks for the same reason.
+    A step frees memory that the next step allocates again. By default glibc returns large blocks,
+    and the top of the heap, to the kernel, so each step faults them in again. That costs up to 800
+    page faults in each step of an MLP of 4 x 512 x 512 with batch 448: 3 % of its time, and as much
+    variation between runs. The process ends with its job and then returns all memory. CUDA's
+    caching allocator keeps freed blocks for the same reason.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -138,10 +138,10 @@ def keep_freed_memory() -> None:
 
 
 def give_freed_memory_back() -> None:
-    """Return freed memory between two steps, for the next job's step, if memory is short.
+    """Return freed memory to the kernel between two steps if memory is short.
 
-    Returning and faulting in anew the memory of a step with 190 MiB of activations costs 75 ms of
-    CPU (glibc 2.36), so it is kept as long as there is room.
+    For a step with 190 MiB of activations it costs 75 ms of CPU to return the memory and to fault
+    it in again (glibc 2.36), so the process keeps it while enough memory is available.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None and available_bytes() < KEPT_BYTES:
@@ -149,8 +149,8 @@ def give_freed_memory_back() -> None:
 
 
 def _join_threads() -> None:
-    """Wait for the script's threads as the interpreter's end does: one of them may train."""
-    shutdown = getattr(threading, "_shutdown", None)  # wakes idle pools first; no public name
+    """Wait for the script's threads, as the interpreter does at exit: one of them may train."""
+    shutdown = getattr(threading, "_shutdown", None)  # private; it also ends idle thread pools
     if shutdown is not None:
         shutdown()
 
@@ -159,16 +159,16 @@ def _run_exit_hooks() -> None:
     """Run the script's ``atexit`` hooks; a worker exits without the interpreter's shutdown."""
     run = getattr(atexit, "_run_exitfuncs", None)
     if run is not None:
-        with contextlib.suppress(BaseException):  # it has printed its traceback
+        with contextlib.suppress(BaseException):  # atexit has printed the traceback
             run()
 
 
 def _let_children_be_ended() -> None:
     """Let SIGTERM and SIGINT end the script's own processes, though this one ignores them.
 
-    An ignored signal stays ignored across exec, and a pool that ends its children with SIGTERM
-    would wait for them for ever; a handler does not, and it is removed after a fork. A signal
-    that arrives before that waits until then.
+    An ignored signal stays ignored across exec, so a pool that ends its children with SIGTERM
+    would wait for ever. So this process installs a handler that does nothing: exec resets it, and
+    a forked child restores the defaults. Signals are blocked during the fork until it has done so.
     """
     for number in SIGNALS:
         signal.signal(number, _stay)
@@ -197,7 +197,7 @@ def _obey_signals() -> None:
 
 
 def _redirect_output(path: str) -> None:
-    """stdout and stderr of the job, of its C code too, go to its log."""
+    """Redirect stdout and stderr of the job, including its C code, to its log."""
     _flush()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     os.dup2(descriptor, 1)
@@ -206,7 +206,7 @@ def _redirect_output(path: str) -> None:
 
 
 def _flush() -> None:
-    """Flush stdout and stderr; on a full disk the text is lost, the job's outcome is not."""
+    """Flush stdout and stderr. On a full disk the text is lost, but not the job's outcome."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()

@@ -12,32 +12,36 @@ from ..validation import Body
 from .clients import Client, Outgoing
 from .replies import reply_frames
 
-SLOW_CLIENT_MS: Final = 30_000.0  # a reply that is not read for so long: the client is dropped
-MAX_READINGS: Final = 16  # of events, by one client
-READER_BYTES: Final = 1 << 20  # of events that wait for who does not read
-SHORT_BYTES: Final = 64 << 10  # largest message that may go before long answers
+SLOW_CLIENT_MS: Final = 30_000.0  # a client that leaves a reply unread for longer is dropped
+MAX_READINGS: Final = 16  # event subscriptions of one client
+READER_BYTES: Final = 1 << 20  # a client with more unsent bytes gets no events
+SHORT_BYTES: Final = 64 << 10  # a message up to this size may overtake longer replies
 
 
 class SendQueue:
-    """Outgoing messages. Sending never blocks; unread messages wait within the byte budget."""
+    """Queue of outgoing messages. Sending never blocks; a client has a budget of unsent bytes."""
 
     def __init__(
         self, budget_bytes: int, now_ms: Callable[[], float], drop: Callable[[Client], None]
     ) -> None:
-        """``drop``: called with a client that is over its budget, too slow or gone."""
+        """Create an empty queue; ``drop`` gets each client that is over budget, slow or gone."""
         self._budget_bytes = budget_bytes
         self._now_ms = now_ms
         self._drop = drop
-        self.backlogged: set[Client] = set()  # whose socket is full
+        self.backlogged: set[Client] = set()  # clients with a full socket
 
     @property
     def wants_turn(self) -> bool:
-        """True if a message could continue without waiting for its socket."""
+        """Return True if a message could continue without waiting for its socket."""
         return any(one.peer.wants_turn for one in self.backlogged)
 
     def send(self, client: Client, outgoing: Outgoing) -> None:
-        """Send or queue a message. A short one overtakes long answers that are not partly sent,
-        because a connection may serve many callers. A request's answer is its last message."""
+        """Send or queue a message.
+
+        Many callers may share a connection, so a short message overtakes long final replies, but
+        not the oldest message, which may be partly sent. No message of the same request follows
+        its final reply, so each request's messages stay in order.
+        """
         if client.is_gone:
             if outgoing.on_end is not None:
                 outgoing.on_end(False)
@@ -57,7 +61,7 @@ class SendQueue:
                 self._drop(client)
 
     def reply(self, client: Client, request_id: str, **fields: Any) -> None:
-        """Send a message that ends no request; ``fields``: see ``reply_frames``."""
+        """Send a reply that is not final; ``reply_frames`` explains ``fields``."""
         frames = reply_frames(request_id, client.session, **fields)
         self.send(client, Outgoing(frames=frames))
 
@@ -66,7 +70,7 @@ class SendQueue:
         return bool(is_stuck) or client.unsent_bytes > self._budget_bytes
 
     def _flush(self, client: Client) -> bool:
-        """Send in order until the client's socket is full; False: its connection is gone."""
+        """Send in order until the socket is full; return False if the connection is gone."""
         while client.backlog:
             outgoing = client.backlog[0]
             try:
@@ -92,7 +96,7 @@ class SendQueue:
                 outgoing.on_end(False)
 
     def sweep(self) -> None:
-        """Retry messages that the socket refused."""
+        """Retry messages that a socket refused, and drop clients that are gone or too slow."""
         for client in list(self.backlogged):
             if not self._flush(client) or self._is_too_slow(client, self._now_ms()):
                 self._drop(client)
@@ -103,7 +107,7 @@ def _is_long_answer(outgoing: Outgoing) -> bool:
 
 
 class EventSubscribers:
-    """Subscribers of events: each event is a reply that is not final."""
+    """Clients that subscribe to events. Each event is a reply that is not final."""
 
     def __init__(self, outbox: SendQueue) -> None:
         self._outbox = outbox
@@ -113,7 +117,7 @@ class EventSubscribers:
         """Handle the verb ``events``.
 
         Raises:
-            QueueFull: the client subscribes too often.
+            QueueFull: the client has the maximum number of subscriptions.
         """
         body = Body("events", header.body)
         topics = body.texts("topics")
@@ -122,10 +126,10 @@ class EventSubscribers:
             raise QueueFull(f"this client reads events {MAX_READINGS} times already")
         client.readings[header.id] = topics or ("",)
         self.clients.add(client)
-        self._outbox.reply(client, header.id, more=True)  # they begin
+        self._outbox.reply(client, header.id, more=True)  # confirms the subscription
 
     def tell(self, published: Publish) -> None:
-        """Send an event to each of its subscribers; a client that does not read misses some."""
+        """Send an event to its subscribers, except those with too many unsent bytes."""
         for reader in list(self.clients):
             for request_id, topics in list(reader.readings.items()):
                 is_wanted = published.topic.startswith(topics) and reader.principal.may_operate
