@@ -2,9 +2,9 @@
 
 ``VERBS`` is their one table. Most verbs are one event for the scheduler: checked here, before
 anything is accepted, and converted. The frontend answers the others. A new verb needs an event
-(``scheduler/events.py``), the part that takes it (``core.handles``), a row here, which also gives it
-a route over HTTP, and a method of the SDK (``client/verbs.py``), where ``REACHES`` says which nodes
-of a cluster answer it. The verbs and their fields: docs/protocol.md.
+(``scheduler/events.py``), the component that handles it (``core.handles``), a row here, which also
+gives it a route over HTTP, and a method of the SDK (``client/verbs.py``), where ``REACHES`` says
+which nodes of a cluster answer it. docs/protocol.md lists the verbs and their fields.
 """
 
 from __future__ import annotations

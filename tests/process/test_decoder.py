@@ -373,7 +373,7 @@ def test_a_tokenizer_that_unfolds_without_end_is_refused(
             "",
             "RwkvForCausalLM keeps no keys",
         ),
-        ("bert", {**SMALL}, "", "answers other logits"),
+        ("bert", {**SMALL}, "", "not a causal language model"),
         ("gpt2", FAMILIES["gpt2"], "#GPT2Model", "GPT2Model has no logits"),
     ],
 )

@@ -38,6 +38,7 @@ MAX_PIECE: Final = 512  # tokens of one step: a longer prompt is several
 UNLIMITED: Final = 2048  # context of a model that has no longest: BLOOM was trained with it
 _CLOSE: Final = 0.02  # of the largest logit: bfloat16 differs by 0.01, a wrong mask by 0.3
 _BATCH_LENGTH_PAST: Final = (2, 5, 7)  # of the example: all unlike, none 1
+_ROUNDING: Final = 1e-4  # of the largest logit: what the order of a sum may change
 _CHECKED: Final = 8  # tokens of ``check``, more to pass a window of up to ``_SHORT``
 _SHORT: Final = 64
 
@@ -224,6 +225,7 @@ class Decoder(nn.Module):
         ids = torch.arange(1, total + 1)[None] % self.vocabulary
         with torch.no_grad():
             own = self.model(input_ids=ids, use_cache=False, return_dict=True).logits[0]
+            self._check_causal(ids, own)
             rows = torch.zeros(1, 0, self.width, dtype=self.dtype)
             seen = 0
             for length in (3, 1, 1, total - 6, 1):
@@ -241,6 +243,22 @@ class Decoder(nn.Module):
                         "attention is not the usual one",
                         UNUSUAL,
                     )
+
+    def _check_causal(self, ids: torch.Tensor, logits: torch.Tensor) -> None:
+        """Refuse a model whose logits depend on a later token, such as an encoder.
+
+        With random weights that changes them by less than a cache in bfloat16 does.
+        """
+        changed = torch.cat([ids[:, :-1], ids[:, :1]], 1)
+        others = self.model(input_ids=changed, use_cache=False, return_dict=True).logits[0]
+        difference = float((others[:-1] - logits[:-1]).abs().max())
+        limit = _ROUNDING if self.dtype == torch.float32 else _CLOSE  # experts' sums are regrouped
+        if not difference <= limit * float(logits.abs().max()):
+            refuse(
+                f"a token changes the logits of those before it (by {difference:.2g}): it is not "
+                "a causal language model",
+                "register it without generate; encoders answer /v1/embeddings",
+            )
 
 
 def _chat_template(given: Any) -> tuple[str, list[str]]:
