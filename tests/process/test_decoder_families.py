@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -127,7 +127,17 @@ def together(run: Run, width: int, prompts: Sequence[Sequence[int]], new: int) -
     return [one[len(asked) :] for one, asked in zip(tokens, prompts, strict=True)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Each has a relative above that runs every time: ``pytest -m soak`` runs these as well.
+RARE: Final = (
+    *("gemma", "cohere", "olmo2", "granite", "smollm3", "glm4", "stablelm", "starcoder2"),
+    *("cohere2", "olmo3", "exaone4", "gemma4_text", "granitemoe", "olmoe", "qwen2_moe"),
+)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(one, marks=pytest.mark.soak) if one in RARE else one for one in FAMILIES],
+)
 def test_greedy_tokens_of_a_batch_are_those_of_generate(family: str, tmp_path: Path) -> None:
     """Two prompts of other lengths in the same steps; the longer one begins with the shorter."""
     model = plain_model(family)
