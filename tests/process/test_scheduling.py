@@ -141,7 +141,7 @@ async def _order_of(address: str) -> list[str]:
 
     async def ask(tenant: str, model: str) -> tuple[int, str]:
         _, bill = await upstream.infer(model, 0, request, tenant)
-        return bill["epoch"], tenant
+        return bill["op_id"], tenant
 
     asked = [("", "long"), *[("greedy", "theirs")] * 64, *[("modest", "mine")] * 8]
     try:
