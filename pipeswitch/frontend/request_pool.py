@@ -132,7 +132,7 @@ class RequestPool:
             QueueFull: over the holder's share, or no hole is large enough; with the numbers.
         """
         wanted_bytes = input_bytes + reply_bytes
-        counted_bytes = _paged(input_bytes) + _paged(reply_bytes)
+        counted_bytes = _paged(input_bytes, reply_bytes)
         self._check_share(holder, wanted_bytes, counted_bytes, tenant)
         reply_offset = self._slabs.take(reply_bytes)  # first: inputs may grow into what is behind
         input_offset = self._slabs.take(input_bytes)
@@ -321,6 +321,9 @@ class RequestPool:
         assert self._slabs.slab_count or not self._shares.held
 
 
-def _paged(size_bytes: int) -> int:
-    """Return the slab size for a number of bytes: whole pages, at least one."""
-    return -(-(size_bytes or 1) // SLAB_ALIGN_BYTES) * SLAB_ALIGN_BYTES
+def _paged(*sizes_bytes: int) -> int:
+    """Return the bytes of one slab for each size, together: whole pages, at least one each."""
+    pages = 0
+    for size_bytes in sizes_bytes:
+        pages += -(-(size_bytes or 1) // SLAB_ALIGN_BYTES)
+    return pages * SLAB_ALIGN_BYTES
