@@ -179,7 +179,7 @@ class Hardware:
     "--nodes",
     type=click.IntRange(1, 10_000),
     metavar="N",
-    help="Of a cluster: so many machines, and its own placement.",
+    help="Simulate a cluster of this many machines, with its placement.",
 )
 @click.option("--devices", type=click.IntRange(1, 64), help="Of each machine (1).")
 @click.option(

@@ -467,7 +467,7 @@ class Client(Verbs):
             is_safe=True,  # the same registration again is a no-op
             on_progress=progress_caller(progress),
         )
-        return {"notes": [], **future.result().body}  # the reply for a new version has none
+        return {"notes": [], **future.result().body}  # a reply for a new version has no notes
 
     def upload(
         self, path: str | os.PathLike[str], kind: str, progress: Progress | None = None

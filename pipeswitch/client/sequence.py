@@ -50,7 +50,7 @@ class Sequenced:
         return result
 
     def close(self) -> None:
-        """Free the state on the server. It is no error if the state or the server is gone."""
+        """Free the state on the server. Do nothing if the state or the server is gone."""
         if self._is_started and not self._is_over:
             with contextlib.suppress(SequenceNotFound, ServerUnavailable):
                 self._end(self.id)

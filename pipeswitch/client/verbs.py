@@ -104,7 +104,7 @@ class Verbs:
 
         Raises:
             RegistrationRefused: names, dtypes or shapes differ; the error says which.
-            InvalidInput: there is no such commit or part, or several parts fit; it says which.
+            InvalidInput: the commit or part does not exist, or several parts fit (they are named).
         """
         body: dict[str, Any] = {"job": job} if step < 0 else {"job": job, "step": step}
         body |= {"part": part} if part else {}

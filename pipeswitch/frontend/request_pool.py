@@ -189,7 +189,7 @@ class RequestPool:
         """Open the tenant's file, and evict cached blocks until the holder's share has room.
 
         Raises:
-            QueueFull: it has none.
+            QueueFull: the pool has no free block.
         """
         while counted_bytes > self._shares.left(holder):
             if not self.give_up():

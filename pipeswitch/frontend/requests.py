@@ -67,7 +67,7 @@ class Pending(msgspec.Struct, kw_only=True, eq=False):
     after: InferArrived | None = None  # its outputs go to a function, which makes the answer
     bill: RequestTiming | None = None  # of the model, whose outputs are there
     run: Run | None = None  # of a chain: how far it is
-    sequence: SequenceState | None = None  # that it goes on with
+    sequence: SequenceState | None = None  # the sequence that the request continues
     generation: Generation | None = None
 
 

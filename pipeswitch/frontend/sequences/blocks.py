@@ -97,7 +97,7 @@ class BlockTable(msgspec.Struct, kw_only=True, eq=False):
 
 
 class BlockPool:
-    """All blocks.
+    """Pool of the blocks of all sequences.
 
     Invariants (``tests/unit/sequence_world.py``): a block has as many locks as tables have it; one
     without locks is in the tree, and its children come before it in the order of eviction.
@@ -186,10 +186,10 @@ class BlockPool:
         return BlockTable(space=space)
 
     def resize(self, table: BlockTable, rows: int) -> None:
-        """Give a table the blocks for so many rows, or for those that it uses, and no more.
+        """Resize a table to the blocks that ``rows`` rows, or the rows in use, need.
 
         Raises:
-            QueueFull: there is no room; nothing has changed.
+            QueueFull: the pool has no room; the table is unchanged.
         """
         count, had = -(-max(rows, table.used) // table.space.rows), len(table.blocks)
         try:
@@ -298,7 +298,7 @@ class BlockPool:
 
 
 def rows_of_block(row_bytes: int) -> int:
-    """Return the number of rows of a block: so many that whole pages waste little."""
+    """Return the number of rows in a block, chosen so that whole pages waste little."""
     rows = BLOCK_ROWS
     while -rows * row_bytes % SLAB_ALIGN_BYTES * MOST_WASTE > rows * row_bytes:
         rows += BLOCK_ROWS
@@ -306,7 +306,7 @@ def rows_of_block(row_bytes: int) -> int:
 
 
 def beside_bytes(rows: int) -> int:
-    """Return the memory beside the pool of a block of so many rows."""
+    """Return the bytes that a block of ``rows`` rows takes outside the pool."""
     return BLOCK_BYTES + 2 * TOKEN_BYTES * rows
 
 
