@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import pkgutil
 import re
 from pathlib import Path
 from types import ModuleType
@@ -54,6 +55,13 @@ def test_every_module_the_architecture_names_exists() -> None:
     for name in named:
         places = [ROOT / name, ROOT / "pipeswitch" / name]
         assert any(place.exists() for place in places), name
+
+
+def test_every_object_that_the_site_documents_exists() -> None:
+    named = re.findall(r"^::: (\S+)$", (ROOT / "docs/guide/api.md").read_text(), re.MULTILINE)
+    assert named, "it names objects"
+    for name in named:
+        assert pkgutil.resolve_name(name) is not None
 
 
 def test_every_room_stands_in_the_architecture() -> None:
