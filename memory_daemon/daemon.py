@@ -64,10 +64,10 @@ class Daemon:
             try:
                 packet = self._control.receive()
             except RemoteProtocolError as error:
-                log.error("order=unreadable cause=%s, leaving", error.message)
+                log.error("order=unreadable cause=%s, exiting", error.message)
                 return False
             if packet is None:
-                log.error("controller=gone, leaving")
+                log.error("controller=gone, exiting")
                 return False
             message, descriptors = packet
             if isinstance(message, Exit):

@@ -54,8 +54,8 @@ def policy_name(value: object) -> str:
     names = [*POLICIES, *(point.name for point in metadata.entry_points(group=POLICY_GROUP))]
     if value not in names:
         raise ValueError(
-            f"{value!r} is none of {', '.join(names)}, and no module:name of your own"
-            f"{nearest(value, names)}"
+            f"{value!r} is none of {', '.join(names)}, and not module:name of your "
+            f"own{nearest(value, names)}"
         )
     return value
 
@@ -238,7 +238,7 @@ def _device_names(given: object) -> str:
         places.append(f"{found[1]}:{int(found[2] or 0)}")
     for name in places:
         if places.count(name) > 1:
-            raise ValueError(f"{name} is there twice")
+            raise ValueError(f"{name} appears twice")
     return ",".join(places if len(places) > 1 else names)
 
 
@@ -569,7 +569,7 @@ class _Reader:
         ]
         names = [model.get("name") for model in models]
         for name in dict.fromkeys(name for name in names if name and names.count(name) > 1):
-            self.complain(f"[[model]] name: {name!r} is there twice", "model")
+            self.complain(f"[[model]] name: {name!r} appears twice", "model")
         return models
 
 

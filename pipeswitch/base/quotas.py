@@ -51,9 +51,9 @@ class FairQuota:
         if not self.held or amount <= self.left(holder):
             return None
         return QueueFull(
-            f"{self._what}: {self.of(holder)} of {self.size} are this client's, {amount} more are "
-            "over its share of what is free",
-            hint="wait for answers, then send again",
+            f"{self._what}: {self.of(holder)} of {self.size} belong to this client; {amount} more "
+            "exceed its share of the free part",
+            hint="wait for answers, then try again",
             requested=amount,
         )
 

@@ -209,7 +209,7 @@ def _register(client: Any, name: str, source: str) -> None:
     if name in known:
         if (other := known[name].get("source", source)) != source:
             raise AlreadyExists(
-                f'"{name}" is another model, of {other}',
+                f'"{name}" is another model: {other}',
                 hint=f"pipeswitch chat {name}; or pipeswitch run {source} --name OTHER",
             )
         return

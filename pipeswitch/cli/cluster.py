@@ -42,17 +42,12 @@ def cluster() -> None:
     help='Start Ray with N servers on this machine, until Ctrl-C or "cluster down".',
 )
 @address_option
-@click.option(
-    "--state-dir",
-    type=click.Path(),
-    help="Folder for the state of all nodes; each has its own folder in it.",
-)
+@click.option("--state-dir", type=click.Path(), help="Folder of the state of all nodes.")
 @click.option(
     "--scale",
     type=(click.IntRange(0), click.IntRange(1)),
     metavar="MIN MAX",
-    help="Start and stop servers with the load, on machines that Ray starts "
-    "(packaging/cluster.yaml).",
+    help="Start and stop servers with the load, on machines from Ray (packaging/cluster.yaml).",
 )
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- SERVE-OPTION...]")
 @json_option
@@ -74,7 +69,7 @@ def up(
         raise InvalidInput(f"--scale is MIN MAX: {scale[0]} is more than {scale[1]}")
     if scale and local:
         raise InvalidInput(
-            "--scale is of machines that Ray brings: without --local",
+            "--scale is for machines that Ray starts, so it excludes --local",
             hint="pipeswitch cluster up --scale 1 4",
         )
     from ..cluster.placement_actor import start_nodes

@@ -79,7 +79,7 @@ def connected() -> Iterator[Any]:
 def check_folder(option: str, path: Path) -> None:
     """Check a folder before a long run, not after it."""
     if not os.access(path.parent, os.W_OK):
-        raise InvalidInput(f"{option} {path}: no folder that can be written to")
+        raise InvalidInput(f"{option} {path}: not a writable folder")
 
 
 def checked_plot(path: Path) -> str:

@@ -40,23 +40,17 @@ _RATE: Final = re.compile(r"(?:(poisson|constant):)?([0-9]+(?:\.[0-9]+)?|\.[0-9]
 
 @click.command()
 @name_argument
+@click.option("--input", "path", type=click.Path(), help="x.npy, inputs.npz or photo.jpg.")
 @click.option(
-    "--input", "path", type=click.Path(), help="Input file: x.npy, inputs.npz or photo.jpg."
-)
-@click.option(
-    "--text", "texts", multiple=True, help="Text input, for a model that takes texts (repeatable)."
+    "--text", "texts", multiple=True, help="Text, for models that take texts (repeatable)."
 )
 @click.option("--random", "is_random", is_flag=True, help="Random inputs (the default).")
 @click.option("--output", type=click.Path(), help="File for the last result: y.npy or y.npz.")
 @click.option("-n", "count", type=click.IntRange(1), default=1, help="Number of requests.")
 @click.option("--rate", help="Requests per second: poisson:50 or constant:50.")
-@click.option(
-    "--deadline", help="Deadline after sending: 50ms; a request that waits longer is not computed."
-)
+@click.option("--deadline", help="Maximum waiting time after sending: 50ms.")
 @click.option("--priority", type=click.Choice(["high", "normal", "low"]), default=None)
-@click.option(
-    "--version", type=click.IntRange(1), help="Version of the model (default: the current one)."
-)
+@click.option("--version", type=click.IntRange(1), help="Default: the current version.")
 @click.option("--seed", type=int, default=0, help="Seed of random inputs and arrivals.")
 @json_option
 def infer(
@@ -244,7 +238,7 @@ def load_inputs(path: str | None, signature: Signature, seed: int) -> Any:
         # A broken .npz raises whatever its decompressor does. And numpy takes what it does not
         # know for a pickle, and offers to load it unsafely: its text is no help.
         raise InvalidInput(
-            f"{path} holds no arrays of numbers", hint="give a .npy, .npz, .jpg or .png file"
+            f"{path} has no arrays of numbers", hint="give a .npy, .npz, .jpg or .png file"
         ) from None
 
 
@@ -255,7 +249,7 @@ def _image(file: Path, signature: Signature) -> Any:
     spec = signature.inputs[0]
     if len(signature.inputs) != 1 or len(spec.shape) != 4 or spec.shape[1] != 3:
         raise InvalidInput(
-            "an image goes to a model with one input [batch, 3, height, width]",
+            "images are only for models with one input [batch, 3, height, width]",
             hint="give a .npy file with an input of this model",
         )
     ranges = {dim.name: dim for dim in signature.dims}
@@ -265,7 +259,7 @@ def _image(file: Path, signature: Signature) -> Any:
         with Image.open(file) as opened:
             image = opened.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise InvalidInput(f"{file} is no image that can be read: {error}") from None
+        raise InvalidInput(f"{file} is not a readable image: {error}") from None
     scale = max(height / image.height, width / image.width) * RESIZE_OVER_CROP
     size = (round(image.width * scale), round(image.height * scale))
     image = image.resize(size, Image.Resampling.BILINEAR)
@@ -379,22 +373,11 @@ def _watch(
 @click.command()
 @click.argument("name")
 @click.argument("prompt", default="-")
-@click.option(
-    "--max-new-tokens", default=128, show_default=True, help="Maximum number of new tokens."
-)
-@click.option(
-    "--temperature", default=0.0, show_default=True, help="0: always choose the most likely token."
-)
-@click.option(
-    "--top-p",
-    default=1.0,
-    show_default=True,
-    help="Sample from the most likely tokens with this total probability.",
-)
+@click.option("--max-new-tokens", default=128, show_default=True, help="Maximum new tokens.")
+@click.option("--temperature", default=0.0, show_default=True, help="0: the most likely token.")
+@click.option("--top-p", default=1.0, show_default=True, help="Total probability to sample from.")
 @click.option("--seed", default=0, show_default=True, help="The same seed gives the same tokens.")
-@click.option(
-    "--stop", multiple=True, metavar="TEXT", help="Text that ends the answer (repeatable)."
-)
+@click.option("--stop", multiple=True, metavar="TEXT", help="Ends the answer (repeatable).")
 @click.option("--ids", is_flag=True, help="PROMPT and the answer are token ids: 1,2,3")
 @json_option
 def generate(name: str, prompt: str, ids: bool, as_json: bool, **options: Any) -> None:
@@ -403,7 +386,7 @@ def generate(name: str, prompt: str, ids: bool, as_json: bool, **options: Any) -
     if ids:
         parts = given.replace(",", " ").split()
         if not all(part.isdecimal() for part in parts):
-            raise click.UsageError("--ids: PROMPT is numbers: 1,2,3")
+            raise click.UsageError("with --ids, PROMPT must be token ids: 1,2,3")
         given = [int(part) for part in parts]
     with connected() as client, client.generate(name, given, **options) as answer:
         for token in answer if not as_json else ():

@@ -40,8 +40,7 @@ class ScriptCommand(click.Command):
     "--share",
     metavar="GROUP",
     default="",
-    help="Group of jobs that load the input of job.shared only once; you may give "
-    "several SCRIPT.py.",
+    help="Group of jobs that load the input of job.shared only once (several SCRIPT.py).",
 )
 @click.option(
     "--offload",
@@ -71,10 +70,7 @@ def train(
     """
     more = list(takewhile(lambda arg: arg.endswith(".py"), args)) if share else []
     if more and name:
-        raise InvalidInput(
-            f"--name {name} for {1 + len(more)} jobs",
-            hint="leave out --name: each job has its script's name",
-        )
+        raise InvalidInput(f"--name {name} for {1 + len(more)} jobs", hint="leave out --name")
     with common.connected() as client:
         tasks = [
             client.train(
@@ -202,12 +198,7 @@ _job_verb("wait", "Wait until a job has ended; fail if the job failed.")
 
 @jobs.command("move")
 @common.job_argument
-@click.option(
-    "--to",
-    required=True,
-    metavar="DEVICE",
-    help="Target: a device such as cpu:1, or a node of the cluster.",
-)
+@click.option("--to", required=True, metavar="DEVICE", help="cpu:1, or a node of the cluster.")
 @common.json_option
 def jobs_move(name: str, to: str, as_json: bool) -> None:
     """Move a job to another device of the server, or to another node of the cluster.
@@ -233,9 +224,7 @@ def jobs_rm(name: str, as_json: bool) -> None:
 @jobs.command("export")
 @common.job_argument
 @click.argument("out", type=click.Path(dir_okay=False))
-@click.option(
-    "--part", default="", metavar="NAME", help="Only this part, if the job trains several models."
-)
+@click.option("--part", default="", metavar="NAME", help="Only this part of the job.")
 @common.json_option
 def jobs_export(name: str, out: str, part: str, as_json: bool) -> None:
     """Write a job's newest parameters to OUT.safetensors."""

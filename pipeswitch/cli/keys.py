@@ -64,7 +64,7 @@ def keys_server(show: bool, as_json: bool) -> None:
     folder = _folder()
     found = folder.server() if show else folder.make_server()
     if found is None:
-        raise ConfigError(f"{folder.path} holds no server key", hint="pipeswitch keys server")
+        raise ConfigError(f"{folder.path} has no server key", hint="pipeswitch keys server")
     public = found.public.decode()
     print_done({"server_key": public, "folder": str(folder.path)}, public, as_json)
 

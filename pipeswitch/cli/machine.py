@@ -67,7 +67,7 @@ def config_init(path: str | None) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError:
-        raise InvalidInput(f"{path} is there already, it is not overwritten") from None
+        raise InvalidInput(f"{path} exists already and is not overwritten") from None
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(example())
     views.echo(f"wrote {path}")
@@ -82,7 +82,7 @@ def config_check(path: str | None, as_json: bool) -> None:
 
     loaded = load(path)
     part("pipeswitch.controller.main", "check")(loaded)
-    print_done(msgspec.to_builtins(loaded), "the configuration is good", as_json)
+    print_done(msgspec.to_builtins(loaded), "the configuration is valid", as_json)
 
 
 @config.command("schema")

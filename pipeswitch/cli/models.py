@@ -53,7 +53,7 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
     for text in filter(None, texts):
         name, _, value = text.partition("=")
         if not (name and value) or name in found:
-            raise click.UsageError(f"{text!r} is not NAME=VALUE, or comes twice: x=encoder.y")
+            raise click.UsageError(f"{text!r} is not of the form x=encoder.y, or appears twice")
         found[name] = value
     return found
 
@@ -181,7 +181,7 @@ def register(
     if bool(source) + bool(from_job) + as_version != 1:
         raise click.UsageError("give SOURCE, --from-job JOB[@STEP], or --weights FILE --as-version")
     if part and not from_job:
-        raise click.UsageError("--part is of a job: --from-job JOB")
+        raise click.UsageError("--part needs --from-job JOB")
     if from_job:
         _publish(name, from_job, part, as_json)
         return
@@ -194,7 +194,7 @@ def register(
     request = RegisterRequest(source=source, **given)
     check_program_options(source, request.weights, request.inputs)
     if example and source.endswith(FILES):
-        raise click.UsageError("--example is for package.module:factory: give --input")
+        raise click.UsageError("--example is only for package.module:factory; give --input")
     is_shown = not as_json and sys.stderr.isatty()
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(views.progress_bar(is_shown, name))
@@ -363,7 +363,9 @@ def models_split(name: str, share: str, as_json: bool) -> None:
     """Send a share of the requests to a version: 2=10% a tenth of them, 2=0% ends it."""
     found = re.fullmatch(r"(\d{1,9})=(\d{1,3})%", share)
     if found is None or int(found[2]) > 100:
-        raise click.BadParameter(f"{share!r} is not as 2=10%", param_hint="VERSION=PERCENT%")
+        raise click.BadParameter(
+            f"{share!r} is not of the form 2=10%", param_hint="VERSION=PERCENT%"
+        )
     with common.connected() as client:
         row = client.split(name, int(found[1]), int(found[2]))
     common.print_done(row, f"{name}: {found[2]} % to version {found[1]}", as_json)
@@ -475,12 +477,12 @@ def plan(
     from . import profile as cli_profile
 
     if script is None and memory:
-        raise click.UsageError("--memory is for --train SCRIPT.py")
+        raise click.UsageError("--memory needs --train SCRIPT.py")
     if script is not None:
         from . import dry_run
 
         if deadlines or watch:
-            raise click.UsageError("--deadline and --watch are for models, not for --train")
+            raise click.UsageError("--deadline and --watch exclude --train")
         dry_run.show(script, args, common.size_option("--memory", memory), as_json)
         return
     try:

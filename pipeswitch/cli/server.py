@@ -38,12 +38,7 @@ def _commas(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> st
 
 
 @click.command()
-@click.option(
-    "--config",
-    "path",
-    type=click.Path(),
-    help="Configuration file (default: pipeswitch.toml, if it exists).",
-)
+@click.option("--config", "path", type=click.Path(), help="File (default: pipeswitch.toml).")
 @click.option(
     "--device",
     "device__name",
@@ -59,32 +54,19 @@ def _commas(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> st
 )
 @click.option("--pool", "server__pool", help="Shared memory for waiting requests: 512MiB.")
 @click.option(
-    "--state-dir",
-    "server__state_dir",
-    type=click.Path(),
-    help="Folder for programs, commits, journal and logs.",
+    "--state-dir", "server__state_dir", type=click.Path(), help="Folder of models, jobs and logs."
 )
 @click.option(
-    "--auth", "server__auth", help="keys: TCP clients need a key on loopback, too (default: auto)."
+    "--auth", "server__auth", help="keys: TCP clients need a key on loopback (default: auto)."
 )
-@click.option(
-    "--keys-dir",
-    "server__keys_dir",
-    type=click.Path(),
-    help="Folder of the keys that pipeswitch keys made.",
-)
+@click.option("--keys-dir", "server__keys_dir", type=click.Path(), help="Folder of the keys.")
 @click.option(
     "--tcp-roles",
     "server__tcp_roles",
     metavar="ROLE,ROLE",
     help="Roles of every TCP client: infer (default), urgent, register, operate, code.",
 )
-@click.option(
-    "--standby",
-    "workers__standby",
-    type=int,
-    help="Number of standby workers beside the active one.",
-)
+@click.option("--standby", "workers__standby", type=int, help="Number of standby workers.")
 @click.option(
     "--threads", "workers__threads", type=int, help="Compute threads of a worker on the cpu device."
 )
@@ -110,11 +92,7 @@ def _commas(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> st
     type=float,
     help="cpu device: simulate a host link of this many GB/s.",
 )
-@click.option(
-    "--commit-every",
-    "scheduler__commit_every",
-    help="Interval between commits of a job's state: 5s.",
-)
+@click.option("--commit-every", "scheduler__commit_every", help="Time between a job's commits: 5s.")
 @click.option("--profiles-dir", type=click.Path(), help="Folder of measured profiles of models.")
 @click.option(
     "--allow-code",
@@ -153,7 +131,7 @@ def serve(path: str | None, no_http: bool, **flags: Any) -> None:
     from ..base.config import load
 
     if no_http and (flags["gateway__http"] or flags["gateway__grpc"]):
-        raise click.UsageError("--no-http beside --http or --grpc: leave one out")
+        raise click.UsageError("--no-http excludes --http and --grpc")
     config = load(path, flags=_flag_tree(flags, no_http=no_http))
     run = part("pipeswitch.controller.main", "serve")
     sys.exit(run(config))
@@ -184,7 +162,7 @@ def stop(drain: str, as_json: bool) -> None:
         lost = client.stop_server(drain_s)
         if exit_of is not None and not select.select([exit_of], [], [], EXIT_WAIT_S)[0]:
             raise PipeSwitchError(
-                f"server {pid} agreed to stop and has not left after {EXIT_WAIT_S:g} s",
+                f"server {pid} agreed to stop but still runs after {EXIT_WAIT_S:g} s",
                 hint=f"see its log; kill {pid}",
             )
     if lost:
@@ -255,10 +233,7 @@ def ui(no_open: bool, as_json: bool) -> None:
 @click.command()
 @click.option("--deep", is_flag=True, help="Check scheduler, memory daemon and workers, too.")
 @click.option(
-    "--wait",
-    default="0",
-    metavar="1m",
-    help="Try again until the server is ready, for at most this long.",
+    "--wait", default="0", metavar="1m", help="Wait until it is ready, at most this long."
 )
 @json_option
 def ping(deep: bool, wait: str, as_json: bool) -> None:

@@ -123,8 +123,8 @@ class Hardware:
 )
 @click.option(
     "--memory",
-    help="Device memory: sizes, or shares of the bytes of all models and jobs (6%,25%; "
-    "with jobs 100%).",
+    help="Device memory: sizes, or shares of all models' and jobs' bytes (6%,25%; default with "
+    "jobs: 100%).",
 )
 @click.option(
     "--job",
@@ -139,14 +139,9 @@ class Hardware:
     show_default=True,
     help=f"Orders of jobs to compare: {', '.join(JOB_ORDERS)}.",
 )
+@click.option("--batch", type=click.IntRange(min=1), help="Maximum number of requests in a batch.")
 @click.option(
-    "--batch", type=click.IntRange(min=1), help="Maximum number of requests of a model in a batch."
-)
-@click.option(
-    "--batch-delay",
-    default="0",
-    show_default=True,
-    help="How long a request waits for others to form a batch.",
+    "--batch-delay", default="0", show_default=True, help="How long a request waits for others."
 )
 @click.option(
     "--batch-row",
@@ -154,10 +149,7 @@ class Hardware:
     help="Computing time of each further row of a batch (default: as measured, else 100%).",
 )
 @click.option(
-    "--tokens",
-    "has_tokens",
-    is_flag=True,
-    help="With azure-llm: generate answers token by token.",
+    "--tokens", "has_tokens", is_flag=True, help="With azure-llm: generate answers token by token."
 )
 @click.option(
     "--prompt-token",
@@ -166,12 +158,7 @@ class Hardware:
     show_default=True,
     help="Computing time of each prompt token, as a share of a step's.",
 )
-@click.option(
-    "--slo",
-    default="100ms",
-    show_default=True,
-    help="In time: at most this much later than the request alone.",
-)
+@click.option("--slo", default="100ms", show_default=True, help="Allowed delay of a request.")
 @click.option("--max-wait", default="2s", show_default=True, help="Like the server's max_wait.")
 @click.option(
     "--admission/--no-admission",
@@ -203,16 +190,12 @@ class Hardware:
 @click.option(
     "--need",
     metavar="SHARE",
-    help="Find the smallest number of nodes, up to N, that answers this share in time.",
+    help="Find the fewest nodes (up to N) that answer this share in time.",
 )
-@click.option(
-    "--speed-up", metavar="NUMBER", help="Speed of the trace (default: 20 for azure, else 1)."
-)
+@click.option("--speed-up", metavar="NUMBER", help="Speed of the trace (azure: 20, others: 1).")
 @click.option("--requests", type=click.IntRange(min=1), help="Number of requests.")
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option(
-    "--plot", type=click.Path(dir_okay=False), help="File for a picture of the latencies."
-)
+@click.option("--plot", type=click.Path(dir_okay=False), help="File for a picture.")
 @click.option(
     "--timeline",
     type=click.Path(dir_okay=False),
@@ -268,16 +251,16 @@ class _Comparison:
         self.slo_ms, self.jobs = _read("--slo", given.slo, parse_ms), _jobs(given.jobs)
         self.orders = _orders(given.training)[: None if self.jobs else 1]
         if self.jobs and is_serial:
-            raise InvalidInput(f"{SERIAL} trains no jobs", hint="--policy without it")
+            raise InvalidInput(f"{SERIAL} does not simulate jobs", hint="leave out that policy")
         speed_up = given.speed_up or str(SPEED_UPS.get(name, 1.0))
         self.speed_up = _read("--speed-up", speed_up, _positive)
         if given.has_tokens and (name != "azure-llm" or is_serial):
-            raise InvalidInput("--tokens is of azure-llm, and no policy of it is serial")
+            raise InvalidInput("--tokens is only for azure-llm, without the policy serial")
         self.prompt_share = _read("--prompt-token", given.prompt_token, _share)
         self.cluster = _cluster(given)
         if self.cluster and (self.jobs or given.timeline or is_serial or name == "none"):
             raise InvalidInput(
-                f"--nodes takes no --job, --timeline, {SERIAL} or trace of none",
+                f"--nodes excludes --job, --timeline, {SERIAL} and the trace none",
                 hint="pipeswitch simulate azure --nodes 3",
             )
         self._load(name)
@@ -295,7 +278,7 @@ class _Comparison:
         if not self.requests and not self.jobs:
             raise InvalidInput(
                 "there is nothing to simulate",
-                hint="more --requests" if cluster else f"--job {JOB}",
+                hint="raise --requests" if cluster else f"--job {JOB}",
             )
         used = []
         if self.requests:
@@ -429,12 +412,12 @@ def _cluster(given: Any) -> Cluster | None:
     nodes, devices, tiles = given.nodes, given.devices, given.tiles
     if nodes is None and (devices or tiles or given.failures or given.need):
         raise InvalidInput(
-            "--devices, --tiles, --failures and --need are a cluster's",
-            hint="--nodes 1 beside them",
+            "--devices, --tiles, --failures and --need need --nodes",
+            hint="add --nodes 1",
         )
     dying = _read("--failures", given.failures or "0%", _share)
     if dying == 1.0:
-        raise InvalidInput("not all nodes can be expected to die in an hour", hint="--failures 1%")
+        raise InvalidInput("--failures must be less than 100%", hint="--failures 1%")
     return (
         None
         if nodes is None
@@ -499,7 +482,7 @@ def _trace(
         return arrivals.poisson(rate_per_s, count=count, model_count=20, seed=seed), []
     if not Path(name).is_file():
         raise InvalidInput(
-            f"no trace {name!r}: neither a file nor a name",
+            f"no trace {name!r}: it is neither a file nor a known name",
             hint="azure, azure-llm, poisson:RATE, none, or a file of at_ms,model",
         )
     try:
@@ -564,7 +547,7 @@ def _models(text: str, count: int, factor: float, seed: int) -> list[PaperModel]
         ) from None
     for row in rows:
         if not row.name or row.bytes < row.layers or row.layers < 1 or not row.compute_ms >= 0:
-            raise InvalidInput(f"{text}: {row.name!r} has sizes or times that cannot be")
+            raise InvalidInput(f"{text}: {row.name!r} has invalid sizes or times")
     return [_equal(row.name, row.bytes, factor * row.compute_ms, row.layers) for row in rows]
 
 
@@ -598,7 +581,7 @@ def _assigned(known: Sequence[PaperModel], names: Sequence[str], count: int) -> 
         for name in names:
             if name not in by_name:
                 raise InvalidInput(
-                    f"the trace asks for {name!r}, which is no model{nearest(name, by_name)}"
+                    f"the trace names {name!r}, which is not a model{nearest(name, by_name)}"
                 )
         return [by_name[name] for name in names]
     if not known:
@@ -616,7 +599,7 @@ def _jobs(texts: Sequence[str]) -> list[PaperJob]:
             name, steps, step, memory = what.split(":")
             size_bytes = parse_size(memory)
             if not name or name in found:
-                raise ValueError("a name of its own is expected")
+                raise ValueError("each job needs a different name")
             if not steps.isdecimal() or not 1 <= float(steps) <= MAX_NUMBER or not size_bytes:
                 raise ValueError("a number of steps and some memory are expected")
             found[name] = PaperJob(
@@ -650,7 +633,7 @@ def _joined(
     delay_ms = _read("--batch-delay", delay, parse_ms)
     if batch is None:
         if delay_ms or row is not None:
-            raise InvalidInput("no requests are joined", hint="--batch 8 beside it")
+            raise InvalidInput("--batch-delay and --batch-row need --batch", hint="add --batch 8")
         return list(models)
     batching = Batching(limit=batch, delay_ms=delay_ms, is_exact=True)
     share = None if row is None else _read("--batch-row", row, _share)
@@ -676,7 +659,7 @@ def _shares(percents: Sequence[int], sizes: Mapping[str, int]) -> list[str]:
     for percent in percents:
         if percent < least:
             told = f'"{largest}" has {format_bytes(sizes[largest])}'
-            views.echo(f"memory is {least}% in place of {percent}%: {told}", err=True)
+            views.echo(f"memory is {least}% instead of {percent}%: {told}", err=True)
     return list(dict.fromkeys(f"{max(percent, least)}%" for percent in percents))
 
 

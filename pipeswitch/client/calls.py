@@ -194,7 +194,7 @@ class Calls:
             self._transmit(link, call.header, call.frames)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             op = call.header["op"]
-            self._fail(call, errors.InvalidInput(f"{op}: what was given cannot be sent: {error}"))
+            self._fail(call, errors.InvalidInput(f"{op}: an argument cannot be sent: {error}"))
 
     @staticmethod
     def _transmit(link: AnyLink, fields: dict[str, Any], frames: Sequence[Any]) -> None:
@@ -317,8 +317,8 @@ class Calls:
                 self._fail(
                     call,
                     errors.ServerUnavailable(
-                        f"the server at {self.address} went away before it answered",
-                        hint="it may have been carried out: check before you send it again",
+                        f"the server at {self.address} closed the connection before it answered",
+                        hint="the request may have been carried out: check before you repeat it",
                     ),
                 )
             call.is_sent = False

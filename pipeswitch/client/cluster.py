@@ -271,7 +271,7 @@ class ClusterVerbs(Members):
     def _do_register(self, op: str, *, model: str, body: dict[str, Any], **options: Any) -> Any:
         if body.get("as_version"):
             raise errors.InvalidInput(
-                "the nodes of a cluster have one version of each model",
+                "a cluster has only one version of each model",
                 hint=f"pipeswitch unregister {model}, then register it with the new weights",
             )
         with self._choosing:

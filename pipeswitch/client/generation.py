@@ -222,4 +222,6 @@ def check_prompt(prompt: Any, encode: Callable[[str], list[int]] | None) -> list
     try:
         return [int(one) for one in prompt]
     except (TypeError, ValueError):
-        raise InvalidInput("a prompt is a text, or token ids", hint='"Once upon a time"') from None
+        raise InvalidInput(
+            "a prompt must be a text or token ids", hint='"Once upon a time"'
+        ) from None

@@ -182,7 +182,8 @@ class StreamLink(Link):
                 reason = error.data.get("reason")
                 if reason == "magic":
                     raise RemoteProtocolError(
-                        f"{self.address} is no port for this client: perhaps that of HTTP or gRPC",
+                        f"{self.address} is not a port for this client; perhaps it is that of HTTP "
+                        "or gRPC",
                         hint="the tcp:// or ipc:// address that pipeswitch serve printed",
                     ) from None
                 if reason != ZMTP:

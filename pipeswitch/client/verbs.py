@@ -119,7 +119,9 @@ class Verbs:
         """Send ``percent`` of the requests without a version to this version, until the current one
         changes. 0 ends the split. ``timing.version`` says which version computed a result."""
         if percent not in range(101):
-            raise InvalidInput(f"a share of {percent} %", hint="0 to 100, as in split(NAME, 2, 10)")
+            raise InvalidInput(
+                f"{percent} % is not a valid share", hint="0 to 100, as in split(NAME, 2, 10)"
+            )
         body = {"version": version, "share": percent}
         return self._ask("rollback", model=name, body=body)
 

@@ -64,7 +64,7 @@ class Node(NodeJobs):
     def __init__(self, name: str, folder: str, host: str, flags: tuple[str, ...]) -> None:
         if os.environ.get("RAY_AUTH_MODE") != "token":  # of the Ray that runs this
             raise ConfigError(
-                "this Ray lets everybody in who reaches its ports: it was started without a token",
+                "this Ray accepts everyone who can connect: it was started without a token",
                 hint="ray get-auth-token --generate; RAY_AUTH_MODE=token ray start …",
             )
         super().__init__(name, Path(folder) / name)
@@ -264,7 +264,7 @@ class Node(NodeJobs):
         found = _program(self._tenant._ask("register", model=model, body=body))
         if found != digest:  # code of another release there: its answers would differ
             self._tenant.unregister(model)
-            raise PipeSwitchError(f"{self._name} makes another program of {model}: {found}")
+            raise PipeSwitchError(f"{self._name} built another program of {model}: {found}")
         self.remember(model, body)
         return str(found)
 

@@ -220,7 +220,7 @@ class JobPlacement(Overview):
         with self._lock:
             homes = job_reconciler.homes_of(job, self._copies())
             if not homes:
-                raise ModelNotFound(f'no job "{job}" is under way', hint="pipeswitch jobs")
+                raise ModelNotFound(f'no job "{job}" is running', hint="pipeswitch jobs")
             if to not in self._nodes or job in self._moving:
                 why = "it is being moved already" if job in self._moving else f'no node "{to}"'
                 raise ModelNotFound(f'job "{job}": {why}', hint="pipeswitch cluster status")
@@ -363,7 +363,7 @@ class Placement(JobPlacement):
             if len({digest for digest, counts in known if counts}) > 1:
                 told(ray, node_of(ray, node).unregister.remote(model))
                 raise AlreadyExists(
-                    f'another client has registered a model "{model}" meanwhile',
+                    f'another client has registered a model "{model}" in the meantime',
                     hint="choose another name",
                 )
             ray.get(node_of(ray, node).remember.remote(model, body))

@@ -163,7 +163,7 @@ class CommitArea:
                 f"a commit of {size_bytes} bytes does not fit in a slot of {self.slot_bytes}"
             )
         if not 0 <= step <= MAX_STEP:
-            raise RemoteProtocolError(f"a commit cannot be of step {step}")
+            raise RemoteProtocolError(f"a commit cannot have the step {step}")
         sequence = self._words[_SEQUENCE_WORD] + 1
         self._reserve(sequence % SLOT_COUNT, size_bytes)
         record = _RECORD_WORDS[sequence % SLOT_COUNT]

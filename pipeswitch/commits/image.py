@@ -70,7 +70,7 @@ def parse_image(image: memoryview) -> tuple[dict[str, Any], dict[str, tuple[int,
         raise InvalidInput(f"commit image of version {version}; this program reads {VERSION}")
     document = bytes(image[offset : offset + size])
     if image_bytes > len(image) or len(document) != size or zlib.crc32(document) != checksum:
-        raise InvalidInput("the commit image is torn: its header does not fit its content")
+        raise InvalidInput("the commit image is damaged: its header does not match its content")
     try:
         content: dict[str, Any] = json.loads(document)
         entries: dict[str, dict[str, Any]] = {**content["tensors"], **content["blobs"]}

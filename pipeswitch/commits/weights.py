@@ -129,7 +129,7 @@ def load_weights(directory: Path) -> tuple[CommitRecord, dict[str, Weight]]:
     try:
         record = read_record(directory)
         if record is None:
-            raise InvalidInput(f"{directory} holds no commit")
+            raise InvalidInput(f"{directory} has no commit")
         return record, weights_of(read_image(directory / record.image))
     except (OSError, RemoteProtocolError) as error:
         raise InvalidInput(f"{directory}: {error}") from None

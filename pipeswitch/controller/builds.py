@@ -228,20 +228,22 @@ class Builds:
         """
         is_a_place = bool(re.fullmatch(DIGEST, message.digest)) and "/" not in message.folder
         if not is_a_place or not message.folder.startswith(work_prefix(command.op_id)):
-            nonsense = RegistrationRefused("build", "its builder sent a malformed message")
+            nonsense = RegistrationRefused("build", "its builder sent an invalid message")
             self._refuse(command, nonsense)
             return
         try:
             built = load_manifest(self._places.models / message.folder)
             if built.mode == "module" and not needs_more(spec):
-                raise RegistrationRefused("build", "its builder returned code, unasked")
+                raise RegistrationRefused(
+                    "build", "its builder returned code that was not requested"
+                )
             if built.mode == "graph":
                 check_claims(built)
             before = self._kept_of(spec)
             if before is not None and not is_same_content(before, built):
                 raise RegistrationRefused("bundle", "its file on disk is damaged")
             if not is_batched_as_requested(built, spec):
-                raise RegistrationRefused("build", "requests are joined as its owner asked")
+                raise RegistrationRefused("build", "requests are batched as its owner asked")
             digest = self._places.name_for(command.tenant, message.digest)
             message = msgspec.structs.replace(message, digest=digest)
             if built.digest != digest:

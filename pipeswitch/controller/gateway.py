@@ -325,18 +325,18 @@ def check_doors(config: GatewayConfig) -> dict[str, str]:
     is_open = not all(is_loopback(_parsed(address)[0]) for address in addresses)
     if (is_open or config.behind_proxy) and not config.tokens:
         raise ConfigError(
-            "[gateway] callers from other machines need tokens, and there are none",
+            "[gateway] callers from other machines need tokens, but none are configured",
             hint="--gateway-tokens FILE with lines of NAME TOKEN ROLE,ROLE; or 127.0.0.1",
         )
     if is_open and not config.tls_cert and not config.behind_proxy:
         raise ConfigError(
-            "[gateway] tokens would travel in the clear",
-            hint="tls_cert and tls_key; or behind_proxy = true where a proxy does TLS",
+            "[gateway] tokens would be sent unencrypted",
+            hint="set tls_cert and tls_key, or behind_proxy = true if a proxy terminates TLS",
         )
     if config.tokens:
         read_tokens(Path(config.tokens))
     if bool(config.tls_cert) != bool(config.tls_key):
-        raise ConfigError("[gateway] tls_cert and tls_key come together")
+        raise ConfigError("[gateway] tls_cert and tls_key need each other")
     if config.tls_cert:
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -307,9 +307,10 @@ def _opened(path: Path) -> sqlite3.Connection:
         (version,) = database.execute("PRAGMA user_version").fetchone()
         if version > SCHEMA_VERSION:
             raise ConfigError(
-                f"journal {path} is of schema {version}, this release knows {SCHEMA_VERSION}",
-                hint="start the release that wrote it, or choose another --state-dir; if there is "
-                "none, the file is damaged: move it away, and it is written again from copies",
+                f"journal {path} has schema {version}; this release reads {SCHEMA_VERSION}",
+                hint="start the release that wrote it, or choose another --state-dir. If no "
+                "release wrote it, the file is damaged: move it away, and the server rebuilds it "
+                "from copies",
             )
         (state,) = database.execute("PRAGMA quick_check(1)").fetchone()
         if state != "ok":

@@ -294,7 +294,7 @@ class Processes:
         except BlockingIOError:
             return False
         except RemoteProtocolError as error:
-            log.error("child=%s sent nonsense: %s", child.name, error)
+            log.error("child=%s sent an invalid message: %s", child.name, error)
             self.kill(child)
             return False
         if received is None:

@@ -114,7 +114,7 @@ def run(out: Path, *, as_json: bool = False, plan: Plan | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="pipeswitch-demo-") as folder:
             result = Demo(plan, console, Path(folder), out).run()
     except KeyboardInterrupt:
-        console.print("interrupted: the server and its files are gone")
+        console.print("interrupted: the server has stopped, and its files were removed")
         return INTERRUPTED
     (out / "demo.json").write_text(json.dumps(result, indent=2) + "\n")
     demo_report.show(result, console)
@@ -138,7 +138,7 @@ def show(plan: Plan | None = None) -> int:
         try:
             Demo(plan or Plan(), console, Path(folder), Path(folder)).stay()
         except KeyboardInterrupt:
-            console.print("interrupted: the server and its files are gone")
+            console.print("interrupted: the server has stopped, and its files were removed")
         return INTERRUPTED
 
 
@@ -173,7 +173,7 @@ class Demo:
             self._wait_for_first_step(client, job)
             url = page_url(client.about())
             if not open_page(url, self._folder):
-                self._console.print("no browser here; the page is at")
+                self._console.print("no browser found; the page is at")
             self._console.print(url, style="bold", soft_wrap=True)
             self._console.print("Ctrl-C ends it")
             chance = random.Random(self._plan.seed)

@@ -47,7 +47,7 @@ def model_of(step: Step, models: Mapping[str, ModelAvailable], tenant: str) -> M
             f'no model "{step.model}"', hint=f"pipeswitch register {step.model} SOURCE"
         )
     if found.tenant != tenant:
-        raise InvalidInput("it is another client's than the first step's model")
+        raise InvalidInput("it belongs to another client than the first step's model")
     return found
 
 

@@ -276,7 +276,7 @@ class Inference:
         pending.is_copying = False
         reach("frontend.copied")
         if pending.is_cancelled:
-            error = Cancelled(f"request {pending.request_id} was taken back")
+            error = Cancelled(f"request {pending.request_id} was cancelled")
         if error is not None:
             self.answer(Reply(token=pending.token, error=error))
         elif pending.run is None:
@@ -342,7 +342,7 @@ class Inference:
             return self.models.admit(_as_request(command), sizes, announced), announced
         except InvalidInput as error:
             raise TaskFailed(
-                f"preprocess {command.function} returned what its model does not take: "
+                f"preprocess {command.function} returned invalid inputs for its model: "
                 f"{error.message}",
                 hint=error.hint,
             ) from None
@@ -358,7 +358,7 @@ class Inference:
         name, version = split_name(command.model)
         announced = self.models.versions.get((name, version)) or self.models.current.get(name)
         if announced is None or announced.stage is None or not announced.stage.after:
-            raise TaskFailed(f'"{name}" was registered anew meanwhile', hint="ask again")
+            raise TaskFailed(f'"{name}" was registered again in the meantime', hint="ask again")
         declared = announced.stage.answer(announced.manifest)
         as_model = msgspec.structs.replace(announced, stage=None, manifest=declared)
         try:
@@ -367,7 +367,7 @@ class Inference:
             )
         except InvalidInput as error:
             raise TaskFailed(
-                f"postprocess {command.function} returned other than what --returns declares: "
+                f"postprocess {command.function} did not return what --returns declares: "
                 f"{error.message}"
             ) from None
         return replace(found, input_bytes=0, reply_bytes=found.input_bytes), announced

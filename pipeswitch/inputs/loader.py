@@ -117,7 +117,7 @@ class SharedLoader:
             raise SharedInputRefused(
                 f'a batch of the shared input "{self._name}" was written in place before step '
                 f"{self._step()} ended",
-                hint="it is other jobs' too: write to a copy, x = x.clone()",
+                hint="other jobs use it, too: write to a copy, x = x.clone()",
             )
         self._lent = None
 

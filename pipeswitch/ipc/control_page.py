@@ -6,7 +6,7 @@ by the process that gives the device away: the stopping worker when it has parke
 when a task ended or its worker was reaped. Word ``BEGUN + slot`` holds the operation id of the last
 task that the worker in that slot began to compute: after its death it tells whether that task can
 be blamed. Word ``STOP + slot`` holds the operation id of the task that is to be interrupted between
-two groups, since a request waits: a pass of a model that streams steps aside. Word 1 says how far a
+two groups, since a request waits: a pass of a streamed model yields. Word 1 says how far a
 model that streams has computed (ADR 43): its copy's operation id and how many groups, in one
 number, so that a late one of another pass is not believed. The worker that has the turn writes it.
 Words ``CLAIM + slot`` and ``LEAST + slot`` say what the slot's job takes of the memory for

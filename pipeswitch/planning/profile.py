@@ -181,7 +181,7 @@ def _check(profile: Profile) -> None:
             raise ProfileError(f"batch {batch.batch}: not one time for each of {count} layers")
         _check_times(f"batch {batch.batch}", [ms for column in columns for ms in column])
     if len({batch.batch for batch in profile.batches}) != len(profile.batches):
-        raise ProfileError("a batch is there twice")
+        raise ProfileError("a batch appears twice")
     if min(layer.size_bytes for layer in profile.layers) < 0:
         raise ProfileError("a layer has a negative size")
     _check_times("copies", [layer.copy_ms for layer in profile.layers])

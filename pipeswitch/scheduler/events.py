@@ -338,7 +338,7 @@ class RaiseTurn(_Message, frozen=True):
 
 
 class Interrupt(_Message, frozen=True):
-    """Write the worker's stop word. A streaming model's pass then steps aside between two groups,
+    """Write the worker's stop word. A streamed model's pass then yields between two groups,
     and a run of several steps ends between two steps."""
 
     target: Address

@@ -67,7 +67,7 @@ def full_address(named: str) -> str:
     address = f"{scheme}://{rest}"
     parts = _ADDRESS.fullmatch(address)
     if parts is None or int(parts[2] or 0) > MAX_PORT:
-        raise ConfigError(f"{named!r} is no address of a server", hint=HINT)
+        raise ConfigError(f"{named!r} is not an address of a server", hint=HINT)
     return address
 
 
@@ -102,7 +102,7 @@ def is_refused(address: str) -> bool:
     except ConnectionRefusedError:
         return True
     except socket.gaierror as error:
-        raise ConfigError(f"no machine is called {host!r}: {error.strerror}", hint=HINT) from None
+        raise ConfigError(f"there is no machine {host!r}: {error.strerror}", hint=HINT) from None
     except (OSError, ValueError):
         return False  # what is wrong with it is said by who connects
 

@@ -95,7 +95,7 @@ def plain(value: Any) -> Any:
     plain = value.item() if hasattr(value, "item") else value
     if type(plain) in (bool, int, float, str):
         return plain
-    raise TypeError(f"a {type(value).__name__} cannot travel")
+    raise TypeError(f"a {type(value).__name__} cannot be sent")
 
 
 encoder = msgspec.msgpack.Encoder(enc_hook=plain)
@@ -146,7 +146,7 @@ def decode_request(frames: Sequence[Any]) -> RequestHeader:
     header = decode_with(_request_decoder, frames[1], "request header")
     if header.v != VERSION:
         raise RemoteProtocolError(
-            f"protocol version {header.v} is not spoken here, this server speaks {VERSION}",
+            f"protocol version {header.v} is not supported; this server speaks version {VERSION}",
             hint="use the client of the server's own release",
         )
     tensor_count = len(frames) - 2
@@ -168,7 +168,7 @@ def decode_reply(frames: Sequence[Any]) -> ReplyHeader:
     header = decode_with(_reply_decoder, frames[1], "reply header")
     for tensor in header.outputs:
         if not 0 <= tensor.frame < len(frames) - 2:
-            raise RemoteProtocolError("an output names a frame that is not there")
+            raise RemoteProtocolError("an output names a missing frame")
     return header
 
 
@@ -191,7 +191,7 @@ def read_table(data: Any, max_part_bytes: int) -> Table | None:
     """
     if bytes(data[:4]) != MAGIC[: len(data)]:
         reason = ZMTP if data[0] == _ZMTP_BYTE else "magic"
-        raise RemoteProtocolError("a message on a stream begins with its magic", reason=reason)
+        raise RemoteProtocolError("a message on a stream must begin with its magic", reason=reason)
     if len(data) < _STREAM.size:
         return None
     _, count, taken_count = _STREAM.unpack_from(data)
@@ -205,5 +205,7 @@ def read_table(data: Any, max_part_bytes: int) -> Table | None:
         if size > (max_part_bytes if number else MAX_HEADER_BYTES):
             raise RemoteProtocolError(f"a part of {size} bytes is too large")
         if not number and place != INLINE:
-            raise RemoteProtocolError("a header does not lie in the share: it could change")
+            raise RemoteProtocolError(
+                "a header must not be in shared memory, because it could change"
+            )
     return end, taken_count, parts

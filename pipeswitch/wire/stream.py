@@ -85,7 +85,9 @@ class ShmSegment:
             RemoteProtocolError: it lies outside of the peer's half.
         """
         if place + size_bytes > len(self._others):
-            raise RemoteProtocolError(f"{size_bytes} bytes at {place} are not in the share")
+            raise RemoteProtocolError(
+                f"{size_bytes} bytes at {place} are not in the shared memoryd memory"
+            )
         return self._others[place : place + size_bytes]
 
 
@@ -296,7 +298,7 @@ class Stream:
         for size, place in places:
             if place != frames.INLINE:
                 if self.share is None:
-                    raise RemoteProtocolError("there is no share that a part could lie in")
+                    raise RemoteProtocolError("there is no shared memory for a part")
                 shared.add(len(parts))
                 parts.append(self.share.find(place, size))
                 continue

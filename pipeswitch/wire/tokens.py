@@ -38,7 +38,9 @@ def owner_token(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
     if len(token) < MIN_TOKEN:
-        raise ConfigError(f"{path} holds no token", hint="remove it: the server makes another")
+        raise ConfigError(
+            f"{path} has no token", hint="remove it, and the server creates a new one"
+        )
     return token
 
 
@@ -59,10 +61,10 @@ def read_tokens(path: Path) -> dict[str, Principal]:
         if words:
             token, principal = _token_of(words, f"{path}:{number}")
             if token in found:
-                raise ConfigError(f"{path}:{number}: this token is there twice")
+                raise ConfigError(f"{path}:{number}: this token appears twice")
             found[token] = principal
     if not found:
-        raise ConfigError(f"{path} holds no token", hint=f"lines of {EXAMPLE}")
+        raise ConfigError(f"{path} has no token", hint=f"lines of {EXAMPLE}")
     return found
 
 

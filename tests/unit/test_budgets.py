@@ -139,7 +139,7 @@ class Counted(Rig):
         )
 
     def switch(self, name: str, job: Any) -> None:
-        """A model is sent while a job steps aside for it, and the job goes on."""
+        """A model is sent while a job is suspended for it, and the job goes on."""
         self.infer(name)
         turn = self.state.owner.pending.turn
         parked = worker_msg.JobParked(

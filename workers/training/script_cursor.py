@@ -104,7 +104,9 @@ class ScriptCursor:
                 epochs by itself would have ``job`` skip others on top of them.
         """
         if self.in_epochs:
-            raise InvalidInput("job.epochs inside job.epochs", hint="use range() for the inner one")
+            raise InvalidInput(
+                "job.epochs inside job.epochs", hint="use range() for the inner loop"
+            )
         self.phase += 1
         self.in_epochs = True
         saved = self.image_of_phase()
@@ -113,8 +115,8 @@ class ScriptCursor:
             if count != committed:
                 raise InvalidInput(
                     f"job.epochs({count}) was job.epochs({committed}) when the job was committed",
-                    hint="job.epochs skips what is finished: give it the whole number, and let the "
-                    "script not resume from a checkpoint of its own",
+                    hint="job.epochs skips what is finished: give it the total number, and do not "
+                    "resume from a checkpoint of your own",
                 )
         self.entry["epochs"] = count
         return saved
@@ -179,7 +181,7 @@ class ScriptCursor:
         if phase == self.saved.position.phase:
             return self.saved
         if phase > self.saved.position.phase:
-            raise InvalidInput("the script passed the place of its commit: it changed since")
+            raise InvalidInput("the script passed the position of its commit: it has changed")
         later = [past for past in sorted(self.past) if past >= phase]
         return SavedImage(memoryview(self.past[later[0]])) if later else self.saved
 
@@ -187,7 +189,7 @@ class ScriptCursor:
         """Resume the loop that begins at ``start`` where ``saved`` was committed."""
         place = saved.position
         if place.phase == start.phase and start.order > place.order:
-            raise InvalidInput("the script passed the place of its commit: it changed since")
+            raise InvalidInput("the script passed the position of its commit: it has changed")
         self.step, self.position = place.step, place
 
     @property

@@ -75,7 +75,9 @@ class Sessions:
         """
         if peer.client is not None:
             # Its answer may have left by half: the rest points at the room that it would give back.
-            raise RemoteProtocolError("this connection has said hello", hint="open another one")
+            raise RemoteProtocolError(
+                "this connection already has a session", hint="open another one"
+            )
         client = Client(peer=peer, principal=peer.principal)
         self.clients[client.session] = client
         peer.greeted(client)
@@ -141,7 +143,7 @@ def caller_of(principal: Principal, header: RequestHeader) -> Principal:
         PermissionDenied: another's does not.
     """
     if not principal.is_owner:
-        raise PermissionDenied("only the owner's socket names another caller")
+        raise PermissionDenied("only the owner's socket may name another caller")
     body = Body("caller", header.body)
     tenant, roles = body.text("tenant"), address_roles(body.texts("roles"))
     body.done()

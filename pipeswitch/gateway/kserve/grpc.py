@@ -228,7 +228,7 @@ class Calls:
         address = _address(context)
         if self._by_address[address] >= CALLS_PER_ADDRESS:
             raise QueueFull(
-                f"more than {CALLS_PER_ADDRESS} calls of this address", hint="send again"
+                f"more than {CALLS_PER_ADDRESS} calls from this address", hint="send again"
             )
         self._by_address[address] += 1
         try:
@@ -451,7 +451,7 @@ def _read(message: Any, data: bytes, max_bytes: int = SMALL_BYTES) -> Any:
 
 
 def _no_message(message: Any) -> InvalidInput:
-    return InvalidInput(f"these bytes are no {message.DESCRIPTOR.full_name}")
+    return InvalidInput(f"these bytes are not a {message.DESCRIPTOR.full_name}")
 
 
 def read_infer(data: bytes, raw: Sequence[Any] = ()) -> tuple[Any, InferRequest]:

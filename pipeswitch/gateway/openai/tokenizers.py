@@ -357,7 +357,7 @@ class _Opening:
 
 def _lost() -> ProcessLost:
     return ProcessLost(
-        "the process of this model's texts died, or took too long",
+        "the model's text process died or took too long",
         hint="check the model's chat template and tokenizer; a new process starts",
     )
 

@@ -153,6 +153,6 @@ def _check_rounding(spec: ValueSpec, rows: torch.Tensor, own: torch.Tensor, most
         return
     raise RegistrationRefused(
         f"output {spec.name!r}",
-        "requests cannot be joined: the answer of one depends on the others of its batch",
+        "requests cannot be batched: an answer depends on the other requests of its batch",
         hint="leave --batch out",
     )

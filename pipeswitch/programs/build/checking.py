@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # a worker makes inputs up, and needs no exporter
 Compute = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 KEEPS_STATE: Final = (
-    "make forward depend on its inputs and weights alone; if the first call sets something for "
+    "make forward depend only on its inputs and weights; if the first call sets something for "
     "good, call the module before you register it"
 )
 _FUSED: Final = (
@@ -129,7 +129,7 @@ def check_program(
             "module",
             "two runs on the example inputs differ: it keeps state between calls or draws "
             "random numbers",
-            hint="make forward depend on its inputs and weights alone",
+            hint="make forward depend only on its inputs and weights",
         )
     if any(value.device.type != "cpu" for value in (*inputs, *expected)):
         return  # computed elsewhere: other bits are no surprise

@@ -215,7 +215,9 @@ class Encoder:
             raise RegistrationRefused("forward", "it computes under torch.autocast", hint=OTHERS)
         else:
             raise RegistrationRefused(
-                f"operator {target}", "a graph has plain operators of torch's only", hint=OTHERS
+                f"operator {target}",
+                "a graph can contain only torch's plain operators",
+                hint=OTHERS,
             )
         name = _INSTEAD.get(name, name)
         try:
@@ -254,7 +256,7 @@ class Encoder:
             case _:
                 raise RegistrationRefused(
                     f"operator {part}",
-                    f"an argument is a {type(argument).__name__}, which cannot travel",
+                    f"an argument is a {type(argument).__name__}, which cannot be stored",
                 )
 
     def _outputs(self, node: Any) -> tuple[list[Any], list[ValueSpec]]:

@@ -128,7 +128,7 @@ def _refused(asked: Axes, why: str) -> RegistrationRefused:
     names = ", ".join(dict.fromkeys(dim.name for dim in asked.values()))
     hint = advice(why)
     if hint == OTHERS:  # torch complains of the range
-        hint = "give a range that the model takes, or leave it out: then it is the example's"
+        hint = "give a range that the model supports, or leave it out: then it is the example's"
     return RegistrationRefused(f"dynamic {names}", why, hint=hint)
 
 
@@ -321,7 +321,7 @@ def _traceable(module: Any, example: Example) -> Any:
         raise RegistrationRefused(
             "source",
             f"its TorchScript does not export: {first_line(error)}",
-            hint="give the module it was made from",
+            hint="register the module that it was made from",
         ) from None
 
 

@@ -90,7 +90,7 @@ class OutputProcessor:
     ) -> None:
         """``decode`` is None where only ids are wanted; then there are no stop strings."""
         if decode is None and ending.stop:
-            raise InvalidInput("stop strings need a tokenizer, which this model has not")
+            raise InvalidInput("stop strings need a tokenizer, which this model does not have")
         self._ending = ending
         named = [
             (text, id)

@@ -134,14 +134,14 @@ def _check_extent(
         )
     if isinstance(extent, str):
         if extent not in names:
-            raise RegistrationRefused(part, f"{extent[:40]!r} is no dimension of this program")
+            raise RegistrationRefused(part, f"{extent[:40]!r} is not a dimension of this program")
     elif isinstance(extent, Expr):
         if extent.op not in OPERATORS or not 2 <= len(extent.args) <= MAX_EXPR_NODES:
-            raise RegistrationRefused(part, f"{extent.op[:20]!r} is no operator on extents")
+            raise RegistrationRefused(part, f"{extent.op[:20]!r} is not an operator on extents")
         if extent.op in ("//", "%"):
             divisor = extent.args[1]
             if len(extent.args) != 2 or type(divisor) is not int or divisor < 1:
-                raise RegistrationRefused(part, "an extent is divided by something but a number")
+                raise RegistrationRefused(part, "an extent must be divided by a number")
         for argument in extent.args:
             _check_extent(part, argument, names, depth - 1, left)
     elif type(extent) is not int or abs(extent) > MAX_NUMBER:

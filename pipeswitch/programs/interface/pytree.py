@@ -51,7 +51,7 @@ def flatten(value: Any, part: str, is_leaf: Callable[[Any], bool]) -> tuple[Tree
             return None
         if is_leaf(one):
             if name in found:
-                raise RegistrationRefused(f"{part}s", f"two are called {name!r}")
+                raise RegistrationRefused(f"{part}s", f"two have the name {name!r}")
             found[name] = one
             return name
         inner = items_of(one)
@@ -59,8 +59,8 @@ def flatten(value: Any, part: str, is_leaf: Callable[[Any], bool]) -> tuple[Tree
             raise RegistrationRefused(
                 f"{part} {name or 'y'!r}",
                 f"it is a {type(one).__name__}, not a tensor",
-                hint="only tensors can travel, in dicts, lists, tuples and dataclasses, and None: "
-                "wrap the module in one that sets the rest",
+                hint="only tensors and None are supported, in dicts, lists, tuples and "
+                "dataclasses: wrap the module in one that sets the other arguments",
             )
         if depth == 0:
             raise RegistrationRefused(f"{part} {name[:80]!r}", f"over {MAX_DEPTH} levels deep")

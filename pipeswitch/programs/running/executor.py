@@ -368,7 +368,9 @@ class ModuleProgram:
         found = dict(module.named_modules())
         for name, group in needs.items():
             if name not in found:
-                raise RegistrationRefused(f"module {name!r}", "the factory does not make it now")
+                raise RegistrationRefused(
+                    f"module {name!r}", "the factory does not create it any more"
+                )
             found[name].register_forward_pre_hook(self._hook(group))
         for child in module.modules():
             child.training = False

@@ -53,7 +53,7 @@ class Commits:
         """
         if not self.restore(job, loaded.slot_bytes, loaded.step):
             raise HostStoreFull(
-                f'no room for the commits of job "{job.spec.name}"',
+                f'no memory for the commits of job "{job.spec.name}"',
                 hint="a larger --host-store",
                 requested_bytes=2 * loaded.slot_bytes,
             )

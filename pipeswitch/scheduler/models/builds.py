@@ -36,7 +36,7 @@ class BuildQueue:
         own = sum(one.client == client for one in self._waiting)
         if client and not left(size, held, own):
             raise QueueFull(
-                f"{own} registrations of this client wait, of {held} in all",
+                f"{own} of {held} waiting registrations are this client's",
                 hint="wait for them, then register again",
             )
 

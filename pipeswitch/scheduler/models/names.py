@@ -102,7 +102,7 @@ class Names:
             raise self._versions.missing(event.model, which)
         if event.share >= 0 and not self._versions.split(target, event.share):
             raise InvalidInput(
-                f"version {current.version} is the current one and has what others leave of 100 %",
+                f"version {current.version} is the current one: it gets the rest of 100 %",
                 hint="pipeswitch models --versions",
             )
         if event.share < 0 and target is not current:
@@ -182,7 +182,7 @@ class Names:
             model.deaths, model.reason = 0, ""
         elif event.pin and not is_pinned:
             raise OutOfDeviceMemory(
-                f'"{event.model}" is larger than the arena: it streams, and cannot stay there',
+                f'"{event.model}" is larger than the arena, so it cannot be pinned',
                 hint="start with a larger --arena",
                 requested_bytes=model.built.total_bytes,
                 largest_free_bytes=self._machine.devices[0].arena.leasable_bytes,

@@ -394,5 +394,5 @@ def quarantined(model: Model) -> errors.ModelQuarantined:
     """Return the error for requests of a quarantined model."""
     return errors.ModelQuarantined(
         f'"{model.name}" is quarantined: {model.reason}',
-        hint=f"pipeswitch load {model.name} gives it another chance",
+        hint=f"pipeswitch load {model.name} ends the quarantine",
     )

@@ -263,9 +263,9 @@ def deadline_error(device: DeviceState, request: Request) -> DeadlineExceeded:
     allowed_ms = request.deadline_at_ms - request.arrived_at_ms
     predicted_ms = predicted_end_ms(device, request) - request.arrived_at_ms
     return DeadlineExceeded(
-        f"the answer would come after {predicted_ms:.0f} ms, or others' too late; the deadline is "
+        f"the answer would take {predicted_ms:.0f} ms, or delay others too much; the deadline is "
         f"{allowed_ms:.0f} ms",
-        hint="allow more time, or ask again when fewer requests wait",
+        hint="allow more time, or try again when fewer requests wait",
         predicted_ms=predicted_ms,
         waited_ms=device.core.now_ms - request.arrived_at_ms,
     )

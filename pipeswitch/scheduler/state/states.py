@@ -319,7 +319,7 @@ MODEL_TRANSITIONS: Final[Mapping[tuple[ModelState, ModelEvent], ModelState]] = {
     (_M.STORING, _N.STORED): _M.READY,
     (_M.STORING, _N.REFUSED): _M.FAILED,
     (_M.READY, _N.POISONED): _M.QUARANTINED,
-    (_M.QUARANTINED, _N.PARDONED): _M.READY,  # `load NAME` gives it another chance
+    (_M.QUARANTINED, _N.PARDONED): _M.READY,  # `load NAME` ends the quarantine
     (_M.READY, _N.UNREGISTERED): _M.LEAVING,
     (_M.QUARANTINED, _N.UNREGISTERED): _M.LEAVING,
     (_M.LEAVING, _N.POISONED): _M.LEAVING,  # the queued ones are refused, and it is gone

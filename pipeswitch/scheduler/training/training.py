@@ -309,7 +309,7 @@ class Training:
         progress.stops_missed, progress.missed_at = progress.stops_missed + 1, progress.suspensions
         reason = f"{what} within {grace_ms / 1000.0:.3g} s"
         if not progress.suspensions:
-            reason += f"; it has never stepped aside: {GATE_ADVICE}"
+            reason += f"; it has never been suspended: {GATE_ADVICE}"
         if progress.stops_missed >= MAX_MISSED:
             reason += f", {progress.stops_missed} times: paused, "
             reason += f"pipeswitch jobs resume {job.spec.name}"
