@@ -626,7 +626,7 @@ def load(
     flags: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Config:
-    """Flags over ``PIPESWITCH_SECTION__KEY`` over file over defaults; folders are made absolute.
+    """Read flags over ``PIPESWITCH_SECTION__KEY`` over file over defaults; make folders absolute.
 
     Args:
         path: a TOML file; None: ``pipeswitch.toml`` in the current folder if there is one.
@@ -665,7 +665,7 @@ def load(
 
 
 def _check_found(path: Path) -> None:
-    """A file that was only come across must be this user's: it may name code to run."""
+    """Check that a file that was found is this user's, because it may name code to run."""
     facts = path.stat()
     if facts.st_uid not in (os.getuid(), 0) or facts.st_mode & 0o002:
         raise ConfigError(
@@ -730,7 +730,7 @@ def _absolute_file(text: str, suffix: str) -> str:
 
 
 def example() -> str:
-    """The commented file that ``config init`` writes: every setting with its default."""
+    """Return the commented file of ``config init``: every setting with its default."""
     lines = ["# PipeSwitch. Flags win over PIPESWITCH_SECTION__KEY, which win over this file.", ""]
     lines += ['profiles_dir = ""  # measured profiles of models; empty: those that come along', ""]
     for name, cls in SECTIONS.items():

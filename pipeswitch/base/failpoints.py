@@ -122,7 +122,7 @@ def reach(name: str) -> None:
 
 
 def _come_by(folder: str, name: str) -> str:
-    """The action that was carried out here, if one was."""
+    """Return the action that was carried out here, if one was."""
     if name not in POINTS:
         raise ValueError(f"{name} is not a failpoint")
     if name not in _seen:

@@ -29,7 +29,7 @@ class FairQuota:
     """
 
     def __init__(self, size: int, what: str = "") -> None:
-        """``what``: is held, as a refused holder reads it."""
+        """Set up quotas; errors call the shared resource ``what``."""
         self.size = size
         self.held = 0
         self._what = what
@@ -58,7 +58,7 @@ class FairQuota:
         )
 
     def take(self, holder: str, amount: int) -> None:
-        """Raises QueueFull: see ``refusal``."""
+        """Take an amount; raise QueueFull as ``refusal`` does."""
         if refusal := self.refusal(holder, amount):
             raise refusal
         self.add(holder, amount)

@@ -133,6 +133,7 @@ def listing(
 
 
 def print_done(row: Any, text: str, as_json: bool) -> None:
+    """Print a row as JSON, or its text."""
     if as_json:
         views.print_json(row)
     else:
@@ -145,6 +146,7 @@ def part(module: str, name: str) -> Any:
 
 
 def milliseconds(option: str, text: str) -> float:
+    """Parse the time of an option; raise InvalidInput if it is not one."""
     from ..base.units import parse_ms
 
     try:

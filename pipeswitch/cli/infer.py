@@ -154,7 +154,7 @@ def _print_texts(outputs: Mapping[str, Any]) -> None:
 
 
 def _summary(outcomes: list[Any]) -> dict[str, Any]:
-    """Counts, and p50 and p99 of the client's own clock and of the bill."""
+    """Return counts, and p50 and p99 of the client's own clock and of the bill."""
     good = [outcome for outcome in outcomes if outcome.result]
     summary: dict[str, Any] = {"ok": len(good), "failed": len(outcomes) - len(good)}
     if any(outcome.deadline_ms is not None for outcome in outcomes):
@@ -206,7 +206,7 @@ def _save(path: str, outputs: dict[str, Any]) -> str:
 
 
 def load_inputs(path: str | None, signature: Signature, seed: int) -> Any:
-    """A request's inputs: made up when there is no file.
+    """Return a request's inputs: random ones if there is no file.
 
     ``.npy`` is one array, ``.npz`` inputs by name, an image is resized, cropped and normalised
     as the torchvision classifiers expect and repeated to the model's smallest batch. Where the only

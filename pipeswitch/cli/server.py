@@ -138,7 +138,7 @@ def serve(path: str | None, no_http: bool, **flags: Any) -> None:
 
 
 def _flag_tree(flags: Mapping[str, Any], *, no_http: bool = False) -> dict[str, Any]:
-    """Flags in the shape of the file, by ``SECTION__KEY``; None means not given."""
+    """Return flags in the shape of the file, by ``SECTION__KEY``; None means not given."""
     tree: dict[str, Any] = {"gateway": dict.fromkeys(("http", "grpc"), "off") if no_http else {}}
     for name, value in flags.items():
         section, _, key = name.partition("__")

@@ -408,7 +408,7 @@ def _replayed(of: _Comparison, drawn: Timeline | None, *, is_watched: bool) -> l
 
 
 def _cluster(given: Any) -> Cluster | None:
-    """Checked; None: no cluster was asked for."""
+    """Return the checked options of a cluster, or None if no cluster was requested."""
     nodes, devices, tiles = given.nodes, given.devices, given.tiles
     if nodes is None and (devices or tiles or given.failures or given.need):
         raise InvalidInput(
@@ -688,7 +688,7 @@ def _memory(text: str, sizes: Mapping[str, int]) -> tuple[str, int]:
 
 
 def _load(models: Sequence[PaperModel], asked: Sequence[arrivals.Arrival]) -> float:
-    """Computing time of all requests, prompts aside, over the trace's length."""
+    """Return the computing time of all requests, prompts aside, over the trace's length."""
     length_ms = asked[-1].at_ms - asked[0].at_ms if asked else 0.0
     took_ms = sum(models[a.model % len(models)].compute_ms * a.tokens for a in asked)
     return took_ms / length_ms if length_ms else math.inf

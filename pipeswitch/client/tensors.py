@@ -157,7 +157,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _nests(value: Any) -> bool:
-    """A list with something else in it than numbers."""
+    """Return whether a list contains something else than numbers."""
     return isinstance(value, list | tuple) and any(
         not isinstance(one, int | float)
         and (getattr(one, "ndim", 0) or _is_record(one) or _nests(one))
@@ -204,7 +204,7 @@ def _as_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], memoryview]:
 
 @functools.lru_cache(64)
 def _dtype_name(dtype: Any) -> str:
-    """numpy puts it together anew each time."""
+    """Return a dtype's name, which numpy computes anew each time."""
     return str(dtype.name)
 
 
@@ -225,7 +225,7 @@ def _torch_as_numpy(tensor: Any) -> Any:
 
 
 def from_reply(model: str, wants_torch: bool, reply: Reply) -> Result:
-    """Outputs as the caller's kind of array; numpy ones share the received message's memory.
+    """Return outputs as the caller's kind of array; numpy ones share the message's memory.
 
     Raises:
         RemoteProtocolError: a frame is not as large as its header says, or has an odd shape.

@@ -165,8 +165,7 @@ class Verbs:
         return rows
 
     def job(self, /, name: str, action: str, **fields: Any) -> dict[str, Any]:
-        """Perform an action on a job: show, pause, resume, cancel, wait, logs, history, export, rm,
-        move (``to`` a device)."""
+        """Perform an action on a job (``to`` is the target of a move)."""
         is_safe = action in ("show", "wait", "logs", "history", "export", "state")
         return self._ask("job", body={"name": name, "action": action, **fields}, is_safe=is_safe)
 
@@ -232,6 +231,7 @@ class Verbs:
 
 
 def progress_caller(progress: Progress | None) -> Callable[[dict[str, Any]], None] | None:
+    """Return a function that passes a progress reply to ``progress``."""
     if progress is None:
         return None
     return lambda body: progress(str(body.get("stage", "")), float(body.get("fraction", 0.0)))

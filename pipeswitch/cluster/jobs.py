@@ -111,7 +111,7 @@ class NodeJobs:
     # ---- lives ---------------------------------------------------------------------------------
 
     def train(self, body: dict[str, Any], script: bytes, life: int) -> dict[str, Any]:
-        """A new job's first life.
+        """Start a new job.
 
         Raises:
             InvalidInput: its name is none that a server takes, nor a folder here; or as the server.
@@ -258,7 +258,7 @@ class NodeJobs:
 
 
 def _newest(folder: Path) -> tuple[bytes, bytes]:
-    """A commit's record and its image; empty: there is none."""
+    """Return a commit's record and its image; empty: there is none."""
     for _ in range(READ_TRIES):
         if (commit := read_record(folder)) is None:
             break

@@ -145,8 +145,7 @@ class Node(NodeJobs):
         return [word for name, at in known.items() for word in (f"--{name}", str(at))]
 
     def _addresses(self) -> tuple[str, str, dict[str, str]]:
-        """Return the addresses of TCP clients, of the owner and of the gateway, once the server is
-        ready."""
+        """Return the addresses of clients, owner and gateway, once the server is ready."""
         assert self._process.stdout is not None
         heard = []
         for line in self._process.stdout:
@@ -163,8 +162,7 @@ class Node(NodeJobs):
         raise ServerUnavailable(f"the server of {self._name} did not start: {''.join(heard)}")
 
     def _leave_with_it(self) -> None:
-        """Read the server's output until it ends. Then, or if reading fails, end this process
-        too."""
+        """Read the server's output until it ends, then end this process, too."""
         assert self._process.stdout is not None
         try:
             for _ in self._process.stdout:
@@ -244,7 +242,7 @@ class Node(NodeJobs):
             return {}
 
     def bundle(self, program: str) -> bytes:
-        """A program's file; empty: it is of the server's own code, and made by name."""
+        """Return a program's file; empty: it is of the server's own code, and made by name."""
         rows = self._client.models()
         digest = next((row["digest"] for row in rows if _program(row) == program), program)
         with contextlib.suppress(FileNotFoundError):

@@ -191,8 +191,7 @@ class Builds:
         self._children.fork(builder, "pipeswitch-bld", settings, environment, on_message, on_exit)
 
     def manifest_of(self, digest: str) -> Manifest | None:
-        """Return the manifest of a program on the disk; None if unreadable: its next build says
-        why."""
+        """Return the manifest of a program on the disk; None if it is unreadable."""
         try:
             return load_manifest(self._places.models / digest)
         except RegistrationRefused:
@@ -222,7 +221,7 @@ class Builds:
         return manifest is None or is_checked(manifest)
 
     def _publish(self, command: StartBuild, message: BuildDone, spec: bytes) -> None:
-        """A builder of a client's program may say anything: it is looked at as a stranger's.
+        """Check a builder's result like an untrusted message, and publish it.
 
         Its digest names the program among its tenant's alone (``Places.name_for``).
         """

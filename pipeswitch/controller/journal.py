@@ -111,7 +111,7 @@ class JournalFile:
             log.warning("journal=%s %s", path, text)
 
     def _read(self, stamp: str) -> dict[Key, Entry]:
-        """Open the database and return its entries. Outcomes, the first that applies:
+        """Open the database and return its entries, by the first outcome that applies.
 
         1. It is sound and has all entries of which there are copies.
         2. It is sound and lacks some, as its log was damaged: they are written to it again.
@@ -292,7 +292,7 @@ def copy_journal(path: Path, target: Path) -> dict[Key, Entry] | None:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    """A connection that syncs each transaction, to a sound database with our tables.
+    """Return a connection that syncs each transaction, to a sound database with our tables.
 
     Raises:
         sqlite3.DatabaseError: it is damaged, or the disk does not do.

@@ -26,8 +26,7 @@ def begins(announced: ModelAvailable, models: Mapping[str, ModelAvailable]) -> M
 
 
 def run_of(chain: Chain, event: InferArrived, priority: int | None, pending: Pending) -> Run:
-    """Return the run of a request whose inputs are, or will be, in its room; the run owns it
-    now."""
+    """Return the run of a request whose inputs are, or will be, in its slab."""
     values = {one.name: one for one in event.inputs}
     rooms = [(pending.room, values.keys())] if pending.room is not None else []
     pending.room = None

@@ -345,8 +345,7 @@ class Frontend:
             self._take(asked)
 
     def _load(self, asked: ev.TrainRequest | ev.JobRequest, folder: Path) -> None:
-        """Read a commit on another thread, since a large one would block the loop; then
-        continue."""
+        """Read a commit on another thread, because it may be large; then continue."""
         self.uploads.run_later(
             functools.partial(self._read_commit, asked, folder),
             lambda error: self.answer_soon(ev.Reply(token=asked.token, error=error)),

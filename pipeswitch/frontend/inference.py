@@ -58,7 +58,7 @@ class Arrival(msgspec.Struct, kw_only=True, eq=False):
     deadline_at_ms: float | None = None
 
     def read(self, body: Body) -> None:
-        """Raises InvalidInput, PermissionDenied."""
+        """Read a request; raise InvalidInput or PermissionDenied."""
         self.read_asker(body)
         self.asked = sequence_options(body)
         body.done()
@@ -85,13 +85,12 @@ class Inference:
         max_bytes: int,
         deadline_ms: float | None,
     ) -> None:
-        """
-        Args:
-            take: takes an event for the scheduler.
-            answer: ends a request.
-            call_soon: has the loop's thread call, from any other.
-            max_bytes: of all inputs of a request.
-            deadline_ms: of requests that name none.
+        """Args:
+        take: takes an event for the scheduler.
+        answer: ends a request.
+        call_soon: has the loop's thread call, from any other.
+        max_bytes: of all inputs of a request.
+        deadline_ms: of requests that name none.
         """
         self.requests, self._pool, self._sequences = requests, requests.pool, requests.sequences
         self.take, self.answer, self.call_soon = take, answer, call_soon
@@ -271,8 +270,7 @@ class Inference:
         self.copier.put(copy, lambda error: self.call_soon(functools.partial(then, error)))
 
     def _copied(self, pending: Pending, event: InferArrived, error: PipeSwitchError | None) -> None:
-        """Continue a request whose large payload is in the pool: it can be cancelled from now
-        on."""
+        """Continue a request whose payload is in the pool; it can be cancelled from now on."""
         pending.is_copying = False
         reach("frontend.copied")
         if pending.is_cancelled:

@@ -287,7 +287,9 @@ class Uploads:
         return {"offset_bytes": offset_bytes, "complete": is_complete, "credit": CREDIT_CHUNKS}
 
     def _open(self, chunk: _Chunk) -> None:
-        """
+        """Open an upload.
+
+
         Raises:
             QueueFull: it is over its client's share of the folder.
             HostStoreFull: over its share of the disk, or the disk's own.
@@ -305,7 +307,7 @@ class Uploads:
         self._disk.keep_upload(path.name, client)
 
     def _make_room(self, client: str, size_bytes: int) -> None:
-        """Make room for one more file. Outcomes, each if those before were not enough:
+        """Make room for one more file, by each step if those before were not enough.
 
         1. Its share of folder and disk has room.
         2. Reservations without progress are dropped, whoever made them.

@@ -86,6 +86,7 @@ def find_version(
 
 
 def model_not_found(name: str, known: Iterable[str]) -> ModelNotFound:
+    """Return the error for an unknown model, with the nearest name."""
     if isinstance(known, Mapping) and name in known and known[name].chain is not None:
         return ModelNotFound(
             f'"{name}" is a chain, not a model', hint=f"pipeswitch show {name} names its models"

@@ -132,6 +132,8 @@ class CancelRequest(_Message, frozen=True):
 
 
 class RegisterModelRequest(ClientRequest, frozen=True):
+    """Request to register a model."""
+
     model: ModelName
     spec: bytes  # msgpack of programs.build.BuildSpec
     spec_digest: str  # same name and same spec again is a no-op
@@ -154,6 +156,8 @@ class VersionRequest(ClientRequest, frozen=True):
 
 
 class ChainRequest(ClientRequest, frozen=True):
+    """Request to register a chain."""
+
     model: ModelName  # the chain's name
     steps: tuple[Step, ...] = ()
     returns: dict[str, str] = {}
@@ -171,6 +175,8 @@ class PublishRequest(ClientRequest, frozen=True):
 
 
 class RollbackRequest(ClientRequest, frozen=True):
+    """Request to make a version current, or to give it a share."""
+
     model: ModelName
     version: int = 0  # 0: the newest before the current one
     share: int = -1  # percent of requests that shall be its; -1: all, it becomes the current one
@@ -178,6 +184,8 @@ class RollbackRequest(ClientRequest, frozen=True):
 
 
 class UnregisterRequest(ClientRequest, frozen=True):
+    """Request to remove a model or a chain."""
+
     model: ModelName
     tenant: str | None = None  # only when it is this one's; None: whosever it is
 
@@ -198,6 +206,8 @@ class LoadedCommit(msgspec.Struct, frozen=True):
 
 
 class TrainRequest(ClientRequest, frozen=True):
+    """Request to start a training job."""
+
     job: JobName
     entry: str
     args: tuple[str, ...]
@@ -236,8 +246,7 @@ class Query(ClientRequest, frozen=True):
 
 
 class ProfileRequest(ClientRequest, frozen=True):
-    """Measure a model layer by layer on an idle device, with the client's requests; the final
-    answer is the profile."""
+    """Measure a model on an idle device; the final answer is the profile."""
 
     model: ModelName
     batches: tuple[int, ...] = ()  # empty: the one its requests come with
@@ -361,6 +370,8 @@ class TakeResult(_Message, frozen=True):
 
 
 class StartBuild(_Message, frozen=True):
+    """Start a builder for a registration."""
+
     model: ModelName
     op_id: OpId
     spec: bytes
@@ -429,6 +440,8 @@ class ModelAvailable(_Message, frozen=True):
 
 
 class ModelRemoved(_Message, frozen=True):
+    """Tell the frontend that a model is gone."""
+
     model: ModelName
 
 

@@ -91,7 +91,7 @@ class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def plain(value: Any) -> Any:
-    """numpy's scalars travel as the numbers and texts they are."""
+    """Return the plain number or text of a numpy scalar."""
     plain = value.item() if hasattr(value, "item") else value
     if type(plain) in (bool, int, float, str):
         return plain
@@ -116,7 +116,7 @@ def decode_with(decoder: msgspec.msgpack.Decoder[T], data: Any, what: str) -> T:
 
 
 def refuse_deep(value: Any, what: str, levels: int = MAX_NESTING) -> None:
-    """The decoder stops at the interpreter's own limit; an encoder is called from deeper down.
+    """Refuse deep nesting, because an encoder is called from deeper down than the decoder.
 
     Raises:
         RemoteProtocolError: nested deeper than ``levels``, map keys included.
@@ -162,7 +162,7 @@ def decode_request(frames: Sequence[Any]) -> RequestHeader:
 
 
 def decode_reply(frames: Sequence[Any]) -> ReplyHeader:
-    """The client's side of ``decode_request``."""
+    """Decode a reply; the client's side of ``decode_request``."""
     if len(frames) < 2 or bytes(frames[0]) != MAGIC:
         raise RemoteProtocolError("the server's answer is not a PipeSwitch message")
     header = decode_with(_reply_decoder, frames[1], "reply header")
@@ -184,7 +184,7 @@ def pack_table(parts: Sequence[tuple[int, int]], taken_count: int = 0) -> bytes:
 
 
 def read_table(data: Any, max_part_bytes: int) -> Table | None:
-    """The table that ``data`` begins with; None: more bytes of it are to come.
+    """Return the table that ``data`` begins with; None: more bytes of it are to come.
 
     Raises:
         RemoteProtocolError: it is none, or a part is too large.

@@ -61,7 +61,7 @@ class ServerKeys:
 
 
 def read_public(text_or_path: str) -> bytes:
-    """A public key, given as its 40 characters or as a certificate file.
+    """Read a public key, given as its 40 characters or as a certificate file.
 
     Raises:
         InvalidInput: it is neither.
@@ -147,7 +147,7 @@ class KeyFolder:
         return self
 
     def make_server(self) -> ServerKeys:
-        """A new pair for the server.
+        """Make a new pair for the server.
 
         Raises:
             AlreadyExists: it has one; another would lock out every client that knows it.
@@ -164,7 +164,7 @@ class KeyFolder:
         return found
 
     def server(self) -> ServerKeys | None:
-        """The server's pair; None when none was made.
+        """Return the server's pair; None if none was made.
 
         Raises:
             ConfigError: others may read it, or it is damaged.
@@ -268,7 +268,7 @@ def _check_name(name: str) -> None:
 
 
 def make_pair(name: str, folder: Path) -> tuple[Path, bytes]:
-    """A client's (or the server's) new pair: ``NAME.key`` and ``NAME.key_secret`` (0600).
+    """Make a new pair for a client (or the server): ``NAME.key`` and ``NAME.key_secret`` (0600).
 
     Returns:
         The secret's file and the public key.
@@ -314,7 +314,7 @@ class AllowList:
         self._standings: Mapping[bytes, Principal] = {}
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """pyzmq's credentials provider: may this public key (Z85) come in? Never raises."""
+        """Return whether this public key (Z85) is admitted, for pyzmq. Never raises."""
         return key in self.standings()
 
     def standings(self) -> Mapping[bytes, Principal]:

@@ -20,7 +20,7 @@ OWNER_FILE: Final = "owner.token"  # in the state directory
 
 
 def owner_token(path: Path) -> str:
-    """The token that may do all, made when it is not there: the owner's page shows it.
+    """Return the token with all rights; create it if it is missing: the owner's page shows it.
 
     Raises:
         ConfigError: others may read it, or it is none.
@@ -45,7 +45,7 @@ def owner_token(path: Path) -> str:
 
 
 def read_tokens(path: Path) -> dict[str, Principal]:
-    """A file of lines ``NAME TOKEN ROLE,ROLE``, which only its owner may read.
+    """Read a file of lines ``NAME TOKEN ROLE,ROLE``, which only its owner may read.
 
     Raises:
         ConfigError: it is not such a file, or others may read it.

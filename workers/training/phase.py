@@ -295,8 +295,7 @@ class Phase:
         self._host.report("evicting", step=step, committed_step=self.committed_step)
 
     def goes_to_point(self) -> bool:
-        """Return whether an eviction now would lose finished steps that the next commit point
-        saves."""
+        """Return whether an eviction now would lose finished steps."""
         point = self.point
         if point is None or not self.place.may_commit:
             return False

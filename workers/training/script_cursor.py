@@ -173,8 +173,7 @@ class ScriptCursor:
         return saved, is_over or (isinstance(own, dict) and bool(own.get("is_closed")))
 
     def image_of_phase(self, phase: int | None = None) -> SavedImage | None:
-        """Return the image to resume this phase from, by default the newest; None: it starts
-        afresh."""
+        """Return the image from which to resume this phase, or None to start afresh."""
         if self.saved is None:
             return None
         phase = self.phase if phase is None else phase
@@ -198,8 +197,7 @@ class ScriptCursor:
         return sum(len(image) + 64 for image in self.past.values())
 
     def keep_past(self, phase: int, image: memoryview) -> bool:
-        """Keep the end of ``phase`` for later images; return False if older ends had to be
-        dropped."""
+        """Keep the end of ``phase`` for later images; return False if older ends were dropped."""
         self.past[phase] = compact_image(image, without=PAST)
         return not self.drop_past(MAX_PAST_BYTES)
 

@@ -388,8 +388,7 @@ class TrainingSession:
             self._boundary(phase)
 
     def _boundary(self, phase: Phase) -> None:
-        """Capture the commit point between two bodies; an optimizer may step in only a few of
-        them."""
+        """Capture the commit point between two bodies."""
         phase.optimizers.reset()
         self._report()
         if not phase.has_stepped:
@@ -420,8 +419,7 @@ class TrainingSession:
             phase.end()
 
     def _watch_script(self) -> None:
-        """Warn once about variables that the loop changes and that start over in a resumed
-        script."""
+        """Warn once about variables that the loop changes and that start over in a resumed script."""
         if self._script is None or "script" in self._reports.warned:
             return
         assert self._phase is not None

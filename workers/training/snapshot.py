@@ -397,8 +397,7 @@ class DataPosition:
         return iterator
 
     def open_again(self, batches: int, begin: DataState) -> Iterator[Any]:
-        """Return an iterator after ``batches`` batches, which are fetched once more from the
-        start."""
+        """Return an iterator after ``batches`` batches, which are fetched again."""
         self._keeper.load_state_dict(begin.own)
         iterator: Iterator[Any] = iter(self._loader)
         _drop(iterator, batches)
@@ -498,8 +497,7 @@ def _state_keeper(loader: Any, depth: int = 3) -> Any:
 
 
 def _keeps_state(candidate: Any) -> bool:
-    """Return whether it has ``load_state_dict`` and a ``state_dict()`` without required
-    arguments."""
+    """Return whether it has ``load_state_dict`` and ``state_dict`` without arguments."""
     if not (hasattr(candidate, "state_dict") and hasattr(candidate, "load_state_dict")):
         return False
     try:

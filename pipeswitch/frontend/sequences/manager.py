@@ -233,8 +233,7 @@ class Sequences:
         return found
 
     def retract(self, model: str) -> None:
-        """End all sequences of a removed model and forget its blocks: a later model may have its
-        name."""
+        """End all sequences of a removed model and forget its blocks."""
         self._tokens.pop(model, None)
         self.blocks.remove(model)
         for held in [one for one in self.held.values() if one.announced.model == model]:

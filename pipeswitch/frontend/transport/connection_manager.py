@@ -265,10 +265,9 @@ class ConnectionManager:
         gone: Callable[[Client, str], None],
         now_ms: Callable[[], float],
     ) -> None:
-        """
-        Args:
-            hear: takes a message; raises nothing.
-            gone: called with the client whose connection ends, and the cause.
+        """Args:
+        hear: takes a message; raises nothing.
+        gone: called with the client whose connection ends, and the cause.
         """
         self._limits = limits
         self._complaints = complaints

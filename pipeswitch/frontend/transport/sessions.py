@@ -39,11 +39,10 @@ class Sessions:
         ended: Callable[[Client], None],
         now_ms: Callable[[], float],
     ) -> None:
-        """
-        Args:
-            pool_share_bytes: one client's part of the request pool.
-            hear: takes a message; raises nothing.
-            ended: called with a client that is gone.
+        """Args:
+        pool_share_bytes: one client's part of the request pool.
+        hear: takes a message; raises nothing.
+        ended: called with a client that is gone.
         """
         self._ended, self._now_ms = ended, now_ms
         self.clients: dict[str, Client] = {}  # by session

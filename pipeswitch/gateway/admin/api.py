@@ -414,7 +414,7 @@ def _json(value: Any) -> Response:
 
 
 def _query(head: Head, route: Route) -> dict[str, str]:
-    """Raises InvalidInput: a field that the route does not have, or one that is there twice."""
+    """Raise InvalidInput if the route lacks a field, or one appears twice."""
     try:
         pairs = parse_qsl(head.query, keep_blank_values=True, max_num_fields=MAX_QUERY_FIELDS)
     except ValueError:

@@ -148,6 +148,7 @@ async def answered(work: Work, body: Any, path: str = "", refuse: Refuse | None 
 
 
 def json_answer(value: Any, status: int = 200, headers: Sequence[tuple[str, str]] = ()) -> Response:
+    """Return a response with a JSON body."""
     return Response(status=status, parts=[encode_json(value)], headers=headers)
 
 
@@ -370,8 +371,7 @@ class _Reading:
             self.rest = self._body[self.received_bytes :]
 
     def repeats(self, nbytes: int, before: bytes, behind: bytes, work: Work, path: str) -> bool:
-        """Queue a message that is exactly one request with the last one's head; False: it is
-        not."""
+        """Queue a message that is one request with the last one's head; return whether it is."""
         if not self._is_between:
             return False
         data, at = bytes(_scratch[:nbytes]), len(before)
@@ -833,7 +833,9 @@ def _untouched(size: int) -> memoryview:
 
 
 def _inflated(data: Any, most: int) -> bytes:
-    """
+    """Return the inflated body.
+
+
     Raises:
         InvalidInput: the body does not match its head.
         TooLarge: the result exceeds ``most`` bytes. OSError: memory is short.

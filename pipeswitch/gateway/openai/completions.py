@@ -89,11 +89,15 @@ log = logging.getLogger(__name__)
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAI's ``response_format``."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAI's ``stream_options``."""
+
     include_usage: bool | None = None
 
 
@@ -461,10 +465,7 @@ def _check_size(size: int) -> None:
 
 
 def _said(body: Any, kind: type[S]) -> S:
-    """
-    Raises:
-        InvalidInput: it is no such request, or asks for what is not done here.
-    """
+    """Decode a request; raise InvalidInput if it is none, or not supported."""
     check_memory(len(body))
     try:
         given = _fields(body)

@@ -270,6 +270,7 @@ def compiled(template: str) -> Callable[..., str]:
 
 
 def framed(data: bytes) -> bytes:
+    """Return data after its length."""
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 

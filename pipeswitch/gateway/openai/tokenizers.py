@@ -374,10 +374,7 @@ def _step(found: Hello | DecodedText | InvalidPrompt | None) -> DecodedText:
 
 
 def _encoded(asked: TokenizerRequest) -> bytes:
-    """
-    Raises:
-        InvalidInput: a value of the request cannot be sent.
-    """
+    """Encode a request; raise InvalidInput if a value cannot be sent."""
     try:
         return encode_msgpack(asked)
     except (ValueError, OverflowError, RecursionError) as error:

@@ -399,13 +399,13 @@ def flag(name: str, parameters: Mapping[str, Any], *, default: bool = False) -> 
 
 
 def check_count(count: int, what: str = "inputs") -> None:
-    """Raises InvalidInput: more than travel."""
+    """Raise InvalidInput if there are more than can be sent."""
     if count > MAX_TENSORS:
         raise InvalidInput(f"{count} {what} are more than {MAX_TENSORS}")
 
 
 def check_outputs(outputs: Sequence[RequestedOutput]) -> None:
-    """Raises InvalidInput: one is asked for twice, or more than any answer has."""
+    """Raise InvalidInput if one is requested twice, or there are more than any answer has."""
     check_count(len(outputs), "outputs")
     names = {one.name for one in outputs}
     if len(names) < len(outputs):
@@ -415,7 +415,7 @@ def check_outputs(outputs: Sequence[RequestedOutput]) -> None:
 
 
 def check_parameters(parameters: Mapping[str, Any] | None) -> None:
-    """Raises InvalidInput: more than any client sends."""
+    """Raise InvalidInput if there are more than any client sends."""
     if parameters is not None and len(parameters) > MAX_PARAMETERS:
         raise InvalidInput(f"{len(parameters)} parameters are more than {MAX_PARAMETERS}")
 
@@ -436,7 +436,7 @@ def dtype_of(name: str, datatype: str) -> str:
 
 
 def check_shape(name: str, dtype: str, shape: Sequence[int]) -> int:
-    """The bytes of a tensor of this shape; of texts they may be as many as they are.
+    """Return the bytes of a tensor of this shape; texts may have any number of bytes.
 
     Raises:
         InvalidInput: it is none.
@@ -468,7 +468,7 @@ def place_of(name: str, parameters: Mapping[str, Any]) -> Place | None:
 
 
 def check_bytes(name: str, dtype: str, shape: Sequence[int], data: Any, size: int) -> None:
-    """Raises InvalidInput: the bytes, or their place, are not as many as the shape says."""
+    """Raise InvalidInput if the bytes, or their place, are not as many as the shape says."""
     is_placed = isinstance(data, Place)
     given = data.size_bytes if is_placed else len(data)
     where = "are in shared memory" if is_placed else "came"

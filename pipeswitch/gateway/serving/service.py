@@ -88,9 +88,8 @@ class Service:
 
     @property
     def regions(self) -> SharedMemoryRegions:
-        """
-        Raises:
-            InvalidInput: this gateway has none.
+        """Raises:
+        InvalidInput: this gateway has none.
         """
         if self._regions is None:
             raise InvalidInput(
@@ -382,7 +381,7 @@ def number_of(model: str, version: str) -> int:
 
 
 def _built(row: dict[str, Any]) -> dict[str, Any]:
-    """Raises ServerUnavailable: its signature is not known yet."""
+    """Return the row; raise ServerUnavailable if its signature is not known yet."""
     if not row["inputs"] and row["state"] != READY:
         raise _unready(row)
     return row

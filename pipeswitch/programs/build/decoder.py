@@ -151,8 +151,7 @@ class Decoder(nn.Module):
 
     @contextlib.contextmanager
     def _as_decoder(self, count: torch.Tensor) -> Iterator[None]:
-        """Run the model with our attention and experts, and with logits of each last real token
-        only."""
+        """Run the model with our attention and experts; logits of the last real tokens only."""
 
         def last(head: nn.Module, hidden: tuple[torch.Tensor]) -> torch.Tensor:
             batch = torch.arange(count.shape[0], device=count.device)
@@ -312,6 +311,7 @@ def _without_gaps(
 
 
 def refuse_encoder(config: Any) -> None:
+    """Refuse models that have an encoder."""
     if config.is_encoder_decoder:
         refuse("it has an encoder, whose output is another kind of state")
 

@@ -387,7 +387,7 @@ def _writes(target: Any) -> bool:
 def _weights_by_first_use(
     nodes: Sequence[tuple[str, list[Any], dict[str, Any]]], results: Sequence[Any]
 ) -> list[int]:
-    """Indices of the weights that are used, by first use; those only returned come last."""
+    """Return indices of the weights that are used, by first use; those only returned come last."""
     order: dict[int, None] = {}
 
     def visit(argument: Any) -> None:

@@ -177,6 +177,7 @@ def _outputs(flat: Flat, inputs: list[torch.Tensor]) -> tuple[Tree, dict[str, to
 
 
 def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]
 
@@ -389,7 +390,7 @@ def export_decoder_to_bundle(
     *,
     max_batch: int = DEFAULT_SEQUENCES,
 ) -> dict[str, Any]:
-    """A causal language model of transformers, whose sequences have their cache as a state.
+    """Export a causal language model of transformers, whose sequences have their cache as state.
 
     As ``export_module_to_bundle``; ``tokenizer`` is the model's own, a fast one: without it
     prompts and answers are ids.

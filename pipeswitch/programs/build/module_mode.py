@@ -254,8 +254,10 @@ def _layers(
 def _opened(
     loaded: Loaded, examples: Sequence[torch.Tensor], outputs: Sequence[ValueSpec]
 ) -> tuple[tuple[ValueSpec, ...], tuple[Dim, ...], tuple[ValueSpec, ...], list[list[torch.Tensor]]]:
-    """The signature with the extents that requests choose, and inputs of other values than the
-    example's: at its extents, at the ends and in the middle of the ranges.
+    """Return the signature with the extents that requests choose, and inputs to check.
+
+    The inputs have other values than the example: at its extents, at the ends and in the middle
+    of the ranges.
 
     An output's extent is a dimension if it always equals it; else there is room for the largest
     extent seen.

@@ -200,6 +200,7 @@ def at_batch(dims: Iterable[Dim], batch: int) -> dict[str, int]:
 
 
 def largest(dims: Iterable[Dim]) -> dict[str, int]:
+    """Return the largest value of each dimension."""
     return {dim.name: dim.high for dim in dims}
 
 
@@ -209,6 +210,7 @@ def batch_range(dims: Iterable[Dim]) -> tuple[int, int]:
 
 
 def shape_count(dims: Iterable[Dim]) -> int:
+    """Return the number of shapes of these dimensions."""
     return math.prod(dim.high - dim.low + 1 for dim in dims)
 
 
@@ -244,6 +246,7 @@ def extent_text(extent: Extent) -> str:
 
 
 def shape_text(shape: Iterable[Extent]) -> str:
+    """Return a shape as users write it."""
     return f"[{','.join(map(extent_text, shape))}]"
 
 

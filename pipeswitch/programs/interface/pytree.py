@@ -37,8 +37,7 @@ def items_of(value: Any) -> tuple[str, list[tuple[Any, Any]]] | None:
 
 
 def flatten(value: Any, part: str, is_leaf: Callable[[Any], bool]) -> tuple[Tree, dict[str, Any]]:
-    """A value's tree, and its leaves by name: ``y`` alone, ``y0``, ``y1``… of a sequence, else by
-    their keys.
+    """Return a value's tree, and its leaves by name: ``y``, ``y0``, ``y1``…, or their keys.
 
     Raises:
         RegistrationRefused: something in it is neither a leaf nor a container, two have one name,

@@ -350,7 +350,7 @@ class ModuleProgram:
         device: torch.device | str = "cpu",
         settings: TorchSettings | None = None,
     ) -> None:
-        """Hook ``module``, which this program owns from now on; it runs with ``settings``."""
+        """Add hooks to ``module``, which this program owns from now on."""
         self.manifest = manifest
         self._inputs = [spec.name for spec in manifest.inputs]
         # A request must stay what it was: it is run again when a worker dies under it.

@@ -265,8 +265,7 @@ class ArenaAllocator:
         return least_window(sizes, last_groups(manifest), max_bytes, REGION_ALIGN_BYTES)
 
     def obstacles(self, window: Extent) -> list[Region]:
-        """Return the victims that must stay for now: slices, ranges in zeroing, abandoned
-        copies."""
+        """Return the victims that must stay for now, such as slices and abandoned copies."""
         return [
             victim
             for victim in window.victims

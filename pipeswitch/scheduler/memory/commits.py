@@ -178,8 +178,7 @@ class Commits:
         return memory.commit_slot_bytes > 0 and memory.committed_step > memory.persisted_step
 
     def persisted(self, message: CommitPersisted) -> None:
-        """Note that a commit is on disk, or why not: the older file is intact, training
-        continues."""
+        """Note that a commit is on disk, or why not; training continues."""
         job = self._device.jobs.get(message.job)
         if job is None or message.op_id <= job.created_op_id:
             return

@@ -51,10 +51,7 @@ class Chains:
         )
 
     def _checked(self, event: ChainRequest) -> Chain:
-        """
-        Raises:
-            ServerUnavailable, AlreadyExists, HostStoreFull, InvalidInput.
-        """
+        """Check a chain; raise ServerUnavailable, AlreadyExists, HostStoreFull or InvalidInput."""
         core, known = self._core, self._machine.chains
         if core.is_draining:
             raise errors.ServerUnavailable("the server is draining")
@@ -89,7 +86,7 @@ class Chains:
         }
 
     def check_free(self, name: ModelName) -> None:
-        """Raises AlreadyExists: a chain has this name."""
+        """Raise AlreadyExists if a chain has this name."""
         if name in self._machine.chains:
             hint = f"pipeswitch unregister {name}, or choose another name"
             raise errors.AlreadyExists(f'"{name}" is a chain', hint=hint)

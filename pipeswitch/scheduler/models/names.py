@@ -126,8 +126,7 @@ class Names:
         return [model for model in self.failed.values() if name in (model.base, model.name)]
 
     def lost(self, name: ModelName, reason: str, tenant: str = "") -> None:
-        """List a model as failed: its journal entry is unusable, or its configuration was
-        refused."""
+        """List a model as failed, because its entry or configuration is unusable."""
         base, version = split_name(name)
         model = Model(name, 1, False, self._core.now_ms, base, version, tenant, reason=reason)
         model.state.apply(ModelEvent.REFUSED, reason)
@@ -212,4 +211,5 @@ class Names:
 
 
 def not_found(name: str) -> ModelNotFound:
+    """Return the error for an unknown model."""
     return ModelNotFound(f'no model "{name}"', hint="pipeswitch models")

@@ -281,6 +281,7 @@ class PreprocessPool:
 
 
 def kind(raw: Raw) -> str:
+    """Return which function of a model a request runs."""
     return "postprocess" if raw.request.steps.is_postprocess else "preprocess"
 
 

@@ -260,20 +260,14 @@ class Profiling:
 
 
 def _check_idle(state: DeviceState) -> None:
-    """
-    Raises:
-        DeviceBusy: a request or a job uses the device.
-    """
+    """Raise DeviceBusy if a request or a job uses the device."""
     _check_no_job(state)
     if state.requests:
         raise _busy("requests use")
 
 
 def _check_no_job(state: DeviceState) -> None:
-    """
-    Raises:
-        DeviceBusy: a job uses the device.
-    """
+    """Raise DeviceBusy if a job uses the device."""
     for job in state.jobs.values():
         if job.state.state in TASK_LIVE and job.state.state is not TaskState.PAUSED:
             name = job.spec.name

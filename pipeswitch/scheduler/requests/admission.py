@@ -375,5 +375,6 @@ def _full(what: str, waiting: int, own: int, setting: str, limit: int) -> QueueF
 
 
 def changed_on_the_way(name: ModelName) -> ModelNotFound:
+    """Return the error for a model that changed before its request arrived."""
     base, _ = split_name(name)
     return ModelNotFound(f'model "{base}" changed while the request was being sent')

@@ -72,7 +72,9 @@ def _key(request: Request) -> object:
 
 
 def batch_for(device: DeviceState, replica: DeviceModel, head: Request) -> Batch:
-    """Return the head with the requests of its line that join it. The batch ends
+    """Return the head with the requests of its line that join it.
+
+    The batch ends
 
     1. at the first request that is too large for the rest of the limit;
     2. where the predicted end of the run would miss a deadline within it.

@@ -133,8 +133,7 @@ class TaskCompletion:
         self._ended.clear()
 
     def failed(self, worker: Worker, message: InferenceFailed) -> None:
-        """Handle an error of the model's code, or an output that does not fit; the worker is
-        fine."""
+        """Handle an error of the model's code, or an invalid output; the worker is fine."""
         task = self._device.owner.task_of(worker.slot, message.op_id)
         if task is None:
             return

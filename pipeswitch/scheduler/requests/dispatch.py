@@ -169,7 +169,7 @@ class Dispatch:
             )
 
     def pump(self) -> None:
-        """Dispatch all requests that can be dispatched. Outcomes:
+        """Dispatch all requests that can be dispatched; these are the outcomes.
 
         0. It was dispatched on arrival (``at_once``).
         1. A task waits for its turn already, or nothing is queued: nothing to do.

@@ -99,7 +99,7 @@ class JobRequests:
         core.answer(event.token, job=self._jobs.row(job))
 
     def _check_devices(self, devices: Sequence[str]) -> None:
-        """Raises InvalidInput: a job cannot have these."""
+        """Raise InvalidInput if a job cannot have these."""
         kinds = placing.kinds_of(placing.limit(devices, self._jobs.names))
         if len(kinds) < 2:
             if refusal := placing.refusal(devices, self._jobs.names):
@@ -233,7 +233,7 @@ class JobRequests:
 
 
 def _check_live(job: Job, but: TaskState | None = None) -> None:
-    """Raises InvalidInput: it is over."""
+    """Raise InvalidInput if it is over."""
     if job.state.state in TASK_FINAL and job.state.state is not but:
         raise errors.InvalidInput(
             f'job "{job.spec.name}" has ended: it is {job.state.state.value}',

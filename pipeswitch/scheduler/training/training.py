@@ -274,8 +274,7 @@ class Training:
             self._kill_after(job, asked_at_ms, settings.stop_grace_ms, "did not stop")
 
     def reported(self, job: Job) -> None:
-        """Note that the job computes; start its next cycle if one is over and no other job
-        waits."""
+        """Note that the job computes; start its next cycle if one is over and no job waits."""
         now_ms = self._core.now_ms
         if job.memory.beside_blocked and not job.memory.is_blocked:
             job.memory.beside_blocked, job.progress.why = {}, ""
