@@ -25,14 +25,14 @@ http_option = click.option(
     "--http",
     default="",
     metavar="URL",
-    help="The server's HTTP address; its owner does not need this.",
+    help="The server's HTTP address; the owner does not need it.",
 )
 token_option = click.option(
     "--token",
     default="",
     envvar="PIPESWITCH_TOKEN",
     show_envvar=True,
-    help="With --http: the bearer token, if that address asks for one.",
+    help="With --http: the bearer token, if the address requires one.",
 )
 watch_option = click.option("--watch", is_flag=True, help="Refresh until Ctrl-C.")
 
@@ -46,7 +46,7 @@ devices_option = click.option(
     default="",
     metavar="DEVICE,DEVICE",
     callback=_split,
-    help="Allowed devices: cuda:1, or cuda for all. Default: all of the first one's kind.",
+    help="Allowed devices: cuda:1, or cuda for all GPUs (default: all of the first device's kind).",
 )
 
 

@@ -107,23 +107,24 @@ class Hardware:
     show_default=True,
     help='A JSON file: [{"name": …, "bytes": …, "compute_ms": …}].',
 )
-@click.option("--from-server", is_flag=True, help="The running server's models and profiles.")
+@click.option("--from-server", is_flag=True, help="Take the running server's models and profiles.")
 @click.option(
     "--policy",
     "policies",
     default="fifo,priority",
     show_default=True,
-    help="Policies to compare: the server's, yours (module:name), serial.",
+    help="Policies to compare: the server's, your own (module:name), or serial.",
 )
 @click.option(
     "--device",
     default="v100-pcie3",
     show_default=True,
-    help="a100-pcie4, h100-pcie5, or a profile (pipeswitch profile --json).",
+    help="Device: a100-pcie4, h100-pcie5, …, or a profile (pipeswitch profile --json).",
 )
 @click.option(
     "--memory",
-    help="For models and jobs: sizes, or parts of all their bytes (6%,25%; with jobs 100%).",
+    help="Device memory: sizes, or shares of the bytes of all models and jobs (6%,25%; "
+    "with jobs 100%).",
 )
 @click.option(
     "--job",
@@ -139,75 +140,91 @@ class Hardware:
     help=f"Orders of jobs to compare: {', '.join(JOB_ORDERS)}.",
 )
 @click.option(
-    "--batch", type=click.IntRange(min=1), help="Join at most this many requests of a model."
+    "--batch", type=click.IntRange(min=1), help="Maximum number of requests of a model in a batch."
 )
-@click.option("--batch-delay", default="0", show_default=True, help="How long one waits.")
+@click.option(
+    "--batch-delay",
+    default="0",
+    show_default=True,
+    help="How long a request waits for others to form a batch.",
+)
 @click.option(
     "--batch-row",
     metavar="SHARE",
-    help="What each further joined row adds to the computing of one (as measured, else 100%).",
+    help="Computing time of each further row of a batch (default: as measured, else 100%).",
 )
 @click.option(
     "--tokens",
     "has_tokens",
     is_flag=True,
-    help="azure-llm: answers come token by token, each a step of the model.",
+    help="With azure-llm: generate answers token by token.",
 )
 @click.option(
     "--prompt-token",
     metavar="SHARE",
     default="0.5%",
     show_default=True,
-    help="Of a step's computing, what each prompt token adds.",
+    help="Computing time of each prompt token, as a share of a step's.",
 )
-@click.option("--slo", default="100ms", show_default=True, help="Time beyond its own computing.")
-@click.option("--max-wait", default="2s", show_default=True, help="As the server's max_wait.")
+@click.option(
+    "--slo",
+    default="100ms",
+    show_default=True,
+    help="In time: at most this much later than the request alone.",
+)
+@click.option("--max-wait", default="2s", show_default=True, help="Like the server's max_wait.")
 @click.option(
     "--admission/--no-admission",
     default=False,
-    help="Refuse at once what cannot meet its deadline.",
+    help="Refuse requests at once if they would miss their deadline.",
 )
 @click.option(
     "--look-ahead/--no-look-ahead",
     default=True,
-    help="The link works ahead while the device computes.",
+    help="Copy the next request's model while the device computes.",
 )
 @click.option(
-    "--deadlines/--no-deadlines", default=False, help="Requests carry it as their deadline."
+    "--deadlines/--no-deadlines", default=False, help="Use --slo as the deadline of the requests."
 )
 @click.option(
     "--nodes",
     type=click.IntRange(1, 10_000),
     metavar="N",
-    help="Simulate a cluster of this many machines, with its placement.",
+    help="Simulate a cluster of this many machines.",
 )
-@click.option("--devices", type=click.IntRange(1, 64), help="Of each machine (1).")
+@click.option("--devices", type=click.IntRange(1, 64), help="Devices of each machine (default: 1).")
 @click.option(
     "--tiles",
     type=click.IntRange(1, 100_000),
-    help="So many clients at once, each with models of its own and the trace from an "
-    "instant of its own on (as many as devices).",
+    help="Number of clients, each with its own models and its own start in the trace "
+    "(default: as many as devices).",
 )
-@click.option("--failures", metavar="SHARE", help="Of the nodes, what dies within an hour.")
+@click.option("--failures", metavar="SHARE", help="Share of the nodes that die within an hour.")
 @click.option(
-    "--need", metavar="SHARE", help="The fewest nodes, up to N, that answer this share in time."
+    "--need",
+    metavar="SHARE",
+    help="Find the smallest number of nodes, up to N, that answers this share in time.",
 )
-@click.option("--speed-up", metavar="NUMBER", help="Speed of the trace (azure: 20, others: 1).")
-@click.option("--requests", type=click.IntRange(min=1), help="Only this many requests.")
+@click.option(
+    "--speed-up", metavar="NUMBER", help="Speed of the trace (default: 20 for azure, else 1)."
+)
+@click.option("--requests", type=click.IntRange(min=1), help="Number of requests.")
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--plot", type=click.Path(dir_okay=False), help="A picture of the latencies.")
+@click.option(
+    "--plot", type=click.Path(dir_okay=False), help="File for a picture of the latencies."
+)
 @click.option(
     "--timeline",
     type=click.Path(dir_okay=False),
-    help="A timeline of the last switches, as of `pipeswitch trace`.",
+    help="File for a timeline of the last switches, as from `pipeswitch trace`.",
 )
 @json_option
 def simulate(trace: str, as_json: bool, **options: Any) -> None:
-    """Show what a policy, a device or more memory would do to a trace's requests and to jobs.
+    """Show how policies, devices or memory sizes would serve a trace of requests and jobs.
 
-    TRACE is azure (49,317 requests of 100 functions), azure-llm, poisson:RATE (a second), a file
-    with the lines at_ms,model, or none (for jobs alone). The scheduler is the server's, the device
-    is computed.
+    TRACE is azure (49,317 requests of 100 functions), azure-llm, poisson:RATE (per second), a file
+    with the lines at_ms,model, or none (only jobs). The scheduler is the server's own, the device
+    is simulated.
     """
     with _ends_all_the_same():
         _compare(trace, as_json, options)
