@@ -301,7 +301,7 @@ class ClusterVerbs(Members):
         return reply
 
     def _all(self, op: str, **options: Any) -> dict[str, dict[str, Any]]:
-        """Return each living node's answer by its name; fetch a new table if one does not answer."""
+        """Return each living node's answer by name; fetch a new table if one is silent."""
         options["is_safe"] = True
         if time.monotonic() > self._asked_at_s + FRESH_S:
             self._ask()

@@ -419,7 +419,7 @@ class TrainingSession:
             phase.end()
 
     def _watch_script(self) -> None:
-        """Warn once about variables that the loop changes and that start over in a resumed script."""
+        """Warn once about changed variables that start over in a resumed script."""
         if self._script is None or "script" in self._reports.warned:
             return
         assert self._phase is not None
