@@ -190,7 +190,7 @@ def test_a_refusal_that_comes_before_the_hello_is_one_in_words_too(
 
 def test_a_client_that_expects_another_server_says_so(guarded: Guarded) -> None:
     _, other = make_pair("other", guarded.directory)
-    refused(guarded, "key is not the one given", server_key=other.decode())
+    refused(guarded, "key is another one", server_key=other.decode())
     refused(guarded, "asks for a key", key=None, server_key=None)
 
 

@@ -95,7 +95,7 @@ class _Resolver:
         for step in declared:
             name = step.name or step.model
             if any(one.name == name for one in steps):
-                raise self._wrong(f'two steps are called "{name}": again={name} is another name')
+                raise self._wrong(f'two steps have the name "{name}": again={name} is another name')
             steps.append(self._step(msgspec.structs.replace(step, name=name)))
         last = steps[-1]
         returns = dict(returns) or {
@@ -154,7 +154,7 @@ class _Resolver:
         for one in manifest.outputs:
             name = f"{step.name}.{one.name}"
             if name in self._values:
-                raise self._wrong(f'two values are called "{name}"')
+                raise self._wrong(f'two values have the name "{name}"')
             shape = [self._extent(extent, bound, ranges, step) for extent in one.shape]
             self._values[name] = msgspec.structs.replace(one, shape=tuple(shape))
         return msgspec.structs.replace(step, inputs=inputs)

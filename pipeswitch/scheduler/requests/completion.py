@@ -39,7 +39,7 @@ class TaskCompletion:
         is_whole = set(counts) == {len(task.tokens)}
         if not is_whole or (task.chooses and not self._has_chosen(task, message.tokens)):
             # Until it is reaped it may write to their slabs: not before are they tried again.
-            device.kill(worker, "it answered other requests than it was given")
+            device.kill(worker, "it answered other requests than those of its run")
             return
         activation, requests, replica = self._end(worker, task)
         replica.model.deaths = 0
@@ -236,10 +236,10 @@ class TaskCompletion:
         device, limit = self._device, self._core.settings.max_deaths
         if replica.model.deaths >= limit and replica.model.state.allows(ModelEvent.POISONED):
             replica.model.state.apply(
-                ModelEvent.POISONED, f"{replica.model.deaths} workers died in a row"
+                ModelEvent.POISONED, f"{replica.model.deaths} workers in a row died"
             )
             replica.model.reason = (
-                f"{replica.model.deaths} workers died in a row while computing it"
+                f"{replica.model.deaths} workers in a row died while computing it"
             )
             device.publish("model.quarantined", model=replica.name, reason=replica.model.reason)
             own = {request.token for request in requests}

@@ -88,7 +88,7 @@ class Turns:
         if passing is None or (passing.slot, passing.op_id) != (worker.slot, op_id):
             return
         if owner.yielded is not None:
-            self._device.kill(worker, "it stepped aside while another task waits for its turn back")
+            self._device.kill(worker, "it yielded while another yielded task waits")
             return
         passing.yielded_at_ms = self._core.now_ms
         owner.step_aside(f"epoch {op_id}")
