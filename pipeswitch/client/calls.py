@@ -77,7 +77,7 @@ class Call(msgspec.Struct, kw_only=True, eq=False):
     """Request that waits for its answer."""
 
     header: dict[str, Any]  # RequestHeader's fields but the session
-    future: Any = None  # the subclass's kind; None: the caller reads the next three
+    future: Any = None  # the subclass's kind; None: the caller reads the next three fields
     is_over: bool = False
     value: Any = None
     error: Exception | None = None
