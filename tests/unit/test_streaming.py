@@ -366,7 +366,7 @@ def test_it_cannot_be_pinned(rig: Rig) -> None:
 def test_a_group_that_is_too_large_is_refused_with_the_number(rig: Rig) -> None:
     error = rig.error(registered(rig, mib=160, groups=4))
     assert isinstance(error, OutOfDeviceMemory)
-    assert "largest group has 40.0 MiB" in error.message
+    assert "the largest has 40.0 MiB" in error.message
     assert error.requested_bytes == 160 * MIB
 
 
