@@ -58,7 +58,7 @@ def front_page(results: Results) -> list[str]:
         met = sum(row["is_met"] for row in judged)
         parts.append(
             f"{met} of {len(judged)} targets are met. The list of all targets, and the load of the "
-            f"machine: [benchmarks/results/README.md](benchmarks/results/README.md)."
+            "machine: [benchmarks/results/README.md](benchmarks/results/README.md)."
         )
     return parts
 
