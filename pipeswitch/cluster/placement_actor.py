@@ -221,7 +221,7 @@ class JobPlacement(Overview):
             if not homes:
                 raise ModelNotFound(f'no job "{job}" is running', hint="pipeswitch jobs")
             if to not in self._nodes or job in self._moving:
-                why = "it is being moved already" if job in self._moving else f'no node "{to}"'
+                why = "it is already being moved" if job in self._moving else f'no node "{to}"'
                 raise ModelNotFound(f'job "{job}": {why}', hint="pipeswitch cluster status")
             if to == homes[0]:
                 return
@@ -386,7 +386,7 @@ class Placement(JobPlacement):
                 raise ModelNotFound(f"no node {node!r}", hint="pipeswitch cluster status")
             jobs = [job for job, one in self._copies()[node].items() if one.state == "home"]
             if self._facts[node]["jobs"] > len(jobs):
-                return ["jobs train there that were not started through the cluster"]
+                return ["the node has jobs that were not started through the cluster"]
             held = [name for name, one in self._nodes.holders.items() if node in one]
             self._leaving.add(node)
             self._nodes.remove(node)

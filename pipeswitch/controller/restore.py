@@ -120,7 +120,7 @@ def _restore_job(server: Server, job: str, entry: Entry, _: Token) -> None:
         slot_bytes, step = server.effects.restore_commits(name, damage.append) or (0, -1)
     except (PipeSwitchError, OSError) as error:
         damage.append(str(error))
-    why = f"goes on from step {step}" if step >= 0 else "starts over"
+    why = f"continues from step {step}" if step >= 0 else "starts over"
     why = f"{why}: {'; '.join(damage)}" if damage else ""
     if why:
         log.error("job=%s %s", name, why)

@@ -461,7 +461,7 @@ def refused(error: PipeSwitchError) -> Response:
 
 def _check_size(size: int) -> None:
     if size > MAX_BODY_BYTES:
-        raise TooLarge(f"{size} bytes, and a prompt comes with {MAX_BODY_BYTES} at most")
+        raise TooLarge(f"{size} bytes, and the limit for a prompt is {MAX_BODY_BYTES}")
 
 
 def _said(body: Any, kind: type[S]) -> S:

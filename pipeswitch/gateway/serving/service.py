@@ -327,11 +327,11 @@ class Service:
         """Triton's, of the server's log, or of a model's or all models' (``""``) traces; raises
         InvalidInput where another value is wanted: none can be set."""
         require(caller, "models")
-        current, hint = LOGGED, "[log] max and [log] requests, before the server starts"
+        current, hint = LOGGED, "set [log] max and [log] requests before the server starts"
         if model is not None:
             level = "OFF" if self._tracer is None else "TIMESTAMPS"
             current = {"trace_level": level, "trace_mode": "opentelemetry"}
-            hint = "OTEL_TRACES_EXPORTER=otlp, OTEL_EXPORTER_OTLP_ENDPOINT, where the server starts"
+            hint = "set OTEL_TRACES_EXPORTER=otlp and OTEL_EXPORTER_OTLP_ENDPOINT for the server"
         if model:
             await self._row(caller, model, "")
         for name, value in wanted.items():

@@ -269,7 +269,7 @@ def _chat_template(given: Any) -> tuple[str, list[str]]:
     if "default" in named or len(named) == 1:
         return str(named.get("default") or next(iter(named.values()))), []
     names = ", ".join(sorted(map(str, named)))
-    note = f"its chat templates are named {names}, and none of them default: no chat is served"
+    note = f"its chat templates are named {names}, and none is named default, so it cannot chat"
     return "", [note] if named else []
 
 

@@ -176,7 +176,7 @@ class Names:
             raise not_found(event.model)
         is_pinned = event.pin and self._machine.stream_of(model) is None
         if event.pin and model.state.state is ModelState.QUARANTINED:
-            model.state.apply(ModelEvent.PARDONED, "asked by the user")
+            model.state.apply(ModelEvent.PARDONED, "requested by the user")
             core.models_generation += 1
             model.deaths, model.reason = 0, ""
         elif event.pin and not is_pinned:
@@ -202,10 +202,10 @@ class Names:
         for device in (device.state for device in self._machine.devices):
             replica = device.replicas[model.name]
             if is_pinned and replica.residency.state is Residency.RESIDENT:
-                device.move(replica, ResidencyEvent.PIN, "asked by the user")
+                device.move(replica, ResidencyEvent.PIN, "requested by the user")
                 # One that is not there is brought when nothing waits (Residents.bring_pinned).
             elif not is_pinned and replica.residency.state is Residency.PINNED:
-                device.move(replica, ResidencyEvent.UNPIN, "asked by the user")
+                device.move(replica, ResidencyEvent.UNPIN, "requested by the user")
         if model.state.state in PRESENT:
             self.remember(model)
 

@@ -72,7 +72,7 @@ class Registry:
             return
         if old is not None:
             is_anothers = old.tenant != event.tenant
-            why = "another client's" if is_anothers else "registered from something else"
+            why = "another client's" if is_anothers else "registered from another source"
             raise errors.AlreadyExists(
                 f'"{event.model}" is {"being unregistered" if is_leaving else why}',
                 hint=f"pipeswitch unregister {event.model}, or choose another name",
@@ -406,7 +406,7 @@ class Registry:
         self.names.drop_failed(failed)
         staying.sort(key=self._versions.is_current)  # at its turn no other is left to take over
         for model in staying:
-            self.names.leave(model, "asked by the user")
+            self.names.leave(model, "requested by the user")
         served = self._versions.served(event.model)
         if one is not None and staying:
             self.registrations[one.name].end_waiters.append(event.token)
@@ -419,10 +419,10 @@ class Registry:
 def _why_it_ended(status: int) -> str:
     """Return why a builder ended without a report."""
     if status in OUT_OF_TIME:
-        return "building and verifying it took longer than [workers] build_timeout allows"
+        return "building and verifying took longer than [workers] build_timeout"
     text = f"the builder process ended with status {status} before it was done"
     if status == CRASHED:
         text += (
-            "; code that writes to its module's weights past torch (numpy, an extension) ends it"
+            "; code that writes to its weights without torch (numpy, an extension) ends the process"
         )
     return text

@@ -131,7 +131,7 @@ def failed(device: DeviceState, replica: DeviceModel, requests: Sequence[Request
         device.publish(
             "model.not_joined",
             model=replica.name,
-            reason=f"{replica.model.failed_batches} joined runs in a row ended badly",
+            reason=f"{replica.model.failed_batches} batched runs in a row failed",
         )
 
 
