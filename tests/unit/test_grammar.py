@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pipeswitch.base.errors import InvalidInput
-from pipeswitch.gateway.openai.completions import ResponseFormat, schema_of
+from pipeswitch.gateway.openai.tools import ResponseFormat, schema_of
 from pipeswitch.ipc.messages.worker import SamplingParams
 from pipeswitch.programs.decoding.generation import packed_tokenizer
 from pipeswitch.programs.decoding.grammar import Matcher, Tokenizers, check_schema, ends_of

@@ -13,9 +13,9 @@ import json
 import os
 import signal
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, cast
 
 import msgspec
 
@@ -60,6 +60,7 @@ class StartGeneration(AnswerMessage, frozen=True, kw_only=True, tag=True):
 
     prompt: str | list[int] = ""
     messages: bytes | None = None  # JSON, instead: the template makes the prompt of them
+    tools: bytes = b""  # JSON, for the template
     sampling: Sampling
     ending: StopCriteria
     # For an answer that another process began: the tokens so far, and how many of them have text.
@@ -151,7 +152,7 @@ class TokenizerWorker:
         if isinstance(asked.prompt, list):
             return asked.prompt
         encode, _ = self._tokenizer
-        text = asked.prompt if asked.messages is None else self._rendered(parsed(asked.messages))
+        text = asked.prompt if asked.messages is None else self._rendered(asked)
         context = self._facts.context
         check_length(text, context)
         with_special = asked.messages is None  # a template writes its own
@@ -162,13 +163,20 @@ class TokenizerWorker:
             size *= GROWTH
         return encode(text, with_special=with_special)
 
-    def _rendered(self, messages: Sequence[dict[str, Any]]) -> str:
-        if not self._facts.chat_template:
+    def _rendered(self, asked: StartGeneration) -> str:
+        messages, template = parsed(asked.messages or b""), self._facts.chat_template
+        if not template:
             raise InvalidInput("the model has no chat template", hint="ask /v1/completions")
+        if asked.tools and not knows_tools(template):
+            raise InvalidInput(
+                "the model's chat template does not show tools to the model",
+                hint='tool_choice="none", or a model whose template has the variable tools',
+                param="tools",
+            )
         return self._template(
             messages=messages,
             add_generation_prompt=True,
-            tools=None,
+            tools=msgspec.json.decode(asked.tools) if asked.tools else None,
             documents=None,
             **self._facts.special,
         )
@@ -216,11 +224,21 @@ def parsed(messages: bytes) -> list[dict[str, Any]]:
                 param="messages",
             )
         return [
-            {**{name: msgspec.json.decode(raw) for name, raw in one.items()}, "content": _text(raw)}
+            {**{name: _field(name, raw) for name, raw in one.items()}, "content": _text(raw)}
             for one, raw in zip(chat, texts, strict=True)
         ]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(f"the messages are not valid: {error}", param="messages") from None
+
+
+def _field(name: str, raw: msgspec.Raw) -> Any:
+    """Decode a message's field; templates take the arguments of a call as an object."""
+    value = msgspec.json.decode(raw)
+    for one in value if name == "tool_calls" and isinstance(value, list) else ():
+        function = one.get("function") if isinstance(one, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            function["arguments"] = msgspec.json.decode(function["arguments"] or "{}")
+    return value
 
 
 class ContentPart(msgspec.Struct, frozen=True, gc=False):
@@ -238,7 +256,19 @@ def _text(content: msgspec.Raw) -> str:
 
 
 def compiled(template: str) -> Callable[..., str]:
-    """Return the template's render function, with the names that transformers provides."""
+    """Return the template's render function."""
+    return cast("Callable[..., str]", _environment().from_string(template).render)
+
+
+def knows_tools(template: str) -> bool:
+    """Return True if the template reads the variable ``tools``."""
+    from jinja2.meta import find_undeclared_variables
+
+    return "tools" in find_undeclared_variables(_environment().parse(template))
+
+
+def _environment() -> Any:
+    """Return Jinja's environment of a template, with the names that transformers provides."""
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -266,7 +296,7 @@ def compiled(template: str) -> Callable[..., str]:
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda how: datetime.datetime.now().strftime(how)
-    return environment.from_string(template).render
+    return environment
 
 
 def framed(data: bytes) -> bytes:
@@ -284,6 +314,7 @@ def main() -> None:
     os.nice(NICENESS)
     from jinja2.exceptions import TemplateError
 
+    knows_tools("{{ tools }}")
     with contextlib.suppress(TemplateError):
         compiled("{{ messages | tojson | trim }}{{ strftime_now('%Y') }}{{ raise_exception('') }}")(
             messages=[]

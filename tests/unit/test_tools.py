@@ -1,0 +1,303 @@
+"""Tools of a chat: the schema of a forced call, calls in an answer's text, and templates."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeswitch.base.errors import InvalidInput
+from pipeswitch.gateway.openai.completions import CompletionRequest, _said
+from pipeswitch.gateway.openai.tokenizer_worker import StartGeneration, knows_tools, parsed
+from pipeswitch.gateway.openai.tokenizer_worker import TokenizerWorker as TextProcess
+from pipeswitch.gateway.openai.tools import AnswerForm, CallReader, _moved
+from pipeswitch.programs.build.decoder import _chat_template
+from pipeswitch.programs.decoding.generation import packed_tokenizer
+from pipeswitch.programs.decoding.grammar import Matcher, Tokenizers
+from pipeswitch.programs.decoding.model_config import LanguageModelConfig
+from pipeswitch.programs.decoding.output import StopCriteria
+from pipeswitch.programs.decoding.sampling import Options, Sampling
+
+PLACE = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+NODE = {  # pydantic writes nested models like this
+    "type": "object",
+    "properties": {"root": {"$ref": "#/$defs/Node"}},
+    "required": ["root"],
+    "additionalProperties": False,
+    "$defs": {
+        "Node": {
+            "type": "object",
+            "properties": {"leaf": {"type": "boolean"}, "next": {"$ref": "#/$defs/Node"}},
+            "required": ["leaf"],
+            "additionalProperties": False,
+        }
+    },
+}
+WEATHER = {"name": "weather", "description": "Say it", "parameters": PLACE}
+TOOLS = [{"type": "function", "function": one} for one in (WEATHER, {"name": "now"})]
+CALL = '{"name": "weather", "arguments": {"city": "Ulm {\\"[\\" }"}}'
+NUMBER = {"type": "function", "function": {"name": "a", "parameters": {"type": "number"}}}
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+def form(tools: Any = TOOLS, choice: Any = None, **more: Any) -> AnswerForm:
+    body = {"model": "m", "messages": HELLO, "tools": tools, "tool_choice": choice, **more}
+    return _said(json.dumps(body).encode(), CompletionRequest).form
+
+
+def choose(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def read(text: str, given: AnswerForm, sizes: Any) -> tuple[str, list[tuple[str, Any]]]:
+    """Push a text in pieces; return content and calls as OpenAI's clients put them together."""
+    reader, content, calls, ids = CallReader(given), "", list[list[str]](), set[str]()
+    while text:
+        size = next(sizes)
+        piece, text = text[:size], text[size:]
+        delta = reader.push(piece, is_last=not text)
+        content += delta.get("content", "")
+        for one in delta.get("tool_calls", ()):
+            if one["index"] == len(calls):
+                ids.add(one["id"])
+                calls.append([one["function"]["name"], ""])
+            calls[one["index"]][1] += one["function"]["arguments"]
+    assert len(ids) == len(calls) == reader.count
+    return content, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+def sizes_of(seed: int) -> Any:
+    chance = random.Random(seed)
+    while True:
+        yield 1 << 30 if seed == 0 else 1 if seed == 1 else chance.randint(1, 9)
+
+
+ULM, NOW = ("weather", {"city": 'Ulm {"[" }'}), ("now", {})
+MARKED, LATER = f"<tool_call>\n{CALL}\n</tool_call>", '{"name":"now","parameters":{}}'
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (CALL, "", [ULM]),  # a forced one, and Llama's
+        (f" \n{MARKED}", "", [ULM]),
+        (f"Let me see.\n{MARKED}\n<tool_call>{LATER}</tool_call>", "Let me see.", [ULM, NOW]),
+        (f"[{CALL}, {LATER}]", "", [ULM, NOW]),  # Mistral's
+        (f"{CALL}; {LATER}", "", [ULM, NOW]),
+        (f"{MARKED}\nThat was it.", "That was it.", [ULM]),
+        ('{"type": "function", "name": "now", "parameters": {}}', "", [NOW]),
+        (CALL[:-1], "", [ULM]),  # cut behind the arguments
+        ("Hello", "Hello", []),
+        ("  Hello\n\n  you \n", "  Hello\n\n  you \n", []),
+        ("[1] shows <b>it</b> < 3", "[1] shows <b>it</b> < 3", []),
+        ('{"answer": [1, 2]}', '{"answer": [1, 2]}', []),
+        ('{"name": "other", "arguments": {}}', '{"name": "other", "arguments": {}}', []),
+        (MARKED[:20], MARKED[:20], []),
+        ("<tool_call>{]}</tool_call> so", "<tool_call>{]}</tool_call> so", []),
+        (f"<tool_call>{{}}</tool_call>{MARKED}", "<tool_call>{}</tool_call>", [ULM]),
+        ('{"n' + " " * 600 + "x", '{"n' + " " * 600 + "x", []),
+        ("", "", []),
+    ],
+)
+def test_calls_are_read_from_a_text_in_any_pieces_and_nothing_is_lost(
+    seed: int, text: str, content: str, calls: list[Any]
+) -> None:
+    assert read(text, form(), sizes_of(seed)) == (content, calls)
+
+
+def test_a_text_is_not_held_longer_than_it_may_become_a_call() -> None:
+    for text in ("Hello ", "{'a'", '{"answer', "[1", "<b>", "x" * 300):
+        reader = CallReader(form())
+        assert reader.push(text, is_last=False)["content"] == text.rstrip()
+    reader = CallReader(form())
+    assert reader.push("see <tool", is_last=False) == {"content": "see"}
+    assert reader.push("box>", is_last=False) == {"content": " <toolbox>"}
+    assert reader.push("<tool_call>", is_last=False) == {}
+    begun = reader.push('{"name": "now", "arguments": {"a', is_last=False)["tool_calls"]
+    assert begun[0]["function"] == {"name": "now", "arguments": '{"a'}  # before it is complete
+
+
+def test_one_call_at_most_where_the_client_wants_no_parallel_ones() -> None:
+    for parallel, calls in ((False, [ULM]), (True, [ULM, NOW]), (None, [ULM, NOW])):
+        given = form(parallel_tool_calls=parallel)
+        assert read(f"{MARKED} {LATER}", given, sizes_of(2)) == ("", calls)
+
+
+@pytest.mark.parametrize("unit", [" ", "<", "[", "{", "<tool_call>", '{"n', MARKED])
+def test_a_long_text_is_read_in_linear_time(unit: str) -> None:
+    """An endless text must not occupy the gateway's loop: quadratic work would take minutes."""
+    count = 60_000 // len(unit)
+    content, calls = read(unit * count, form(), sizes_of(0))
+    assert (content, len(calls)) == (("", count) if unit == MARKED else (unit * count, 0))
+
+
+def test_the_choice_decides_what_an_answer_must_be() -> None:
+    assert form(choice="none") == form([], "auto") == form(None) == AnswerForm()
+    auto = form()
+    assert (auto.names, auto.schema, auto.is_forced) == (("weather", "now"), "", False)
+    assert json.loads(auto.rendered) == TOOLS  # with all that the client gave
+    both = json.loads(form(choice="required").schema)["anyOf"]
+    assert [one["properties"]["name"]["const"] for one in both] == ["weather", "now"]
+    assert both[0]["properties"]["arguments"] == PLACE
+    [one] = json.loads(form(choice=choose("now")).schema)["anyOf"]
+    assert one["properties"]["name"]["const"] == "now"
+    assert one["properties"]["arguments"]["additionalProperties"] is False  # it takes none
+    free = form(response_format={"type": "json_object"})
+    assert json.loads(free.schema)["anyOf"][2] == {"type": "object"}
+    assert (free.is_forced, free.names) == (False, auto.names)
+
+
+@pytest.mark.parametrize(
+    ("tools", "more", "param"),
+    [
+        ([], {"tool_choice": "required"}, "tool_choice"),
+        ([], {"tool_choice": choose("now")}, "tool_choice"),
+        (TOOLS, {"tool_choice": choose("required")}, "tool_choice"),
+        (TOOLS, {"tool_choice": "sometimes"}, "tool_choice"),
+        (TOOLS, {"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        (TOOLS, {"tool_choice": 1}, "tool_choice"),
+        (TOOLS, {"tool_choice": "required", "response_format": {"type": "json_object"}}, ""),
+        ([{"type": "function"}], {}, "tools"),
+        ([{"type": "retrieval", "function": WEATHER}], {}, "tools"),
+        ([choose("")], {}, "tools"),
+        ([choose('a"b')], {}, "tools"),
+        ([choose("a" * 65)], {}, "tools"),
+        ([{"type": "function", "function": {"name": "a", "parameters": "{}"}}], {}, "tools"),
+        ("weather", {}, "tools"),
+        (TOOLS * 65, {}, "tools"),
+        ([NUMBER], {"tool_choice": "required"}, "tools"),
+        ([choose("a") | {"x": "y" * 70_000}], {}, "tools"),
+    ],
+)
+def test_tools_that_are_none_are_refused_by_their_name(tools: Any, more: Any, param: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        form(tools, **{"choice": more.pop("tool_choice", None), **more})
+    assert caught.value.data["param"] == (param or "response_format")
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
+    for depth in (900, 3000):
+        deep = '{"items":' * depth + "{}" + "}" * depth
+        body = '{"model": "m", "messages": [], "tool_choice": "required", "tools": [{"type": '
+        body += '"function", "function": {"name": "a", "parameters": ' + deep + "}}]}"
+        with pytest.raises(InvalidInput):
+            Options(json_schema=_said(body.encode(), CompletionRequest).form.schema).check()
+
+
+def test_references_of_a_moved_schema_hold() -> None:
+    moved = _moved({"a": [{"$ref": "#"}, {"$ref": "#/$defs/b"}], "$ref": "other.json#/c"}, "#/x")
+    assert moved == {"a": [{"$ref": "#/x"}, {"$ref": "#/x/$defs/b"}], "$ref": "other.json#/c"}
+
+
+def matcher_of(schema: str) -> Matcher:
+    pytest.importorskip("llguidance")
+    from tests.models.words import trained
+
+    words, tokenizers = trained("bytes"), Tokenizers()
+    tokenizers.packed["d"] = packed_tokenizer(words.to_str())
+    ends = (words.token_to_id("<end>"),)
+    return Matcher(tokenizers.get("d", 700, ends), schema, ends, (), 700)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_tokens_of_a_forced_call_are_a_call(seed: int) -> None:
+    """The weights do not matter: only tokens that the schema allows are chosen."""
+    from tests.models.words import trained
+
+    words, chance, answer = trained("bytes"), random.Random(seed), list[int]()
+    end = words.token_to_id("<end>")
+    tree = {"type": "function", "function": {"name": "tree", "parameters": NODE}}
+    given = form([choose("now"), tree], choose("tree") if seed % 2 else "required")
+    matcher = matcher_of(given.schema)
+    while end not in answer:
+        choices = np.flatnonzero(matcher.allowed()).tolist()
+        short = [one for one in choices if one == end or b"}" in words.decode([one]).encode()]
+        answer.append(chance.choice((len(answer) > 40 and short) or choices))
+        matcher.take(answer[-1])
+        assert len(answer) < 600
+    content, [(name, arguments)] = read(words.decode(answer[:-1]), given, sizes_of(seed))
+    assert content == ""
+    assert name == "tree" if seed % 2 else name in ("now", "tree")
+    if name == "tree":
+        assert arguments["root"]["leaf"] in (True, False)
+
+
+QWEN = (
+    "{%- if tools %}{%- for tool in tools %}{{ tool | tojson }}{% endfor %}{%- endif %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function.arguments.city }}{% endfor %}{% endfor %}"
+)
+LLAMA = (
+    "{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}"
+    "{%- if not tools is defined %}{%- set tools = none %}{%- endif %}"
+    "{%- if tools is not none %}{{ tools | length }}{%- endif %}"
+)
+PLAIN = "{# no tools #}{% for m in messages %}{{ m.role }}: {{ m.content }} tools{% endfor %}"
+
+
+def test_a_template_knows_tools_if_it_reads_them() -> None:
+    assert [knows_tools(one) for one in (QWEN, LLAMA, PLAIN)] == [True, True, False]
+    assert not knows_tools("{% set tools = [] %}{{ tools }}{{ messages }}")
+
+
+def rendered(template: str, messages: Any, tools: bytes) -> Any:
+    from tests.models.words import trained
+
+    words = trained("bytes")
+    facts = LanguageModelConfig(
+        version=1,
+        digest="d",
+        vocabulary=700,
+        context=4096,
+        chat_template=template,
+        tokenizer=packed_tokenizer(words.to_str()),
+    )
+    begin = StartGeneration(
+        answer=1,
+        messages=json.dumps(messages).encode(),
+        tools=tools,
+        sampling=Sampling(),
+        ending=StopCriteria(max_new_tokens=4),
+    )
+    reply: Any = TextProcess(facts).handle(begin)
+    prompt = getattr(reply, "prompt", None)
+    return reply if prompt is None else words.decode(np.frombuffer(prompt, np.int32).tolist())
+
+
+def test_a_template_shows_the_tools_and_the_calls_so_far() -> None:
+    called = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    called["function"]["arguments"] = '{"city": "Ulm"}'  # type: ignore[index]
+    chat = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [called]}]
+    chat.append({"role": "tool", "content": "9", "tool_call_id": "a"})
+    text = rendered(QWEN, chat, form().rendered)
+    assert text == "".join(map(json.dumps, TOOLS)) + "user:Hiassistant:Ulmtool:9"
+    assert rendered(QWEN, HELLO, b"") == "user:Hi"
+    refused = rendered(PLAIN, HELLO, form().rendered)
+    assert (refused.param, bool(refused.hint)) == ("tools", True)
+
+    def arguments(given: Any) -> Any:
+        calls = [{"function": {"name": "now", "arguments": given}}]
+        chat = json.dumps([{"role": "assistant", "tool_calls": calls}]).encode()
+        return parsed(chat)[0]["tool_calls"][0]["function"]["arguments"]
+
+    assert arguments('{"a": 1}') == arguments({"a": 1}) == {"a": 1}
+    assert arguments("") == {}
+    with pytest.raises(InvalidInput) as caught:
+        arguments("{")
+    assert caught.value.data["param"] == "messages"
+    odd = [
+        {"role": "assistant", "tool_calls": given} for given in (None, 1, [1], [{"function": 2}])
+    ]
+    assert len(parsed(json.dumps(odd).encode())) == 4
+
+
+def test_the_template_named_tool_use_renders_tools() -> None:
+    template, notes = _chat_template({"default": PLAIN + "\n", "tool_use": QWEN, "rag": "x"})
+    assert (knows_tools(template), notes) == (True, [])
+    assert rendered(template, HELLO, b"") == "user: Hi tools"
+    assert rendered(template, HELLO, form().rendered).endswith("user:Hi")
+    assert _chat_template({"default": PLAIN, "rag": "x"}) == (PLAIN, [])
