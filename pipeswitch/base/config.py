@@ -452,6 +452,7 @@ class ModelConfig(Section, frozen=True):
 
     name: what requests call it
     source: torchvision:…, hf:…, a bundle file, package.module:factory
+    aliases: further names, like gpt-3.5-turbo
     weights: FILE.safetensors, pretrained or random:SEED
     inputs: like x=8x3x224x224:float32
     priority: high, normal or low
@@ -473,6 +474,7 @@ class ModelConfig(Section, frozen=True):
 
     name: Name
     source: str
+    aliases: tuple[Name, ...] = ()
     weights: str = ""
     inputs: tuple[str, ...] = ()
     priority: Literal["high", "normal", "low"] = "normal"

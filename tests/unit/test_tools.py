@@ -11,7 +11,7 @@ import pytest
 
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.gateway.openai.completions import CompletionRequest, _said
-from pipeswitch.gateway.openai.tokenizer_worker import StartGeneration, knows_tools, parsed
+from pipeswitch.gateway.openai.tokenizer_worker import StartGeneration, parsed
 from pipeswitch.gateway.openai.tokenizer_worker import TokenizerWorker as TextProcess
 from pipeswitch.gateway.openai.tools import AnswerForm, CallReader, _moved
 from pipeswitch.programs.build.decoder import _chat_template
@@ -188,9 +188,10 @@ def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
             Options(json_schema=_said(body.encode(), CompletionRequest).form.schema).check()
 
 
-def test_references_of_a_moved_schema_hold() -> None:
-    moved = _moved({"a": [{"$ref": "#"}, {"$ref": "#/$defs/b"}], "$ref": "other.json#/c"}, "#/x")
-    assert moved == {"a": [{"$ref": "#/x"}, {"$ref": "#/x/$defs/b"}], "$ref": "other.json#/c"}
+def test_references_of_a_moved_schema_hold_and_texts_stay() -> None:
+    given = {"a": [{"$ref": "#"}, {"$ref": "#/$defs/b"}], "$ref": "c.json#/d", "const": '"$ref":"#'}
+    moved = {**given, "a": [{"$ref": "#/x"}, {"$ref": "#/x/$defs/b"}]}
+    assert json.loads(_moved(json.dumps(given).encode(), b"/x")) == moved
 
 
 def matcher_of(schema: str) -> Matcher:
@@ -231,17 +232,7 @@ QWEN = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}"
     "{% for c in m.tool_calls %}{{ c.function.arguments.city }}{% endfor %}{% endfor %}"
 )
-LLAMA = (
-    "{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}"
-    "{%- if not tools is defined %}{%- set tools = none %}{%- endif %}"
-    "{%- if tools is not none %}{{ tools | length }}{%- endif %}"
-)
 PLAIN = "{# no tools #}{% for m in messages %}{{ m.role }}: {{ m.content }} tools{% endfor %}"
-
-
-def test_a_template_knows_tools_if_it_reads_them() -> None:
-    assert [knows_tools(one) for one in (QWEN, LLAMA, PLAIN)] == [True, True, False]
-    assert not knows_tools("{% set tools = [] %}{{ tools }}{{ messages }}")
 
 
 def rendered(template: str, messages: Any, tools: bytes) -> Any:
@@ -276,8 +267,13 @@ def test_a_template_shows_the_tools_and_the_calls_so_far() -> None:
     text = rendered(QWEN, chat, form().rendered)
     assert text == "".join(map(json.dumps, TOOLS)) + "user:Hiassistant:Ulmtool:9"
     assert rendered(QWEN, HELLO, b"") == "user:Hi"
-    refused = rendered(PLAIN, HELLO, form().rendered)
-    assert (refused.param, bool(refused.hint)) == ("tools", True)
+    for blind in (
+        PLAIN,
+        "{% set tools = [] %}{{ tools }}" + PLAIN,
+        "{{ (tools or [])[:0] | join }}" + PLAIN,
+    ):
+        refused = rendered(blind, HELLO, form().rendered)
+        assert (refused.param, bool(refused.hint)) == ("tools", True)
 
     def arguments(given: Any) -> Any:
         calls = [{"function": {"name": "now", "arguments": given}}]
@@ -297,7 +293,7 @@ def test_a_template_shows_the_tools_and_the_calls_so_far() -> None:
 
 def test_the_template_named_tool_use_renders_tools() -> None:
     template, notes = _chat_template({"default": PLAIN + "\n", "tool_use": QWEN, "rag": "x"})
-    assert (knows_tools(template), notes) == (True, [])
+    assert notes == []
     assert rendered(template, HELLO, b"") == "user: Hi tools"
     assert rendered(template, HELLO, form().rendered).endswith("user:Hi")
     assert _chat_template({"default": PLAIN, "rag": "x"}) == (PLAIN, [])

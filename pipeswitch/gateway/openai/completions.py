@@ -40,15 +40,7 @@ from .answer_stream import Answers, AnswerStream
 from .choices import MAX_CHOICES, Choices, check_count
 from .embeddings import MAX_TEXTS, Embed, embedded
 from .tokenizer_worker import StartGeneration
-from .tools import (
-    MAX_TOOLS,
-    MAX_TOOLS_BYTES,
-    AnswerForm,
-    CallReader,
-    ResponseFormat,
-    Tool,
-    form_of,
-)
+from .tools import MAX_TOOLS_BYTES, AnswerForm, CallReader, ResponseFormat, Tool, Tools, form_of
 
 PREFIX: Final = "/v1"
 MODELS, TEXT, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
@@ -131,7 +123,7 @@ class CompletionRequest(TritonRequest, frozen=True, kw_only=True):
     logprobs: bool | int | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Tools | None = None
     tool_choice: str | Tool | None = None
     parallel_tool_calls: bool | None = None
     n: int | None = None
@@ -143,12 +135,8 @@ class CompletionRequest(TritonRequest, frozen=True, kw_only=True):
     @property
     def form(self) -> AnswerForm:
         """Raises InvalidInput: the tools or the response format are not valid."""
-        is_single = self.parallel_tool_calls is False
-        given = self.response_format, self.tools or (), self.tool_choice
-        try:
-            return form_of(*given, is_single=is_single)
-        except RecursionError:
-            raise InvalidInput("a schema is nested too deeply", param="tools") from None
+        given = self.response_format, self.tools or [], self.tool_choice
+        return form_of(*given, is_single=self.parallel_tool_calls is False)
 
     @property
     def scores_prompt(self) -> bool:
@@ -205,9 +193,10 @@ class Completions:
     async def _models(self, caller: Principal, name: str) -> Response:
         told = {"object": "model", "owned_by": "pipeswitch", "created": self._began_s}
         rows = {
-            row["name"]: {"id": row["name"], **told}
+            name: {"id": name, **told}
             for row in await self._service.rows(caller)
             if ({*row["inputs"]}, {*row["outputs"]}) == SIGNATURE
+            for name in (row["name"], *row.get("aliases", ()))
         }
         for alias, model in self._service.aliases.items():
             if model in rows:
@@ -238,7 +227,7 @@ class Completions:
         answer_form = said.form
         if answer_form.names and not is_chat:
             raise InvalidInput("tools are for chats", hint=CHAT, param="tools")
-        form = _OpenAi(said, answer_form, prompts, n)
+        form = _OpenAi(said, prompts, n)
         if form.hides:
             said = replace(said, max_tokens=1)
         if said.best_of not in (None, n):
@@ -246,9 +235,7 @@ class Completions:
         messages = bytes(said.messages) if is_chat else None
         tokens = None if is_chat else SHORT_TOKENS
 
-        def asked(
-            prompt: str | list[int], seed: int | None, *, own: Mapping[str, Any]
-        ) -> StartGeneration:
+        def asked(prompt: str | list[int], seed: int | None, *, own: Any) -> StartGeneration:
             own = {**own, "json_schema": answer_form.schema}
             begin = _begin(said, prompt, messages, own=own, tokens=tokens, seed=seed)
             return replace(begin, tools=answer_form.rendered)
@@ -329,14 +316,9 @@ class _OpenAi:
 
     choices: Choices
 
-    def __init__(
-        self,
-        said: CompletionRequest,
-        form: AnswerForm,
-        prompts: Sequence[str | list[int]],
-        n: int,
-    ) -> None:
+    def __init__(self, said: CompletionRequest, prompts: Sequence[str | list[int]], n: int) -> None:
         """Prepare the format: a client that sent token ids receives ids beside the text."""
+        form = said.form
         self._readers = [CallReader(form) for _ in range(len(prompts) * n) if form.names]
         self._echo = [one if said.echo else "" for one in prompts for _ in range(n)]
         self._has_ids, self._has_logprobs = isinstance(prompts[0], list), said.logprobs is not None

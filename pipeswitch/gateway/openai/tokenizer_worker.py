@@ -15,7 +15,7 @@ import signal
 from array import array
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final
 
 import msgspec
 
@@ -164,22 +164,22 @@ class TokenizerWorker:
         return encode(text, with_special=with_special)
 
     def _rendered(self, asked: StartGeneration) -> str:
-        messages, template = parsed(asked.messages or b""), self._facts.chat_template
-        if not template:
+        messages, tools = parsed(asked.messages or b""), None
+        if not self._facts.chat_template:
             raise InvalidInput("the model has no chat template", hint="ask /v1/completions")
-        if asked.tools and not knows_tools(template):
-            raise InvalidInput(
-                "the model's chat template does not show tools to the model",
-                hint='tool_choice="none", or a model whose template has the variable tools',
-                param="tools",
-            )
-        return self._template(
-            messages=messages,
-            add_generation_prompt=True,
-            tools=msgspec.json.decode(asked.tools) if asked.tools else None,
-            documents=None,
-            **self._facts.special,
-        )
+        if asked.tools:
+            tools = msgspec.json.decode(asked.tools)
+            if self._render(messages, tools) == self._render(messages, None):
+                raise InvalidInput(
+                    "the model's chat template does not show tools to the model",
+                    hint='tool_choice="none", or a model whose template reads tools',
+                    param="tools",
+                )
+        return self._render(messages, tools)
+
+    def _render(self, messages: Any, tools: Any) -> str:
+        settings = {"add_generation_prompt": True, "documents": None, **self._facts.special}
+        return self._template(messages=messages, tools=tools, **settings)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -256,19 +256,7 @@ def _text(content: msgspec.Raw) -> str:
 
 
 def compiled(template: str) -> Callable[..., str]:
-    """Return the template's render function."""
-    return cast("Callable[..., str]", _environment().from_string(template).render)
-
-
-def knows_tools(template: str) -> bool:
-    """Return True if the template reads the variable ``tools``."""
-    from jinja2.meta import find_undeclared_variables
-
-    return "tools" in find_undeclared_variables(_environment().parse(template))
-
-
-def _environment() -> Any:
-    """Return Jinja's environment of a template, with the names that transformers provides."""
+    """Return the template's render function, with the names that transformers provides."""
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -296,7 +284,7 @@ def _environment() -> Any:
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda how: datetime.datetime.now().strftime(how)
-    return environment
+    return environment.from_string(template).render
 
 
 def framed(data: bytes) -> bytes:
@@ -314,7 +302,6 @@ def main() -> None:
     os.nice(NICENESS)
     from jinja2.exceptions import TemplateError
 
-    knows_tools("{{ tools }}")
     with contextlib.suppress(TemplateError):
         compiled("{{ messages | tojson | trim }}{{ strftime_now('%Y') }}{{ raise_exception('') }}")(
             messages=[]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -26,10 +25,15 @@ HEAD: Final = re.compile(
 START: Final = re.compile(r'\s*\[?\s*(?:\Z|\{\s*(?:\Z|"(?:\Z|[nt])))')  # of a call without a mark
 TAIL: Final = re.compile(rf"\s*\}}?\s*(?:{CLOSE})?[\s,;\]]*")
 # The form in which models are trained to write calls; endless white space is no part of it.
-COMPACT: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
+COMPACT: Final = b'{"whitespace_flexible":false,"item_separator":", ","key_separator":": "}'
+CALL: Final = (
+    b'{"type":"object","properties":{"name":{"const":"%b"},"arguments":%b},'
+    b'"required":["name","arguments"],"additionalProperties":false}'
+)
+REFERENCE: Final = re.compile(rb'"\$ref"\s*:\s*"#')  # in a string its quotes have a backslash
+NO_ARGUMENTS: Final = {"additionalProperties": msgspec.Raw(b"false")}
 
-FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,64}$")]
+Tools = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_TOOLS)]
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,8 +42,8 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True):
-    name: FunctionName
-    parameters: dict[str, Any] | None = None  # JSON schema
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,64}$")]
+    parameters: dict[str, msgspec.Raw] | None = None  # JSON schema; None: it takes no arguments
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +65,7 @@ class AnswerForm(msgspec.Struct, frozen=True, kw_only=True):
 
 def form_of(
     response_format: ResponseFormat | None,
-    tools: Sequence[msgspec.Raw],
+    tools: Tools,
     choice: str | Tool | None,
     *,
     is_single: bool = False,
@@ -78,35 +82,42 @@ def form_of(
         raise InvalidInput(f"tools: {error}", param="tools") from None
     names = tuple(one.name for one in functions)
     chosen = choice.function.name if isinstance(choice, Tool) else ""
-    if isinstance(choice, str) and choice not in ("none", "auto", "required"):
-        hint = 'none, auto, required, or {"type": "function", "function": {"name": …}}'
-        raise InvalidInput(f"no tool_choice {choice[:40]!r}", hint=hint, param="tool_choice")
     is_forced = bool(chosen) or choice == "required"
-    if is_forced and (chosen not in names if chosen else not names):
-        what = f"no function {chosen[:64]!r}" if chosen else "none to choose"
-        hint = ", ".join(names)[:200] or 'tools=[{"type": "function", "function": {…}}]'
-        raise InvalidInput(f"tools has {what}", hint=hint, param="tool_choice")
+    is_known = chosen in names if chosen else not is_forced or bool(names)
+    if not is_known or (not chosen and choice not in (None, "none", "auto", "required")):
+        words = (
+            f"tool_choice {chosen or choice!r:.80}: tools has {', '.join(names)[:200] or 'none'}"
+        )
+        hint = 'none, auto, required, or {"type": "function", "function": {"name": …}}'
+        raise InvalidInput(words, hint=hint, param="tool_choice")
     schema = schema_of(response_format)
     if schema and is_forced:
-        raise InvalidInput(
-            "an answer that must be a call has no response_format",
-            hint='tool_choice="auto", or no response_format',
-            param="response_format",
-        )
+        words = "an answer that must be a call has no response_format"
+        raise InvalidInput(words, hint='tool_choice="auto"', param="response_format")
     if choice == "none" or not names:
         return AnswerForm(schema=schema)
     if is_forced or schema:
         wanted = [one for one in functions if chosen in ("", one.name)]
-        forms = [*map(_schema_of_call, wanted), *([msgspec.json.decode(schema)] if schema else [])]
-        forms = [_moved(one, f"#/anyOf/{place}") for place, one in enumerate(forms)]
-        schema = encode_json({"x-guidance": COMPACT, "anyOf": forms}).decode()
-    return AnswerForm(
-        schema=schema,
-        names=names,
-        rendered=b"[%b]" % b",".join(map(bytes, tools)),
-        is_forced=is_forced,
-        is_single=is_single,
-    )
+        forms = [*map(_schema_of_call, wanted), *([schema.encode()] if schema else [])]
+        moved = [_moved(one, b"/anyOf/%d" % place) for place, one in enumerate(forms)]
+        schema = (b'{"x-guidance":%b,"anyOf":[%b]}' % (COMPACT, b",".join(moved))).decode()
+    rendered = b"[%b]" % b",".join(map(bytes, tools))
+    flags = {"is_forced": is_forced, "is_single": is_single}
+    return AnswerForm(schema=schema, names=names, rendered=rendered, **flags)
+
+
+def _schema_of_call(function: Function) -> bytes:
+    given = NO_ARGUMENTS if function.parameters is None else function.parameters
+    schema = {"type": msgspec.Raw(b'"object"'), **given}
+    if bytes(schema["type"]) != b'"object"':
+        raise InvalidInput(f"tools: {function.name}: parameters are an object", param="tools")
+    arguments = _moved(encode_json(schema), b"/properties/arguments")
+    return CALL % (function.name.encode(), arguments)
+
+
+def _moved(schema: bytes, place: bytes) -> bytes:
+    """Return a schema that lies at ``place`` of another one: its references point there."""
+    return REFERENCE.sub(rb"\g<0>" + place, schema)
 
 
 def schema_of(response_format: ResponseFormat | None) -> str:
@@ -127,29 +138,6 @@ def schema_of(response_format: ResponseFormat | None) -> str:
             hint='{"type": "json_schema", "json_schema": {"name": "a", "schema": {…}}}',
         )
     return encode_json(schema).decode()
-
-
-def _schema_of_call(function: Function) -> dict[str, Any]:
-    given = function.parameters
-    parameters = NO_ARGUMENTS if given is None else {"type": "object", **given}
-    if parameters["type"] != "object":
-        raise InvalidInput(f"tools: {function.name}'s parameters are no object", param="tools")
-    parameters = _moved(parameters, "#/properties/arguments")
-    properties = {"name": {"const": function.name}, "arguments": parameters}
-    closed = {"required": [*properties], "additionalProperties": False}
-    return {"type": "object", "properties": properties, **closed}
-
-
-def _moved(schema: Any, root: str) -> Any:
-    """Return a schema that lies at ``root`` of another one, so that its references hold there."""
-    if isinstance(schema, list):
-        return [_moved(one, root) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {name: _moved(one, root) for name, one in schema.items()}
-    if isinstance(own := moved.get("$ref"), str) and own.startswith("#"):
-        moved["$ref"] = root + own[1:]
-    return moved
 
 
 class CallReader:
