@@ -121,12 +121,6 @@ def test_a_text_is_not_held_longer_than_it_may_become_a_call() -> None:
     assert begun[0]["function"] == {"name": "now", "arguments": '{"a'}  # before it is complete
 
 
-def test_one_call_at_most_where_the_client_wants_no_parallel_ones() -> None:
-    for parallel, calls in ((False, [ULM]), (True, [ULM, NOW]), (None, [ULM, NOW])):
-        given = form(parallel_tool_calls=parallel)
-        assert read(f"{MARKED} {LATER}", given, sizes_of(2)) == ("", calls)
-
-
 @pytest.mark.parametrize("unit", [" ", "<", "[", "{", "<tool_call>", '{"n', MARKED])
 def test_a_long_text_is_read_in_linear_time(unit: str) -> None:
     """An endless text must not occupy the gateway's loop: quadratic work would take minutes."""

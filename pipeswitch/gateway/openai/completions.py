@@ -125,7 +125,6 @@ class CompletionRequest(TritonRequest, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     tools: Tools | None = None
     tool_choice: str | Tool | None = None
-    parallel_tool_calls: bool | None = None
     n: int | None = None
     best_of: int | None = None
     messages: msgspec.Raw = ABSENT  # read where the template is: it may be made of much
@@ -135,8 +134,7 @@ class CompletionRequest(TritonRequest, frozen=True, kw_only=True):
     @property
     def form(self) -> AnswerForm:
         """Raises InvalidInput: the tools or the response format are not valid."""
-        given = self.response_format, self.tools or [], self.tool_choice
-        return form_of(*given, is_single=self.parallel_tool_calls is False)
+        return form_of(self.response_format, self.tools or [], self.tool_choice)
 
     @property
     def scores_prompt(self) -> bool:

@@ -60,15 +60,10 @@ class AnswerForm(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...] = ()  # of the tools; empty: it calls none
     rendered: bytes = b""  # the tools as JSON, for the chat's template
     is_forced: bool = False  # it must be a call
-    is_single: bool = False  # it has one call at most
 
 
 def form_of(
-    response_format: ResponseFormat | None,
-    tools: Tools,
-    choice: str | Tool | None,
-    *,
-    is_single: bool = False,
+    response_format: ResponseFormat | None, tools: Tools, choice: str | Tool | None
 ) -> AnswerForm:
     """Return the form of a request's answers.
 
@@ -102,8 +97,7 @@ def form_of(
         moved = [_moved(one, b"/anyOf/%d" % place) for place, one in enumerate(forms)]
         schema = (b'{"x-guidance":%b,"anyOf":[%b]}' % (COMPACT, b",".join(moved))).decode()
     rendered = b"[%b]" % b",".join(map(bytes, tools))
-    flags = {"is_forced": is_forced, "is_single": is_single}
-    return AnswerForm(schema=schema, names=names, rendered=rendered, **flags)
+    return AnswerForm(schema=schema, names=names, rendered=rendered, is_forced=is_forced)
 
 
 def _schema_of_call(function: Function) -> bytes:
@@ -167,8 +161,6 @@ class CallReader:
                 if not is_last and CLOSE.startswith(rest):
                     break
                 self._held, self._part, self._may_begin = rest, "text", True
-            elif self._form.is_single and self.count:
-                self._held = ""
             else:
                 content += self._content()
                 head = HEAD.match(self._held[:MAX_HELD_CHARS])
