@@ -78,29 +78,30 @@ def sizes_of(seed: int) -> Any:
 ULM, NOW = ("weather", {"city": 'Ulm {"[" }'}), ("now", {})
 MARKED, LATER = f"<tool_call>\n{CALL}\n</tool_call>", '{"name":"now","parameters":{}}'
 
+PLAIN_TEXTS = (
+    "",
+    "  Hello\n\n  you \n",
+    "[1] shows <b>it</b> < 3",
+    '{"answer": [1, 2]}',
+    '{"name": "other", "arguments": {}}',
+    MARKED[:20],
+    "<tool_call>{]}</tool_call> so",
+    '{"n' + " " * 600 + "x",
+)
 
-@pytest.mark.parametrize("seed", range(6))
+
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
         (CALL, "", [ULM]),  # a forced one, and Llama's
-        (f" \n{MARKED}", "", [ULM]),
         (f"Let me see.\n{MARKED}\n<tool_call>{LATER}</tool_call>", "Let me see.", [ULM, NOW]),
         (f"[{CALL}, {LATER}]", "", [ULM, NOW]),  # Mistral's
-        (f"{CALL}; {LATER}", "", [ULM, NOW]),
-        (f"{MARKED}\nThat was it.", "That was it.", [ULM]),
+        (f" {MARKED}\nThat was it.", "That was it.", [ULM]),
         ('{"type": "function", "name": "now", "parameters": {}}', "", [NOW]),
         (CALL[:-1], "", [ULM]),  # cut behind the arguments
-        ("Hello", "Hello", []),
-        ("  Hello\n\n  you \n", "  Hello\n\n  you \n", []),
-        ("[1] shows <b>it</b> < 3", "[1] shows <b>it</b> < 3", []),
-        ('{"answer": [1, 2]}', '{"answer": [1, 2]}', []),
-        ('{"name": "other", "arguments": {}}', '{"name": "other", "arguments": {}}', []),
-        (MARKED[:20], MARKED[:20], []),
-        ("<tool_call>{]}</tool_call> so", "<tool_call>{]}</tool_call> so", []),
         (f"<tool_call>{{}}</tool_call>{MARKED}", "<tool_call>{}</tool_call>", [ULM]),
-        ('{"n' + " " * 600 + "x", '{"n' + " " * 600 + "x", []),
-        ("", "", []),
+        *[(text, text, []) for text in PLAIN_TEXTS],
     ],
 )
 def test_calls_are_read_from_a_text_in_any_pieces_and_nothing_is_lost(
@@ -110,9 +111,8 @@ def test_calls_are_read_from_a_text_in_any_pieces_and_nothing_is_lost(
 
 
 def test_a_text_is_not_held_longer_than_it_may_become_a_call() -> None:
-    for text in ("Hello ", "{'a'", '{"answer', "[1", "<b>", "x" * 300):
-        reader = CallReader(form())
-        assert reader.push(text, is_last=False)["content"] == text.rstrip()
+    for text in ("Hello ", "{'a'", '{"answer', "[1", "<b>"):
+        assert CallReader(form()).push(text, is_last=False)["content"] == text.rstrip()
     reader = CallReader(form())
     assert reader.push("see <tool", is_last=False) == {"content": "see"}
     assert reader.push("box>", is_last=False) == {"content": " <toolbox>"}
@@ -146,31 +146,25 @@ def test_the_choice_decides_what_an_answer_must_be() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tools", "more", "param"),
+    ("tools", "choice", "param"),
     [
-        ([], {"tool_choice": "required"}, "tool_choice"),
-        ([], {"tool_choice": choose("now")}, "tool_choice"),
-        (TOOLS, {"tool_choice": choose("required")}, "tool_choice"),
-        (TOOLS, {"tool_choice": "sometimes"}, "tool_choice"),
-        (TOOLS, {"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-        (TOOLS, {"tool_choice": 1}, "tool_choice"),
-        (TOOLS, {"tool_choice": "required", "response_format": {"type": "json_object"}}, ""),
-        ([{"type": "function"}], {}, "tools"),
-        ([{"type": "retrieval", "function": WEATHER}], {}, "tools"),
-        ([choose("")], {}, "tools"),
-        ([choose('a"b')], {}, "tools"),
-        ([choose("a" * 65)], {}, "tools"),
-        ([{"type": "function", "function": {"name": "a", "parameters": "{}"}}], {}, "tools"),
-        ("weather", {}, "tools"),
-        (TOOLS * 65, {}, "tools"),
-        ([NUMBER], {"tool_choice": "required"}, "tools"),
-        ([choose("a") | {"x": "y" * 70_000}], {}, "tools"),
+        ([], "required", "tool_choice"),
+        (TOOLS, choose("required"), "tool_choice"),
+        (TOOLS, "sometimes", "tool_choice"),
+        (TOOLS, {"type": "allowed_tools"}, "tool_choice"),
+        ([{"type": "function"}], None, "tools"),
+        ([{"type": "retrieval", "function": WEATHER}], None, "tools"),
+        ([choose('a"b')], None, "tools"),
+        ("weather", None, "tools"),
+        (TOOLS * 65, None, "tools"),
+        ([NUMBER], "required", "tools"),
+        ([choose("a") | {"x": "y" * 70_000}], None, "tools"),
     ],
 )
-def test_tools_that_are_none_are_refused_by_their_name(tools: Any, more: Any, param: str) -> None:
+def test_what_cannot_be_called_is_refused_by_its_name(tools: Any, choice: Any, param: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        form(tools, **{"choice": more.pop("tool_choice", None), **more})
-    assert caught.value.data["param"] == (param or "response_format")
+        form(tools, choice)
+    assert caught.value.data["param"] == param
 
 
 def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:

@@ -14,10 +14,7 @@ from ...base.errors import InvalidInput
 MAX_TOOLS: Final = 128  # as OpenAI has it
 MAX_TOOLS_BYTES: Final = 64 << 10
 MAX_HELD_CHARS: Final = 256  # of a text that may become a call: no name is longer
-MARK, CLOSE = (
-    "<tool_call>",
-    "</tool_call>",
-)  # around a call, in templates of Qwen, Hermes and others
+MARK, CLOSE = "<tool_call>", "</tool_call>"  # around a call, as Qwen, Hermes and others have it
 HEAD: Final = re.compile(
     rf'\s*(?:{MARK}\s*)?(?:\[\s*)?\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?'
     r'"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -75,13 +72,13 @@ def form_of(
         functions = [msgspec.json.decode(one, type=Tool).function for one in tools]
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidInput(f"tools: {error}", param="tools") from None
-    names = tuple(one.name for one in functions)
+    names = tuple([one.name for one in functions])
     chosen = choice.function.name if isinstance(choice, Tool) else ""
     is_forced = bool(chosen) or choice == "required"
     is_known = chosen in names if chosen else not is_forced or bool(names)
     if not is_known or (not chosen and choice not in (None, "none", "auto", "required")):
         words = (
-            f"tool_choice {chosen or choice!r:.80}: tools has {', '.join(names)[:200] or 'none'}"
+            f"tool_choice {chosen or choice!r:.80}: tools are {', '.join(names)[:200] or 'none'}"
         )
         hint = 'none, auto, required, or {"type": "function", "function": {"name": …}}'
         raise InvalidInput(words, hint=hint, param="tool_choice")
