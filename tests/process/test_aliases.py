@@ -31,7 +31,7 @@ def test_an_alias_is_a_model_on_every_protocol_and_after_a_restart(tmp_path: Pat
         assert is_bit_equal(client.infer("gpt-4o", X)["y"], wanted)
         assert client.show("o1")["name"] == client.load("gpt-4")["model"] == "m"
         client.prefetch("o1")
-        client.chain("c", ["gpt-4"])
+        client.register_chain("c", ["gpt-4"])
         assert is_bit_equal(client.infer("c", X)["y"], wanted)
 
         given = {"name": "x", "shape": [1, 16], "datatype": "FP32", "data": X.flatten().tolist()}

@@ -13,13 +13,13 @@ from pipeswitch.base.errors import InvalidInput
 from pipeswitch.gateway.openai.completions import CompletionRequest, _said
 from pipeswitch.gateway.openai.tokenizer_worker import StartGeneration, parsed
 from pipeswitch.gateway.openai.tokenizer_worker import TokenizerWorker as TextProcess
-from pipeswitch.gateway.openai.tools import AnswerForm, CallReader, _moved
+from pipeswitch.gateway.openai.tools import AnswerForm, CallReader
 from pipeswitch.programs.build.decoder import _chat_template
 from pipeswitch.programs.decoding.generation import packed_tokenizer
-from pipeswitch.programs.decoding.grammar import Matcher, Tokenizers
+from pipeswitch.programs.decoding.grammar import Tokenizers
 from pipeswitch.programs.decoding.model_config import LanguageModelConfig
 from pipeswitch.programs.decoding.output import StopCriteria
-from pipeswitch.programs.decoding.sampling import Options, Sampling
+from pipeswitch.programs.decoding.sampling import Sampling
 
 PLACE = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 NODE = {  # pydantic writes nested models like this
@@ -167,41 +167,22 @@ def test_what_cannot_be_called_is_refused_by_its_name(tools: Any, choice: Any, p
     assert caught.value.data["param"] == param
 
 
-def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
-    for depth in (900, 3000):
-        deep = '{"items":' * depth + "{}" + "}" * depth
-        body = '{"model": "m", "messages": [], "tool_choice": "required", "tools": [{"type": '
-        body += '"function", "function": {"name": "a", "parameters": ' + deep + "}}]}"
-        with pytest.raises(InvalidInput):
-            Options(json_schema=_said(body.encode(), CompletionRequest).form.schema).check()
-
-
-def test_references_of_a_moved_schema_hold_and_texts_stay() -> None:
-    given = {"a": [{"$ref": "#"}, {"$ref": "#/$defs/b"}], "$ref": "c.json#/d", "const": '"$ref":"#'}
-    moved = {**given, "a": [{"$ref": "#/x"}, {"$ref": "#/x/$defs/b"}]}
-    assert json.loads(_moved(json.dumps(given).encode(), b"/x")) == moved
-
-
-def matcher_of(schema: str) -> Matcher:
-    pytest.importorskip("llguidance")
-    from tests.models.words import trained
-
-    words, tokenizers = trained("bytes"), Tokenizers()
-    tokenizers.packed["d"] = packed_tokenizer(words.to_str())
-    ends = (words.token_to_id("<end>"),)
-    return Matcher(tokenizers.get("d", 700, ends), schema, ends, (), 700)
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_any_tokens_of_a_forced_call_are_a_call(seed: int) -> None:
     """The weights do not matter: only tokens that the schema allows are chosen."""
+    pytest.importorskip("llguidance")
     from tests.models.words import trained
 
-    words, chance, answer = trained("bytes"), random.Random(seed), list[int]()
-    end = words.token_to_id("<end>")
+    words, chance, answer, tokenizers = (
+        trained("bytes"),
+        random.Random(seed),
+        list[int](),
+        Tokenizers(),
+    )
+    tokenizers.packed["d"], end = packed_tokenizer(words.to_str()), words.token_to_id("<end>")
     tree = {"type": "function", "function": {"name": "tree", "parameters": NODE}}
     given = form([choose("now"), tree], choose("tree") if seed % 2 else "required")
-    matcher = matcher_of(given.schema)
+    matcher = tokenizers.matcher("d", 700, (end,), given.schema, ())
     while end not in answer:
         choices = np.flatnonzero(matcher.allowed()).tolist()
         short = [one for one in choices if one == end or b"}" in words.decode([one]).encode()]
@@ -248,19 +229,14 @@ def rendered(template: str, messages: Any, tools: bytes) -> Any:
 
 
 def test_a_template_shows_the_tools_and_the_calls_so_far() -> None:
-    called = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
-    called["function"]["arguments"] = '{"city": "Ulm"}'  # type: ignore[index]
+    called = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
     chat = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [called]}]
     chat.append({"role": "tool", "content": "9", "tool_call_id": "a"})
     text = rendered(QWEN, chat, form().rendered)
     assert text == "".join(map(json.dumps, TOOLS)) + "user:Hiassistant:Ulmtool:9"
     assert rendered(QWEN, HELLO, b"") == "user:Hi"
-    for blind in (
-        PLAIN,
-        "{% set tools = [] %}{{ tools }}" + PLAIN,
-        "{{ (tools or [])[:0] | join }}" + PLAIN,
-    ):
-        refused = rendered(blind, HELLO, form().rendered)
+    for blind in ("", "{% set tools = [] %}{{ tools }}", "{{ (tools or [])[:0] | join }}"):
+        refused = rendered(blind + PLAIN, HELLO, form().rendered)
         assert (refused.param, bool(refused.hint)) == ("tools", True)
 
     def arguments(given: Any) -> Any:
@@ -273,9 +249,7 @@ def test_a_template_shows_the_tools_and_the_calls_so_far() -> None:
     with pytest.raises(InvalidInput) as caught:
         arguments("{")
     assert caught.value.data["param"] == "messages"
-    odd = [
-        {"role": "assistant", "tool_calls": given} for given in (None, 1, [1], [{"function": 2}])
-    ]
+    odd = [{"role": "a", "tool_calls": given} for given in (None, 1, [1], [{"function": 2}])]
     assert len(parsed(json.dumps(odd).encode())) == 4
 
 
