@@ -28,7 +28,7 @@ States = Annotated[dict[_Output, tuple[_Output, _Axis]], Meta(max_length=MAX_TEN
 
 
 class BuildRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is built: the fields that ``programs/spec.py`` has, too."""
+    """Fields of a registration that are built (``programs/spec.py``)."""
 
     source: Text = ""
     weights: Text = ""
