@@ -385,9 +385,7 @@ class Placement(JobPlacement):
             if taken := dict(one for one in self._names() if one[0] in own and one[1] != model):
                 for name in taken if is_known else [model]:  # of a known model its new aliases
                     told(ray, node_of(ray, node).unregister.remote(name))
-                words = " and ".join(
-                    [f'"{name}" is already a name of "{taken[name]}"' for name in taken]
-                )
+                words = f"{', '.join(taken)}: already a name of {', '.join(taken.values())}"
                 raise AlreadyExists(words, hint="choose another name")
             ray.get(node_of(ray, node).remember.remote(model, body))
             self._look()

@@ -361,8 +361,9 @@ class Service:
 
 def _named(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
     """Return the models' names and aliases, which are counted apart, with their versions."""
-    names = [(row["name"], *row.get("aliases", ())) for row in rows]
-    return [(name, row["version"]) for row, own in zip(rows, names, strict=True) for name in own]
+    return [
+        (name, row["version"]) for row in rows for name in (row["name"], *row.get("aliases", ()))
+    ]
 
 
 def _places(asked: InferRequest) -> list[Place]:
