@@ -50,7 +50,7 @@ def test_an_alias_is_a_model_on_every_protocol_and_after_a_restart(tmp_path: Pat
             assert np.array_equal(triton.infer("o1", [tensor]).as_numpy("y"), wanted.numpy())
 
     with checked_server(**state) as checked:
-        client, host = checked.client, ("--host", checked.running.address)
+        client, host = checked.client, ("--host", checked.running.ipc_address)
         assert is_bit_equal(client.infer("gpt-4o", X)["y"], wanted)
         assert "gpt-4o" in command(*host, "models").stdout
         assert command(*host, "unregister", "gpt-4o").returncode == 0

@@ -113,7 +113,8 @@ def test_two_hundred_tokens_beside_a_job_with_workers_that_die(
         is_over.set()
         turn.release()
         striking.join()
-        task.cancel()
+        with contextlib.suppress(InvalidInput):  # 51 deaths end the job
+            task.cancel()
     assert client.sequences() == []
 
 
