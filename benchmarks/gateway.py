@@ -63,7 +63,7 @@ def run(bench: Run, models: Sequence[str] = ()) -> None:
                     inputs=model.inputs,
                     precision=precision,
                 )
-            _loads(bench, running, setting)
+            _loads(bench, running, setting, [*client.show("exact")["inputs"]])
     bench.notes.append("JSON in and out, one example a request; a rival is stopped meanwhile")
 
 
@@ -131,10 +131,8 @@ class _Server(foreign.Foreign):
     path: str = ""
 
 
-def _loads(bench: Run, running: RunningServer, setting: Setting) -> None:
-    model = setting.model.name
-    with np.load(setting.order()["inputs_path"]) as arrays:
-        inputs = dict(arrays)
+def _loads(bench: Run, running: RunningServer, setting: Setting, names: Sequence[str]) -> None:
+    model, inputs = setting.model.name, dict(zip(names, setting.arrays(), strict=True))
     with contextlib.ExitStack() as stack:
         servers = [
             _Server(NAMES[one], address=running.http_address, path=infer_path(one))

@@ -77,6 +77,7 @@ _DIGEST_CHARS: Final = 64  # in front of a copy's content
 
 
 def key_of(entry: Entry) -> Key:
+    """Return an entry's key."""
     return str(entry["kind"]), str(entry["name"])
 
 
@@ -93,6 +94,7 @@ def superseded_by(entry: Entry) -> list[Key]:
 
 
 def is_name(name: str) -> bool:
+    """Return whether a text is a valid name."""
     return bool(_NAME.fullmatch(name))
 
 

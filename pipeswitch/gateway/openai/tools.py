@@ -34,11 +34,15 @@ Tools = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_TOOLS)]
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAI's ``response_format``."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True):
+    """Function that a model may call."""
+
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,64}$")]
     parameters: dict[str, msgspec.Raw] | None = None  # JSON schema; None: it takes no arguments
 
