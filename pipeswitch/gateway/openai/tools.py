@@ -166,8 +166,11 @@ class CallReader:
                 content += self._content()
                 head = HEAD.match(self._held[:MAX_HELD_CHARS])
                 if head and head[1] in self._form.names:
-                    calls.append(self._begun(head[1]))
+                    one = {"index": self.count, "id": f"call_{secrets.token_hex(12)}"}
+                    function = {"name": head[1], "arguments": ""}
+                    calls.append({**one, "type": "function", "function": function})
                     self._held, self._part = self._held[head.end() :], "arguments"
+                    self.count += 1
                 elif head or is_last or len(self._held) >= MAX_HELD_CHARS or CLOSE in self._held:
                     place = len(self._held) - len(self._held.lstrip()) + 1  # it becomes no call
                     content, self._held = content + self._held[:place], self._held[place:]
@@ -190,15 +193,6 @@ class CallReader:
         self._held = self._held[len(text) :]
         self._may_begin = self._may_begin and not text
         return text
-
-    def _begun(self, name: str) -> dict[str, Any]:
-        self.count += 1
-        return {
-            "index": self.count - 1,
-            "id": f"call_{secrets.token_hex(12)}",
-            "type": "function",
-            "function": {"name": name, "arguments": ""},
-        }
 
     def _arguments(self) -> str:
         """Take the text of a call's arguments, up to their closing brace."""

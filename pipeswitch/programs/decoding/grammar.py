@@ -47,7 +47,7 @@ class Tokenizers:
         if (digest, ends) not in self._made:
             if len(self._made) >= MOST_TOKENIZERS:
                 self._made.clear()
-                self._kept.clear()
+                self._kept.clear()  # they hold a tokenizer, too
             try:
                 text = tokenizer_json(self.packed.get(digest, b""))
                 made = llguidance.LLTokenizer(text, n_vocab=size, eos_token=[*ends])
@@ -60,11 +60,13 @@ class Tokenizers:
         self, digest: str, size: int, ends: tuple[int, ...], schema: str, answer: Sequence[int]
     ) -> Matcher:
         """Return the place of an answer in its schema: a kept one, or a new one by a replay."""
-        for one in self._kept:
-            if one.schema == schema and one.is_at(self.get(digest, size, ends), answer):
-                self._kept.remove(one)
-                return one
-        return Matcher(self.get(digest, size, ends), schema, ends, answer, size)
+        key = digest, ends, schema, [*answer]
+        for number, one in enumerate(self._kept):
+            if (*one.key, one.answer) == key:
+                return self._kept.pop(number)
+        made = Matcher(self.get(digest, size, ends), schema, ends, answer, size)
+        made.key = key[:3]
+        return made
 
     def keep(self, matchers: Iterable[Matcher]) -> None:
         self._kept = [*self._kept, *matchers][-MAX_MATCHERS:]
@@ -73,6 +75,8 @@ class Tokenizers:
 class Matcher:
     """The place of one answer in its schema."""
 
+    key: tuple[str, tuple[int, ...], str]  # of ``Tokenizers``: program, end tokens and schema
+
     def __init__(
         self, tokenizer: Any, schema: str, ends: Sequence[int], answer: Sequence[int], size: int
     ) -> None:
@@ -80,7 +84,7 @@ class Matcher:
         from llguidance import LLMatcher
 
         self._matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(schema))
-        self.schema, self._tokenizer, self._answer = schema, tokenizer, list[int]()
+        self.answer: list[int] = []
         self._ends, self._size = ends, size
         for token in answer:
             self.take(token)
@@ -96,13 +100,9 @@ class Matcher:
             found[:] = np.unpackbits(bits, count=self._size, bitorder="little")
         return found
 
-    def is_at(self, tokenizer: Any, answer: Sequence[int]) -> bool:
-        """Return True if the answer so far is this one."""
-        return self._tokenizer is tokenizer and self._answer == [*answer]
-
     def take(self, token: int) -> None:
         """Continue with a token. Raise InvalidInput if it does not follow the schema."""
-        self._answer.append(token)
+        self.answer.append(token)
         if token not in self._ends and not self._matcher.consume_token(token):
             self._check()
             raise refusal(f"token {token} does not follow it")

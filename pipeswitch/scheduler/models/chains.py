@@ -90,12 +90,6 @@ class Chains:
             if one is not None and one.manifest is not None and one.state.state in PRESENT
         }
 
-    def check_free(self, name: ModelName) -> None:
-        """Raise AlreadyExists if a chain has this name."""
-        if name in self._machine.chains:
-            hint = f"pipeswitch unregister {name}, or choose another name"
-            raise errors.AlreadyExists(f'"{name}" is a chain', hint=hint)
-
     def unregister(self, event: UnregisterRequest) -> None:
         """Remove a chain; its running requests continue."""
         _, tenant = self._machine.chains[event.model]

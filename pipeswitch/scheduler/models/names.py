@@ -85,14 +85,14 @@ class Names:
             AlreadyExists: one of them is another model's.
             InvalidInput: they are too many.
         """
-        machine, own = self._machine, self.aliases.of(model)
+        served, chains = self._machine.served, self._machine.chains
         for name in (model, *aliases):
-            is_other = name in machine.served or name in machine.chains or self.failed_of(name)
-            other = self.aliases.names.get(name, name if is_other else model)
-            if other != model:
+            is_others = name != model and (name in served or bool(self.failed_of(name)))
+            other = name if is_others or name in chains else self.aliases.names.get(name, model)
+            if other != model or name in chains:
                 hint = f"pipeswitch unregister {name}, or choose another name"
                 raise errors.AlreadyExists(f'"{name}" is already a name of "{other}"', hint=hint)
-        if len({*own, *aliases}) > MAX_ALIASES:
+        if len({*self.aliases.of(model), *aliases}) > MAX_ALIASES:
             raise InvalidInput(f'"{model}" would have more than {MAX_ALIASES} aliases')
 
     def drop_alias(self, event: ev.UnregisterRequest) -> None:

@@ -58,7 +58,6 @@ class Registry:
         core = self._core
         if core.is_draining:
             raise errors.ServerUnavailable("the server is draining")
-        self.chains.check_free(event.model)
         self.names.check_free(split_name(event.model)[0], event.aliases)
         old = None if event.is_known else self._versions.newest(event.model)
         is_leaving = old is not None and old.state.state is ModelState.LEAVING
