@@ -35,6 +35,7 @@ URGENT_PRIORITY: Final = "high"  # priority that needs ``urgent``
 MODEL_FACTS: Final = frozenset(
     {
         "name",
+        "aliases",
         "version",
         "current",
         "versions",

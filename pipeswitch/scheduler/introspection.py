@@ -159,6 +159,7 @@ class Introspection:
         ]
         return {
             "name": name,
+            "aliases": [],
             "version": 1,
             "current": True,
             "share": 100,
@@ -188,11 +189,11 @@ class Introspection:
             "is_batch_invariant": None,
         }
 
-    @staticmethod
-    def _facts(model: Model) -> dict[str, Any]:
+    def _facts(self, model: Model) -> dict[str, Any]:
         """Return the row of a model that has no device and no known program."""
         return {
             "name": model.base,
+            "aliases": list(self._versions.aliases.of(model.base)),
             "version": model.version,
             "current": False,
             "share": 0,

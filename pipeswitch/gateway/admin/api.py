@@ -217,6 +217,7 @@ class Api:
                     BUNDLE: {"type": "string", "format": "binary"},
                 },
                 query={
+                    "aliases": ("string", "With a bundle: further names, with commas between them"),
                     "priority": ("string", "With a bundle: high, normal or low"),
                     "pin": ("boolean", "With a bundle: keep it on the device"),
                     "max_batch": ("integer", "With a bundle: the largest batch"),
@@ -348,7 +349,8 @@ class Api:
         if asked.head.headers.get("content-type", "").startswith(BUNDLE):
             if not len(asked.body):
                 raise InvalidInput("the bundle is empty", hint="curl --data-binary @FILE.bundle")
-            fields = {"source": "", **asked.query}
+            fields: dict[str, Any] = {"source": "", **asked.query}
+            fields["aliases"] = [one for one in asked.query.get("aliases", "").split(",") if one]
             given = _registration(lambda: msgspec.convert(fields, RegisterRequest, strict=False))
             require_roles(given, require)
             source = await self._upstream.upload(asked.body, "bundle", caller.tenant)

@@ -137,8 +137,8 @@ class Service:
             rows = [await self._row(caller, model, version)]
         else:
             rows = await self.rows(caller)
-            self._tally.forget_others({row["name"] for row in rows})
-        return {"model_stats": [self._tally.row(row["name"], row["version"]) for row in rows]}
+            self._tally.forget_others({name for name, _ in _named(rows)})
+        return {"model_stats": [self._tally.row(*one) for one in _named(rows)]}
 
     async def index(self, caller: Principal, *, ready_only: bool = False) -> list[dict[str, Any]]:
         """Return the repository's index."""
@@ -310,7 +310,7 @@ class Service:
             versions = self._upstream.ask("models", body={"versions": True})
             stats, jobs, ps, models = await asyncio.gather(*asked, versions)
             rows = models["models"]
-            current = [(row["name"], row["version"]) for row in rows if row["current"]]
+            current = _named([row for row in rows if row["current"]])
             self._tally.forget_others({name for name, _ in current})
             facts = {
                 "stats": stats,
@@ -357,6 +357,13 @@ class Service:
     async def rows(self, caller: Principal) -> list[dict[str, Any]]:
         require(caller, "models")
         return [told(row, caller) for row in (await self._upstream.ask("models"))["models"]]
+
+
+def _named(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
+    """Return the models' names and aliases, which are counted apart, with their versions."""
+    return [
+        (name, row["version"]) for row in rows for name in (row["name"], *row.get("aliases", ()))
+    ]
 
 
 def _places(asked: InferRequest) -> list[Place]:

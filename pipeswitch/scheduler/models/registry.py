@@ -58,14 +58,18 @@ class Registry:
         core = self._core
         if core.is_draining:
             raise errors.ServerUnavailable("the server is draining")
-        self.chains.check_free(event.model)
+        self.names.check_free(split_name(event.model)[0], event.aliases)
         old = None if event.is_known else self._versions.newest(event.model)
         is_leaving = old is not None and old.state.state is ModelState.LEAVING
         if old is not None and not is_leaving and self._is_same(event, old):
+            is_new = self.names.aliases.add(old.base, event.aliases)
             if old.manifest is not None and old.state.state in (
                 ModelState.READY,
                 ModelState.QUARANTINED,
             ):
+                if is_new:
+                    self.names.aliases.remember(old.base, (event.token,))
+                    self._versions.announce(old)
                 self._answer_registered(old, event.token)  # 1.
             else:
                 self.registrations[old.name].waiters.append(event.token)
@@ -158,6 +162,7 @@ class Registry:
             core.pins[model.name] = None
         for device in machine.devices:
             device.state.replicas[model.name] = DeviceModel(model)
+        self.names.aliases.add(base, event.aliases)
         self._versions.opened(model, event.spec_digest)
         if event.restored is not None:
             self._versions.announce(model)
@@ -279,7 +284,10 @@ class Registry:
         model.state.apply(ModelEvent.STORED, f"{message.load_ms:.0f} ms")
         core.models_generation += 1
         self._admission.stored(model)
-        waiters = self.registrations[model.name].waiters
+        registration = self.registrations[model.name]
+        waiters = registration.waiters
+        if not registration.is_known and not registration.takes_over:
+            self.names.aliases.remember(model.base)
         self.names.remember(model, accepts=tuple(waiters))
         if self._is_new(model):
             self.names.hand_over(model, "published")
@@ -330,6 +338,7 @@ class Registry:
         if registration.is_known:  # its entry and its files stay
             model.reason = str(error)
             self.names.failed[model.name] = model
+        self.names.release(model.base)
         core.refuse_all(error, registration.waiters)
         core.publish("model.refused", model=model.name, error=errors.to_wire(error))
 
@@ -384,6 +393,9 @@ class Registry:
         build waits or runs is cancelled: a build may take arbitrarily long.
         """
         core = self._core
+        if event.model in self.names.aliases.names:
+            self.names.drop_alias(event)
+            return
         if event.model in self._machine.chains:
             self.chains.unregister(event)
             return

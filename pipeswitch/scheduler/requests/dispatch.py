@@ -269,9 +269,7 @@ class Dispatch:
                 blocked.append(view)
                 continue
             is_sent = False
-            if (
-                not replica.is_on_device and not is_link_busy
-            ):  # 8. The running pass is another request's.
+            if not replica.is_on_device and not is_link_busy:  # 8.
                 is_sent = self._send(request, replica)
                 is_link_busy = is_sent or self._is_link_busy()
             if is_there or is_sent:
