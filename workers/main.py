@@ -36,8 +36,8 @@ from .training.hooks import use_pace
 from .training.host import JobHost
 from .training.script import give_freed_memory_back, run_script
 
-STATUS_FAILED = 70  # as of any child that an exception ends (launch.py)
-REST_S = 5.0  # without a message: then a worker gives freed memory back
+STATUS_FAILED = 70  # like every child that an exception ends (launch.py)
+REST_S = 5.0  # idle time after which a worker returns freed memory
 PREFAULT_BYTES = 8 << 20  # a piece holds the interpreter for less than a millisecond
 
 
@@ -47,7 +47,7 @@ def run(settings: worker_msg.WorkerSettings, descriptors: Sequence[int]) -> int:
     ``descriptors``: task channel, signal channel, board, all wake-ups'; then pool and arena's,
     which a worker of one tenant gets with ``BindTenant``.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who leaves when is the controller's decision
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides which process exits when
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
     import torch
@@ -93,7 +93,7 @@ class Worker:
         self._control = control
         self._control_page = control_page
         self._bells = doorbells
-        self._view: WorkerDevice  # these three from ``map_memory`` on
+        self._view: WorkerDevice  # ``map_memory`` sets these three
         self._pool: RequestPool
         self._programs: Programs
         self._gate = Gate(self._on_parked)
@@ -304,7 +304,7 @@ class Worker:
 
     def _on_parked(self, turn: int, next_turn: int, where: Where) -> None:
         """Pass the device on; called by the thread that parks, with the gate's lock held."""
-        self._view.settle()  # what is queued on the device runs on: two groups at most
+        self._view.settle()  # wait for queued work, at most two groups
         reach("job.park")
         parked_at_ms = now_ms()  # before the wake-up: its worker may take this thread's core
         if next_turn:

@@ -20,17 +20,17 @@ ANYONE: Final = "*"  # the tenant of clients without a key: no key's name has th
 class Role(enum.StrEnum):
     """Roles, in the order of the rights that they give away."""
 
-    INFER = "infer"  # ask models, and list what can be asked
-    URGENT = "urgent"  # ask with priority high, before others' requests; or register such models
-    REGISTER = "register"  # bring models, and take one's own away
-    OPERATE = "operate"  # the device, the jobs, everybody's models, the server's end
+    INFER = "infer"  # send requests to models, and list models
+    URGENT = "urgent"  # requests and models with priority high
+    REGISTER = "register"  # register models, and unregister one's own
+    OPERATE = "operate"  # control the device, jobs, all models and the server
     CODE = "code"  # name code that runs as the server's user: scripts and factories
 
 
 ALL_ROLES: Final = frozenset(Role)
 LEAST: Final = frozenset({Role.INFER})
 
-URGENT_PRIORITY: Final = "high"  # what ``urgent`` is for
+URGENT_PRIORITY: Final = "high"  # priority that needs ``urgent``
 
 MODEL_FACTS: Final = frozenset(
     {
@@ -95,10 +95,10 @@ OWNER: Final = Principal(tenant="", roles=ALL_ROLES)
 
 
 def parse_roles(names: Iterable[str]) -> frozenset[Role]:
-    """Roles by their names; ``infer`` comes with any.
+    """Return the roles of these names; any role implies ``infer``.
 
     Raises:
-        InvalidInput: one is no role.
+        InvalidInput: a name is not a role.
     """
     try:
         return LEAST.union(Role(name) for name in names)
@@ -107,11 +107,11 @@ def parse_roles(names: Iterable[str]) -> frozenset[Role]:
 
 
 def address_roles(names: Sequence[str]) -> frozenset[Role]:
-    """Return the roles that an address gives to everybody; none of none, not even ``infer``."""
+    """Return the roles that an address gives to everyone; no names give no roles."""
     return parse_roles(names) if names else frozenset()
 
 
 def in_order(roles: Iterable[Role]) -> list[str]:
-    """Their names, as they are listed everywhere."""
+    """Return the names in the usual order."""
     found = set(roles)
     return [role.value for role in Role if role in found]

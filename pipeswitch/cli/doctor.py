@@ -1,4 +1,4 @@
-"""``pipeswitch doctor``: can this machine serve, and what to do where it cannot. No torch."""
+"""``pipeswitch doctor``: whether this machine can serve, and what to do if not. No torch."""
 
 from __future__ import annotations
 

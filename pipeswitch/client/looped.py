@@ -40,15 +40,15 @@ class CallFuture(asyncio.Future[Any]):
 
 
 class InlineTask:
-    """A coroutine that begins with the first ``step``, and goes on in the turn of the loop that
-    brings what it waits for; a task's would take two turns more, each a look at all sockets. No
-    task is current to it: ``asyncio.timeout`` needs one.
+    """Coroutine that continues in the same iteration of the loop in which its result arrives.
+
+    An asyncio task would take two more iterations. ``asyncio.timeout`` does not work in it.
     """
 
     def __init__(self, work: Coroutine[Any, Any, None]) -> None:
         self._work = work
         self._awaited: asyncio.Future[Any] | None = None
-        self._is_cancelled = False  # and is to be told
+        self._is_cancelled = False  # the work is not told yet
 
     def cancel(self) -> None:
         """Cancel what the work waits for, or the work at its next step."""
@@ -65,11 +65,11 @@ class InlineTask:
         except Exception:
             logger.exception("coroutine=%s failed", work)
             return
-        if awaited is None:  # a turn for others
+        if awaited is None:  # let others run
             asyncio.get_running_loop().call_soon(self.step)
             return
         self._awaited = awaited
-        awaited._asyncio_future_blocking = False  # as a task says that it has it
+        awaited._asyncio_future_blocking = False  # like a task, acknowledge the future
         if isinstance(awaited, CallFuture):
             awaited.at_once = self.step
         awaited.add_done_callback(self.step)
@@ -112,7 +112,7 @@ class LoopConnection(Calls):
     def ask(self, op: str, **options: Any) -> Awaitable[Any]:
         """Send a request, for ``convert(reply)``; ``options`` are those of ``Calls._call``.
 
-        To cancel this takes the request back.
+        Cancelling it cancels the request.
 
         Raises:
             ServerUnavailable: at once where no server listens.

@@ -90,10 +90,10 @@ class Signature:
         return batch_range(self.dims)[1]
 
     def random(self, batch: int = 0, seed: int = 0, **extents: int) -> list[Any]:
-        """Made-up inputs in call order.
+        """Return random inputs in call order.
 
         Args:
-            batch: 0: one, or what the model asks for at least.
+            batch: 0: one, or the model's minimum.
             seed: the same inputs for the same seed.
             extents: of other dimensions, by name (``length=7``); default: 128, or the nearest.
         """
@@ -105,13 +105,13 @@ class Signature:
 
 
 def to_frames(given: Any) -> tuple[tuple[WireTensor, ...], list[Any], bool]:
-    """Headers and buffers of a request's inputs, and whether torch tensors were among them.
+    """Return headers and buffers of the inputs, and whether torch tensors were among them.
 
     Nothing is copied unless an array is not contiguous. A mapping names its arguments; a list or
     tuple of arrays, or of what nests around them, is in call order; anything else is one array.
 
     Raises:
-        InvalidInput: a dtype that does not travel, or too many.
+        InvalidInput: an unsupported dtype, or too many inputs.
     """
     try:
         named = _named(given)
@@ -130,7 +130,7 @@ def to_frames(given: Any) -> tuple[tuple[WireTensor, ...], list[Any], bool]:
 
 
 def _named(given: Any) -> list[tuple[str, Any]]:
-    """Flat inputs: by name, by place among the arguments where these nest, else in call order."""
+    """Return flat inputs: by name, by position if arguments are nested, else in call order."""
     if hasattr(given, "dtype"):
         return [("", given)]
     if isinstance(given, list | tuple) and all(hasattr(v, "dtype") for v in given):
@@ -246,7 +246,7 @@ def from_reply(model: str, wants_torch: bool, reply: Reply) -> Result:
         make = _torch_tensor if wants_torch else _numpy_array
         try:
             outputs[tensor.name] = make(buffer, tensor.dtype, tensor.shape)
-        except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # 2^63 times nothing
+        except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # 2^63 times zero
             raise RemoteProtocolError(f"output {tensor.name}: {error}") from None
     returns = reply.body.get("returns")
     if returns is not None:

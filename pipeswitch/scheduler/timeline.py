@@ -16,8 +16,10 @@ from msgspec.structs import replace
 from .events import Span, Spans
 
 RING_BYTES: Final = 6 << 20  # some 2 KiB a switch: the last 3,000
-KEPT: Final = 32_768  # groups of spans that are remembered at most
-MOST_BYTES: Final = 32_768  # of one group; of a longer one the arguments go, then the last spans
+KEPT: Final = 32_768  # maximum number of groups
+MOST_BYTES: Final = (
+    32_768  # limit for a group; a longer one loses its arguments, then its last spans
+)
 NAME_CHARACTERS: Final = 100
 PROCESS_ID: Final = 1
 FIXED_TRACKS: Final = {"scheduler": 0, "copy": 1}
@@ -40,7 +42,7 @@ class Timeline:
         # Where each group begins, in bytes ever written, and its length.
         self._begins = array("q", [0]) * KEPT
         self._lengths = array("i", [0]) * KEPT
-        # The latest end of a span up to each group: what ended later lies behind it.
+        # The latest end of a span up to each group; spans that ended later are in later groups.
         self._latest_ms = array("d", [0.0]) * KEPT
         self._newest_ms = 0.0
         self._count = 0  # groups ever added

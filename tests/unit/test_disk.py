@@ -60,7 +60,7 @@ def test_a_refusal_has_the_numbers_and_says_what_to_remove(disk: Disk, tmp_path:
     assert disk.refusal("a", 400, "a program") is None
     error = disk.refusal("a", 401, "a program")
     assert (error.requested_bytes, error.largest_free_bytes, error.tenant) == (401, 400, "a")
-    assert 'client "a" take 0 B of 400 B' in error.message
+    assert 'client "a" use 0 B of 400 B' in error.message
     assert "pipeswitch unregister" in error.hint
     write(tmp_path / "uploads" / "u.bundle", 900)
     error = disk.refusal("a", 101, "a program")

@@ -36,7 +36,7 @@ Steps = Annotated[tuple[Step, ...], msgspec.Meta(min_length=1, max_length=MAX_ST
 
 
 class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Checked: each step has a name, each of its inputs a source, each output as well."""
+    """Checked chain: each step has a name, and each input and output has a source."""
 
     steps: tuple[Step, ...]
     returns: dict[str, str]  # value of each output of the answer
@@ -73,7 +73,7 @@ def chain_of(
 
     Args:
         returns: the answer's outputs by name; none: all of the last step.
-        models: those that there are, as their clients see them.
+        models: all models, as their clients see them.
 
     Raises:
         InvalidInput: a name is unknown, a value does not match, or no step uses a result.

@@ -1,7 +1,7 @@
-"""Cutting a program's layers into groups, and cutting them anew. Pure.
+"""Division of a program's layers into groups. Pure.
 
-Tensors lie in order of first use and no group pads the ones behind it, so where a cut falls moves
-no byte: the same image in the host store, the same file and the same digest serve every plan.
+Tensors lie in order of first use and no group pads the ones behind it, so every plan
+uses the same image in the host store, the same file and the same digest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .layout import GroupSpec, LayerSpec, Manifest, TensorSpec
 
 
 def layer_bytes(manifest: Manifest) -> tuple[int, ...]:
-    """Bytes each layer is the first to use, padding included; empty when it cannot be cut."""
+    """Return the bytes that each layer is the first to use; empty if there are no layers."""
     starts = _starts(manifest.layers, manifest.tensors, manifest.total_bytes)
     return tuple(end - start for start, end in pairwise(starts))
 

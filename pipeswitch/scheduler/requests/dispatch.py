@@ -96,7 +96,7 @@ class Turns:
     def hung(self) -> RunningTask | None:
         """Return the task that computes for too long, if any; its ``hung_why`` says why.
 
-        1. It still computes long after its deadline; joined requests, after the last of theirs.
+        1. It still computes long after its deadline, or the last deadline of its batch.
         2. It has had the turn for ``max_compute_ms``: assumed to be an endless loop, which would
            hold the device for ever. The model's earlier times do not count: a caller could raise
            the limit by ever larger requests.
@@ -504,7 +504,7 @@ class Dispatch:
             residency_id=replica.residency_id,
             resident_bytes=replica.resident_bytes if is_switch else 0,
             streamed=manifest.total_bytes - replica.resident_bytes if replica.landings else 0,
-            # The stop word means another thing to a pass of a model that streams.
+            # For a streaming pass the stop word has another meaning.
             goes_on=bool(
                 sampling_params and sampling_params.steps > 1 and replica.landings is None
             ),
