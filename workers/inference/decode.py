@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Final
 
 import numpy as np
@@ -28,6 +29,7 @@ from pipeswitch.programs.decoding.generation import (
 )
 from pipeswitch.programs.decoding.grammar import Matcher, Tokenizers, ends_of
 from pipeswitch.programs.decoding.sampling import Chance, chance_of, next_token, sampling_of
+from pipeswitch.programs.graphs.cached_attention import DecodeRows
 from pipeswitch.programs.interface.layout import MAX_JOINED_BYTES, Manifest, ValueSpec, aligned
 from pipeswitch.programs.running.executor import BoundProgram
 
@@ -232,8 +234,10 @@ class DecodeRun:
         self._first, self._tokens = named[USED].tolist(), []
         if self.most:
             self._cache = named[CACHE] = named[CACHE].to(self._device)
+        is_in_place = self.most and self._device == "cpu"  # elsewhere a program copies its inputs
         while True:
-            outputs = self._bound.run([*named.values()], before_group)
+            with DecodeRows([end - 1 for end in upto]) if is_in_place else nullcontext():
+                outputs = self._bound.run([*named.values()], before_group)
             logits, rows = self._named(outputs)
             self._tokens.append(self._choose(logits, upto))
             if not self.most:
