@@ -274,8 +274,7 @@ class CompiledGraph:
         self._device = torch.device(device)
         self._look_up = look_up
         self._last_use = _last_uses(graph)
-        self._calls: dict[str, Callable[..., Any]] = {}
-        self._in_place = calls_in_place(graph, self._callable)
+        self._calls: dict[str | int, Callable[..., Any]] = {**calls_in_place(graph, self._callable)}
         self.group_weights: list[tuple[int, ...]] = []
         self.calls: list[GroupCall] = [self._compile(*span) for span in spans]
 
@@ -323,10 +322,9 @@ class CompiledGraph:
 
         for position in range(first_node, end_node):
             node, own = graph.nodes[position], graph.first_node_value + position
-            call = self._in_place.get(position)
-            if call is None:
-                call = self._calls.get(node.target) or self._callable(node.target)
-                self._calls[node.target] = call
+            key = position if position in self._calls else node.target
+            call = self._calls.get(key) or self._callable(node.target)
+            self._calls[key] = call
             spelt = [spell(argument) for argument in node.args]
             spelt += [f"{key}={spell(value)}" for key, value in node.kwargs.items()]
             function = f"o{len(scope)}"
