@@ -29,8 +29,9 @@ from pipeswitch.planning.fit import quantile
 from pipeswitch.programs.decoding.generation import METADATA_KEY
 from pipeswitch.testing import server
 
-from .gateway import INFER, SMALL, infer_message, json_request
+from .gateway import infer_message, infer_path, json_request
 from .lm_child import letters
+from .models import SMALL
 from .trials import Arm, Numbers, Run, now_ms
 
 TURN_S: Final = 4.0
@@ -232,13 +233,13 @@ def innocent(to: Addresses) -> Iterator[Asks]:
             raise RuntimeError(f"{answer.status} {text[:100]!r}")
 
     x = np.ones((1, 64), np.float32)
-    tensor = json_request(x, INFER).partition(b"\r\n\r\n")[2]
+    tensor = json_request({"input": x}, infer_path(SMALL.name)).partition(b"\r\n\r\n")[2]
     message = infer_message(SMALL.name, x, "input")
     channel = grpc.insecure_channel(to.grpc)
     infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
     with contextlib.closing(caller), Client(to.tcp) as client, channel:
         yield {
-            "json": lambda: asked(INFER, tensor),
+            "json": lambda: asked(infer_path(SMALL.name), tensor),
             "chat": lambda: asked("/v1/chat/completions", chat("chat")),
             "tcp": lambda: client.infer(MODEST, X),
             "grpc": lambda: infer(message, timeout=60),

@@ -172,7 +172,7 @@ class Worker:
         """Enter the sandbox before any part of a client's program is examined."""
         if message.is_code:
             if self._is_confined:
-                raise ValueError(f"{message.model} is code, and this worker is in the sandbox")
+                raise ValueError(f"{message.model} is code, but this worker is in the sandbox")
             for environment in descriptors:
                 take_environment(environment)
             return
@@ -208,7 +208,7 @@ class Worker:
         "cleaning" a worker that ran user code is replacing it (ADR 0005).
         """
         if self._is_confined:
-            raise ValueError(f"{message.job} is a script, and this worker is in the sandbox")
+            raise ValueError(f"{message.job} is a script, but this worker is in the sandbox")
         self._programs.clear()
         self._view.leave()
         self._view.take_back()

@@ -47,12 +47,12 @@ def rehearse(entry: str, args: Sequence[str]) -> Measured:
         if child.returncode:
             raise InvalidInput(
                 f"{entry} failed before its first steps were measured (exit status "
-                f"{child.returncode}); what it said stands above",
+                f"{child.returncode}); see its output above",
                 hint=f"run it by hand: python {entry}",
             )
         if not out.exists():
             raise InvalidInput(
-                f"{entry} has no step of job.steps whose forward saves anything for backward",
+                f"{entry} has no step of job.steps in which forward saves activations",
                 hint="for batch in job.steps(loader, model=model, optimizer=optimizer)",
             )
         return msgspec.json.decode(out.read_bytes(), type=Measured)

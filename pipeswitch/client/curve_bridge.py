@@ -54,10 +54,7 @@ class ZmqLink(Link):
 
     @staticmethod
     def open(context: zmq.Context[Any], address: str, hello_id: str, keys: ClientKeys) -> ZmqLink:
-        """
-        Raises:
-            OSError: it is not an address.
-        """
+        """Open the link; raise OSError if it is not an address."""
         sock = sockets.make_dealer(context, MAX_REPLY_BYTES, keys)
         monitor = sock.get_monitor_socket(_CONNECTED | _SHAKEN | _ENDED | sum(REFUSALS))
         link = ZmqLink(sock=sock, monitor=monitor, address=address, hello_id=hello_id)

@@ -61,8 +61,7 @@ class Overview:
             }
 
     def _share(self, wait_s: float = 0.0) -> None:
-        """Send the current table to nodes whose gateways have an older one; wait for a limited
-        time."""
+        """Send the current table to nodes with an older one; wait for a limited time."""
         ray = connect_ray()
         with self._lock:
             facts = dict(self._facts)
@@ -220,7 +219,7 @@ class JobPlacement(Overview):
         with self._lock:
             homes = job_reconciler.homes_of(job, self._copies())
             if not homes:
-                raise ModelNotFound(f'no job "{job}" is under way', hint="pipeswitch jobs")
+                raise ModelNotFound(f'no job "{job}" is running', hint="pipeswitch jobs")
             if to not in self._nodes or job in self._moving:
                 why = "it is being moved already" if job in self._moving else f'no node "{to}"'
                 raise ModelNotFound(f'job "{job}": {why}', hint="pipeswitch cluster status")
@@ -242,8 +241,9 @@ class JobPlacement(Overview):
             return job in self._moving or "home" in states or states == {"replica"}
 
     def claim(self, node: str, claimed: dict[str, int]) -> set[str] | None:
-        """A node starts, and would go on with these lives: those that are elsewhere by now. None:
-        others have not said yet what they have; ask again."""
+        """Return which of these lives a starting node may not continue: they are elsewhere now.
+
+        None: others have not reported yet; ask again."""
         now_s, names = time.monotonic(), node_names(connect_ray())
         with self._lock:
             self._forget(node)
@@ -346,7 +346,7 @@ class Placement(JobPlacement):
             return self._nodes.choose("", size_bytes).node
 
     def registered(self, model: str, node: str, body: dict[str, Any]) -> list[str]:
-        """A node has it; its second copy is there when this returns. What could not be done.
+        """Make a second copy of a node's model, and return what could not be done.
 
         Raises:
             AlreadyExists: another node had another model of that name before.
@@ -363,7 +363,7 @@ class Placement(JobPlacement):
             if len({digest for digest, counts in known if counts}) > 1:
                 told(ray, node_of(ray, node).unregister.remote(model))
                 raise AlreadyExists(
-                    f'another client has registered a model "{model}" meanwhile',
+                    f'another client has registered a model "{model}" in the meantime',
                     hint="choose another name",
                 )
             ray.get(node_of(ray, node).remember.remote(model, body))

@@ -75,6 +75,7 @@ _DIGEST_CHARS: Final = 64  # in front of a copy's content
 
 
 def key_of(entry: Entry) -> Key:
+    """Return an entry's key."""
     return str(entry["kind"]), str(entry["name"])
 
 
@@ -91,6 +92,7 @@ def superseded_by(entry: Entry) -> list[Key]:
 
 
 def is_name(name: str) -> bool:
+    """Return whether a text is a valid name."""
     return bool(_NAME.fullmatch(name))
 
 

@@ -111,7 +111,7 @@ class JournalFile:
             log.warning("journal=%s %s", path, text)
 
     def _read(self, stamp: str) -> dict[Key, Entry]:
-        """Open the database and return its entries. Outcomes, the first that applies:
+        """Open the database and return its entries, by the first outcome that applies.
 
         1. It is sound and has all entries of which there are copies.
         2. It is sound and lacks some, as its log was damaged: they are written to it again.
@@ -292,7 +292,7 @@ def copy_journal(path: Path, target: Path) -> dict[Key, Entry] | None:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    """A connection that syncs each transaction, to a sound database with our tables.
+    """Return a connection that syncs each transaction, to a sound database with our tables.
 
     Raises:
         sqlite3.DatabaseError: it is damaged, or the disk does not do.
@@ -307,9 +307,10 @@ def _opened(path: Path) -> sqlite3.Connection:
         (version,) = database.execute("PRAGMA user_version").fetchone()
         if version > SCHEMA_VERSION:
             raise ConfigError(
-                f"journal {path} is of schema {version}, this release knows {SCHEMA_VERSION}",
-                hint="start the release that wrote it, or choose another --state-dir; if there is "
-                "none, the file is damaged: move it away, and it is written again from copies",
+                f"journal {path} has schema {version}; this release reads {SCHEMA_VERSION}",
+                hint="start the release that wrote it, or choose another --state-dir. If no "
+                "release wrote it, the file is damaged: move it away, and the server rebuilds it "
+                "from copies",
             )
         (state,) = database.execute("PRAGMA quick_check(1)").fetchone()
         if state != "ok":

@@ -183,7 +183,7 @@ def _locked(root: Path) -> Iterator[None]:
 
 
 def _log_to(path: Path, max_bytes: int) -> None:
-    """The server's own log; bounded, traces of errors go here and not to clients."""
+    """Open the server's own log; it is bounded, and has tracebacks that clients do not get."""
     handler = LogFile(path, maxBytes=max_bytes, backupCount=2)
     form = "%(asctime)s %(levelname)s event=%(event)d %(name)s %(message)s"
     handler.setFormatter(PrintableFormatter(form))

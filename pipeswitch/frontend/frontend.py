@@ -274,14 +274,16 @@ class Frontend:
             if client is None or client.session != header.session or client.is_gone:
                 client = None
                 raise RemoteProtocolError(
-                    "this session is not known here: say hello first", reason="unknown_session"
+                    "unknown session: send hello first", reason="unknown_session"
                 )
             if message.shared and op not in INFERS:  # its sender can still change them
-                raise RemoteProtocolError("only an inference's tensors lie in the share")
+                raise RemoteProtocolError("only an inference may put tensors into shared memory")
             if header.id in client.requests or header.id in client.readings:
-                raise InvalidInput(f"request id {header.id!r} is already waiting for its answer")
+                raise InvalidInput(f"request id {header.id!r} is already in use")
             if len(client.requests) >= MAX_CLIENT_REQUESTS:
-                raise QueueFull(f"{len(client.requests)} requests of this client wait already")
+                raise QueueFull(
+                    f"{len(client.requests)} requests of this client are already waiting"
+                )
             try:
                 if verb.role not in client.principal.roles:
                     raise client.principal.refusal(verb.role, op)
@@ -343,8 +345,7 @@ class Frontend:
             self._take(asked)
 
     def _load(self, asked: ev.TrainRequest | ev.JobRequest, folder: Path) -> None:
-        """Read a commit on another thread, since a large one would block the loop; then
-        continue."""
+        """Read a commit on another thread, because it may be large; then continue."""
         self.uploads.run_later(
             functools.partial(self._read_commit, asked, folder),
             lambda error: self.answer_soon(ev.Reply(token=asked.token, error=error)),

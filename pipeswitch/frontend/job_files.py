@@ -61,7 +61,7 @@ def read_piece(state: Path, name: JobName, kind: str, offset_bytes: int) -> dict
 
 def _nothing(kind: str, name: JobName) -> ModelNotFound:
     what = {"logs": "log"}.get(kind, kind)
-    return ModelNotFound(f'no {what} of a job "{name}"', hint="pipeswitch jobs")
+    return ModelNotFound(f'job "{name}" has no {what}', hint="pipeswitch jobs")
 
 
 def whole_characters(data: bytes) -> int:

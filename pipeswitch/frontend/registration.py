@@ -41,8 +41,8 @@ def check(request: RegisterRequest) -> None:
     has_file = request.weights.startswith("put:") or request.weights.endswith(".safetensors")
     if request.as_version and (request.body().keys() != {"as_version", "weights"} or not has_file):
         raise InvalidInput(
-            "a version from a file is the served model's program with other weights: nothing else "
-            "may be given",
+            "a version from a file changes only the weights of the served model: give no other "
+            "options",
             hint="pipeswitch register NAME --weights FILE --as-version",
         )
     if request.precision not in ("", *PRECISIONS):
@@ -51,11 +51,11 @@ def check(request: RegisterRequest) -> None:
         )
     if request.batch == 1 or (request.batch_delay_ms and not request.batch):
         raise InvalidInput(
-            "a batch joins two requests or more" if request.batch else "batch_delay without batch",
+            "a batch needs at least two rows" if request.batch else "batch_delay without batch",
             hint="--batch 8 --batch-delay 2ms, or neither",
         )
     if request.state and (request.preprocess or request.postprocess):
-        raise InvalidInput("a model with a state has no preprocess and no postprocess")
+        raise InvalidInput("a model with a state cannot have preprocess or postprocess")
 
 
 def _check_signature(field: str, signature: Signature, dtypes: Sequence[str]) -> None:
@@ -81,9 +81,7 @@ def check_origin(
     """Check that this client may use these files and functions, and has the roles for them.
     ``require(role, purpose)`` raises PermissionDenied if the client lacks the role."""
     if not (request.source or request.as_version):
-        raise InvalidInput(
-            "a registration names its source", hint="pipeswitch register NAME SOURCE"
-        )
+        raise InvalidInput("a registration needs a source", hint="pipeswitch register NAME SOURCE")
     code: Any = {"is_owner": is_owner, "allow_code": rules.allow_code}
     source = check_source(
         request.source, request.weights, request.example, uploads_dir=rules.uploads_dir, **code

@@ -36,14 +36,13 @@ class Authenticator:
         origins: frozenset[str] = frozenset(),
         owner_token: str = "",
     ) -> None:
-        """
-        Args:
-            roles: of every caller.
-            tokens: by token.
-            needs_token: whether one without any is turned away.
-            hosts: names under which this address may be asked; None: any.
-            origins: other sites whose pages may ask.
-            owner_token: of the server's owner, beside ``tokens``.
+        """Args:
+        roles: of every caller.
+        tokens: by token.
+        needs_token: whether one without any is turned away.
+        hosts: names under which this address may be asked; None: any.
+        origins: other sites whose pages may ask.
+        owner_token: of the server's owner, beside ``tokens``.
         """
         self._roles = frozenset(roles)
         self._needs_token = needs_token
@@ -101,13 +100,13 @@ class Authenticator:
 
 
 def require(principal: Principal, verb: str) -> None:
-    """Raises PermissionDenied: the caller lacks the role that a verb of the wire needs."""
+    """Raise PermissionDenied if the caller lacks the role that a verb of the wire needs."""
     if (role := VERBS[verb].role) not in principal.roles:
         require_role(principal, role, verb)
 
 
 def require_role(principal: Principal, role: Role, what: str) -> None:
-    """Raises PermissionDenied: the caller lacks the role that ``what`` needs."""
+    """Raise PermissionDenied if the caller lacks the role that ``what`` needs."""
     if role in principal.roles:
         return
     wanted = ",".join(in_order({*principal.roles, role}))

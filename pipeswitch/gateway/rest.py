@@ -126,7 +126,7 @@ class Rest:
             name, version, tail = (unquote(part or "") for part in found.groups())
             if tail not in self._of_model:
                 near = nearest(tail, filter(None, self._of_model))
-                raise NotFound(f"a model has no {tail[:80]!r}{near}", hint=HINT)
+                raise NotFound(f"a model has no path {tail[:80]!r}{near}", hint=HINT)
             method, verb = self._of_model[tail]
             _check_method(head, method)
             return partial(verb, caller, name, version, head)
@@ -211,7 +211,7 @@ class Rest:
     async def _load(self, caller: Principal, model: str, body: Any) -> Response:
         parameters = _object(body).get("parameters") or {}
         if not isinstance(parameters, Mapping):
-            raise InvalidInput("parameters is no object")
+            raise InvalidInput("parameters must be an object")
         await self._service.load(caller, model, parameters)
         return json_answer({})
 
@@ -313,7 +313,7 @@ def _object(body: Any) -> dict[str, Any]:
     try:
         return decode_json(body, dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidInput(f"the body is no JSON object: {error}") from None
+        raise InvalidInput(f"the body is not a JSON object: {error}") from None
 
 
 def _json_length(head: Head) -> int | None:
@@ -321,7 +321,7 @@ def _json_length(head: Head) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 16):
-        raise InvalidInput(f"{JSON_LENGTH} is no number: {text[:40]!r}")
+        raise InvalidInput(f"{JSON_LENGTH} is not a number: {text[:40]!r}")
     return int(text)
 
 

@@ -62,7 +62,7 @@ libraries read when they are imported."""
 
 
 def harmless(environment: Mapping[str, str]) -> dict[str, str]:
-    """The part of it that any of our processes may know."""
+    """Return the part of it that any of our processes may know."""
     return {
         name: value
         for name, value in environment.items()
@@ -71,7 +71,7 @@ def harmless(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment_file() -> int:
-    """A descriptor of this process's whole environment, for ``take_environment``.
+    """Return a descriptor of this process's whole environment, for ``take_environment``.
 
     Raises:
         OSError: this process has no descriptor left, or the machine no memory.

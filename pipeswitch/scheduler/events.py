@@ -134,6 +134,8 @@ class CancelRequest(_Message, frozen=True):
 
 
 class RegisterModelRequest(ClientRequest, frozen=True):
+    """Request to register a model."""
+
     model: ModelName
     spec: bytes  # msgpack of programs.build.BuildSpec
     spec_digest: str  # same name and same spec again is a no-op
@@ -156,6 +158,8 @@ class VersionRequest(ClientRequest, frozen=True):
 
 
 class ChainRequest(ClientRequest, frozen=True):
+    """Request to register a chain."""
+
     model: ModelName  # the chain's name
     steps: tuple[Step, ...] = ()
     returns: dict[str, str] = {}
@@ -173,6 +177,8 @@ class PublishRequest(ClientRequest, frozen=True):
 
 
 class RollbackRequest(ClientRequest, frozen=True):
+    """Request to make a version current, or to give it a share."""
+
     model: ModelName
     version: int = 0  # 0: the newest before the current one
     share: int = -1  # percent of requests that shall be its; -1: all, it becomes the current one
@@ -180,6 +186,8 @@ class RollbackRequest(ClientRequest, frozen=True):
 
 
 class UnregisterRequest(ClientRequest, frozen=True):
+    """Request to remove a model or a chain."""
+
     model: ModelName
     tenant: str | None = None  # only when it is this one's; None: whosever it is
 
@@ -200,6 +208,8 @@ class LoadedCommit(msgspec.Struct, frozen=True):
 
 
 class TrainRequest(ClientRequest, frozen=True):
+    """Request to start a training job."""
+
     job: JobName
     entry: str
     args: tuple[str, ...]
@@ -238,8 +248,7 @@ class Query(ClientRequest, frozen=True):
 
 
 class ProfileRequest(ClientRequest, frozen=True):
-    """Measure a model layer by layer on an idle device, with the client's requests; the final
-    answer is the profile."""
+    """Measure a model on an idle device; the final answer is the profile."""
 
     model: ModelName
     batches: tuple[int, ...] = ()  # empty: the one its requests come with
@@ -340,7 +349,7 @@ class RaiseTurn(_Message, frozen=True):
 
 
 class Interrupt(_Message, frozen=True):
-    """Write the worker's stop word. A streaming model's pass then steps aside between two groups,
+    """Write the worker's stop word. A streamed model's pass then yields between two groups,
     and a run of several steps ends between two steps."""
 
     target: Address
@@ -363,6 +372,8 @@ class TakeResult(_Message, frozen=True):
 
 
 class StartBuild(_Message, frozen=True):
+    """Start a builder for a registration."""
+
     model: ModelName
     op_id: OpId
     spec: bytes
@@ -431,6 +442,8 @@ class ModelAvailable(_Message, frozen=True):
 
 
 class ModelRemoved(_Message, frozen=True):
+    """Tell the frontend that a model is gone."""
+
     model: ModelName
 
 

@@ -139,8 +139,7 @@ class Introspection:
             raise ModelNotFound(f'no model "{name}"', hint="pipeswitch models")
 
     def models(self, all_versions: bool = False) -> list[dict[str, Any]]:
-        """Return each name's current version, or all versions, including those that could not be
-        restored."""
+        """Return each name's current version, or all, also those that failed to load."""
         models, there = self._machine.models.values(), defaultdict[ModelName, list[Model]](list)
         for one in models:
             there[one.base].append(one)
@@ -430,8 +429,7 @@ class Introspection:
         return Shown(on, account.caller, "tenant", state, why=why).row(self._core.now_ms)
 
     def stats(self) -> dict[str, Any]:
-        """Return counters and sizes; the frontend adds
-        accepted/ok/error/undeliverable/in_flight."""
+        """Return counters and sizes; the frontend adds those of requests."""
         core, devices = self._core, self._machine.devices
         store = self._machine.store.regions
         counts = core.counts

@@ -89,7 +89,7 @@ def test_models_whose_requests_cannot_be_joined_are_refused_with_what_to_type(
     running: Checked,
 ) -> None:
     example = (torch.zeros(1, 4),)
-    with pytest.raises(RegistrationRefused, match="depends on the others of its batch"):
+    with pytest.raises(RegistrationRefused, match="depends on the other requests of its batch"):
         running.client.register("centred", Centred(), example_inputs=example, batch=4)
     with pytest.raises(RegistrationRefused, match="it is fixed at 1") as fixed:
         running.client.register("fixed", Centred(), example_inputs=example, max_batch=1, batch=4)

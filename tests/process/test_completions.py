@@ -182,7 +182,7 @@ def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> 
     chat, text = "/v1/chat/completions", "/v1/completions"
     good: Any = {"model": "chat", "prompt": PROMPT}
     for path, body, status, param, words in (
-        (text, {**good, "suffix": "a"}, 400, "suffix", "not done here"),
+        (text, {**good, "suffix": "a"}, 400, "suffix", "not supported"),
         (text, {**good, "n": 65}, 400, "n", "1 to 64 answers"),
         (text, {**good, "ignore_eos": 1}, 400, "ignore_eos", "Expected `bool"),
         (text, {**good, "min_p": 2}, 400, "min_p", "not from"),
@@ -198,7 +198,7 @@ def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> 
         (text, {**good, "prompt": ["a", {}]}, 400, "prompt", "one text"),
         (text, {"model": "chat", "messages": SAID}, 400, "prompt", "no messages"),
         (text, {**good, "model": "chart"}, 404, None, "chart"),
-        (text, b"[" * 5000, 400, None, "no such request"),
+        (text, b"[" * 5000, 400, None, "invalid request"),
         (text, {**good, "prompt": [1, 10**30]}, 400, None, "not valid"),
         (text, {**good, "prompt": "\ud800"}, 400, None, ""),
         (text, b" " * ((1 << 20) + 1), 413, None, "at most"),
@@ -209,10 +209,10 @@ def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> 
             {"model": "chat", "messages": [{"role": "user", "content": [{}]}]},
             400,
             "messages",
-            "content is text",
+            "content must be text",
         ),
         ("/v1/embedings", {}, 404, None, "/v1/embeddings"),
-        ("/v1/embeddings", {"model": "chat", "input": "a"}, 400, None, "embeds no texts"),
+        ("/v1/embeddings", {"model": "chat", "input": "a"}, 400, None, "does not embed texts"),
         ("/v1/embeddings", {"model": "chat", "input": [{}]}, 400, "input", "one text"),
         (
             "/v1/embeddings",

@@ -356,7 +356,7 @@ def test_an_index_out_of_range_is_answered_and_costs_one_worker_at_most(
 
     with pytest.raises(TaskFailed if is_hidden else InvalidInput) as caught:
         server.client.infer(name, bad)
-    assert ("assertion failed" if is_hidden else "holds the index 99") in str(caught.value)
+    assert ("assertion failed" if is_hidden else "has the index 99") in str(caught.value)
     assert tools.is_bit_equal(answer(server, name, good), expected), "the model is still served"
     if is_hidden:
         tools.until(lambda: replaced() > 0, "the broken worker is replaced")

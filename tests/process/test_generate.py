@@ -243,10 +243,10 @@ def test_what_cannot_be_generated_is_said(running: Checked) -> None:
     client = running.client
     client.register("plain", torch.nn.Linear(4, 4), example_inputs=torch.zeros(2, 4))
     for arguments, words in (
-        (("plain", [1]), "generates no text"),
+        (("plain", [1]), "does not generate text"),
         (("chat", []), "1 to 319"),
-        (("chat", [VOCABULARY]), "no token from 0 to 699"),
-        (("chat", 4), "a text, or token ids"),
+        (("chat", [VOCABULARY]), "not a token from 0 to 699"),
+        (("chat", 4), "a text or token ids"),
         (("chat", [1] * CONTEXT), "a prompt of 320 tokens"),
     ):
         with pytest.raises(InvalidInput, match=words):

@@ -372,7 +372,7 @@ def test_autocast_that_is_on_is_refused_in_these_words(tmp_path: Path) -> None:
 def test_requests_whose_rows_are_normalized_together_are_not_joined(tmp_path: Path) -> None:
     module = fresh(NORM)
     export_module_to_bundle(module, torch.randn(4, 4), tmp_path / "it.bundle")
-    with pytest.raises(RegistrationRefused, match="cannot be joined"):
+    with pytest.raises(RegistrationRefused, match="cannot be batched"):
         built(BuildSpec(name="it", source=str(tmp_path / "it.bundle"), batch=4), tmp_path)
 
 

@@ -240,7 +240,7 @@ REFUSED = {
             for a, b in job.steps(loader(), model=model, optimizer=optimizer):
                 here(); learn(model, optimizer, a, b)
     """,
-    "lie in the same memory": """
+    "share memory": """
         model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
         model[1].weight.data = model[0].weight.data
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -267,7 +267,7 @@ REFUSED = {
             with open(mine, "w") as file:
                 file.write(str(first + epoch + 1))
     """,
-    "before it came to the place of its last commit": """
+    "before it reached its last commit": """
         model = net(); optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for epoch in job.epochs(12):
             if os.path.exists(out + ".died-30"):

@@ -141,7 +141,7 @@ def test_a_state_that_grows_is_appended_where_it_lies(running: Checked) -> None:
         strikes.set()
         striking.join()
         assert past.shape[1] == 400
-        with pytest.raises(InvalidInput, match="would have 401 rows, the model takes 400"):
+        with pytest.raises(InvalidInput, match="would have 401 rows; the model takes at most 400"):
             one.infer(torch.zeros(1, 1, 8))
         assert client.sequences()[0]["bytes"] == 4 * 128 * 8 * 4  # blocks of a page
         with pytest.raises(InvalidInput, match='"past" is the state'):

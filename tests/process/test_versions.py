@@ -264,9 +264,9 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
     reason = refusal.value.data["reason"]
     assert "0.weight: the model has float32[16,8], here it is float32[17,8]" in reason
     assert "3.bias" not in reason
-    with pytest.raises(errors.InvalidInput, match="step 2; step 1 is not there"):
+    with pytest.raises(errors.InvalidInput, match="of step 2, not of step 1"):
         client.publish("fits", "wide", step=1)
-    with pytest.raises(errors.ModelNotFound, match="a model is registered first"):
+    with pytest.raises(errors.ModelNotFound, match="register a model before"):
         client.publish("fit", "wide")
     with pytest.raises(errors.ModelNotFound, match="no job"):
         client.publish("fits", "side")

@@ -234,8 +234,8 @@ def test_settings_out_of_range_are_refused(bad: Sampling | StopCriteria, words: 
     [
         ([], StopCriteria(max_new_tokens=1), "1 to 7"),
         ([1] * 8, StopCriteria(max_new_tokens=1), "1 to 7"),
-        ([1, 9], StopCriteria(max_new_tokens=1), "no token"),
-        ([-1], StopCriteria(max_new_tokens=1), "no token"),
+        ([1, 9], StopCriteria(max_new_tokens=1), "not a token"),
+        ([-1], StopCriteria(max_new_tokens=1), "not a token"),
         ([1], StopCriteria(max_new_tokens=0), "below 1"),
     ],
 )

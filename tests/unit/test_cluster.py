@@ -487,7 +487,7 @@ def test_a_version_from_a_file_is_refused_where_nodes_would_differ() -> None:
 
 def test_what_changes_something_is_sent_once() -> None:
     rig = Rig()
-    rig.doors["a"].error = errors.ServerUnavailable("it may have been carried out")
+    rig.doors["a"].error = errors.ServerUnavailable("may have been carried out")
     with pytest.raises(errors.ServerUnavailable, match="carried out"):
         rig.request("register", model="m", body={}).result(10)
     assert [door.asked for door in rig.doors.values()] == [1, 0]

@@ -210,7 +210,7 @@ def test_choices_are_those_of_the_code_that_takes_them() -> None:
             '[server]\nwatchdog = "481h"',
             "watchdog: '481h' is not a time of at least 0 and at most 480h",
         ),
-        (2 * '[[model]]\nname = "m"\nsource = "a:b"\n', "[[model]] name: 'm' is there twice"),
+        (2 * '[[model]]\nname = "m"\nsource = "a:b"\n', "[[model]] name: 'm' appears twice"),
     ],
 )
 def test_what_no_server_could_start_with_is_refused(toml: str, text: str) -> None:
@@ -282,8 +282,8 @@ def test_several_devices_are_named_with_commas(given: str, names: tuple[str, ...
     ("given", "problem"),
     [
         ("cpu:x", "'cpu:x' is none of auto, cpu, cpu:0, cpu:1, cuda:0, …"),
-        ("cpu:0,cpu:0", "cpu:0 is there twice"),
-        ("cpu,cpu:0", "cpu:0 is there twice"),
+        ("cpu:0,cpu:0", "cpu:0 appears twice"),
+        ("cpu,cpu:0", "cpu:0 appears twice"),
         ("auto,cpu:0", "'auto' is none of auto, cpu, cpu:0, cpu:1, cuda:0, …, which goes alone"),
         ("", "'' is none of auto, cpu, cpu:0, cpu:1, cuda:0, …"),
     ],

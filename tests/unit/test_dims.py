@@ -251,7 +251,7 @@ def test_a_reply_that_no_memory_could_hold_is_refused_before_room_is_asked_for()
     announced = ModelAvailable(model="m", manifest=signed, priority=1)  # type: ignore[arg-type]
     tensor = WireTensor(name="", dtype="float32", shape=(129,), frame=0)
     header = RequestHeader(v=1, op="infer", id="1", model="m", inputs=(tensor,))
-    with pytest.raises(InvalidInput, match="no answer at length=129"):
+    with pytest.raises(InvalidInput, match="cannot compute length=129"):
         check_infer(header, [4 * 129], announced, 1 << 30)
 
 
@@ -288,7 +288,7 @@ def test_an_input_is_written_with_ranges_and_travels() -> None:
     assert (name, spec) == ("ids", [[[1, 8], [1, 512]], "int64"])
     assert read({name: spec}) == {"ids": (((1, 8), (1, 512)), "int64")}
     for wrong in ("1..x3", "..8", "1..2..3", "8..", "-1..4"):
-        with pytest.raises(InvalidInput, match="where requests choose"):
+        with pytest.raises(InvalidInput, match="for sizes that requests choose"):
             parse_input(wrong)
     for extent in ([8, 1], [0, 4], [1], [1, 2, 3], [1, True], "1..8"):
         with pytest.raises(InvalidInput):

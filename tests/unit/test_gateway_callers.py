@@ -109,7 +109,7 @@ def test_a_file_of_tokens_is_read(tmp_path: Path) -> None:
         (f"OPS! {TOKEN}", 0o600, "not of the form"),
         (f"ops {TOKEN} infer extra", 0o600, "not of the form"),
         (f"a {TOKEN}\nb {TOKEN}", 0o600, "twice"),
-        ("# nothing", 0o600, "holds no token"),
+        ("# nothing", 0o600, "has no token"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_in_words(

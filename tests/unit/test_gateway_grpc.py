@@ -150,7 +150,7 @@ def test_priority_comes_signed_or_unsigned() -> None:
         (request("FP32", [2]), "has 0 values"),
         (request("FP32", [1], raw_input_contents=[b"12"]), "2 came"),
         (request("FP32", [1], raw_input_contents=[b"1234"] * 2), "raw contents for 2"),
-        (request("STRING", [1]), "not served"),
+        (request("STRING", [1]), "not supported"),
         (request("FP32", [-1]), "no shape"),
         (request("FP32", [1 << 22]), "raw_input_contents"),
     ],

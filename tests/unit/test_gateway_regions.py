@@ -159,11 +159,11 @@ def test_what_is_no_plain_file_is_refused(regions: SharedMemoryRegions, tmp_path
             regions.register(OWNER, "x", {"key": beside.name, "byte_size": 1})
         beside.unlink()
         beside.mkdir()
-        with pytest.raises(InvalidInput, match="no shared memory"):
+        with pytest.raises(InvalidInput, match="not shared memory"):
             regions.register(OWNER, "x", {"key": beside.name, "byte_size": 1})
         beside.rmdir()
         os.mkfifo(beside)
-        with pytest.raises(InvalidInput, match="no shared memory"):
+        with pytest.raises(InvalidInput, match="not shared memory"):
             regions.register(OWNER, "x", {"key": beside.name, "byte_size": 1})
         beside.unlink()
         with pytest.raises(InvalidInput, match="cannot be read"):

@@ -141,7 +141,7 @@ def test_a_tree_that_is_none_is_refused_wherever_it_comes_from(tree: Any, tmp_pa
         check(RegisterRequest(source="s", inputs={"x": ((1,), "uint8")}, takes=tree))
     wire = WireTensor(name="a", dtype="uint8", shape=(1,), frame=0)
     reply = Reply(request_id="1", body={"returns": tree}, outputs=(wire,), frames=[b"1"])
-    with pytest.raises(RemoteProtocolError, match="nests oddly"):
+    with pytest.raises(RemoteProtocolError, match="structure of the answer is invalid"):
         from_reply("m", False, reply)
 
 
@@ -262,7 +262,7 @@ def test_inputs_reach_the_model_in_its_order_however_they_were_nested(given: Any
         ((X, {"h": H, "d": C}), 'no input "state.d"; did you mean'),
         ({"x": X, "state": [H, C]}, 'no input "state.0"'),
         ((X, {"h": H, "c": C}, X), "takes 3 inputs"),
-        ({"x": X, "state": {"h": H, "c": C}, "state.h": H}, "two are called 'state.h'"),
+        ({"x": X, "state": {"h": H, "c": C}, "state.h": H}, "two have the name 'state.h'"),
     ],
 )
 def test_inputs_that_nest_otherwise_are_refused(given: Any, says: str) -> None:
@@ -306,8 +306,12 @@ def test_a_module_is_called_with_the_classes_of_its_example() -> None:
 @pytest.mark.parametrize(
     ("example", "names", "says"),
     [
-        ((torch.zeros(2), {"a.b": torch.zeros(2), "a": {"b": torch.zeros(2)}}), None, "two are"),
-        ((torch.zeros(2), {"n": 3}), None, "only tensors can travel"),
+        (
+            (torch.zeros(2), {"a.b": torch.zeros(2), "a": {"b": torch.zeros(2)}}),
+            None,
+            "two have the name",
+        ),
+        ((torch.zeros(2), {"n": 3}), None, "only tensors and None are supported"),
         ((torch.zeros(2), torch.zeros(2)), ["x", "x"], "names x, x"),
     ],
 )
@@ -318,5 +322,5 @@ def test_an_example_that_cannot_be_named_is_refused(example: Any, names: Any, sa
 
 @pytest.mark.parametrize("other", [np.zeros(2), [np.zeros(2), np.zeros(3)]])
 def test_a_name_and_a_place_that_are_one_lose_no_argument(other: Any) -> None:
-    with pytest.raises(InvalidInput, match="two inputs have one name"):
+    with pytest.raises(InvalidInput, match="two inputs have the same name"):
         to_frames({1: np.zeros(2), "1": other})

@@ -226,7 +226,7 @@ def test_msgpack_extensions_are_refused_or_plain_data(extension: int) -> None:
 
 def test_another_version_is_answered_in_words() -> None:
     header = encode_header(RequestHeader(v=2, op="ping", id="1"))
-    with pytest.raises(RemoteProtocolError, match="version 2 is not spoken here"):
+    with pytest.raises(RemoteProtocolError, match="version 2 is not supported"):
         decode_request([MAGIC, header])
 
 

@@ -121,8 +121,7 @@ class DecodeRunner:
         device: str,
         is_over: Callable[[], bool],
     ) -> DecodeRun | None:
-        """Return the run's steps; None: no request selects tokens here. ``is_over``: others
-        wait."""
+        """Return the run's steps, or None if no request selects tokens here."""
         requests: Requests = (message, *message.batched)
         if not any(one.sampling_params for one in requests):
             return None

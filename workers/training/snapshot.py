@@ -93,7 +93,7 @@ def named(value: Any, what: str) -> dict[str, Any]:
     if isinstance(value, Mapping):
         keys = [key if isinstance(key, str) else str(index) for index, key in enumerate(value)]
         if len(set(keys)) < len(keys):
-            raise InvalidInput(f"{what}: keys that look alike", hint="use names: strings")
+            raise InvalidInput(f"{what}: two keys look the same", hint="use names: strings")
         return dict(zip(keys, value.values(), strict=True))
     if isinstance(value, Iterable):
         return {str(index): item for index, item in enumerate(value)}
@@ -132,7 +132,7 @@ def named_extras(value: Any, *, is_literal: bool) -> dict[str, Any]:
     if not (value is None or has_state(value) or isinstance(value, (Mapping, list, tuple))):
         raise InvalidInput(
             f"extra_state: a {kind.__name__} has no state_dict()",
-            hint="pass a dict of your own that keeps it: note = {'best': 0.0}; extra_state=note",
+            hint="pass a dict that contains it: note = {'best': 0.0}; extra_state=note",
         )
     is_literal = is_literal and isinstance(value, (Mapping, list, tuple))
     if is_literal and (lost := _values_of_now(value, "extra_state")):
@@ -149,7 +149,7 @@ def named_extras(value: Any, *, is_literal: bool) -> dict[str, Any]:
         name, item = next((n, item) for n, item in extras.items() if n not in found)
         raise InvalidInput(
             f"extra_state {name!r}: a {type(item).__name__} has no state_dict()",
-            hint="keep it in a dict of your own: note = {'best': 0.0}; extra_state={'note': note}",
+            hint="keep it in a dict: note = {'best': 0.0}; extra_state={'note': note}",
         )
     for name, item in found.items():
         if hasattr(item, "state_dict") and not hasattr(item, "load_state_dict"):
@@ -348,9 +348,9 @@ class DataPosition:
         for path, value in state.generators.items():
             if path not in self._generators:
                 raise InvalidInput(
-                    f"the random generator {path} was there when the loop was committed, and is "
-                    "not now",
-                    hint="make it before the first job.steps",
+                    f"the random generator {path} existed when the loop was committed, but does "
+                    "not any more",
+                    hint="create it before the first job.steps",
                 )
             load_state(self._generators[path], value)
 
@@ -397,8 +397,7 @@ class DataPosition:
         return iterator
 
     def open_again(self, batches: int, begin: DataState) -> Iterator[Any]:
-        """Return an iterator after ``batches`` batches, which are fetched once more from the
-        start."""
+        """Return an iterator after ``batches`` batches, which are fetched again."""
         self._keeper.load_state_dict(begin.own)
         iterator: Iterator[Any] = iter(self._loader)
         _drop(iterator, batches)
@@ -437,8 +436,9 @@ class DataPosition:
                 _logger.debug("state_dict of %s: %r", type(self._keeper).__name__, error)
         warnings.warn(
             f"job.steps({type(self._loader).__name__}): the state_dict() of "
-            f"{type(self._keeper).__name__} did not bring the last batch back, nor did fetching "
-            "all again: the data differ from here on. Make it save its buffers and generators",
+            f"{type(self._keeper).__name__} did not restore the last batch, and fetching all "
+            "batches again did not, either: the data differ from now on. Make it save its buffers "
+            "and generators",
             InexactResumeWarning,
             stacklevel=5,
         )
@@ -466,8 +466,8 @@ class DataPosition:
         else:
             why = "its type is unknown: a resume fetches and drops all batches used so far"
         warnings.warn(
-            f"job.steps({type(loader).__name__}): {why}; exact only if data and order depend on "
-            "nothing but seeds. A loader or dataset with state_dict() resumes exactly and fast",
+            f"job.steps({type(loader).__name__}): {why}; exact only if data and order depend only "
+            "on seeds. A loader or dataset with state_dict() resumes exactly and fast",
             InexactResumeWarning,
             stacklevel=5,
         )
@@ -497,8 +497,7 @@ def _state_keeper(loader: Any, depth: int = 3) -> Any:
 
 
 def _keeps_state(candidate: Any) -> bool:
-    """Return whether it has ``load_state_dict`` and a ``state_dict()`` without required
-    arguments."""
+    """Return whether it has ``load_state_dict`` and ``state_dict`` without arguments."""
     if not (hasattr(candidate, "state_dict") and hasattr(candidate, "load_state_dict")):
         return False
     try:

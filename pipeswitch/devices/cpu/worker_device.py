@@ -143,7 +143,7 @@ class CpuWorkerDevice(WorkerDevice):
         self._entered, self._open_end = (0, 0, 0), 0
 
     def _tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
-        """Writing to it kills this process, and so does reading before ``show``."""
+        """Return a read-only tensor; reading it before ``show`` kills the process."""
         from ...programs.running.views import tensor_over
 
         return tensor_over(self._models, spec, region_offset_bytes)

@@ -414,7 +414,7 @@ def _json(value: Any) -> Response:
 
 
 def _query(head: Head, route: Route) -> dict[str, str]:
-    """Raises InvalidInput: a field that the route does not have, or one that is there twice."""
+    """Raise InvalidInput if the route lacks a field, or one appears twice."""
     try:
         pairs = parse_qsl(head.query, keep_blank_values=True, max_num_fields=MAX_QUERY_FIELDS)
     except ValueError:
@@ -427,7 +427,7 @@ def _query(head: Head, route: Route) -> dict[str, str]:
             )
     query = dict(pairs)
     if len(query) != len(pairs):
-        raise InvalidInput("a query field is there twice")
+        raise InvalidInput("a query field appears twice")
     return query
 
 
@@ -436,7 +436,7 @@ def _registration(decode: Callable[[], RegisterRequest]) -> RegisterRequest:
         given = decode()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(
-            f"this is not a registration: {error}",
+            f"invalid registration: {error}",
             hint='{"source": "torchvision:resnet18", "weights": "random:0"}; or a bundle as '
             f"{BUNDLE}",
         ) from None

@@ -103,7 +103,7 @@ class AnswerStream:
         self._unscored = 0  # tokens of the prompt that are still to be reported
 
     async def begin(self, asked: StartGeneration) -> None:
-        """Raises InvalidInput: the prompt or a setting does not fit."""
+        """Start the answer; raise InvalidInput if the prompt or a setting does not fit."""
         check_length(asked.prompt, self._facts.context)
         self._begin = msgspec.structs.replace(asked, answer=self._number)
         await self._ask(self._begin)

@@ -89,11 +89,15 @@ log = logging.getLogger(__name__)
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAI's ``response_format``."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAI's ``stream_options``."""
+
     include_usage: bool | None = None
 
 
@@ -219,14 +223,14 @@ class Completions:
         check_count(len(prompts), n := _first(said.n, 1))
         has_ids = not all(isinstance(one, str) for one in prompts)
         if said.echo and (is_chat or (has_ids and said.logprobs is None)):
-            raise InvalidInput("echo is for texts, or with logprobs", param="echo")
+            raise InvalidInput("echo needs texts or logprobs", param="echo")
         count = forms.requested(said.logprobs, said.top_logprobs, is_chat=is_chat)
         said = replace(said, logprobs=count)
         form = _OpenAi(said, prompts, n)
         if form.hides:
             said = replace(said, max_tokens=1)
         if said.best_of not in (None, n):
-            raise InvalidInput("best_of is not done here", hint="leave it out", param="best_of")
+            raise InvalidInput("best_of is not supported", hint="leave it out", param="best_of")
         messages = bytes(said.messages) if is_chat else None
         own: Any = {"messages": messages, "tokens": None if is_chat else SHORT_TOKENS}
         seeds = [None if said.seed is None else said.seed + one for one in range(n)]
@@ -461,10 +465,7 @@ def _check_size(size: int) -> None:
 
 
 def _said(body: Any, kind: type[S]) -> S:
-    """
-    Raises:
-        InvalidInput: it is no such request, or asks for what is not done here.
-    """
+    """Decode a request; raise InvalidInput if it is none, or not supported."""
     check_memory(len(body))
     try:
         given = _fields(body)
@@ -489,9 +490,7 @@ def _said(body: Any, kind: type[S]) -> S:
         return msgspec.json.decode(encode_json(wanted), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         where = re.search(r"\$\.(\w+)", str(error))
-        raise InvalidInput(
-            f"the body is no such request: {error}", param=where[1] if where else None
-        ) from None
+        raise InvalidInput(f"invalid request: {error}", param=where[1] if where else None) from None
 
 
 def _fields(data: Any) -> dict[str, msgspec.Raw]:
@@ -512,7 +511,7 @@ def _check_neutral(
     if not any(value == one and isinstance(one, bool) is is_flag for one in neutral):
         near = nearest(name, known)
         hint = ", or ".join(["leave it out", *map(json.dumps, neutral)])
-        raise InvalidInput(f"{name[:80]!r} is not done here{near}", hint=hint, param=name[:80])
+        raise InvalidInput(f"{name[:80]!r} is not supported{near}", hint=hint, param=name[:80])
 
 
 def _begin(

@@ -233,7 +233,7 @@ def _text(content: msgspec.Raw) -> str:
     try:
         found = msgspec.json.decode(content, type=str | list[ContentPart] | None) or ""
     except msgspec.ValidationError:
-        raise InvalidInput("a message's content is text", param="messages") from None
+        raise InvalidInput("a message's content must be text", param="messages") from None
     return found if isinstance(found, str) else "".join(one.text for one in found)
 
 
@@ -270,6 +270,7 @@ def compiled(template: str) -> Callable[..., str]:
 
 
 def framed(data: bytes) -> bytes:
+    """Return data after its length."""
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 

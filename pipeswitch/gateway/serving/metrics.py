@@ -18,7 +18,7 @@ from .model_stats import OK, ModelStats, counters, gauges
 
 _COUNTERS: Final[Mapping[str, str]] = {
     "switches": "Models that took the device from another one",
-    "preemptions": "Times that training stepped aside for a request",
+    "preemptions": "Suspensions of training for a request",
     "evictions": "Models that left the device for others",
     "inferences": "Requests that were computed",
     "runs": "Times that a model computed, for one request or for joined ones",
@@ -50,7 +50,7 @@ _JOB_STEPS: Final[Mapping[str, str]] = {
     "persisted_step": "The last step on disk, which the server's death goes back to; -1: none",
 }
 _JOB_COUNTERS: Final[Mapping[str, str]] = {
-    "suspensions": "Times a job stepped aside in place",
+    "suspensions": "Suspensions of a job that kept its memory",
     "evictions": "Times a job left the device",
     "restarts": "Times a job began again from its last commit",
     "steps_recomputed": "Steps a job did again",

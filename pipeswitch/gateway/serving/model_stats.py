@@ -52,10 +52,12 @@ Values = Mapping[Any, float]  # by tuples of labels
 
 
 def counters(name: str, text: str, labels: Sequence[str], values: Values) -> Metric:
+    """Return a metric of counters."""
     return _filled(CounterMetricFamily(name, text, labels=labels), values)
 
 
 def gauges(name: str, text: str, labels: Sequence[str], values: Values) -> Metric:
+    """Return a metric of gauges."""
     return _filled(GaugeMetricFamily(name, text, labels=labels), values)
 
 

@@ -88,13 +88,13 @@ class Service:
 
     @property
     def regions(self) -> SharedMemoryRegions:
-        """
-        Raises:
-            InvalidInput: this gateway has none.
+        """Raises:
+        InvalidInput: this gateway has none.
         """
         if self._regions is None:
             raise InvalidInput(
-                "shared memory is not served here", hint="a gateway on loopback, without a proxy"
+                "shared memory is not supported here",
+                hint="use a gateway on loopback, without a proxy",
             )
         return self._regions
 
@@ -162,7 +162,7 @@ class Service:
         require(caller, "load")
         if any(name.startswith("file:") for name in parameters):
             raise InvalidInput(
-                "a model is not brought by load: its files are not taken here",
+                "load accepts no model files",
                 hint="pipeswitch register NAME FILE.bundle; load pins what is registered",
             )
         if parameters:
@@ -338,7 +338,7 @@ class Service:
             known = current.get(name)  # some clients send lists, of one value too
             if value is not None and (known is None or value not in (known, [known])):
                 stays = "" if known is None else f" and is {known!r}"
-                raise InvalidInput(f"{name[:80]!r} cannot be set here{stays}", hint=hint)
+                raise InvalidInput(f"{name[:80]!r} cannot be changed here{stays}", hint=hint)
         return dict(current)
 
     async def row(self, caller: Principal, model: str) -> dict[str, Any]:
@@ -381,7 +381,7 @@ def number_of(model: str, version: str) -> int:
 
 
 def _built(row: dict[str, Any]) -> dict[str, Any]:
-    """Raises ServerUnavailable: its signature is not known yet."""
+    """Return the row; raise ServerUnavailable if its signature is not known yet."""
     if not row["inputs"] and row["state"] != READY:
         raise _unready(row)
     return row

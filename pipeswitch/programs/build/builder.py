@@ -114,7 +114,7 @@ def _metered(
 
     def over(held_bytes: int) -> None:
         what = f"what {spec.source} fetches does not fit: {format_bytes(held_bytes)} so far"
-        text = f"{what}, {format_bytes(limit_bytes)} are left for this client on the server's disk"
+        text = f"{what}, {format_bytes(limit_bytes)} are left on the server's disk for this client"
         hint = "upload the weights alone: --weights FILE.safetensors"
         _fail(channel, settings, HostStoreFull(text, hint=hint, largest_free_bytes=limit_bytes))
         os._exit(0)  # in the middle of a download; the controller removes the folder

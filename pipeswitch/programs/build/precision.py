@@ -199,6 +199,7 @@ def _named(ours: Manifest, plain: Manifest, name: str, text: str) -> Manifest:
 
 
 def with_note(manifest: Manifest, note: str) -> Manifest:
+    """Return a manifest with one more note."""
     notes = [*manifest.extra.get("notes", ()), note]
     return msgspec.structs.replace(manifest, extra={**manifest.extra, "notes": notes})
 

@@ -60,7 +60,7 @@ class Matcher:
     def __init__(
         self, tokenizer: Any, schema: str, ends: Sequence[int], answer: Sequence[int], size: int
     ) -> None:
-        """``ends`` are the tokens that end an answer, and ``answer`` its tokens so far."""
+        """Set up; ``ends`` are the tokens that end an answer, and ``answer`` its tokens so far."""
         from llguidance import LLMatcher
 
         self._matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(schema))
@@ -91,6 +91,7 @@ class Matcher:
 
 
 def refusal(why: str) -> InvalidInput:
+    """Return the error for a JSON schema that cannot be used."""
     return InvalidInput(f"the answer's JSON schema: {why}", param="response_format")
 
 

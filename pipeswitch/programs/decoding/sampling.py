@@ -52,9 +52,7 @@ class Options(
         return any(penalties)
 
     def check(self, vocabulary: int = 1 << 31) -> None:
-        """Raises:
-        InvalidInput: a value is out of its range.
-        """
+        """Raise InvalidInput if a value is out of its range."""
         for name, low, high in (
             ("top_k", 0, vocabulary),
             ("min_p", 0.0, 1.0),
@@ -122,9 +120,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     options: Options | None = None
 
     def check(self) -> None:
-        """Raises:
-        InvalidInput: a number is out of its range.
-        """
+        """Raise InvalidInput if a number is out of its range."""
         for name, value, low, high in (
             ("temperature", self.temperature, 0.0, MAX_TEMPERATURE),
             ("top_p", self.top_p, 0.0, 1.0),

@@ -263,7 +263,7 @@ def check_signature(
             raise RegistrationRefused(
                 f"{part}s",
                 f"{len(specs)} tensors are more than {MAX_VALUES}",
-                hint="put those of one shape into one tensor: torch.stack(tensors)",
+                hint="combine tensors of the same shape: torch.stack(tensors)",
             )
         if len({spec.name for spec in specs}) != len(specs):
             _refuse(f"bundle {part}s", "two have one name")

@@ -31,7 +31,7 @@ class DecodeRows:
     """One step of one token for each sequence of a batch, while it is entered."""
 
     def __init__(self, used: Sequence[int]) -> None:
-        """``used``: rows of each sequence in a cache with room for one more; empty: no step."""
+        """Take the used rows of each sequence; a cache has room for one more. Empty: no step."""
         self.used, self.is_even = used, len({*used}) == 1
         if not self.is_even:
             self._places = torch.arange(len(used)), torch.tensor(used)

@@ -20,7 +20,7 @@ _MAX_SHOWN: Final = 8
 
 
 def match(weights: Given, given: Given, part: str = "") -> dict[str, str]:
-    """The given name of each of the program's weights; constants of its graph keep their values.
+    """Return the given name of each of the program's weights, but not of constants.
 
     A job may have more than the program: what only training uses.
 

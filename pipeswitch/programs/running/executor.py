@@ -350,7 +350,7 @@ class ModuleProgram:
         device: torch.device | str = "cpu",
         settings: TorchSettings | None = None,
     ) -> None:
-        """Hook ``module``, which this program owns from now on; it runs with ``settings``."""
+        """Add hooks to ``module``, which this program owns from now on."""
         self.manifest = manifest
         self._inputs = [spec.name for spec in manifest.inputs]
         # A request must stay what it was: it is run again when a worker dies under it.
@@ -368,7 +368,9 @@ class ModuleProgram:
         found = dict(module.named_modules())
         for name, group in needs.items():
             if name not in found:
-                raise RegistrationRefused(f"module {name!r}", "the factory does not make it now")
+                raise RegistrationRefused(
+                    f"module {name!r}", "the factory does not create it any more"
+                )
             found[name].register_forward_pre_hook(self._hook(group))
         for child in module.modules():
             child.training = False

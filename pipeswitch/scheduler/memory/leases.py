@@ -59,7 +59,7 @@ class Slices:
             largest = self._arena.largest_for_all_bytes
             raise OutOfDeviceMemory(
                 f'job "{owner.name}" needs {gib(size_bytes)} for parameters, gradients and '
-                f"optimizer state; the arena has room for {gib(largest)}",
+                f"optimizer state; the arena has {gib(largest)}",
                 hint="start with a larger --arena, or unpin a model (pipeswitch unload NAME)",
                 requested_bytes=size_bytes,
                 largest_free_bytes=largest,

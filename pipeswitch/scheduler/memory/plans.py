@@ -161,8 +161,7 @@ def stream_of(state: DeviceState, replica: DeviceModel) -> dict[str, Any] | None
 
 
 def _link_bytes_per_ms(state: DeviceState) -> float:
-    """Return the link's modelled speed, else that of the fastest recent copy; 0 if there is
-    none."""
+    """Return the link's modelled speed, else that of the fastest recent copy, or 0."""
     sent = [one for r in state.replicas.values() if (one := r.transfer.report) is not None]
     rates = [one.copied_bytes / max(0.01, one.ended_at_ms - one.started_at_ms) for one in sent]
     return state.settings.identity.link_bytes_per_s / 1000.0 or max(rates, default=0.0)

@@ -51,10 +51,7 @@ class Chains:
         )
 
     def _checked(self, event: ChainRequest) -> Chain:
-        """
-        Raises:
-            ServerUnavailable, AlreadyExists, HostStoreFull, InvalidInput.
-        """
+        """Check a chain; raise ServerUnavailable, AlreadyExists, HostStoreFull or InvalidInput."""
         core, known = self._core, self._machine.chains
         if core.is_draining:
             raise errors.ServerUnavailable("the server is draining")
@@ -65,11 +62,11 @@ class Chains:
         members = [self._versions.current(ModelName(step.model)) for step in chain.steps]
         if len({core.tenant_of(model.tenant) for model in members if model is not None}) > 1:
             raise errors.InvalidInput(
-                f'chain "{event.model}": its models are several clients\', who are kept apart here',
+                f'chain "{event.model}": its models belong to clients that are separate here',
                 hint="register them as one client",
             )
         if event.model in known and known[event.model] != (chain, event.tenant):
-            raise errors.AlreadyExists(f'"{event.model}" is another chain already', hint=hint)
+            raise errors.AlreadyExists(f'"{event.model}" is already another chain', hint=hint)
         count = sum(tenant == event.tenant for _, tenant in known.values())
         most = core.settings.max_models_per_client
         if event.tenant and event.model not in known and count >= most:
@@ -89,7 +86,7 @@ class Chains:
         }
 
     def check_free(self, name: ModelName) -> None:
-        """Raises AlreadyExists: a chain has this name."""
+        """Raise AlreadyExists if a chain has this name."""
         if name in self._machine.chains:
             hint = f"pipeswitch unregister {name}, or choose another name"
             raise errors.AlreadyExists(f'"{name}" is a chain', hint=hint)

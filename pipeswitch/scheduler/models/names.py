@@ -102,7 +102,7 @@ class Names:
             raise self._versions.missing(event.model, which)
         if event.share >= 0 and not self._versions.split(target, event.share):
             raise InvalidInput(
-                f"version {current.version} is the current one and has what others leave of 100 %",
+                f"version {current.version} is the current one: it gets the rest of 100 %",
                 hint="pipeswitch models --versions",
             )
         if event.share < 0 and target is not current:
@@ -126,8 +126,7 @@ class Names:
         return [model for model in self.failed.values() if name in (model.base, model.name)]
 
     def lost(self, name: ModelName, reason: str, tenant: str = "") -> None:
-        """List a model as failed: its journal entry is unusable, or its configuration was
-        refused."""
+        """List a model as failed, because its entry or configuration is unusable."""
         base, version = split_name(name)
         model = Model(name, 1, False, self._core.now_ms, base, version, tenant, reason=reason)
         model.state.apply(ModelEvent.REFUSED, reason)
@@ -182,7 +181,7 @@ class Names:
             model.deaths, model.reason = 0, ""
         elif event.pin and not is_pinned:
             raise OutOfDeviceMemory(
-                f'"{event.model}" is larger than the arena: it streams, and cannot stay there',
+                f'"{event.model}" is larger than the arena, so it cannot be pinned',
                 hint="start with a larger --arena",
                 requested_bytes=model.built.total_bytes,
                 largest_free_bytes=self._machine.devices[0].arena.leasable_bytes,
@@ -212,4 +211,5 @@ class Names:
 
 
 def not_found(name: str) -> ModelNotFound:
+    """Return the error for an unknown model."""
     return ModelNotFound(f'no model "{name}"', hint="pipeswitch models")

@@ -72,7 +72,9 @@ def _key(request: Request) -> object:
 
 
 def batch_for(device: DeviceState, replica: DeviceModel, head: Request) -> Batch:
-    """Return the head with the requests of its line that join it. The batch ends
+    """Return the head with the requests of its line that join it.
+
+    The batch ends
 
     1. at the first request that is too large for the rest of the limit;
     2. where the predicted end of the run would miss a deadline within it.
@@ -115,17 +117,13 @@ def begins_at_ms(device: DeviceState, replica: DeviceModel, batch: Batch) -> flo
 
 
 def should_wait_for_batch(device: DeviceState, replica: DeviceModel, batch: Batch) -> bool:
-    """Return True if requests of the model's current run, or of the one that has just ended, may
-    still join this batch, or need that run's tokens: a dispatched run takes no more requests."""
+    """Return True if requests of the model's current run may still join this batch, or need that
+    run's tokens: a dispatched run takes no more requests."""
     running = device.owner.running
     is_same = running is not None and running.model == replica.name
     if running is not None and any(one.batching.leader in running.tokens for one in batch.requests):
         return True
-    returning = (
-        one.runs and one.runs.is_returning and one.model == replica.name
-        for one in device.between.values()
-    )
-    return bool(replica.built.pads) and not batch.is_full and (is_same or any(returning))
+    return bool(replica.built.pads) and not batch.is_full and is_same
 
 
 def failed(device: DeviceState, replica: DeviceModel, requests: Sequence[Request]) -> None:

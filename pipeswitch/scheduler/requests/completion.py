@@ -142,8 +142,7 @@ class TaskCompletion:
         self._ended.clear()
 
     def failed(self, worker: Worker, message: InferenceFailed) -> None:
-        """Handle an error of the model's code, or an output that does not fit; the worker is
-        fine."""
+        """Handle an error of the model's code, or an invalid output; the worker is fine."""
         task = self._device.owner.task_of(worker.slot, message.op_id)
         if task is None:
             return
@@ -403,5 +402,5 @@ def quarantined(model: Model) -> errors.ModelQuarantined:
     """Return the error for requests of a quarantined model."""
     return errors.ModelQuarantined(
         f'"{model.name}" is quarantined: {model.reason}',
-        hint=f"pipeswitch load {model.name} gives it another chance",
+        hint=f"pipeswitch load {model.name} ends the quarantine",
     )

@@ -169,7 +169,7 @@ class Dispatch:
             )
 
     def pump(self) -> None:
-        """Dispatch all requests that can be dispatched. Outcomes:
+        """Dispatch all requests that can be dispatched; these are the outcomes.
 
         0. It was dispatched on arrival (``at_once``).
         1. A task waits for its turn already, or nothing is queued: nothing to do.
@@ -188,6 +188,8 @@ class Dispatch:
         9. Steps that continue by themselves end when a request waits, dispatched or not.
         10. Its model is being copied: a request that ends before the device needs that model goes
             first, if the policy lets it overtake.
+        11. The run of generations has just ended, and their next runs come in a moment: all wait
+            for them, else requests for other models would evict this one after each run.
         """
         device = self._device
         if not device.daemon.is_ready:
@@ -196,6 +198,8 @@ class Dispatch:
             self._refuse_the_impossible()
         owner = device.owner
         while device.queue.requests and owner.pending is None:
+            if device.between and device.are_returning:
+                break  # 11.
             if not self._dispatch_best():
                 break
         running = owner.running

@@ -99,7 +99,7 @@ class JobRequests:
         core.answer(event.token, job=self._jobs.row(job))
 
     def _check_devices(self, devices: Sequence[str]) -> None:
-        """Raises InvalidInput: a job cannot have these."""
+        """Raise InvalidInput if a job cannot have these."""
         kinds = placing.kinds_of(placing.limit(devices, self._jobs.names))
         if len(kinds) < 2:
             if refusal := placing.refusal(devices, self._jobs.names):
@@ -139,7 +139,7 @@ class JobRequests:
                 raise errors.ServerUnavailable("the server is draining")
             if not job.spec.entry:  # it is listed so that its loss is seen
                 raise errors.InvalidInput(
-                    f'the script of job "{event.job}" is not known: its journal entry was damaged',
+                    f'the script of job "{event.job}" is unknown: its journal entry was damaged',
                     hint=f"pipeswitch jobs rm {event.job}, then pipeswitch train SCRIPT",
                 )
             if event.loaded is not None and not job.memory.commit_slot_bytes:
@@ -188,7 +188,7 @@ class JobRequests:
         if job.spec.devices and event.to not in job.spec.devices:
             raise errors.InvalidInput(
                 f'job "{job.spec.name}" is limited to {", ".join(job.spec.devices)}',
-                hint="train --devices names those that it may be moved to, of one kind",
+                hint="give the allowed devices with train --devices, all of one kind",
             )
         job.sent_to = event.to
         job.movers.append(event.token)
@@ -233,9 +233,9 @@ class JobRequests:
 
 
 def _check_live(job: Job, but: TaskState | None = None) -> None:
-    """Raises InvalidInput: it is over."""
+    """Raise InvalidInput if it is over."""
     if job.state.state in TASK_FINAL and job.state.state is not but:
         raise errors.InvalidInput(
-            f'job "{job.spec.name}" is over: it is {job.state.state.value}',
+            f'job "{job.spec.name}" has ended: it is {job.state.state.value}',
             hint="pipeswitch jobs ls",
         )

@@ -274,8 +274,7 @@ class Training:
             self._kill_after(job, asked_at_ms, settings.stop_grace_ms, "did not stop")
 
     def reported(self, job: Job) -> None:
-        """Note that the job computes; start its next cycle if one is over and no other job
-        waits."""
+        """Note that the job computes; start its next cycle if one is over and no job waits."""
         now_ms = self._core.now_ms
         if job.memory.beside_blocked and not job.memory.is_blocked:
             job.memory.beside_blocked, job.progress.why = {}, ""
@@ -309,7 +308,7 @@ class Training:
         progress.stops_missed, progress.missed_at = progress.stops_missed + 1, progress.suspensions
         reason = f"{what} within {grace_ms / 1000.0:.3g} s"
         if not progress.suspensions:
-            reason += f"; it has never stepped aside: {GATE_ADVICE}"
+            reason += f"; it has never been suspended: {GATE_ADVICE}"
         if progress.stops_missed >= MAX_MISSED:
             reason += f", {progress.stops_missed} times: paused, "
             reason += f"pipeswitch jobs resume {job.spec.name}"
