@@ -786,9 +786,7 @@ def test_a_model_is_expected_to_take_a_step_and_not_a_run_of_several() -> None:
 
 @pytest.mark.parametrize("event", ["", "cancelled", "dead"])
 @pytest.mark.parametrize("others", [1, 9])
-def test_generations_run_after_the_leader_that_computes_their_tokens(
-    others: int, event: str
-) -> None:
+def test_generations_run_after_the_leader_with_their_tokens(others: int, event: str) -> None:
     server = Steps()
     server.ask_behind(0)
     leader = server.step(past=1, length=40, tokens=3)
@@ -798,7 +796,6 @@ def test_generations_run_after_the_leader_that_computes_their_tokens(
         server.handle(ev.CancelRequest(token=leader))
     server.run()
     assert all(server.answers[token][1].error is None for token in led)
-    prompts = [1 + len(run.batched) for _, run in server.runs if run.inputs[0].shape[1] > 1]
-    if not event:  # the others' inputs were asked for anew
-        assert {*prompts} == {1}
+    if not event:  # their inputs were asked for anew
+        assert all(not run.batched for _, run in server.runs if run.inputs[0].shape[1] > 1)
         assert server.renewed == {*led}

@@ -24,9 +24,8 @@ from ..running.executor import PackedKernels
 
 TIMED: Final = 2  # shapes at which calls are timed
 ROUNDS: Final = 7  # the fewest rounds of a timing; the minimum counts
-MAX_ROUNDS: Final = 40
+MAX_ROUNDS: Final = 200
 ENOUGH_MS: Final = 40.0  # a timing of short calls takes this long: other programs disturb it
-MIN_MS: Final = 0.2  # a round repeats a call until it takes this long
 EVICTED_BYTES: Final = 32 << 20  # what is read between two calls, if a model has so much
 COPY: Final = "aten.contiguous.default"
 MAX_PADDED: Final = 1.1  # bytes of a packed bfloat16 weight, of those that it has plain,
@@ -547,28 +546,17 @@ def _activation(node: Node) -> Activation | None:
 
 
 def min_ms(
-    calls: Sequence[Callable[[], object]], before: Callable[[], object] | None = None
+    calls: Sequence[Callable[[], object]], before: Callable[[], object] = lambda: None
 ) -> tuple[float, ...]:
-    """Return the least processor time of each call, measured in turns; without that of ``before``,
-    which comes before each."""
-    repeats = []
-    for call in calls:
-        call()
-        began_s = time.thread_time()
-        call()
-        is_short = before is None  # else each call finds other data in the caches
-        took_ms = max(1e-3, 1e3 * (time.thread_time() - began_s))
-        repeats.append(max(1, int(is_short * MIN_MS / took_ms)))
+    """Return the least processor time of each call, measured in turns, each after ``before``."""
     least = [float("inf")] * len(calls)
     began_s = time.thread_time()
     for number in range(MAX_ROUNDS):
         if number >= ROUNDS and 1e3 * (time.thread_time() - began_s) > ENOUGH_MS:
             break
-        for index, (call, repeat) in enumerate(zip(calls, repeats, strict=True)):
-            if before is not None:
-                before()
+        for index, call in enumerate(calls):
+            before()
             call_s = time.thread_time()
-            for _ in range(repeat):
-                call()
-            least[index] = min(least[index], 1e3 * (time.thread_time() - call_s) / repeat)
+            call()
+            least[index] = min(least[index], 1e3 * (time.thread_time() - call_s))
     return tuple(least)

@@ -1,9 +1,8 @@
 """Attention of a decode step to the rows of a cache where they lie.
 
-A language model's graph appends each layer's new keys and values to the cached ones, and attends to
-the result: that copies the whole cache in each step. In a decode step (``DecodeRows``) each layer
-writes its new row behind those in use instead, and each sequence attends to its own rows. Nothing
-else is copied, no padding is read, and attention gives a sequence the same bits in any batch.
+A language model's graph appends each layer's new keys and values to the cached ones, which copies
+the cache. In a decode step (``DecodeRows``) each layer writes its new row behind those in use, and
+each sequence attends to its own rows: no padding is read, and its bits do not depend on its batch.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ Span = tuple[int, torch.Tensor | None]  # first row that a token attends to, and
 
 APPEND: Final = "aten.cat.default"
 ATTENTION: Final = "aten.scaled_dot_product_attention.default"
-_OPERATORS: Final = ("split_with_sizes.default", "transpose.int", "view.default")
-_VIEWS: Final = ("_operator.getitem", *(f"aten.{name}" for name in _OPERATORS))
+_VIEWS: Final = ("getitem", "split_with_sizes", "transpose", "view")
 _ROWS: ContextVar[DecodeRows | None] = ContextVar("rows", default=None)
 
 
@@ -64,11 +62,9 @@ class DecodeRows:
             firsts = [*map(min, found, self.used)]
             counts, spans = (bias == 0).sum(-1).flatten(1).tolist(), list[Span]()
             for row, (first, count, end) in enumerate(zip(firsts, counts, self.used, strict=True)):
-                own = None
-                if {*count} != {end + 1 - first}:  # its rows are not all that it sees, or not alike
-                    parts = bias[row : row + 1, ..., first:end], bias[row : row + 1, ..., -1:]
-                    own = torch.cat(parts, -1)
-                spans.append((first, own))
+                is_plain = {*count} == {end + 1 - first}  # it sees these rows alone, and all alike
+                parts = bias[row : row + 1, ..., first:end], bias[row : row + 1, ..., -1:]
+                spans.append((first, None if is_plain else torch.cat(parts, -1)))
             is_whole = self.is_even and spans.count((0, None)) == len(spans)
             self._spans[id(mask)] = mask, [] if is_whole else spans  # so its id stays its own
         return self._spans[id(mask)][1]
@@ -89,7 +85,7 @@ def calls_in_place(graph: Graph, look_up: Callable[[str], Call]) -> dict[str | i
             if not (is_plain and are_four and reads == {*sources[1:3]} - {*sources[::3]}):
                 return {}
             attending.append(position)
-        elif node.target in _VIEWS and are_views[:1] == [True]:
+        elif node.target.split(".")[1] in _VIEWS and are_views[:1] == [True]:
             views.add(value)
         elif node.target == APPEND and node.args[1:] == (2,) and are_views == [True, False]:
             appended[value] = position
@@ -106,8 +102,7 @@ def _attend(attention: Call) -> Call:
             return attention(query, key, value, mask, **scale)
         past = rows.put(*key), rows.put(*value)
         if not (spans := rows.spans(mask)):
-            count = rows.used[0] + 1
-            return attention(query, *[one.narrow(2, 0, count) for one in past], **scale)
+            return attention(query, *[one[:, :, : rows.used[0] + 1] for one in past], **scale)
         found = []
         for row, (end, (first, own)) in enumerate(zip(rows.used, spans, strict=True)):
             pair = [one.narrow(0, row, 1).narrow(2, first, end + 1 - first) for one in past]
