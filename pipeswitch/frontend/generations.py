@@ -19,7 +19,7 @@ from typing import Any, Final, cast
 
 from ..base.errors import PipeSwitchError, QueueFull, TaskFailed
 from ..ipc.messages.base import OpId, SlabTensor
-from ..programs.decoding.generation import CACHE, COUNT, IDS, USED
+from ..programs.decoding.generation import CACHE, COUNT, IDS, MOST_STEPS, USED
 from ..programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
 from ..scheduler.events import (
     CancelRequest,
@@ -238,6 +238,8 @@ class Generations:
         if tokens and not generation.made:
             generation.first_token_ms = self._inference.now_ms() - generation.began_at_ms
         generation.ids.extend(tokens)
+        if generation.count == 1:
+            generation.ahead = min(2 * len(tokens), MOST_STEPS)
         return None
 
     def _tell(self, replies: Sequence[tuple[Pending, dict[str, Any]]]) -> None:

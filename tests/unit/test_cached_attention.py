@@ -30,7 +30,7 @@ class Drawn:
         rows = [self.heads(call("_operator.getitem", parts, at), batch, past) for at in range(4)]
         hidden, new = call("embedding.default", table, ids), []
         for layer, window in enumerate((PAST, WINDOW)):
-            hides = call("bitwise_not.default", call("gt.Scalar", age, 0))
+            hides = call("le.Scalar", age, 0)
             hides = call("__or__.Tensor", hides, call("ge.Scalar", age, window))
             zero = call("full.default", [], {"float": str(bias)})
             mask = call("masked_fill.Scalar", zero, hides, {"float": "-inf"})
