@@ -1,6 +1,6 @@
-"""Ray Serve with one model, for ``bench gateway``; started as ``rival_kserve.py`` is.
+"""Ray Serve with one model, for ``bench gateway``; it is started like ``rival_kserve.py``.
 
-One replica, and the Open Inference Protocol's JSON, as far as it is asked for.
+It has one replica and the necessary part of the Open Inference Protocol's JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Served:
     """The model in a replica."""
 
     def __init__(self, order: dict[str, Any]) -> None:
-        sys.path += order["path"]  # behind Serve's own: torch, and this package
+        sys.path += order["path"]  # torch and this package, after Serve's own path
         from benchmarks.plain import answer, network
 
         self.answer, self.network = answer, network(order)

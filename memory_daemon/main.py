@@ -28,8 +28,8 @@ def run(
     control: Channel,
     descriptors: Sequence[int],
 ) -> None:
-    """Serve until Exit, then return; leave at once, with status 1, when the controller is gone
-    or cannot be understood.
+    """Serve until Exit, then return; exit with status 1 if the controller is gone or sends
+    invalid messages.
 
     ``descriptors``: the store memfd, the control page, the workers' bells and our own. They stay
     open for the life of the process.

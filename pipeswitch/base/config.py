@@ -453,6 +453,7 @@ class ModelConfig(Section, frozen=True):
 
     name: name of the model
     source: torchvision:…, hf:…, a bundle file, package.module:factory
+    aliases: further names, like gpt-3.5-turbo
     weights: FILE.safetensors, pretrained or random:SEED
     inputs: shape and dtype of inputs, such as x=8x3x224x224:float32
     priority: high, normal or low
@@ -475,6 +476,7 @@ class ModelConfig(Section, frozen=True):
 
     name: Name
     source: str
+    aliases: tuple[Name, ...] = ()
     weights: str = ""
     inputs: tuple[str, ...] = ()
     priority: Literal["high", "normal", "low"] = "normal"

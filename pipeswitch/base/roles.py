@@ -35,6 +35,7 @@ URGENT_PRIORITY: Final = "high"  # what ``urgent`` is for
 MODEL_FACTS: Final = frozenset(
     {
         "name",
+        "aliases",
         "version",
         "current",
         "versions",

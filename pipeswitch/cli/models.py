@@ -160,6 +160,13 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
     default=0.0,
     help="Maximum error of --precision, relative to the largest output.",
 )
+@click.option(
+    "--alias",
+    "aliases",
+    multiple=True,
+    metavar="NAME",
+    help="Further name of the model, such as gpt-3.5-turbo (repeatable).",
+)
 @common.devices_option
 @common.json_option
 def register(
@@ -338,8 +345,8 @@ def models(ctx: click.Context, versions: bool, as_json: bool, watch: bool) -> No
         columns = views.VERSION_COLUMNS if versions else views.MODEL_COLUMNS
 
         def shown(rows: list[dict[str, Any]]) -> Any:
-            is_told = any(row.get("reason") for row in rows)
-            return views.Listing(rows, (*columns, *["reason"] * is_told))
+            more = [name for name in ("aliases", "reason") if any(row.get(name) for row in rows)]
+            return views.Listing(rows, (*columns, *more))
 
         common.listing(lambda c: c.models(versions=versions), shown, as_json, watch)
 

@@ -28,9 +28,9 @@ from .common import (
     watch_option,
 )
 
-PING_AGAIN_S: Final = 0.1  # of ping --wait
-RATE_LOOKS: Final = 10  # of top: tokens a second are those of the last five
-EXIT_WAIT_S: Final = 30.0  # from a server's last answer to its end
+PING_AGAIN_S: Final = 0.1  # interval of ping --wait
+RATE_LOOKS: Final = 10  # number of samples that top keeps
+EXIT_WAIT_S: Final = 30.0  # maximum time from a server's last answer to its exit
 
 
 def _commas(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> str | None:
@@ -255,7 +255,7 @@ def _ping_until(until_s: float, deep: bool) -> dict[str, Any]:
         except ServerUnavailable:
             if is_last:
                 raise
-        time.sleep(PING_AGAIN_S)  # a server that is not there yet cannot tell
+        time.sleep(PING_AGAIN_S)  # no server answers yet
 
 
 @click.command()

@@ -51,15 +51,15 @@ from .common import EXIT_INTERRUPTED, check_folder, checked_plot, connected, jso
 FUNCTIONS: Final = "azure_functions_2019_100fn_invocations.csv"
 SERVICES: Final = ("azure_llm_2023_code_15min.csv", "azure_llm_2023_conv_15min.csv")
 SPEED_UPS: Final = {"azure": 20.0}  # others: 1
-MAX_NUMBER: Final = 1e9  # far beyond what is of use; no product of three is infinite
+MAX_NUMBER: Final = 1e9  # beyond useful values; a product of three stays finite
 MAX_FILE_BYTES: Final = 256 << 20
-RANDOM_BYTES: Final = 200 * MIB  # a random model's, in the middle
-RANDOM_MS: Final = 14.0  # it computes so long on a device of factor 1
+RANDOM_BYTES: Final = 200 * MIB  # median of random models
+RANDOM_MS: Final = 14.0  # median computing time on a device of factor 1
 SPREAD: Final = 0.5  # sigma of both logarithms
-SERIAL: Final = "serial"  # no policy of the server: the reference without any overlap
-HANGS_AFTER_S: Final = 30.0  # one call of a policy; ``[server] watchdog`` is as long
-LAYERS: Final = 8  # of a model of which no more is known: as many groups
-SHARES: Final = (6, 25)  # of the models' bytes, percent, where no memory is given
+SERIAL: Final = "serial"  # reference without overlap; not a policy of the server
+HANGS_AFTER_S: Final = 30.0  # limit for a call of a policy, as ``[server] watchdog``
+LAYERS: Final = 8  # number of layer groups, if a model has no profile
+SHARES: Final = (6, 25)  # default memory, in percent of the models' bytes
 OF_REQUESTS: Final = ("policy", "in_slo", "p50_ms", "p99_ms", "refused", "switches", "copied")
 OF_JOBS: Final = (
     "training",
@@ -73,10 +73,10 @@ OF_JOBS: Final = (
 )
 OF_NODES: Final = ("nodes", "moved_bytes", "failures", "resent", "placed_per_s")
 JOB: Final = "NAME:STEPS:STEP:MEMORY[@AT]"
-REQUESTS: Final = 200_000  # of a cluster, in all: some minutes
+REQUESTS: Final = 200_000  # default for a cluster: some minutes
 
 
-Run = tuple[str, Setting, Outcome, dict[str, Any]]  # memory as it was written; what placement did
+Run = tuple[str, Setting, Outcome, dict[str, Any]]  # memory as given; counters of placement
 
 
 class _Row(msgspec.Struct, forbid_unknown_fields=True):
@@ -215,7 +215,7 @@ def simulate(trace: str, as_json: bool, **options: Any) -> None:
 
 @contextlib.contextmanager
 def _ends_all_the_same() -> Iterator[None]:
-    """Around policies, which may hang, and to which an interrupt is a failure of their own."""
+    """Run policies, which may hang, and which may catch an interrupt."""
 
     def leave(*_: object) -> None:
         Console(stderr=True).show_cursor()  # the progress bar hides it
@@ -492,7 +492,7 @@ def _trace(
 
 
 def _number(text: str) -> float:
-    """NaN, which is within no range, where it is none."""
+    """Return a number, or NaN, which is in no range."""
     with contextlib.suppress(ValueError):
         return float(text)
     return math.nan

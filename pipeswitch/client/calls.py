@@ -77,7 +77,7 @@ class Call(msgspec.Struct, kw_only=True, eq=False):
     """Request that waits for its answer."""
 
     header: dict[str, Any]  # RequestHeader's fields but the session
-    future: Any = None  # the subclass's kind; None: the caller reads the next three
+    future: Any = None  # the subclass's kind; None: the caller reads the next three fields
     is_over: bool = False
     value: Any = None
     error: Exception | None = None
@@ -184,7 +184,7 @@ class Calls:
         """Send a call, but refuse one that is too large: the server would end the connection."""
         size_bytes, limit_bytes = sum(map(len, call.frames)), link.facts.get("max_message_bytes")
         if isinstance(limit_bytes, int) and size_bytes > limit_bytes:
-            text = f"{call.header['op']}: {size_bytes} bytes are over the limit of {limit_bytes}"
+            text = f"{call.header['op']}: {size_bytes} bytes exceed the limit of {limit_bytes}"
             self._fail(
                 call, errors.InvalidInput(text, hint="raise the server's [server] max_message")
             )

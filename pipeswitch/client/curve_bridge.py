@@ -30,11 +30,11 @@ REFUSALS: Final = {
         "on the server: pipeswitch keys admit NAME KEY",
     ),
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): (
-        "the server asks for no key",
+        "the server needs no key",
         "leave key and server_key out",
     ),
     _CUT: (
-        "its key is not the one given, it asks for none, or it is full",
+        "its key is another one, it needs no key, or it has too many connections",
         "on the server: pipeswitch keys server --show",
     ),
 }

@@ -24,7 +24,7 @@ Inputs = Mapping[str, Any]
 FILES: Final = (".pt2", ".pt", ".pth", ".ts", ".torchscript")  # a program may be in
 PICKLED: Final = (".pt", ".pth", ".bin", ".ckpt")  # weights may be in
 WEIGHTS_ALONE: Final = (
-    "it holds weights alone: pipeswitch register NAME package.module:function --weights FILE"
+    "it has only weights: pipeswitch register NAME package.module:function --weights FILE"
 )
 _NO_PROGRAMS: Final = {
     ".onnx": "pip install onnx2torch; then client.register(NAME, onnx2torch.convert(FILE), "

@@ -216,7 +216,7 @@ def _torch_as_numpy(tensor: Any) -> Any:
         )
     name = str(tensor.dtype).removeprefix("torch.")
     if tensor.is_meta or name not in ITEM_BYTES:
-        reason = "has no data" if tensor.is_meta else f"has dtype {name}, which does not travel"
+        reason = "has no data" if tensor.is_meta else f"has dtype {name}, which is not supported"
         raise InvalidInput(f"an input {reason}", hint=f"one of {', '.join(ITEM_BYTES)}")
     tensor = tensor.detach().resolve_neg().cpu().contiguous()
     if tensor.dtype is torch.bfloat16:

@@ -212,7 +212,7 @@ class Verbs:
             ) from None
         total_ms = (time.monotonic() - began_s) * 1000.0
         if not deep:
-            why = "" if answer["ready"] else "its engine is not up"
+            why = "" if answer["ready"] else "its engine does not run"
             return {"ready": answer["ready"], "why": why, "total_ms": total_ms}
         controller_ms = total_ms - answer.pop("engine_ms")
         return {**answer, "controller_ms": controller_ms, "total_ms": total_ms}

@@ -216,6 +216,7 @@ class Node(NodeJobs):
                 for row in served
                 if row["state"] == "ready"
             },
+            "aliases": {alias: row["name"] for row in served for alias in row["aliases"]},
             "bodies": self._bodies(),
         }
 
@@ -232,6 +233,8 @@ class Node(NodeJobs):
         """Keep a model's registration, so that another node can have it; None removes it."""
         with self._lock:
             bodies = {**self._bodies(), model: body}
+            for one in filter(None, bodies.values() if body is None else ()):  # an alias is removed
+                one["aliases"] = [alias for alias in one.get("aliases", ()) if alias != model]
             text = json.dumps({name: one for name, one in bodies.items() if one is not None})
             write_whole(self._state / "cluster.json", text.encode())
 

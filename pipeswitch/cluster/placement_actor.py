@@ -46,6 +46,12 @@ class Overview:
     def table(self) -> dict[str, Any]:
         """Return the table of nodes and of the models that each serves."""
         with self._lock:
+            holders = {name: sorted(held) for name, held in self._nodes.holders.items()}
+            names = self._names()
+
+            def of_names(found: dict[str, Any]) -> dict[str, Any]:
+                return found | {name: found[model] for name, model in names if model in found}
+
             return {
                 "version": self._version,
                 "nodes": {
@@ -55,10 +61,19 @@ class Overview:
                     }
                     for name, facts in self._facts.items()
                 },
-                "models": dict(self._serving),
-                "holders": {name: sorted(held) for name, held in self._nodes.holders.items()},
+                "models": of_names(self._serving),
+                "holders": of_names(holders),
                 "may_come": self._may_come(self._silent_since),
             }
+
+    def _names(self) -> list[tuple[str, str]]:
+        """Return the names and aliases that each node has, each with its model."""
+        with self._lock:
+            return [
+                pair
+                for facts in self._facts.values()
+                for pair in (*facts.get("aliases", {}).items(), *((n, n) for n in facts["models"]))
+            ]
 
     def _share(self, wait_s: float = 0.0) -> None:
         """Send the current table to nodes with an older one; wait for a limited time."""
@@ -221,7 +236,7 @@ class JobPlacement(Overview):
             if not homes:
                 raise ModelNotFound(f'no job "{job}" is running', hint="pipeswitch jobs")
             if to not in self._nodes or job in self._moving:
-                why = "it is being moved already" if job in self._moving else f'no node "{to}"'
+                why = "it is already being moved" if job in self._moving else f'no node "{to}"'
                 raise ModelNotFound(f'job "{job}": {why}', hint="pipeswitch cluster status")
             if to == homes[0]:
                 return
@@ -366,6 +381,12 @@ class Placement(JobPlacement):
                     f'another client has registered a model "{model}" in the meantime',
                     hint="choose another name",
                 )
+            own, is_known = (model, *body.get("aliases", ())), model in self._facts[node]["bodies"]
+            if taken := dict(one for one in self._names() if one[0] in own and one[1] != model):
+                for name in taken if is_known else [model]:  # of a known model its new aliases
+                    told(ray, node_of(ray, node).unregister.remote(name))
+                words = f"{', '.join(taken)}: already a name of {', '.join(taken.values())}"
+                raise AlreadyExists(words, hint="choose another name")
             ray.get(node_of(ray, node).remember.remote(model, body))
             self._look()
         missed = self._copy(model)
@@ -386,7 +407,7 @@ class Placement(JobPlacement):
                 raise ModelNotFound(f"no node {node!r}", hint="pipeswitch cluster status")
             jobs = [job for job, one in self._copies()[node].items() if one.state == "home"]
             if self._facts[node]["jobs"] > len(jobs):
-                return ["jobs train there that were not started through the cluster"]
+                return ["the node has jobs that were not started through the cluster"]
             held = [name for name, one in self._nodes.holders.items() if node in one]
             self._leaving.add(node)
             self._nodes.remove(node)

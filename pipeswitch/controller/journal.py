@@ -48,10 +48,10 @@ from .folders import StateDir
 log = logging.getLogger(__name__)
 
 FILE_NAME: Final = "journal.sqlite"
-SCHEMA_VERSION: Final = 11
+SCHEMA_VERSION: Final = 12
 # In the file's user_version; 0 is a file without tables, 1 had no holds,
 # 2 no tenants, 3 no ended jobs, 4 no versions, 5 no shared input, 6 no devices of jobs, 7 no split,
-# 8 no chains, 9 no defaults of job.steps, 10 no digests
+# 8 no chains, 9 no defaults of job.steps, 10 no digests, 11 no aliases
 BACKUPS: Final = ("journal.backup", "journal.backup-1")  # the newest first
 BACKUP_EVERY_S: Final = 60.0  # minimum interval while entries come; at once when one is removed
 SLOW_APPEND_MS: Final = 100.0  # the loop stands still so long: worth a line in the log
@@ -72,8 +72,8 @@ class JournalFile:
     """One writer: the state directory is locked. One thread: the controller's loop.
 
     Attributes:
-        models, chains, serving, jobs, holds, placed, ended: its entries when it was opened, by
-        name, in the order of acceptance.
+        models, chains, serving, aliases, jobs, holds, placed, ended: its entries when it was
+            opened, by name, in the order of acceptance.
         losses: sentences for the user: what was damaged, and what the server did about it.
         lost: entries that existed and could not be read anywhere.
         run_later: runs file work beside the loop; by default it runs at once.
@@ -102,6 +102,7 @@ class JournalFile:
             {name: entry for (known, name), entry in self._entries.items() if known == kind}
             for kind in ("model", "chain", "serving", "job", "hold", "placed", "ended")
         )
+        self.aliases = {name: one for (kind, name), one in self._entries.items() if kind == "alias"}
         with contextlib.suppress(OSError):  # a full disk: the journal itself is sound
             for entry in self._entries.values():
                 self._copies.keep(entry)

@@ -136,7 +136,7 @@ def _run(server: Server) -> int:
             return loop.run(watchdog)
         except Exception:  # a bug of ours: no silent half-life (invariant I6)
             log.critical("scheduler=dead", exc_info=True)
-            sys.stderr.write(f"Error: internal error, leaving; see {log_path}\n")
+            sys.stderr.write(f"Error: internal error, exiting; see {log_path}\n")
             return os.EX_SOFTWARE
 
 
@@ -170,7 +170,8 @@ def _locked(root: Path) -> Iterator[None]:
             owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
             raise PipeSwitchError(
                 f"a server (pid {owner or 'unknown'}) already owns {root} and its device",
-                hint="pipeswitch stop, or a second one: --state-dir DIR --listen tcp://127.0.0.1:6555",
+                hint="pipeswitch stop, or a second one: --state-dir DIR --listen "
+                "tcp://127.0.0.1:6555",
             ) from None
         try:
             os.ftruncate(descriptor, 0)

@@ -66,6 +66,7 @@ _logger = logging.getLogger(__name__)
 MAX_CLIENT_REQUESTS: Final = 4096  # unanswered ones of one client
 BACKLOG_LOOK_S: Final = 0.1  # at who does not read, though nothing happens
 STOP_FLUSH_MS: Final = 1000
+OF_NAMES: Final = ("register", "unregister", "chain")  # an alias is a name of its own to these
 
 Posted = ev.Reply | ev.RunEnded | ev.Publish | ev.ModelAvailable | ev.ModelRemoved | ev.LoadCommits
 """The scheduler's commands that are performed here."""
@@ -257,6 +258,9 @@ class Frontend:
                 request_id = envelope_id(parts)
                 raise wrong_version(parts) or error from None
             request_id, op = header.id, header.op
+            if header.model in self.inference.models.aliases and op not in OF_NAMES:
+                name = self.inference.models.aliases[header.model]
+                header = msgspec.structs.replace(header, model=name)
             verb = VERBS.get(op)
             if verb is None:
                 raise RemoteProtocolError(f"no verb {op[:40]!r}{nearest(op[:40], VERBS)}")

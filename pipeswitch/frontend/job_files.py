@@ -13,7 +13,7 @@ from ..ipc.sparse import kept_from, open_plain
 
 CHUNK_BYTES: Final = 256 << 10  # small enough to be read between two messages
 TEXTS: Final = {"logs": "log", "history": "history"}
-CUT: Final = "[older lines are gone: [log] max]\n"
+CUT: Final = "[older lines were removed: [log] max]\n"
 PIECES: Final = (*TEXTS, "state")
 
 

@@ -100,7 +100,7 @@ def check_source(
 def _uploaded(reference: str, uploads_dir: str, kind: str) -> str:
     digest = reference.removeprefix("put:")
     if not DIGEST.fullmatch(digest):
-        hint = "upload the file with the verb put, then name it put:DIGEST"
+        hint = "upload the file with the verb put, then give put:DIGEST"
         raise InvalidInput("put: must be followed by a sha256 in hexadecimal", hint=hint)
     path = os.path.join(uploads_dir, f"{digest}.{kind}")
     if not os.path.isfile(path):

@@ -23,7 +23,7 @@ from ..programs.interface.packing import PRECISIONS
 from ..programs.interface.pytree import check_takes
 from ..programs.spec import DEFAULT_MAX_BATCH, DEFAULT_SEQUENCES, BuildSpec, stage_of
 from ..scheduler.events import RegisterModelRequest, Token, VersionRequest
-from ..wire.register_request import Extent, RegisterRequest, Signature
+from ..wire.register_request import BuildRequest, Extent, RegisterRequest, Signature
 from .permissions import CheckedSource, Rules, check_function, check_source
 from .validation import check_name, priority_number
 
@@ -37,6 +37,8 @@ def check(request: RegisterRequest) -> None:
     _check_signature("raw", request.raw, (*DTYPES, BYTES))
     _check_signature("returns", request.returns, (*DTYPES, BYTES))
     check_takes(request.takes, request.inputs)
+    for alias in request.aliases:
+        check_name(alias, "alias")
     priority_number(request.priority, default=1)
     has_file = request.weights.startswith("put:") or request.weights.endswith(".safetensors")
     if request.as_version and (request.body().keys() != {"as_version", "weights"} or not has_file):
@@ -122,8 +124,8 @@ def registration(
         spec = msgspec.msgpack.encode(BuildSpec(name=model, source="", weights=source.weights))
         name, tenant = ModelName(model), principal.tenant
         return VersionRequest(token=token, model=name, spec=spec, tenant=tenant)
-    fields = msgspec.structs.asdict(request)
-    del fields["priority"], fields["pin"], fields["as_version"]  # not part of the build
+    parts = BuildRequest.__struct_fields__
+    fields = {name: getattr(request, name) for name in parts}
     fields["max_batch"] = fields["max_batch"] or (
         DEFAULT_SEQUENCES if request.generate else DEFAULT_MAX_BATCH
     )
@@ -144,5 +146,6 @@ def registration(
         is_pinned=request.pin,
         tenant=principal.tenant,
         devices=request.devices,
+        aliases=tuple(ModelName(one) for one in dict.fromkeys(request.aliases) if one != model),
         stage=stage_of(spec),
     )

@@ -67,7 +67,7 @@ class Authenticator:
         if authorization in NO_TOKEN:
             if self._needs_token:
                 raise Unauthenticated(
-                    "this address asks for a token", hint="Authorization: Bearer TOKEN"
+                    "this address needs a token", hint="Authorization: Bearer TOKEN"
                 )
             return Principal(tenant=ANYONE, roles=self._roles)
         found = None
@@ -78,11 +78,11 @@ class Authenticator:
                     found = principal
         if found is None:
             raise Unauthenticated(
-                "this token is not known here",
-                hint="the file of [gateway] tokens lists them"
+                "unknown token",
+                hint="the file of [gateway] tokens has the valid ones"
                 if self._needs_token
-                else "this address needs none: give EMPTY as the key; the file of [gateway] tokens "
-                "lists those that are known",
+                else "this address needs no token: give EMPTY as the key; the file of [gateway] "
+                "tokens has the valid ones",
             )
         return Principal(tenant=found.tenant, roles=found.roles | self._roles)
 
@@ -95,7 +95,8 @@ class Authenticator:
         name = re.sub(":[0-9]+$", "", host.lower())
         if self._hosts is not None and name not in self._hosts:
             raise WrongHost(
-                f"this is not {host[:80]!r}", hint=f"ask for {', '.join(sorted(self._hosts))}"
+                f"the name of this server is not {host[:80]!r}",
+                hint=f"use {', '.join(sorted(self._hosts))}",
             )
 
 

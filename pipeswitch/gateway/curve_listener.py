@@ -280,7 +280,7 @@ class CurveListener:
             can_send = caller.stream is stream and not caller.is_full
             messages = stream.receive(1) if can_send else []
         except (EOFError, RemoteProtocolError):
-            self.connections.end(caller, "the server hung up")
+            self.connections.end(caller, "the server closed the connection")
             self._part(caller)
             return
         if messages:

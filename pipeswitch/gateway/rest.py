@@ -37,7 +37,7 @@ HEADERS: Final = f"Authorization, Content-Type, Content-Encoding, Last-Event-ID,
 WISHED: Final = "access-control-request-headers"
 NAMES: Final = re.compile("[A-Za-z0-9_, -]{1,2048}")  # of headers that a page wishes to send
 TOLD: Final = f"Retry-After, Server-Timing, {JSON_LENGTH}"
-HINT: Final = "GET /v2 tells what is served, /api/openapi.json what else; /ui shows it to people"
+HINT: Final = "GET /v2 and /api/openapi.json list the paths; /ui is the web page"
 
 
 class Rest:
@@ -112,7 +112,7 @@ class Rest:
             return
         if urlsplit(origin).netloc.lower() != host.lower():
             allow = f'to allow it: [gateway] origins = ["{origin[:80]}"]'
-            raise WrongHost(f"a page of {origin[:80]!r} may not ask here", hint=allow)
+            raise WrongHost(f"a page of {origin[:80]!r} may not send requests here", hint=allow)
 
     def _work(self, head: Head, caller: Principal) -> Work:
         path = head.path.rstrip("/")
@@ -309,7 +309,7 @@ def _object(body: Any) -> dict[str, Any]:
     if not len(body):
         return {}
     if len(body) > MAX_OBJECT_BYTES:
-        raise TooLarge(f"{len(body)} bytes of JSON, {MAX_OBJECT_BYTES} at most are read here")
+        raise TooLarge(f"{len(body)} bytes of JSON, the limit is {MAX_OBJECT_BYTES}")
     try:
         return decode_json(body, dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

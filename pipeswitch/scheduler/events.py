@@ -147,6 +147,7 @@ class RegisterModelRequest(ClientRequest, frozen=True):
     is_known: bool = False  # of an earlier server, as the journal has it
     restored: Manifest | None = None  # then: requests come, and wait for the build
     stage: Processor | None = None  # what makes its inputs; None: its clients
+    aliases: tuple[ModelName, ...] = ()  # further names
 
 
 class VersionRequest(ClientRequest, frozen=True):
@@ -439,6 +440,7 @@ class ModelAvailable(_Message, frozen=True):
     registration_id: int = 0  # equal for all versions of one registration, and for no other's
     stage: Processor | None = None  # what makes its inputs of those that clients send
     chain: Chain | None = None  # it is none: its steps' models are asked, at their own priority
+    aliases: tuple[str, ...] = ()  # further names that requests use
 
 
 class ModelRemoved(_Message, frozen=True):

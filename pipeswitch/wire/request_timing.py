@@ -38,7 +38,7 @@ class RequestTiming(Computed, frozen=True, kw_only=True):
     that stepped aside, and the rest is the last one's.
     """
 
-    queue_ms: Annotated[float, "Waiting for the device"] = 0.0
+    queue_ms: Annotated[float, "Requests that wait for the device"] = 0.0
     preprocess_ms: Annotated[
         float, "Making the model's inputs of what clients sent, beside the device"
     ] = 0.0  # of a model with a stage; in no other part but the total

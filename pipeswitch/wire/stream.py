@@ -85,9 +85,7 @@ class ShmSegment:
             RemoteProtocolError: it lies outside of the peer's half.
         """
         if place + size_bytes > len(self._others):
-            raise RemoteProtocolError(
-                f"{size_bytes} bytes at {place} are not in the shared memoryd memory"
-            )
+            raise RemoteProtocolError(f"{size_bytes} bytes at {place} are not in the shared memory")
         return self._others[place : place + size_bytes]
 
 

@@ -386,7 +386,7 @@ def test_an_answer_that_no_memory_could_hold_is_refused_and_the_server_serves_on
     with running.running.client(tcp=True) as stranger:
         path = bundle(tmp_path, (extent, extent), RELU * 40 + empty, 1 + 127 * 33)
         stranger.register("endless", path)
-        with pytest.raises(ps.InvalidInput, match="cannot compute rows=2"):
+        with pytest.raises(ps.InvalidInput):
             stranger.infer("endless", np.ones((2, 4), np.float32))
         assert stranger.infer("endless", np.ones((128, 4), np.float32))["y"].shape == (0, 0)
         stranger.unregister("endless")

@@ -351,6 +351,16 @@ def test_a_model_whose_joined_runs_keep_failing_is_joined_no_more() -> None:
     assert server.batched() == [pardoned]
 
 
+def test_an_answer_with_a_schema_joins_and_its_failures_do_not_end_batching() -> None:
+    server, how = Server(max_deaths=2), SamplingParams(options={"json_schema": "{}"}, answer=(1,))
+    for _ in range(3):
+        server.faults["infer_error"] = ["joins"]
+        server.ask_behind(2, sampling_params=how)
+        server.run()
+        assert [len(one) for one in server.batched()] == [2, 1, 1]
+    assert server.unjoined == []
+
+
 def test_a_joined_run_that_ends_well_forgets_those_that_did_not() -> None:
     server = Server(max_deaths=2)
     for faults in (["joins"], [], ["joins"]):

@@ -45,7 +45,7 @@ def test_a_token_adds_its_roles_and_an_unknown_one_is_no_ones() -> None:
     for shown in ("Bearer nonsense", "Basic abc", TOKEN, "Bearer", "Bearer \udcff"):
         with pytest.raises(Unauthenticated):
             callers().principal(shown)
-    with pytest.raises(Unauthenticated, match="asks for a token"):
+    with pytest.raises(Unauthenticated, match="needs a token"):
         callers(needs_token=True).principal("")
 
 

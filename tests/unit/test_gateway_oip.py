@@ -254,7 +254,7 @@ def test_a_raw_body_is_the_only_input_at_the_batch_that_it_fills() -> None:
     assert (asked.inputs[0].shape, asked.is_binary) == ((3, 4), True)
     with pytest.raises(InvalidInput, match="16 bytes for each of its batch; the body has 50"):
         oip.raw_request(bytes(50), ROW)
-    with pytest.raises(InvalidInput, match="one input"):
+    with pytest.raises(InvalidInput):
         oip.raw_request(b"", ROW | {"inputs": {}})
     with pytest.raises(InvalidInput, match="16 bytes; the body has 32"):
         oip.raw_request(bytes(32), ROW | {"inputs": {"x": [[1, 4], "float32"]}})

@@ -33,8 +33,8 @@ from pipeswitch.job import InexactResumeWarning
 from .torch_private import advance_sampler, is_plain_map_loader, version
 
 _logger = logging.getLogger(__name__)
-KNOWN_LOADERS: Final = (list, tuple, range, str, dict, torch.Tensor, np.ndarray)  # no state of own
-BLOB_BYTES: Final = 96  # that a commit spends on an attachment: padding, and its name, twice
+KNOWN_LOADERS: Final = (list, tuple, range, str, dict, torch.Tensor, np.ndarray)  # no own state
+BLOB_BYTES: Final = 96  # overhead of an attachment in a commit
 SMALL_BYTES: Final = 1 << 16  # attachments up to here are copied at once; larger ones are watched
 
 
@@ -47,7 +47,7 @@ class Captured:
         # ``marshal`` writes bytes and numpy's scalars alike.
         has_raw = bool(attachments) or '{"bytes":' in text or '{"scalar":' in text
         self.fingerprint = None if has_raw else fingerprint
-        # What it takes in a commit, with the names of its attachments.
+        # Size in a commit, with the names of its attachments.
         self.size_bytes = len(text) + sum(part.size_bytes + BLOB_BYTES for part in attachments)
         self._parts: list[bytes | tuple[torch.Tensor, int]] = []
         for part in attachments:
@@ -69,11 +69,11 @@ class Captured:
 
 
 def captured(value: Any, last: Captured | None) -> Captured:
-    """``value`` as it is now: the ``last`` one again, where it is of plain data and the same.
+    """Capture ``value``, or return ``last`` if it is plain data and unchanged.
 
-    Learning rates and the like seldom change, and taking their tagged form costs five times the
-    look. ``marshal`` tells apart what ``==`` does not (1, 1.0, True; 0.0, -0.0); it is compared,
-    never loaded. Tensors it refuses, and then the value is captured anew each time.
+    Learning rates and the like seldom change, and capturing them costs five times the comparison.
+    ``marshal`` distinguishes values that are equal (1, 1.0, True; 0.0, -0.0); its bytes are never
+    loaded. It refuses tensors, so values that contain tensors are captured each time.
     """
     try:
         fingerprint = marshal.dumps(value, 2)  # 2: the last version that ignores identities
@@ -242,7 +242,7 @@ class Proof:
     random: RandomState
     generators: dict[str, Any]
     own: Any
-    batch: Any  # as it was fetched; a script that writes to it costs the proof
+    batch: Any  # as fetched; if the script writes to it, there is no proof
     versions: tuple[int, ...]
 
     def values(self) -> tuple[Any, ...] | None:
@@ -291,17 +291,17 @@ def digest_of(batch: Any) -> str | None:
 class DataState:
     """Position of a loader: its generators and, where it has one, its ``state_dict()``."""
 
-    generators: dict[str, Any]  # by where they were found: their states
-    own: Any  # of the loader or its dataset; None without
+    generators: dict[str, Any]  # states by the path of the generator
+    own: Any  # state_dict() of the loader or its dataset, or None
     proof: Proof | None = None
 
 
 class DataPosition:
-    """One loader's place in its data: captured, and taken up again without fetching the data.
+    """Position of a loader in its data, captured and restored without fetching the data.
 
     Args:
-        loader: what ``job.steps`` was given.
-        extras: of ``extra_state``; generators among them may be what a sampler draws from.
+        loader: the argument of ``job.steps``.
+        extras: ``extra_state``; a sampler may use generators in it.
     """
 
     def __init__(self, loader: Any, extras: Mapping[str, Any]) -> None:
@@ -343,7 +343,7 @@ class DataPosition:
         """Put the loader's generators back.
 
         Raises:
-            InvalidInput: one is not where it was: made in the loop, or the script changed.
+            InvalidInput: a generator is missing: made in the loop, or the script has changed.
         """
         for path, value in state.generators.items():
             if path not in self._generators:
@@ -445,7 +445,7 @@ class DataPosition:
         return None
 
     def warn_if_inexact(self) -> bool:
-        """Say once what could not be resumed exactly; true when something was said."""
+        """Warn once if the loader cannot be resumed exactly; return whether it warned."""
         loader = self._loader
         if self._keeper is loader or isinstance(loader, SharedLoader):
             return False
@@ -504,6 +504,6 @@ def _keeps_state(candidate: Any) -> bool:
         inspect.signature(candidate.state_dict).bind()
     except TypeError:
         return False
-    except ValueError:  # it has no answer
+    except ValueError:  # no signature
         pass
     return True

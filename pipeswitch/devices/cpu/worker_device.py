@@ -85,7 +85,7 @@ class CpuWorkerDevice(WorkerDevice):
     def _work(self) -> torch.UntypedStorage:
         from ...programs.running.views import bytes_over
 
-        assert self._work_map is not None, "this worker runs no training script"
+        assert self._work_map is not None, "this worker does not run a training script"
         return bytes_over(self._work_map)
 
     def prefault(self, offset_bytes: int, size_bytes: int) -> None:

@@ -39,7 +39,7 @@ ROWS_STEP: Final = 16  # what grows does by so many: most steps have the last on
 PIECES: Final = 8  # a step's rows are such a part of the longest cache at most
 SMALL_BYTES: Final = 64 << 10  # limit of a step's request without its ids
 IDLE_MS: Final = 300_000.0  # one that nobody asks so long is abandoned
-HINT: Final = "start another one: it ended, was idle for 5 minutes, or the server began again"
+HINT: Final = "start another one: it has ended, was idle for 5 minutes, or the server was restarted"
 
 
 class Sequences:
@@ -62,7 +62,7 @@ class Sequences:
 
         Raises:
             InvalidInput: the model has no state; another request is under way.
-            SequenceNotFound: there is none of this name, or it is another model's.
+            SequenceNotFound: there is no such name, or it is another model's.
         """
         self.expire()
         if not announced.manifest.extra.get("state"):

@@ -849,7 +849,7 @@ def _inflated(data: Any, most: int) -> bytes:
         raise InvalidInput(f"the body does not match Content-Encoding: {error}") from None
     if len(body) > most:
         raise http_errors.TooLarge(
-            f"the body becomes more than {format_bytes(most)}, which is what there is room for",
+            f"the decoded body has more than {format_bytes(most)}, the free memory",
             hint="send smaller batches, or fewer at once",
         )
     if not inflater.eof or inflater.unused_data:

@@ -445,7 +445,7 @@ def _read(message: Any, data: bytes, max_bytes: int = SMALL_BYTES) -> Any:
         TooLarge: they are more than any such message has.
     """
     if len(data) > max_bytes:
-        raise TooLarge(f"{len(data)} bytes of a message, {max_bytes} at most are read here")
+        raise TooLarge(f"{len(data)} bytes of a message, the limit is {max_bytes}")
     try:
         return message.FromString(data)
     except DecodeError:

@@ -108,7 +108,7 @@ class AnswerStream:
         self._begin = msgspec.structs.replace(asked, answer=self._number)
         await self._ask(self._begin)
         self._prompt = self.step.prompt
-        self._begin = msgspec.structs.replace(self._begin, prompt="", messages=None)
+        self._begin = msgspec.structs.replace(self._begin, prompt="", messages=None, tools=b"")
         options = self._begin.sampling.options
         if options is not None and options.scores_prompt:
             self._first, self._unscored = array("i", self._prompt)[:1], self.step.prompt_count - 1

@@ -38,7 +38,7 @@ SECONDS: Final = (
 )
 PHASES: Final[Mapping[str, str]] = {
     **{name.removesuffix("_ms"): text for name, text in PARTS.items()},
-    "gateway": "In the gateway, beside that",
+    "gateway": "Time in the gateway, outside of the total",
 }
 TRITONS: Final = {"queue": "queue", "compute_input": "switch", "compute_infer": "compute"}
 OK: Final = "ok"

@@ -289,7 +289,7 @@ def encode_answer(
     chosen = wanted(asked, outputs)
     if _numbers_of(chosen) > MAX_NUMBERS:
         raise TooLarge(
-            f"{_numbers_of(chosen)} numbers, and {MAX_NUMBERS} at most are told in JSON",
+            f"{_numbers_of(chosen)} numbers; JSON answers have at most {MAX_NUMBERS}",
             hint='request bytes: "parameters": {"binary_data_output": true}',
         )
     for output, wants_binary in chosen:

@@ -111,7 +111,7 @@ class SharedMemoryRegions:
         """Return one region, or all of the caller's.
 
         Raises:
-            NotFound: there is none of this name.
+            NotFound: there is no such name.
         """
         require_role(caller, Role.CODE, WHAT)
         rows = [
@@ -217,7 +217,7 @@ def _open(key: str) -> int:
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, descriptor)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise InvalidInput(f"{key}is not shared memory")
+            raise InvalidInput(f"{key} is not shared memory")
         undo.pop_all()
     return descriptor
 

@@ -29,12 +29,12 @@ if TYPE_CHECKING:  # a worker makes inputs up, and needs no exporter
 Compute = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 KEEPS_STATE: Final = (
-    "make forward depend only on its inputs and weights; if the first call sets something for "
-    "good, call the module before you register it"
+    "make forward depend only on its inputs and weights; if the first call initializes something, "
+    "call the module before you register it"
 )
 _FUSED: Final = (
-    "torch computes attention in a fused kernel here, which does not travel: call "
-    "torch.backends.mha.set_fastpath_enabled(False), then what you compute is what is served"
+    "torch computes attention in a fused kernel here, which cannot be exported: call "
+    "torch.backends.mha.set_fastpath_enabled(False), then your results equal the server's"
 )
 
 

@@ -261,15 +261,19 @@ class Decoder(nn.Module):
 
 
 def _chat_template(given: Any) -> tuple[str, list[str]]:
-    """Return the template that transformers uses for a chat: the default one, or the only one.
+    """Return the template that transformers uses for a chat: the one named ``tool_use`` if there
+    are tools, else the default one, or the only one.
 
-    If there is none among several, a note says so.
+    If there is no default among several, a note says so.
     """
     named = given if isinstance(given, dict) else {"default": given or ""}
+    if "default" in named and "tool_use" in named:
+        both = [str(named[name]).removesuffix("\n") for name in ("tool_use", "default")]
+        return "{{% if tools %}}{}{{% else %}}{}{{% endif %}}".format(*both), []
     if "default" in named or len(named) == 1:
         return str(named.get("default") or next(iter(named.values()))), []
     names = ", ".join(sorted(map(str, named)))
-    note = f"its chat templates are named {names}, and none of them default: no chat is served"
+    note = f"its chat templates are named {names}, and none is named default, so it cannot chat"
     return "", [note] if named else []
 
 

@@ -111,7 +111,7 @@ def _notes(
     """Say which inputs a request brings alone, which ranges are narrower, which extents fixed."""
     dims = {dim.name: dim for dim in program.graph.dims}
     return [
-        *(f"{name}={value}: a request stands alone" for name, value in alone.items()),
+        *(f"{name}={value}: each request is computed alone" for name, value in alone.items()),
         *(
             f"{name} is {dim.low}..{dim.high}, not {wider[name].low}.."
             f"{wider[name].high}: {'; '.join(narrower)}"
@@ -128,7 +128,7 @@ def _refused(asked: Axes, why: str) -> RegistrationRefused:
     names = ", ".join(dict.fromkeys(dim.name for dim in asked.values()))
     hint = advice(why)
     if hint == OTHERS:  # torch complains of the range
-        hint = "give a range that the model supports, or leave it out: then it is the example's"
+        hint = "give a range that the model supports, or leave it out to use the example's size"
     return RegistrationRefused(f"dynamic {names}", why, hint=hint)
 
 

@@ -104,13 +104,13 @@ def convert_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) -
     except FileNotFoundError:
         raise
     except Exception as error:  # an UnpicklingError, or what a damaged file leads to
-        reason = f"it holds more than tensors ({first_line(error)[:80]})"
+        reason = f"it contains more than tensors ({first_line(error)[:80]})"
         raise RegistrationRefused(part, reason, hint=hint) from None
     for key in _INNER:
         if isinstance(found, dict) and isinstance(found.get(key), dict):
             found = found[key]
     if not isinstance(found, dict) or not all(map(is_tensor, found.values())) or not found:
-        reason = "it is no state dict, nor a dict with one as 'state_dict'"
+        reason = "it is not a state dict, and not a dict with one as 'state_dict'"
         raise RegistrationRefused(part, reason, hint=hint)
     sparse = [name for name, value in found.items() if value.layout is not torch.strided]
     if sparse:

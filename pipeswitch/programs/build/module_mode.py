@@ -75,7 +75,7 @@ def build_module(
     inputs, dims, outputs, tried = _opened(loaded, examples, outputs)
     check_signature(inputs, outputs, dims)
     names, layers, triggers = _layers(tensors, aliases, order, why, set(loaded.loose))
-    notes = [f"{name} is sparse and not read: it stays behind" for name in left]
+    notes = [f"{name} is sparse and not read, so it is left out" for name in left]
     facts = {"seed": loaded.seed, "left_behind": left, "notes": notes}
     path = out_dir / WEIGHTS_FILE
     file_tensors = _write_weights(path, {name: tensors[name] for name in names})

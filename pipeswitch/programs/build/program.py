@@ -122,7 +122,7 @@ def _in_precision(
     if manifest.mode == "module":
         why = "module mode has no graph to change"
     elif name == "fast" and not packs_weights:
-        why = "its device packs no weights"
+        why = "its device does not support packed weights"
     if why:
         return stays_exact(manifest, name, why)
     kernels = packed.KERNELS if packs_weights else packed.UNPACKED

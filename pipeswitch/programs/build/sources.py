@@ -331,7 +331,9 @@ class _ByPosition(nn.Module):
     def forward(self, *inputs: Any) -> Mapping[str, Any]:
         keywords: dict[str, Any] = dict(zip(self._names, inputs, strict=True))
         if hasattr(self.model.config, "use_cache"):
-            keywords["use_cache"] = False  # a request stands alone; a cache would be an output
+            keywords["use_cache"] = (
+                False  # each request is computed alone; a cache would be an output
+            )
         outputs: Mapping[str, Any] = self.model(**keywords, return_dict=True)
         return outputs
 

@@ -86,7 +86,7 @@ def _problem(
     name: str, kind: tuple[str, tuple[int, ...]], given: Given, names: Mapping[str, str]
 ) -> str:
     if name not in names:
-        return f"{name}: there is none"
+        return f"{name}: missing"
     found = given[names[name]]
     if found == kind:
         return ""

@@ -37,10 +37,10 @@ def items_of(value: Any) -> tuple[str, list[tuple[Any, Any]]] | None:
 
 
 def flatten(value: Any, part: str, is_leaf: Callable[[Any], bool]) -> tuple[Tree, dict[str, Any]]:
-    """Return a value's tree, and its leaves by name: ``y``, ``y0``, ``y1``…, or their keys.
+    """Return a tree and its leaves by name: ``y``, ``y0``, ``y1``…, or their keys.
 
     Raises:
-        RegistrationRefused: something in it is neither a leaf nor a container, two have one name,
+        RegistrationRefused: something in it is neither a leaf nor a container, two share a name,
             or it is too deep or too large; ``part`` says of what.
     """
     found: dict[str, Any] = {}
@@ -100,7 +100,7 @@ def check_tree(tree: Tree, part: str, names: Iterable[str]) -> None:
 
     check(tree, 0)
     if left:
-        _refuse(part, f"{min(left)[:80]!r} is not in it")
+        _refuse(part, f"{min(left)[:80]!r} is missing")
 
 
 def check_takes(takes: Tree, names: Iterable[str]) -> None:

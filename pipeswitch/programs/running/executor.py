@@ -136,7 +136,9 @@ def fitting(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         groups = 1 if is_linear else next(one for one in rest if type(one) is int)
         channels = x.shape[-1 if is_linear else 1] if x.dim() in (4, 2, 3) else -1
         if channels != weight.shape[1] * groups or not (is_linear or x.dim() == 4):
-            raise BrokenContract(f"input {list(x.shape)} does not fit weight {list(weight.shape)}")
+            raise BrokenContract(
+                f"input {list(x.shape)} does not match weight {list(weight.shape)}"
+            )
         return call(x, *rest)
 
     return checked

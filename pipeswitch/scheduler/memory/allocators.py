@@ -287,14 +287,14 @@ class ArenaAllocator:
         if aligned(size, REGION_ALIGN_BYTES) <= largest:
             return
         if model.built.mode == "module":
-            why = "a module reads its weights when it likes, so it cannot stream through"
+            why = "a module may read any weight at any time, so it cannot be streamed"
         elif model.want_pinned:
-            why = "what streams through it cannot be pinned"
+            why = "a streamed model cannot be pinned"
         elif (least := self.min_bytes(model.built)) > largest:
             group = max(group.size_bytes for group in model.built.groups)
             why = (
-                f"to stream through it takes {gib(least)}: its largest group has {gib(group)}, and "
-                "two lie there beside what is read again later"
+                f"streaming needs {gib(least)}: two groups (the largest has {gib(group)}) and the "
+                "weights that are read again"
             )
         if why:
             raise OutOfDeviceMemory(

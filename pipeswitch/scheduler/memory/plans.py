@@ -111,7 +111,7 @@ class Plans:
         if not self._residents.is_idle(replica):
             return False
         if replica.residency.state is not Residency.HOST:
-            self._residents.evict(replica, "its groups are cut anew")
+            self._residents.evict(replica, "its groups are planned again")
         if not self._residents.cut_anew(replica, plan):
             replica.grouping.why = "no arrival words are left for its planned groups"
             replica.grouping.next = None

@@ -27,7 +27,7 @@ class BuildQueue:
 
     @property
     def is_idle(self) -> bool:
-        """True if no build runs."""
+        """Return True if no build runs."""
         return not self._running
 
     def check_room(self, client: str) -> None:

@@ -88,13 +88,14 @@ class Publishing:
         """Build the next version of a model with a client's file; answered when it serves."""
         if self._core.is_draining:
             raise ServerUnavailable("the server is draining")
-        before = self.model_for(event.model, event.tenant or None)
+        name = self._versions.aliases.names.get(event.model, event.model)
+        before = self.model_for(name, event.tenant or None)
         models = self._machine.models.values()
-        if self._lines.get(event.model) or any(
-            one.base == event.model and one.state.state in UNDER_WAY for one in models
+        if self._lines.get(name) or any(
+            one.base == name and one.state.state in UNDER_WAY for one in models
         ):
             raise ServerUnavailable(
-                f'a version of "{event.model}" is being built', hint="try again when it is ready"
+                f'a version of "{name}" is being built', hint="try again when it is ready"
             )
         weights = msgspec.msgpack.decode(event.spec)["weights"]
         self._begin_version(before, weights, "", event.token)

@@ -114,7 +114,7 @@ def described(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
     except FAILURES:
-        return f"{type.__repr__(type(error))}, which has no text"
+        return f"{type.__repr__(type(error))}, without a text"
 
 
 def settings_of(policy: Policy) -> tuple[float, int]:

@@ -127,15 +127,20 @@ def should_wait_for_batch(device: DeviceState, replica: DeviceModel, batch: Batc
 
 
 def failed(device: DeviceState, replica: DeviceModel, requests: Sequence[Request]) -> None:
-    """Note a failed run, caused by one request or by joining: each request is retried alone."""
-    replica.model.failed_batches += 1
+    """Note a failed run, caused by one request or by joining: each request is retried alone.
+
+    A run with a schema, which may be the cause, does not count: no client's schema may end the
+    batching of a model.
+    """
+    hows = [one.sampling_params for one in requests]
+    replica.model.failed_batches += not any(how is not None and how.schema for how in hows)
     for request in requests:
         request.batching.never_batch = True
     if replica.model.failed_batches == device.core.settings.max_deaths:
         device.publish(
             "model.not_joined",
             model=replica.name,
-            reason=f"{replica.model.failed_batches} joined runs in a row ended badly",
+            reason=f"{replica.model.failed_batches} batched runs in a row failed",
         )
 
 

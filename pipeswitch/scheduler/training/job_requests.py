@@ -155,7 +155,7 @@ class JobRequests:
             job.progress.deaths_without_progress = 0
         _check_live(job, but=TaskState.FAILED)
         if job.state.allows(TaskEvent.RESUME):
-            job.state.apply(TaskEvent.RESUME, "asked by the user")
+            job.state.apply(TaskEvent.RESUME, "requested by the user")
             job.progress.stops_missed = 0
             job.progress.why = ""
             self._jobs.count_anew(self._jobs.home(job))
@@ -200,7 +200,7 @@ class JobRequests:
         if there is not state and there.daemon.is_given_up and job.state.state not in TASK_FINAL:
             error = errors.ServerUnavailable(
                 f'device {job.sent_to} is lost: job "{name}" stays on {state.settings.device}',
-                hint="its memory daemon died too often; restart the server",
+                hint="its memory daemon died too often: restart the server",
             )
             self._core.refuse_all(error, job.movers)
             job.sent_to = ""
@@ -224,7 +224,7 @@ class JobRequests:
         _check_live(job)
         job.answer_on_change.append(token)
         if job.state.allows(event):
-            job.state.apply(event, "asked by the user")
+            job.state.apply(event, "requested by the user")
             self._jobs.changed(job)
         elif job.state.state is TaskState.PAUSED:
             self._jobs.changed(job)
