@@ -19,7 +19,7 @@ from typing import Any, Final, cast
 
 from ..base.errors import PipeSwitchError, QueueFull, TaskFailed
 from ..ipc.messages.base import OpId, SlabTensor
-from ..programs.decoding.generation import CACHE, COUNT, IDS, USED
+from ..programs.decoding.generation import CACHE, COUNT, IDS, MOST_STEPS, USED
 from ..programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
 from ..scheduler.events import (
     CancelRequest,
@@ -34,7 +34,7 @@ from ..wire.frames import RequestHeader
 from .inference import Inference
 from .request_pool import PoolAllocation
 from .requests import Pending
-from .sequences.blocks import tokens_of
+from .sequences.blocks import BlockTable, tokens_of
 from .sequences.generation import GenerateRequest, Generation, generation_of
 from .transport.clients import Client, Outgoing
 from .transport.replies import reply_frames
@@ -92,6 +92,7 @@ class Generations:
             sequence=run.sequence,
             sampling_params=run.sampling_params,
             after=run.after,
+            leader=run.leader,
             arrived_at_ms=arrival.at_ms,
         )
         accepted = {"prompt_tokens": found.prompt_count, "max_tokens": found.most}
@@ -108,11 +109,14 @@ class Generations:
             if pending is None:
                 continue
             generation = _of(pending)
-            if error := self._keep(generation, pending, answer):
+            if not answer.body:  # another one has computed tokens of its prompt
+                self._sequences.tokens_reused -= generation.reused  # it is counted again
+                self._drop_cache(generation)
+            elif error := self._keep(generation, pending, answer):
                 self._take(CancelRequest(token=pending.token))
                 self._answer(Reply(token=pending.token, error=error))
                 continue
-            if answer.body["tokens"]:
+            if answer.body.get("tokens"):
                 tell.append((pending, answer.body))
             runs.append(self._next(generation, pending))
         self._take(NextRuns(runs=tuple(runs)))
@@ -179,7 +183,20 @@ class Generations:
             sampling_params=sampling_params,
             sequence=held.number,
             after=held.op_id,
+            leader=self._leader(generation, held.grown[CACHE]) if count > 1 else None,
         )
+
+    def _leader(self, generation: Generation, table: BlockTable) -> Token | None:
+        """Return the first generation whose next run computes the next block of this prompt."""
+        end = table.used + table.space.rows
+        start = generation.ids[:end] if end < len(generation.ids) else None
+        for token, pending in self._live.items():
+            if (other := _of(pending)) is generation:
+                break
+            own = None if other.held is None else other.held.grown[CACHE]
+            if own and own.space is table.space and own.used < end and other.ids[:end] == start:
+                return Token(token)
+        return None
 
     def _fit_room(self, generation: Generation) -> PoolAllocation:
         """Return room for the next run's inputs: the last one's, if it is large enough."""
@@ -221,6 +238,8 @@ class Generations:
         if tokens and not generation.made:
             generation.first_token_ms = self._inference.now_ms() - generation.began_at_ms
         generation.ids.extend(tokens)
+        if generation.count == 1:
+            generation.ahead = min(2 * len(tokens), MOST_STEPS)
         return None
 
     def _tell(self, replies: Sequence[tuple[Pending, dict[str, Any]]]) -> None:
@@ -238,9 +257,7 @@ class Generations:
         self._waiting.pop(pending.token, None)
         error = answer.error or self._keep(generation, pending, answer)
         self._give_room_back(generation)
-        held = generation.held
-        if held is not None:
-            self._sequences.drop(held)
+        self._drop_cache(generation)
         self.wake_at()
         if error is not None:
             return Reply(token=pending.token, error=error)
@@ -310,11 +327,14 @@ class Generations:
             for two in self._live.values()
         ):
             return False
-        generation = _of(one)
-        held, generation.held, generation.number = generation.held, None, 0
+        self._drop_cache(generation := _of(one))
+        generation.number = 0
+        return True
+
+    def _drop_cache(self, generation: Generation) -> None:
+        held, generation.held = generation.held, None
         if held is not None:
             self._sequences.drop(held)
-        return True
 
 
 def _of(pending: Pending) -> Generation:

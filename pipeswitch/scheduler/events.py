@@ -86,6 +86,7 @@ class InferArrived(ClientRequest, frozen=True):
         None  # of a generation: it takes as many runs as it needs
     )
     after: OpId = OpId(0)  # the run that answered its step before
+    leader: Token | None = None  # an earlier generation, whose next run computes tokens of both
 
 
 class Prepared(_Message, frozen=True):
@@ -111,6 +112,7 @@ class NextRun(_Message, frozen=True):
     sampling_params: SamplingParams | None = None
     sequence: int = 0
     after: OpId = OpId(0)
+    leader: Token | None = None  # as of InferArrived
 
 
 class NextRuns(_Message, frozen=True):
@@ -460,7 +462,8 @@ class Reply(_Message, frozen=True):
 
 class RunEnded(_Message, frozen=True):
     """Command to the frontend: these generations need more runs. The frontend appends their
-    cache rows and answers with one ``NextRuns``; until then their next batch is not formed."""
+    cache rows and answers with one ``NextRuns``; until then their next batch is not formed. An
+    answer without a body is of a generation that waited for its leader's run."""
 
     answers: tuple[Reply, ...]
 

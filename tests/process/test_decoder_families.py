@@ -23,6 +23,7 @@ from pipeswitch.programs.build.decoder import Decoder, decoder
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.verify import load_image
 from pipeswitch.programs.graphs.bundle import read_bundle
+from pipeswitch.programs.graphs.cached_attention import DecodeRows
 from pipeswitch.programs.running.executor import GraphProgram
 from pipeswitch.programs.running.views import tensor_over
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec
@@ -121,7 +122,8 @@ def together(run: Run, width: int, prompts: Sequence[Sequence[int]], new: int) -
         given = [torch.tensor(one[at:]) for one, at in zip(tokens, done, strict=True)]
         ids = torch.nn.utils.rnn.pad_sequence(given, batch_first=True)
         counts = torch.tensor([len(one) for one in given])
-        logits, fresh = run(ids, counts, torch.tensor(done), rows[:, : max(*done, 1)])
+        with DecodeRows(done if ids.shape[1] == 1 else []):  # as a worker computes a step
+            logits, fresh = run(ids, counts, torch.tensor(done), rows[:, : max(done) + 1])
         for at, one in enumerate(given):
             rows[at, done[at] : done[at] + len(one)] = fresh[at, : len(one)]
             done[at] += len(one)

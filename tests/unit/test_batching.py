@@ -487,6 +487,7 @@ class Steps(Server):
         self.to_come: dict[ev.Token, int] = {}  # tokens
         self.past: dict[ev.Token, int] = {}
         self.parked: set[ev.Token] = set()  # those without room
+        self.renewed: set[ev.Token] = set()  # those whose inputs were asked for anew
         super().__init__(**settings)
         joins = Batching(limit=8, delay_ms=0.0, is_exact=False)
         program = program_of("lm", 4 * MIB, layer_ms=COMPUTE_MS / 4, batching=joins)
@@ -537,7 +538,9 @@ class Steps(Server):
 
     def next_run(self, answer: ev.Reply) -> ev.NextRun:
         assert answer.more
-        count = len(answer.body["tokens"])
+        if not answer.body:
+            self.renewed.add(answer.token)
+        count = len(answer.body.get("tokens", ()))
         self.to_come[answer.token] -= count
         self.past[answer.token] += count
         return self.run_for(answer.token)
@@ -789,3 +792,20 @@ def test_a_model_is_expected_to_take_a_step_and_not_a_run_of_several() -> None:
     [device] = server.scheduler.machine.devices
     known = device.state.predictions.predict("lm", 1)
     assert known.compute_ms == pytest.approx(COMPUTE_MS / 4, rel=0.05)
+
+
+@pytest.mark.parametrize("event", ["", "cancelled", "dead"])
+@pytest.mark.parametrize("others", [1, 9])
+def test_generations_run_after_the_leader_with_their_tokens(others: int, event: str) -> None:
+    server = Steps()
+    server.ask_behind(0)
+    leader = server.step(past=1, length=40, tokens=3)
+    led = [server.step(past=1, length=40, tokens=3, leader=leader) for _ in range(others)]
+    server.faults["poison"] = ["lm"] * (event == "dead")
+    if event == "cancelled":
+        server.handle(ev.CancelRequest(token=leader))
+    server.run()
+    assert not any(map(server.error, led))
+    if not event:  # their inputs were asked for anew
+        assert all(not run.batched for _, run in server.runs if run.inputs[0].shape[1] > 1)
+        assert server.renewed == {*led}

@@ -15,6 +15,7 @@ from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.devices.cpu.packed import KERNELS, CpuKernels, missing
 from pipeswitch.programs.build import fusing, precision
 from pipeswitch.programs.build.export import export_module_to_bundle
+from pipeswitch.programs.build.fusing import min_ms
 from pipeswitch.programs.build.precision import derive
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.verify import load_image
@@ -102,7 +103,7 @@ ACTIVATIONS = {
 def packing_always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small calls are often faster plain: here no time decides."""
 
-    def timed(calls: Sequence[Callable[[], object]]) -> tuple[float, float]:
+    def timed(calls: Sequence[Callable[[], object]], before: object = None) -> tuple[float, float]:
         for call in calls:
             call()
         return 2.0, 1.0
@@ -223,7 +224,7 @@ def test_a_call_is_packed_if_it_gains_at_a_batch(
 ) -> None:
     times = {1: (1.0, 1.2), 8: (3.0, 2.0)}  # plain and packed, by rows
 
-    def timed(calls: Sequence[Callable[[], Any]]) -> tuple[float, ...]:
+    def timed(calls: Sequence[Callable[[], Any]], before: object = None) -> tuple[float, ...]:
         return times[len(calls[0]())]
 
     monkeypatch.setattr(fusing._Fusing, "_plain", lambda self, chain, x: x)
@@ -266,6 +267,12 @@ def test_a_model_that_gains_nothing_stays_exact(tmp_path: Path) -> None:
     assert manifest.digest != exact.digest  # else the one that is stored first has the notes
     assert "it stays exact" in manifest.extra["notes"][-1]
     assert not (tmp_path / "out" / packing.DERIVED_FILE).exists()
+
+
+def test_other_weights_are_read_before_each_call_that_is_timed() -> None:
+    log: list[str] = []
+    min_ms([lambda: log.append("a"), lambda: log.append("b")], lambda: log.append("-"))
+    assert "".join(log) == "-a-b" * (len(log) // 4)
 
 
 @pytest.mark.parametrize(("fast_ms", "gains"), [(0.99, False), (0.9, True)])

@@ -203,6 +203,10 @@ class Rig:
             else:
                 self.between.add(token)
                 more.append(msgspec.structs.replace(answer, more=True))
+        for token in [one for one, run in self.computing.items() if run.leader in tokens]:
+            del self.computing[token]
+            self.between.add(token)
+            more.append(ev.Reply(token=ev.Token(token), more=True))
         if more:
             self.generations.run_ended(ev.RunEnded(answers=tuple(more)))
 
@@ -536,4 +540,40 @@ def test_a_request_that_does_not_fit_is_refused(what: str) -> None:
     with pytest.raises(ModelNotFound if "version" in what else InvalidInput):
         rig.generations.generate(rig.client("a"), header, frames)
     assert not rig.requests.tokens()
+    rig.close()
+
+
+def test_generations_that_come_together_compute_their_common_prompt_once() -> None:
+    """Also one that is longer than a run; a caller leads none of another one."""
+    rig, stem = Rig(640 << 10), prompt(1, 120)
+    mine, other = rig.client("a"), rig.client("b")
+    talks = [rig.talk(mine, [*stem, *prompt(number + 2, 7)], 9) for number in range(4)]
+    talks += [rig.talk(other, [*stem, 1, 2], 9), rig.talk(mine, prompt(9, 120), 9)]
+    for one in talks:
+        one.ask()
+    rig.turn()
+    first, *led = [one.client.requests[one.id] for one in talks]
+    for _ in range(2):  # the prompt is of two pieces
+        assert [rig.computing[token].leader for token in led] == [first] * 3 + [None] * 2
+        rig.compute([first])
+        rig.turn()
+    assert {rig.computing[token].leader for token in led} == {None}
+    rig.run()
+    assert all(one.tokens == recomputed(one.prompt, 9) for one in talks)
+    assert rig.sequences.as_dict()["tokens_reused"] == 3 * 112  # whole blocks of it
+    rig.close()
+
+
+def test_a_cache_has_room_for_few_rows_ahead_if_steps_are_slow() -> None:
+    rig = Rig(640 << 10)
+    rig.answers_of = lambda runs: [rig.computed(one, 1) for one in runs]  # type: ignore[method-assign]
+    talk = rig.talk(rig.client("a"), prompt(1, 60), 450)
+    talk.ask()
+    rig.turn()
+    while len(talk.tokens) < 400:
+        rig.compute([*rig.computing])
+        rig.turn()
+    held_bytes = rig.sequences.by_model()["m"]["sequence_bytes"]
+    assert held_bytes <= 1.05 * ROW * (60 + len(talk.tokens))
+    rig.run()
     rig.close()

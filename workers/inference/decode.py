@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Final
 
 import numpy as np
@@ -28,6 +29,7 @@ from pipeswitch.programs.decoding.generation import (
 )
 from pipeswitch.programs.decoding.grammar import Matcher, Tokenizers, ends_of
 from pipeswitch.programs.decoding.sampling import Chance, chance_of, next_token, sampling_of
+from pipeswitch.programs.graphs.cached_attention import DecodeRows
 from pipeswitch.programs.interface.layout import MAX_JOINED_BYTES, Manifest, ValueSpec, aligned
 from pipeswitch.programs.running.executor import BoundProgram
 
@@ -201,7 +203,7 @@ class DecodeRun:
         """Return the program's inputs; only for ``most`` other than 0."""
         manifest, pool = self._bound.manifest, self._pool
         slabs = [_slabs_of(one, manifest) for one in self._requests]
-        used = [pool.number(one[USED]) for one in slabs]
+        ids, used = ([pool.number(one[name]) for one in slabs] for name in (IDS, USED))
         asked = zip(self._requests, used, strict=True)
         high = next(dim.high for dim in manifest.dims if dim.name == "past")
         self._order, cache = self._caches.place(
@@ -212,11 +214,9 @@ class DecodeRun:
             high,
             pool,
         )
-        by_row = [slabs[self._order.index(row)] for row in range(len(slabs))]
-        small = {
-            name: torch.cat([pool.own(one[name]) for one in by_row]) for name in (IDS, COUNT, USED)
-        }
-        named = small | {CACHE: cache}
+        by_row = sorted(zip(self._order, ids, repeat(1), used, strict=False))
+        small = torch.tensor(by_row).t().contiguous()
+        named = {IDS: small[1][:, None], COUNT: small[2], USED: small[3], CACHE: cache}
         return [named[spec.name] for spec in manifest.inputs]
 
     def run(
@@ -229,14 +229,15 @@ class DecodeRun:
         self._first, self._tokens = named[USED].tolist(), []
         if self.most:
             self._cache = named[CACHE] = named[CACHE].to(self._device)
+        is_in_place = self.most and self._device == "cpu"  # elsewhere a program copies its inputs
         while True:
-            outputs = self._bound.run([*named.values()], before_group)
+            with DecodeRows([end - 1 for end in upto] if is_in_place else []):
+                outputs = self._bound.run([*named.values()], before_group)
             logits, rows = self._named(outputs)
             self._tokens.append(self._choose(logits, upto))
             if not self.most:
                 return outputs
-            for row, end in enumerate(upto):
-                self._cache[row, end - 1].copy_(rows[row, 0])
+            self._cache[torch.arange(len(upto)), named[USED]] = rows[:, 0]
             if self._is_last(now_ms() - began_ms):
                 return outputs
             named[IDS], named[USED] = torch.tensor(self._tokens[-1])[:, None], torch.tensor(upto)

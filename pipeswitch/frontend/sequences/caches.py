@@ -45,7 +45,7 @@ class Caches(Sequences):
             (to, source, size), memory = copy, held.memory(self._pool)
             memory[to : to + size] = memory[source : source + size]
         self.blocks.resize(table, rows)
-        self._tokens_reused += table.used
+        self.tokens_reused += table.used
         return table.used
 
     def fit(self, held: SequenceState, wanted: int, steps: int = 1) -> None:

@@ -57,6 +57,7 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
     held: SequenceState | None = None  # None: it has no cache now
     number: int = 0  # order among generations; the younger ones give up their caches first
     count: int = 0  # ids of the current run
+    ahead: int = MOST_STEPS  # steps of a run: twice those that one of single tokens took last
     sampling_params: SamplingParams = SamplingParams()  # of the current run
     reused: int = 0  # ids of the prompt that were not computed
     room: PoolAllocation | None = None  # for the inputs of a run
@@ -82,7 +83,7 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
         if options is not None and options.needs_seen and not is_piece:
             seen = tuple(seen_of(self.ids, self.prompt_count).items())
         forced = () if is_piece else tuple(self.scored[len(self.ids) :][:MOST_STEPS])
-        most_steps, answer = min(MOST_STEPS, len(forced) or left), tuple[int, ...]()
+        most_steps, answer = min(self.ahead, len(forced) or left), tuple[int, ...]()
         if options is not None and options.logprobs:  # a run's results fit in a packet
             most_steps = min(most_steps, max(1, MOST_CHANCES // options.logprobs))
         if options is not None and options.json_schema and not is_piece:

@@ -49,7 +49,7 @@ class Sequences:
         self._pool, self._now_ms = pool, now_ms
         self.held: dict[Key, SequenceState] = {}
         self.blocks = BlockPool(pool, now_ms)
-        self._steps = self._tokens_reused = 0
+        self._steps = self.tokens_reused = 0
         self._tokens: dict[str, int] = {}  # that were answered, by language model
         pool.give_up = self.blocks.evict
         self._look_at_ms = 0.0  # none is abandoned before
@@ -213,7 +213,7 @@ class Sequences:
             "sequences": len(self.held),
             "sequences_by_model": self.by_model(),
             "sequence_steps": self._steps,
-            "tokens_reused": self._tokens_reused,
+            "tokens_reused": self.tokens_reused,
             "pool_spare_slabs": len(self.blocks.unlocked),
         }
 

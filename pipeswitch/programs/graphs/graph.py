@@ -25,6 +25,7 @@ from ..interface.dims import (
 from ..interface.layout import ITEM_BYTES
 from ..interface.packing import NAMESPACE
 from .bundle import Graph, Node, node_references, references
+from .cached_attention import calls_in_place
 from .contracts import contracted, guarded
 from .operators import FRESH, ZEROED, split_target
 from .schema_types import element, fits, returned
@@ -273,7 +274,7 @@ class CompiledGraph:
         self._device = torch.device(device)
         self._look_up = look_up
         self._last_use = _last_uses(graph)
-        self._calls: dict[str, Callable[..., Any]] = {}
+        self._calls: dict[str | int, Callable[..., Any]] = {**calls_in_place(graph, self._callable)}
         self.group_weights: list[tuple[int, ...]] = []
         self.calls: list[GroupCall] = [self._compile(*span) for span in spans]
 
@@ -321,8 +322,9 @@ class CompiledGraph:
 
         for position in range(first_node, end_node):
             node, own = graph.nodes[position], graph.first_node_value + position
-            call = self._calls.get(node.target) or self._callable(node.target)
-            self._calls[node.target] = call
+            key = position if position in self._calls else node.target
+            call = self._calls.get(key) or self._callable(node.target)
+            self._calls[key] = call
             spelt = [spell(argument) for argument in node.args]
             spelt += [f"{key}={spell(value)}" for key, value in node.kwargs.items()]
             function = f"o{len(scope)}"

@@ -73,6 +73,7 @@ class Admission:
             sampling_params=event.sampling_params,
             connection=event.connection,
         )
+        request.batching.leader = event.leader
         if model.stage is None or not model.stage.function:
             self._queue(request, model)
         else:
@@ -268,6 +269,7 @@ class Admission:
             del state.between[request.token]
             request.inputs, request.sampling_params = run.inputs, run.sampling_params
             request.batching.never_batch = run.sampling_params.never_batch
+            request.batching.leader = run.leader
             request.reply_offset_bytes = run.reply_offset_bytes
             request.reply_bytes = run.reply_bytes
             request.sequence = run.sequence, run.after

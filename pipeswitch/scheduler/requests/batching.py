@@ -79,23 +79,25 @@ def batch_for(device: DeviceState, replica: DeviceModel, head: Request) -> Batch
     1. at the first request that is too large for the rest of the limit;
     2. where the predicted end of the run would miss a deadline within it.
 
-    Requests of other extents are passed over, and requests that run alone.
+    Requests of other extents, with a leader in the batch, or that run alone are passed over.
     """
     found, size = [head], head.batch
     limit = _limit(device, replica, head)
     if limit <= size:
         return Batch(found, is_full=True)
-    due_ms, batched = head.due_ms, Joined(head)
+    due_ms, batched, tokens = head.due_ms, Joined(head), {head.token}
     free_ms = free_at_ms(device)
     line = itertools.islice(device.queue.of_line(head), MOST_LOOKED_AT)
     for other in line:
-        if other is head or other.batching.never_batch or not batched.take(other):
+        is_led = other.batching.leader in tokens
+        if other is head or other.batching.never_batch or is_led or not batched.take(other):
             continue
         size, due_ms = size + other.batch, min(due_ms, other.due_ms)
         is_late = due_ms < math.inf and free_ms + _compute_ms(device, replica, size) > due_ms
         if size > limit or is_late:
             return Batch(found, is_full=True)
         found.append(other)
+        tokens.add(other.token)
         if size == limit:
             return Batch(found, is_full=True)
     return Batch(found, is_full=False)
@@ -115,10 +117,12 @@ def begins_at_ms(device: DeviceState, replica: DeviceModel, batch: Batch) -> flo
 
 
 def should_wait_for_batch(device: DeviceState, replica: DeviceModel, batch: Batch) -> bool:
-    """Return True if requests of the model's current run may still join this batch: a dispatched
-    run takes no more requests."""
+    """Return True if requests of the model's current run may still join this batch, or need that
+    run's tokens: a dispatched run takes no more requests."""
     running = device.owner.running
     is_same = running is not None and running.model == replica.name
+    if running is not None and any(one.batching.leader in running.tokens for one in batch.requests):
+        return True
     return bool(replica.built.pads) and not batch.is_full and is_same
 
 

@@ -247,12 +247,14 @@ class Batching:
         fixed: The other extents of a padded request, except the batch.
         is_alone: A run with other requests failed, or its schema forbids one: it runs alone.
         deaths: Number of workers that died while the request ran alone.
+        leader: Generation whose run computes tokens that both have; the request runs after it.
     """
 
     padded: tuple[int, ...] = ()
     fixed: tuple[int, ...] = ()
     never_batch: bool = False
     deaths: int = 0
+    leader: Token | None = None
 
 
 @dataclass
