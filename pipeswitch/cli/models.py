@@ -342,7 +342,9 @@ def models(ctx: click.Context, versions: bool, as_json: bool, watch: bool) -> No
 
         def shown(rows: list[dict[str, Any]]) -> Any:
             is_told = any(row.get("reason") for row in rows)
-            return views.Listing(rows, (*columns, *["reason"] * is_told))
+            found = {key for row in rows for key in row} or {*columns}  # that the role may see
+            seen = [one for one in columns if one in found]
+            return views.Listing(rows, (*seen, *["reason"] * is_told))
 
         common.listing(lambda c: c.models(versions=versions), shown, as_json, watch)
 
