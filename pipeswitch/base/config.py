@@ -510,8 +510,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 WEIGHT_HELP: Final = (
-    "of the device's time inside a priority: so many parts for a key or token by its name; "
-    '"*": for all without one, "": for yourself'
+    "weight of a tenant within a priority, by the name of its key or token; "
+    '"*": all clients without one, "": yourself'
 )
 PROFILES_VARIABLE: Final = "PIPESWITCH_PROFILES_DIR"  # the one setting outside the sections
 SECTIONS: Final[Mapping[str, type[Section]]] = {

@@ -28,7 +28,7 @@ address_option = click.option(
 
 @click.group(cls=Group)
 def cluster() -> None:
-    """Many machines as one server, on Ray: then PIPESWITCH_HOST=cluster.
+    """Serve from many machines as from one, on Ray, with PIPESWITCH_HOST=cluster.
 
     Ray starts a server on each machine, watches and restarts it. No request goes through Ray.
     """

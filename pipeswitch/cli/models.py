@@ -214,7 +214,7 @@ def _registered(name: str, row: dict[str, Any]) -> str:
     notes = "".join(f"\n  {note}" for note in row["notes"])
     batching = row.get("batching")
     if batching and not batching["is_exact"]:
-        notes += "\n  the last bits of an answer depend on the batch that computes it"
+        notes += "\n  batched answers may differ in the last bits"
     if precision := row.get("precision"):
         notes += (
             f"\n  precision {precision['name']}: {precision['ms']:.3g} ms instead of "
