@@ -57,7 +57,11 @@ def match(weights: Given, given: Given, part: str = "") -> dict[str, str]:
         return next(iter(fits.values()))
     fewest = min(problems, key=len)
     more = f"; and {len(fewest) - _MAX_SHOWN} more" if len(fewest) > _MAX_SHOWN else ""
-    raise RegistrationRefused("weights", "; ".join(fewest[:_MAX_SHOWN]) + more)
+    raise RegistrationRefused(
+        "weights",
+        "; ".join(fewest[:_MAX_SHOWN]) + more,
+        hint="names and shapes must be those of the model's state_dict()",
+    )
 
 
 def _readings(given: Given, parts: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
@@ -86,7 +90,7 @@ def _problem(
     name: str, kind: tuple[str, tuple[int, ...]], given: Given, names: Mapping[str, str]
 ) -> str:
     if name not in names:
-        return f"{name}: there is none"
+        return f"{name} is missing"
     found = given[names[name]]
     if found == kind:
         return ""
