@@ -49,11 +49,12 @@ test: $(STAMP)  ## The tests that start real processes, on the cpu device; JOBS=
 test-long: $(STAMP)  ## The slow tests: the demo, a minute of chaos, killed servers and jobs.
 	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-lint: $(STAMP)  ## ruff, its formatter, the bans, plain language, mypy.
+lint: $(STAMP)  ## ruff, its formatter, the bans, plain language, spelling, mypy.
 	$(BIN)/ruff check $(LINTED)
 	$(BIN)/ruff format --check $(LINTED)
 	$(BIN)/ruff check --config lint/bans.toml $(CODE)
 	$(BIN)/python lint/language.py
+	$(BIN)/codespell $(LINTED) packaging *.md
 	$(BIN)/mypy
 
 bench-quick: $(STAMP)  ## Short runs of all benchmarks, results in out/.

@@ -1,8 +1,8 @@
-"""``bench crowd``: what a client that asks for little notices of callers that ask for much.
+"""``bench crowd``: a modest client beside clients that send expensive requests.
 
-An innocent client over all protocols, alone and beside callers of one kind, each of whose requests
-is made to cost much; and beside all kinds for ten minutes, with the memory of each process at rest
-before and after. Each attack is a process of its own.
+The client is measured over all protocols: alone, beside attackers of one kind, and beside all kinds
+for ten minutes. The memory of each process at rest is measured before and after. Each attack is a
+process.
 """
 
 from __future__ import annotations
@@ -29,26 +29,29 @@ from pipeswitch.planning.fit import quantile
 from pipeswitch.programs.decoding.generation import METADATA_KEY
 from pipeswitch.testing import server
 
-from .gateway import INFER, SMALL, infer_message, json_request
+from .gateway import infer_message, infer_path, json_request
 from .lm_child import letters
+from .models import SMALL
 from .trials import Arm, Numbers, Run, now_ms
 
 TURN_S: Final = 4.0
 QUICK_TURN_S: Final = 1.5
-SETTLE_S: Final = 0.5  # of each turn: what was asked before is over then, or what comes has begun
-PAUSE_S: Final = 0.003  # between two requests of a caller
+SETTLE_S: Final = (
+    0.5  # pause before each turn, until earlier requests have ended or the attack has begun
+)
+PAUSE_S: Final = 0.003  # pause between two requests of a caller
 MODEST, GREEDY = "modest", "greedy"
 TOWER: Final = "benchmarks.factories:tower_24"  # about 2 ms
 X: Final = np.ones((1, 512), np.float32)
 ATTACKER, INNOCENT = "127.0.0.2", "127.0.0.3"  # over HTTP; gRPC comes from 127.0.0.1
 LONG_IDS: Final = 6 << 20  # 48 MiB
-TEXT_MODELS: Final = 8  # of those with an endless template, and of good ones
+TEXT_MODELS: Final = 8  # number of models with an endless template, and of good ones
 ENDLESS: Final = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 TEMPLATE: Final = "{% for one in messages %}{{ one.content }}{% endfor %}"
 SOAK_S: Final = 600.0
 REST_S: Final = 20.0
-MAX_TIMES: Final = 5.0  # of the innocent client's p99 alone
-MAX_GROWTH: Final = 1.5  # of a process at rest
+MAX_TIMES: Final = 5.0  # limit, relative to the client's p99 alone
+MAX_GROWTH: Final = 1.5  # limit of a process's memory at rest
 
 
 class Addresses(NamedTuple):
@@ -64,7 +67,7 @@ Act = Callable[[Addresses, int], Awaitable[None]]
 
 
 async def post(to: Addresses, path: str, body: bytes, lines: str = "") -> None:
-    """Send a request from the attacker's address over a connection of its own."""
+    """Send a request from the attacker's address over its own connection."""
     host, _, port = to.http.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), local_addr=(ATTACKER, 0))
     head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n{lines}"
@@ -76,7 +79,7 @@ async def post(to: Addresses, path: str, body: bytes, lines: str = "") -> None:
 
 
 def chat(model: str, more: str = "") -> bytes:
-    """Return the body of a chat; ``more``: JSON of further fields of its message."""
+    """Return the body of a chat; ``more`` has further fields of its message as JSON."""
     message = f'{{"role":"user","content":"ab"{more}}}'
     return f'{{"model":"{model}","max_tokens":4,"messages":[{message}]}}'.encode()
 
@@ -141,7 +144,7 @@ async def _open_requests(to: Addresses, _: int) -> None:
         await asyncio.gather(*(one() for _ in range(150)))
 
 
-ATTACKS: Final[dict[str, tuple[int, Act]]] = {  # how many callers, and what each does
+ATTACKS: Final[dict[str, tuple[int, Act]]] = {  # number of callers, and their action
     "JSON of many parts": (60, _many_parts),
     "unread gRPC streams": (16, _unread_stream),
     "8 long prompts": (8, _long_prompt),
@@ -169,7 +172,7 @@ def run(bench: Run, _: Any = ()) -> None:
 
 
 def register(owner: Client, stranger: Client, folder: Path) -> None:
-    """Register the innocent client's models, and those of one who means no good."""
+    """Register the models of the good client and of the attackers."""
     import torch
     import transformers
 
@@ -214,7 +217,7 @@ Asks = Mapping[str, Callable[[], object]]
 
 @contextlib.contextmanager
 def innocent(to: Addresses) -> Iterator[Asks]:
-    """Yield what a client asks that has few requests, by its protocol."""
+    """Yield the modest client's requests by protocol."""
     import grpc
 
     host, _, port = to.http.rpartition(":")
@@ -232,13 +235,13 @@ def innocent(to: Addresses) -> Iterator[Asks]:
             raise RuntimeError(f"{answer.status} {text[:100]!r}")
 
     x = np.ones((1, 64), np.float32)
-    tensor = json_request(x, INFER).partition(b"\r\n\r\n")[2]
+    tensor = json_request({"input": x}, infer_path(SMALL.name)).partition(b"\r\n\r\n")[2]
     message = infer_message(SMALL.name, x, "input")
     channel = grpc.insecure_channel(to.grpc)
     infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
     with contextlib.closing(caller), Client(to.tcp) as client, channel:
         yield {
-            "json": lambda: asked(INFER, tensor),
+            "json": lambda: asked(infer_path(SMALL.name), tensor),
             "chat": lambda: asked("/v1/chat/completions", chat("chat")),
             "tcp": lambda: client.infer(MODEST, X),
             "grpc": lambda: infer(message, timeout=60),
@@ -279,7 +282,7 @@ async def attack(to: Addresses, wanted: str) -> None:
 
     async def again(act: Act, number: int) -> None:
         while True:
-            with contextlib.suppress(Exception):  # refused or cut, it comes again
+            with contextlib.suppress(Exception):  # refused or disconnected: try again
                 await act(to, number)
             await asyncio.sleep(PAUSE_S)
 

@@ -1,4 +1,4 @@
-"""``bench devices``: a job that goes to another device (SwitchFlow, figure 7): README.md has it."""
+"""``bench devices``: a job moves to another device (SwitchFlow, figure 7); see README.md."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MODEL: Final = "resnet18"
 HOME, AWAY = "cpu:0", "cpu:1"
 SIZES: Final = ("--width", "1024", "--layers", "4", "--batch", "64")  # 64 MiB with Adam's state
 SLICES_BYTES: Final = 96 * MIB
-WINDOW_S: Final = 12.0  # its script starts again on the other device: about 4 s
+WINDOW_S: Final = 12.0  # starting the script on the other device takes about 4 s
 QUICK_WINDOW_S: Final = 6.0
 
 
 def run(bench: Run, _: Any = ()) -> None:
-    """Run the case on two devices; each may serve one of the twins."""
+    """Run the case on two devices; each serves one of two equal models."""
     with serving(
         MODELS[MODEL],
         1,

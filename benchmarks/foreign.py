@@ -79,10 +79,10 @@ def send(processes: Sequence[psutil.Process], number: int) -> None:
 
 @dataclass
 class Foreign:
-    """A program that may stand still while others are measured."""
+    """Program that can be suspended while others are measured."""
 
     name: str
-    process: subprocess.Popen[str] | None = None  # none: it never does
+    process: subprocess.Popen[str] | None = None  # None: it is never suspended
 
     def signal(self, number: int) -> None:
         if self.process is not None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import itertools
 import json
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,46 +26,68 @@ from pipeswitch.planning.fit import quantile
 from pipeswitch.testing import RunningServer, server
 
 from . import foreign
-from .models import BenchModel
-from .setting import Setting
-from .trials import Numbers, Run, now_ms
+from .models import SMALL
+from .serving import SLICE_ROOM_BYTES
+from .setting import Setting, settings
+from .trials import Numbers, Run, now_ms, ratio
 
-SMALL: Final = BenchModel(
-    "small", "benchmarks.factories:small_mlp", 1 << 20, {"input": ((1, 64), "float32")}
-)
-INFER: Final = f"/v2/models/{SMALL.name}/infer"
 RIVALS: Final = ("kserve", "litserve", "ray")
 CONNECTIONS: Final = (1, 8, 64)
-LOAD_S: Final = 3.0
+LOAD_S: Final = {SMALL.name: 3.0, "resnet50": 6.0, "bert-base": 6.0}
 QUICK_LOAD_S: Final = 1.0
-MIN_THROUGHPUT: Final = 2.0  # of a rival's
-MAX_P99: Final = 0.5  # the same
+NAMES: Final = {"exact": "pipeswitch", "fast": "pipeswitch, fast"}
+DATATYPES: Final = {"float32": "FP32", "int64": "INT64"}
+MIN_THROUGHPUT: Final = {SMALL.name: 2.0, "resnet50": 1.7, "bert-base": 1.7}  # of a rival's
+MAX_P99: Final = 0.5  # the same, of the small model
 
 
-def run(bench: Run, _: Any = ()) -> None:
-    """Load all servers in turns."""
-    with (
-        tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder,
-        server(
-            arena="64MiB", host_store="64MiB", http=True, args=("--threads", str(bench.threads))
-        ) as running,
-        running.client() as client,
-    ):
-        setting = Setting(SMALL, Path(folder), bench.threads, bench.seed)
-        weights = f"random:{bench.seed}"
-        client.register(SMALL.name, SMALL.source, weights=weights, inputs=SMALL.inputs)
-        _loads(bench, running, setting)
-    bench.notes.append("JSON, [1, 64] float32 in, [1, 8] out; a rival is stopped meanwhile")
+def run(bench: Run, models: Sequence[str] = ()) -> None:
+    """Load all servers in turns, for each model."""
+    for setting in settings(bench, models, tuple(MIN_THROUGHPUT), (SMALL.name,)):
+        model = setting.model
+        room = 2 * model.room_bytes + SLICE_ROOM_BYTES
+        with (
+            server(
+                arena=str(room),
+                host_store=str(room),
+                http=True,
+                args=("--threads", str(bench.threads)),
+            ) as running,
+            running.client() as client,
+        ):
+            for precision in _precisions(model.name):
+                client.register(
+                    precision,
+                    model.source,
+                    weights=f"random:{bench.seed}",
+                    inputs=model.inputs,
+                    precision=precision,
+                )
+            _loads(bench, running, setting, [*client.show("exact")["inputs"]])
+    bench.notes.append("JSON in and out, one example a request; a rival is stopped meanwhile")
 
 
-def _body(x: Any) -> bytes:
-    tensor = {"name": "input", "datatype": "FP32", "shape": x.shape, "data": x.flatten().tolist()}
-    return json.dumps({"inputs": [tensor]}).encode()
+def infer_path(model: str) -> str:
+    """Return where a model is asked in the Open Inference Protocol."""
+    return f"/v2/models/{model}/infer"
 
 
-def json_request(x: Any, path: str) -> bytes:
-    """Return a request with ``x`` to what a server has at ``path``."""
-    body, kind = _body(x), "Content-Type: application/json"
+def _body(inputs: Mapping[str, Any]) -> bytes:
+    tensors = [
+        {
+            "name": name,
+            "datatype": DATATYPES[x.dtype.name],
+            "shape": x.shape,
+            "data": x.flatten().tolist(),
+        }
+        for name, x in inputs.items()
+    ]
+    return json.dumps({"inputs": tensors}).encode()
+
+
+def json_request(inputs: Mapping[str, Any], path: str) -> bytes:
+    """Return a request with these inputs to what a server has at ``path``."""
+    body, kind = _body(inputs), "Content-Type: application/json"
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{kind}\r\nContent-Length: {len(body)}"
     return f"{head}\r\n\r\n".encode() + body
 
@@ -109,61 +131,77 @@ class _Server(foreign.Foreign):
     path: str = ""
 
 
-def _loads(bench: Run, running: RunningServer, setting: Setting) -> None:
-    x = np.random.default_rng(bench.seed).random((1, 64), dtype=np.float32)
+def _loads(bench: Run, running: RunningServer, setting: Setting, names: Sequence[str]) -> None:
+    model, inputs = setting.model.name, dict(zip(names, setting.arrays(), strict=True))
     with contextlib.ExitStack() as stack:
-        servers = [_Server("pipeswitch", address=running.http_address, path=INFER)]
-        for name in foreign.usable(bench, foreign.RIVALS_FOLDER, RIVALS):
-            bench.say(f"{name}: starting")
-            order = setting.order() | {"name": SMALL.name}
-            servers.append(stack.enter_context(_started(name, order, x)))
-        wanted = _outputs(servers[0], x)
+        servers = [
+            _Server(NAMES[one], address=running.http_address, path=infer_path(one))
+            for one in _precisions(model)
+        ]
+        rivals = foreign.usable(bench, foreign.RIVALS_FOLDER, RIVALS)
+        for name in rivals:
+            bench.say(f"{model}, {name}: starting")
+            order = setting.order() | {"name": model}
+            servers.append(stack.enter_context(_started(name, order, inputs)))
+        wanted = _output(servers[0], inputs)
         for one in servers[1:]:
             one.signal(signal.SIGCONT)
-            np.testing.assert_allclose(_outputs(one, x), wanted, rtol=1e-4, atol=1e-5)
-            one.signal(signal.SIGSTOP)
-        seconds = QUICK_LOAD_S if bench.is_quick else LOAD_S
+            np.testing.assert_allclose(_output(one, inputs), wanted, rtol=1e-3, atol=1e-4)
+            if one.process is not None:
+                one.signal(signal.SIGSTOP)
+        seconds = LOAD_S[model] if not bench.is_quick else QUICK_LOAD_S
         for count in CONNECTIONS:
-            case = f"{count} connections"
+            case = f"{model}, {count} connections"
             bench.say(f"{case}: measuring")
 
             def load(one: _Server, count: int = count) -> Numbers:
-                return asyncio.run(_load(one, json_request(x, one.path), count, seconds))
+                return asyncio.run(_load(one, json_request(inputs, one.path), count, seconds))
 
             bench.trial_loop(case, foreign.arms_of(servers, load), bench.rounds(5, 2))
-            for name in [one.name for one in servers[1:]]:
-                for key, what, target in (
-                    ("throughput_per_s", "throughput", {"at_least": MIN_THROUGHPUT}),
-                    ("tail_ms", "p99", {"at_most": MAX_P99}),
-                ):
-                    share = bench.p50(case, "pipeswitch", key) / bench.p50(case, name, key)
-                    bench.find(f"{case}: {what} / {name}", share, "", **target)
+            _findings(bench, model, case, rivals)
+
+
+def _findings(bench: Run, model: str, case: str, rivals: Sequence[str]) -> None:
+    for precision, name in itertools.product(_precisions(model), rivals):
+        ours = NAMES[precision]
+        is_wanted = model == SMALL.name or (precision == "fast" and case.endswith(" 8 connections"))
+        target = {"at_least": MIN_THROUGHPUT[model]} if is_wanted else {}
+        share = ratio(*(bench.p50(case, one, "throughput_per_s") for one in (ours, name)))
+        bench.find(f"{case}: {ours} / {name}, throughput", share, "", **target)
+        share = ratio(*(bench.p50(case, one, "tail_ms") for one in (ours, name)))
+        target = {"at_most": MAX_P99} if model == SMALL.name else {}
+        bench.find(f"{case}: {ours} / {name}, p99", share, "", **target)
+
+
+def _precisions(model: str) -> tuple[str, ...]:
+    return ("exact",) if model == SMALL.name else tuple(NAMES)
 
 
 @contextlib.contextmanager
-def _started(name: str, order: dict[str, Any], x: Any) -> Iterator[_Server]:
+def _started(name: str, order: dict[str, Any], inputs: Mapping[str, Any]) -> Iterator[_Server]:
     """Start a rival that answers, and is stopped."""
     port = foreign.free_port()
     order |= {"port": port, "path": [str(Path(__file__).parents[1]), *sys.path[1:]]}
     script = str(Path(__file__).with_name(f"rival_{name}.py"))
-    path = "/predict" if name == "litserve" else INFER
+    path = "/predict" if name == "litserve" else infer_path(order["name"])
     server = _Server(name, address=f"127.0.0.1:{port}", path=path)
     command = [foreign.python_of(foreign.RIVALS_FOLDER), "-P", script, json.dumps(order)]
     with foreign.started(
-        command, lambda _: _outputs(server, x), foreign.environment()
+        command, lambda _: _output(server, inputs), foreign.environment()
     ) as server.process:
         yield server
 
 
-def _outputs(one: _Server, x: Any) -> Any:
+def _output(one: _Server, inputs: Mapping[str, Any]) -> Any:
+    """Return a server's first output."""
     connection = http.client.HTTPConnection(one.address, timeout=60)
     with contextlib.closing(connection):
-        connection.request("POST", one.path, _body(x), {"Content-Type": "application/json"})
+        connection.request("POST", one.path, _body(inputs), {"Content-Type": "application/json"})
         answer = connection.getresponse()
         text = answer.read()
     if answer.status != http.HTTPStatus.OK:
         raise RuntimeError(f"{one.name}: {answer.status} {text[:200]!r}")
-    (y,) = json.loads(text)["outputs"]
+    y = json.loads(text)["outputs"][0]
     return np.array(y["data"], np.float32)
 
 

@@ -30,9 +30,13 @@ def mlp(batch: int) -> BenchModel:
     return BenchModel("mlp", MLP_SOURCE, 194 * MIB, {"x": ((batch, MLP_WIDTH), "float32")})
 
 
+SMALL: Final = BenchModel(
+    "small", "benchmarks.factories:small_mlp", MIB, {"input": ((1, 64), "float32")}
+)
 MODELS: Final[Mapping[str, BenchModel]] = {
     model.name: model
     for model in (
+        SMALL,
         BenchModel("resnet152", "torchvision:resnet152", 234 * MIB),
         BenchModel("inception_v3", "torchvision:inception_v3", 106 * MIB),
         BenchModel("bert-base", "hf:bert-base-uncased", 422 * MIB),

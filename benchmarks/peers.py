@@ -80,7 +80,7 @@ def _environment(place: lm.Place) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(place.bench.threads),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # of its library: its server has processes
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its library in one process
     }
 
 
@@ -89,7 +89,7 @@ class OverHttp(lm.Peer):
     """Peer behind ``/v1/completions``: each prompt has a connection and a thread of its own."""
 
     address: str = ""
-    more: Mapping[str, Any] = field(default_factory=dict)  # in the body
+    more: Mapping[str, Any] = field(default_factory=dict)  # further fields of the body
 
     def ask(self, model: int, prompts: lm.Prompts, new: int) -> Numbers:
         def ask(number: int) -> tuple[list[int], float]:
@@ -179,7 +179,7 @@ def _llama_server(place: lm.Place) -> contextlib.AbstractContextManager[list[lm.
         "utf-8",
     )
     command = ["llama_cpp.server", "--config_file", str(config)]
-    # Else it penalizes what it has said, 1.1 times.
+    # The default is 1.1, which penalizes repeated tokens.
     return _http("llama-cpp-python, HTTP", place, command, port, {"repeat_penalty": 1.0})
 
 
@@ -209,7 +209,7 @@ def _vllm_server(place: lm.Place) -> contextlib.AbstractContextManager[list[lm.P
 def _http(
     name: str, place: lm.Place, command: Sequence[str], port: int, more: Mapping[str, Any]
 ) -> Iterator[list[lm.Peer]]:
-    """Start a server (a module and its arguments) that has answered, and stands still."""
+    """Start a server (a module and its arguments), wait for it, and suspend it."""
     peer = OverHttp(name, address=f"127.0.0.1:{port}", more=more)
     prompts = place.size.prompts(1, lm.PROMPTS[0], 0)
     words = [python_of(PEERS_FOLDER), "-P", "-m", *command]
@@ -240,7 +240,7 @@ def _library(place: lm.Place, name: str) -> Iterator[list[lm.Peer]]:
 
 
 def _first(place: lm.Place, peers: Sequence[lm.Peer]) -> None:
-    """Measure one token of a new prompt, after a request for the same or for the other model."""
+    """Measure the first token of a new prompt, after a request for this or the other model."""
     bench, size = place.bench, place.size
     holders = [one for one in peers if not one.name.startswith(("vLLM", RIGHT))]
     for words, before, chosen in (
@@ -267,7 +267,7 @@ def _first(place: lm.Place, peers: Sequence[lm.Peer]) -> None:
 
 
 def _processes(place: lm.Place) -> None:
-    """vLLM has no other way to another model than a process."""
+    """Measure a switch of vLLM, which needs a new process for another model."""
     bench, size = place.bench, place.size
     case = f"{size.name}, another model wanted, prompt of {lm.PROMPTS[0]}"
     for number in range(bench.rounds(2, 1)):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from pipeswitch.programs.build.sources import Loaded, _constructor, load_source
 from pipeswitch.programs.running.values import flatten_outputs
 from pipeswitch.programs.spec import BuildSpec
 
+DTYPES: Final = {"FP32": torch.float32, "INT64": torch.int64}
 Order = dict[str, Any]
 """What ``baselines.Setting.order`` says: source, inputs, seed, threads and paths."""
 
@@ -47,6 +48,25 @@ def inputs_of(order: Order) -> list[torch.Tensor]:
     """Return one request's inputs, in call order."""
     with np.load(order["inputs_path"]) as arrays:
         return [torch.from_numpy(arrays[name]) for name in arrays.files]
+
+
+def answer(module: nn.Module, tensors: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Compute the output tensors of a request in the Open Inference Protocol's JSON."""
+    inputs = [
+        torch.tensor(one["data"], dtype=DTYPES[one["datatype"]]).reshape(one["shape"])
+        for one in tensors
+    ]
+    with torch.inference_mode():
+        outputs = flatten_outputs(module(*inputs))
+    return [
+        {
+            "name": name,
+            "datatype": "FP32",
+            "shape": list(y.shape),
+            "data": y.flatten().tolist(),
+        }
+        for name, y in outputs.items()
+    ]
 
 
 def checksum(output: Any) -> float:

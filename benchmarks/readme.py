@@ -57,8 +57,8 @@ def front_page(results: Results) -> list[str]:
     if judged:
         met = sum(row["is_met"] for row in judged)
         parts.append(
-            f"{met} of {len(judged)} targets are met. Which, how the others are missed, and how "
-            "quiet the machine was: [benchmarks/results/README.md](benchmarks/results/README.md)."
+            f"{met} of {len(judged)} targets are met. The list of all targets, and the load of the "
+            "machine: [benchmarks/results/README.md](benchmarks/results/README.md)."
         )
     return parts
 

@@ -1,6 +1,6 @@
-"""Ray Serve with one model, for ``bench gateway``; started as ``rival_kserve.py`` is.
+"""Ray Serve with one model, for ``bench gateway``; it is started like ``rival_kserve.py``.
 
-One replica, and the Open Inference Protocol's JSON, as far as it is asked for.
+It has one replica and the necessary part of the Open Inference Protocol's JSON.
 """
 
 from __future__ import annotations
@@ -24,20 +24,14 @@ class Served:
     """The model in a replica."""
 
     def __init__(self, order: dict[str, Any]) -> None:
-        sys.path += order["path"]  # behind Serve's own: torch, and this package
-        import torch
+        sys.path += order["path"]  # torch and this package, after Serve's own path
+        from benchmarks.plain import answer, network
 
-        from benchmarks.plain import network
-
-        self.torch, self.network = torch, network(order)
+        self.answer, self.network = answer, network(order)
 
     async def __call__(self, request: Request) -> Response:
-        (x,) = (await request.json())["inputs"]
-        with self.torch.inference_mode():
-            given = self.torch.tensor(x["data"], dtype=self.torch.float32)
-            y = self.network(given.reshape(x["shape"]))
-        row = {"name": "y", "shape": list(y.shape), "data": y.flatten().tolist()}
-        return Response(json.dumps({"outputs": [row]}), media_type="application/json")
+        outputs = self.answer(self.network, (await request.json())["inputs"])
+        return Response(json.dumps({"outputs": outputs}), media_type="application/json")
 
 
 if __name__ == "__main__":

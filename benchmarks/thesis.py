@@ -47,7 +47,7 @@ def exhaustive(
 
 
 def _is_ready(jobs: Sequence[windows.Job], index: int, left: Sequence[int]) -> bool:
-    """Return True if no earlier job of the same client, hence of the same model, is left."""
+    """Return True if no earlier job of the same model is left."""
     return not any(i < index and jobs[i].model == jobs[index].model for i in left)
 
 

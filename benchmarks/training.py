@@ -1,4 +1,4 @@
-"""``bench training``: what being preemptible costs a job, and how fast it steps aside.
+"""``bench training``: what being preemptible costs a job, and how fast it is suspended.
 
 The plain script also runs with the allocator's settings of a worker
 (``workers/training/script.py``), which make the job faster than a plain script: without them its

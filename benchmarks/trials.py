@@ -36,7 +36,7 @@ def say(**values: Any) -> None:
 
 
 def ratio(over: float, under: float) -> float:
-    """Return ``over / under``, where a difference that drowned in noise may be nothing."""
+    """Return ``over / under``, where ``under`` may be zero because of noise."""
     return over / max(under, 1e-3)
 
 
@@ -57,9 +57,9 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class Arm:
-    """One of the things compared. ``prepare`` is not timed; ``measure`` is one trial.
+    """One arm of a comparison. ``prepare`` is not timed; ``measure`` is one trial.
 
-    ``every``: it takes part in every so many rounds only (a stop-and-start takes seconds).
+    ``every``: number of rounds for each trial (a stop-and-start takes seconds).
     """
 
     name: str
@@ -72,7 +72,7 @@ class Arm:
 def interleave(
     arms: Sequence[Arm], rounds: int, *, warmup: int = 1
 ) -> Iterator[tuple[Arm, int, Numbers]]:
-    """Rounds of one trial of each arm; those of the warm-up are run and not told."""
+    """Yield the rounds; a round has one trial of each arm, and warm-up rounds are not recorded."""
     for number in range(-warmup, rounds):
         for arm in arms:
             if number % arm.every if number >= 0 else not arm.warms_up:
@@ -134,7 +134,7 @@ class Run:
             self.notes.append(f"{arm}: skipped: {reason}")
 
     def say(self, text: str) -> None:
-        """Progress for people; programs that read JSON are spared it."""
+        """Print progress, unless the output is JSON."""
         if not self.as_json:
             self.emit(f"[{time.monotonic() - self.began_at_s:5.1f} s] {text}")
 

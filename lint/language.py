@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,4 +96,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ``--list | head`` ends it without a traceback
     sys.exit(main())

@@ -63,7 +63,7 @@ class Commits:
         return order.op_id == op_id and order.number <= number
 
     def area_for(self, order: CommitCopy | PersistCommit) -> CommitArea:
-        """The area an order may work on.
+        """Return the commit area that an order may work on.
 
         Raises:
             RemoteProtocolError: no such job, pieces out of bounds, or a stale operation id.

@@ -64,10 +64,10 @@ class Daemon:
             try:
                 packet = self._control.receive()
             except RemoteProtocolError as error:
-                log.error("order=unreadable cause=%s, leaving", error.message)
+                log.error("order=unreadable cause=%s, exiting", error.message)
                 return False
             if packet is None:
-                log.error("controller=gone, leaving")
+                log.error("controller=gone, exiting")
                 return False
             message, descriptors = packet
             if isinstance(message, Exit):
@@ -124,8 +124,7 @@ class Daemon:
         self._put(self._to_host_lane, order.op_id, lambda: self._commits.copy(order, area))
 
     def _put(self, lane: WorkerThread, op_id: OpId, work: Callable[[], Message]) -> None:
-        """Run work on a lane and send its answer, or a fault with the order's operation id if it
-        fails."""
+        """Run work on a lane and send its answer, or a fault if it fails."""
         lane.put(lambda: self._send(work()), lambda error: self._refuse(op_id, error.message))
 
     def _transmit(self, order: daemon_msg.TransmitModel) -> None:
@@ -174,7 +173,7 @@ class Daemon:
             log.debug("unsent=%s", type(message).__name__)
 
     def _finish(self) -> None:
-        """Commits and stores that were accepted are finished, transmissions are cut short."""
+        """Finish commits and stores that were accepted, and cut transmissions short."""
         for lane in self._lanes:
             lane.shutdown()
         self._device.close()

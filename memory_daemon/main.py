@@ -28,8 +28,8 @@ def run(
     control: Channel,
     descriptors: Sequence[int],
 ) -> None:
-    """Serve until Exit, then return; leave at once, with status 1, when the controller is gone
-    or cannot be understood.
+    """Serve until Exit, then return; exit with status 1 if the controller is gone or sends
+    invalid messages.
 
     ``descriptors``: the store memfd, the control page, the workers' bells and our own. They stay
     open for the life of the process.
@@ -53,7 +53,7 @@ def run(
 
 
 def log_to(path: str, max_bytes: int) -> None:
-    """A log is no reason to stop: where it cannot be written, what is said goes to the parent's."""
+    """Log to a file; if it cannot be written, log to the parent's stderr."""
     handler: logging.Handler = logging.StreamHandler()
     refusal = ""
     try:
@@ -68,7 +68,7 @@ def log_to(path: str, max_bytes: int) -> None:
 
 
 def _leave(args: threading.ExceptHookArgs) -> None:
-    """A thread has died: what waits for it would have no answer, so the process goes with it."""
+    """End the process, because a thread has died and its requests would have no answer."""
     name = args.thread.name if args.thread is not None else "unknown"
     log.critical("thread=%s died: %r", name, args.exc_value)
     sys.stderr.write(escape_control_chars("".join(traceback.format_exception(args.exc_value))))

@@ -71,7 +71,7 @@ class TransmitGuard:
             self._live.pop(op_id, None)
 
     def live_reads(self, store_offset_bytes: int, size_bytes: int) -> OpId | None:
-        """A live transmission that reads this part of the store, if there is one."""
+        """Return a live transmission that reads this part of the store, if there is one."""
         end = store_offset_bytes + size_bytes
         with self._lock:
             for order in self._live.values():

@@ -1,6 +1,6 @@
 """Interface for training scripts: ``from pipeswitch import job``.
 
-Run by the server, ``job`` places the model in the device arena, steps aside for requests, commits
+Run by the server, ``job`` places the model in the device arena, is suspended for requests, commits
 and resumes. Run by hand, the same script is a plain loop. Importing this module is light: torch
 is imported when ``job.device`` is asked for outside the server, not before.
 
@@ -155,7 +155,7 @@ def size_of(activation_memory: str | int, who: str = "job.steps") -> int:
         reason = str(error).removeprefix(repr(activation_memory)).strip()
     raise InvalidInput(
         f"{who}: activation_memory={activation_memory!r} {reason}",
-        hint='activation_memory="2GiB"; without it nothing is limited',
+        hint='activation_memory="2GiB"; without it there is no limit',
     )
 
 
@@ -175,9 +175,9 @@ def trainer(trainer: _Trainer) -> _Trainer:
             return trainer
     given = trainer.__name__ if isinstance(trainer, type) else f"a {type(trainer).__name__}"
     raise InvalidInput(
-        f"job.trainer: {given} is no Trainer of transformers or Lightning",
-        hint="give it the Trainer, made: job.trainer(Trainer(...)); in a loop of your own wrap the "
-        "loader: for batch in job.steps(loader, model=model, optimizer=optimizer)",
+        f"job.trainer: {given} is not a Trainer of transformers or Lightning",
+        hint="pass a Trainer object: job.trainer(Trainer(...)); in your own loop wrap the loader: "
+        "for batch in job.steps(loader, model=model, optimizer=optimizer)",
     )
 
 
@@ -257,7 +257,7 @@ def warn_if_not_finite(name: str, value: float, at_step: int) -> bool:
     if math.isfinite(value):
         return False
     warnings.warn(
-        f"job.log({name}={value}) at step {at_step}: not a finite number; training goes on",
+        f"job.log({name}={value}) at step {at_step}: not a finite number; training continues",
         NonFiniteLossWarning,
         stacklevel=script_level(),
     )

@@ -185,8 +185,7 @@ def _child(name: str, settings: Message, descriptors: Sequence[int]) -> NoReturn
 
 
 def _leave(status: int) -> NoReturn:
-    """Exit without unwinding: shutting torch down takes a second on a busy machine and has no
-    use."""
+    """Exit without unwinding, because shutting torch down takes a second."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -194,6 +193,7 @@ def _leave(status: int) -> NoReturn:
 
 
 def close_others(descriptors: Sequence[int]) -> None:
+    """Close all descriptors but these and the standard ones."""
     lowest = KEEP_BELOW
     for kept in sorted(descriptors):
         os.closerange(lowest, kept)

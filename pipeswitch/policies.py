@@ -34,7 +34,7 @@ def find_policy(name: str, *, max_wait_ms: float) -> Policy:
         raise ConfigError(f'policy "{name}": {described(error)}', hint=HINT) from error
     if not isinstance(policy, Policy):
         kind = type(policy).__name__
-        raise ConfigError(f'policy "{name}" made a {kind}, no Policy', hint=HINT)
+        raise ConfigError(f'policy "{name}" returned a {kind}, not a Policy', hint=HINT)
     return policy
 
 
@@ -63,6 +63,6 @@ def policy_call(frame: FrameType | None) -> tuple[FrameType, str] | None:
             name = frame.f_locals["self"].name
             return frame, f'policy "{name}" has not returned from {CALLS[frame.f_code]}'
         if frame.f_code is find_policy.__code__:
-            return frame, f'policy "{frame.f_locals["name"]}" is being made'
+            return frame, f'policy "{frame.f_locals["name"]}" is being built'
         frame = frame.f_back
     return None

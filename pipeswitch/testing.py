@@ -44,7 +44,7 @@ class RunningServer:
     state_dir: Path
 
     def client(self, *, tcp: bool = False, **options: Any) -> Client:
-        """A client through the owner's listener, or through TCP as a stranger's would.
+        """Return a client of the owner's listener, or of TCP like a stranger's.
 
         A stranger may only ask, unless the server was made with more ``tcp_roles``.
         """
@@ -171,7 +171,7 @@ def _wait_until_ready(process: subprocess.Popen[str], root: Path) -> RunningServ
 
 
 def _after(words: list[str], scheme: str) -> str:
-    """The address of this scheme; empty when there is none."""
+    """Return the address of this scheme; empty if there is none."""
     found = [word.removeprefix(scheme) for word in words if word.startswith(scheme)]
     return found[0] if found else ""
 

@@ -1,4 +1,4 @@
-"""Entry of a worker process: run model code when told to, and be expected to die now and then.
+"""Entry of a worker process, which runs model code and may die at any time.
 
 Two threads (PipeSwitch 3): the main thread executes; the termination thread reads the signal
 channel and raises the gate's flag. The two channels have no order between them: every message
@@ -121,9 +121,9 @@ class Worker:
         threading.Thread(target=self._listen_or_leave, name="termination", daemon=True).start()
         reach("worker.start")
         if self._settings.separates_tenants:
-            warm_up()  # it waits for a tenant, which need not wait for this
+            warm_up()  # here, so that no tenant waits for it
         self._task.send(worker_msg.WorkerReady(slot=self._settings.slot, pid=os.getpid()))
-        if not self._settings.separates_tenants:  # else it is not known where pages will be
+        if not self._settings.separates_tenants:  # otherwise the pages are not known yet
             threading.Thread(target=self._prefault, name="prefault", daemon=True).start()
 
     def _prefault(self) -> None:
@@ -144,7 +144,7 @@ class Worker:
                 self._freed.give_back(time.monotonic())
                 continue
             if received is None:
-                os._exit(0)  # the controller is gone: a clean end is of no use
+                os._exit(0)  # the controller is gone: a clean exit has no use
             message, descriptors = received
             match message:
                 case worker_msg.BindTenant():
@@ -172,7 +172,7 @@ class Worker:
         """Enter the sandbox before any part of a client's program is examined."""
         if message.is_code:
             if self._is_confined:
-                raise ValueError(f"{message.model} is code, and this worker is in the sandbox")
+                raise ValueError(f"{message.model} is code, but this worker is in the sandbox")
             for environment in descriptors:
                 take_environment(environment)
             return
@@ -208,7 +208,7 @@ class Worker:
         "cleaning" a worker that ran user code is replacing it (ADR 0005).
         """
         if self._is_confined:
-            raise ValueError(f"{message.job} is a script, and this worker is in the sandbox")
+            raise ValueError(f"{message.job} is a script, but this worker is in the sandbox")
         self._programs.clear()
         self._view.leave()
         self._view.take_back()

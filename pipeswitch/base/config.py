@@ -54,8 +54,8 @@ def policy_name(value: object) -> str:
     names = [*POLICIES, *(point.name for point in metadata.entry_points(group=POLICY_GROUP))]
     if value not in names:
         raise ValueError(
-            f"{value!r} is none of {', '.join(names)}, and no module:name of your own"
-            f"{nearest(value, names)}"
+            f"{value!r} is none of {', '.join(names)}, and not module:name of your "
+            f"own{nearest(value, names)}"
         )
     return value
 
@@ -177,31 +177,31 @@ def _read(kind: Any, given: Any, *, is_read: bool = False) -> Any:
 
 
 class ServerConfig(Section, frozen=True):
-    """``[server]``: the doors and what may come through them.
+    """``[server]``: listeners, limits and folders.
 
-    listen: where clients connect
+    listen: address for TCP clients
     name: name of the owner's socket; empty: the port
-    max_message: largest tensor or weight chunk a client may send
+    max_message: largest tensor or weight chunk that a client may send
     pool: shared memory for waiting requests and replies
-    shares: clients on the owner's socket hand over large tensors in shared memory: a quarter of
-        pool each, eight clients at once
-    max_upload: largest model file a client may send
-    max_disk: programs, uploads and commits in state_dir, all together: auto (9/10 of its disk),
-        100GiB or a fraction
-    max_disk_per_client: of that, programs and uploads of one TCP client (a key's name): auto
-        (half), 10GiB or a fraction
-    max_models_per_client: models that one TCP client (a key's name) may have registered
-    allow_code: module names and script paths TCP clients may name (shell wildcards)
-    tcp_roles: what every TCP client may do: infer, urgent (priority high), register, operate, code,
-        or [], nothing; its key may say more
-    auth: keys: TCP clients need an admitted key (pipeswitch keys); auto: only when other machines
-        can reach the address
-    keys_dir: the server's CURVE key and its clients'; empty: STATE_DIR/keys
-    max_connections: TCP connections at once
-    watchdog: a scheduler that stands still this long ends the server; 0: never
-    drain_grace: time to finish what was accepted, after SIGTERM or SIGINT
-    state_dir: bundles, commits, journal, logs; empty: $XDG_STATE_HOME/pipeswitch
-    runtime_dir: folder of its socket; empty: $XDG_RUNTIME_DIR/pipeswitch
+    shares: clients of the owner's socket pass large tensors in shared memory, a quarter of pool
+        each, for up to eight clients
+    max_upload: largest model file that a client may send
+    max_disk: limit for programs, uploads and commits in state_dir together: auto (9/10 of its
+        disk), 100GiB or a fraction
+    max_disk_per_client: share of max_disk for programs and uploads of one TCP client (one key):
+        auto (half), 10GiB or a fraction
+    max_models_per_client: maximum number of registered models of one TCP client (one key)
+    allow_code: module names and script paths that TCP clients may name (shell wildcards)
+    tcp_roles: roles of every TCP client: infer, urgent (priority high), register, operate, code; []
+        gives none; a key may add roles
+    auth: keys: TCP clients need an admitted key (pipeswitch keys); auto: only if other machines can
+        reach the address
+    keys_dir: folder of the server's CURVE key and its clients' keys; empty: STATE_DIR/keys
+    max_connections: maximum number of TCP connections
+    watchdog: the server ends if its scheduler does not respond for this long; 0: never
+    drain_grace: time to finish accepted requests after SIGTERM or SIGINT
+    state_dir: folder of programs, commits, journal and logs; empty: $XDG_STATE_HOME/pipeswitch
+    runtime_dir: folder of the socket; empty: $XDG_RUNTIME_DIR/pipeswitch
     """
 
     listen: ListenAddress = DEFAULT_LISTEN
@@ -238,22 +238,22 @@ def _device_names(given: object) -> str:
         places.append(f"{found[1]}:{int(found[2] or 0)}")
     for name in places:
         if places.count(name) > 1:
-            raise ValueError(f"{name} is there twice")
+            raise ValueError(f"{name} appears twice")
     return ",".join(places if len(places) > 1 else names)
 
 
 class DeviceConfig(Section, frozen=True):
-    """``[device]``: which one, and how much of it.
+    """``[device]``: the devices, and how to use them.
 
     name: auto, cpu or cuda:0; several: cuda:0,cuda:1,cpu
-    arena: device memory to take: auto, 20GiB or a fraction
-    link_gbps: cpu device: model a host link of this many GB/s; 0: as fast as it goes
-    waits: cuda: what waits for a layer group to arrive: auto, cpu or gpu
-    words: cuda: how arrival is signalled: auto, copy or write
-    activations: cuda: where models compute: auto, private or slice (of the arena)
+    arena: device memory for models and jobs: auto, 20GiB or a fraction
+    link_gbps: cpu device: simulate a host link of this many GB/s; 0: full speed
+    waits: cuda: whether the CPU or the GPU waits for layer groups: auto, cpu or gpu
+    words: cuda: how arrival words are written: auto, copy or write
+    activations: cuda: where activations are: auto, private or slice (of the arena)
     slice: cuda: size of that slice: auto, 4GiB or a fraction
     graphs: cuda: replay layer groups as CUDA graphs: auto, off or on
-    graph_budget: cuda: driver memory that one worker's graphs may take
+    graph_budget: cuda: maximum driver memory of one worker's graphs
     bindings: cuda: the package with the bindings
     """
 
@@ -277,7 +277,7 @@ class DeviceConfig(Section, frozen=True):
 
 
 class HostConfig(Section, frozen=True):
-    """``[host]``: the store where registered models wait.
+    """``[host]``: host memory.
 
     store: host memory for models: auto, 32GiB or a fraction
     """
@@ -286,15 +286,16 @@ class HostConfig(Section, frozen=True):
 
 
 class WorkersConfig(Section, frozen=True):
-    """``[workers]``.
+    """``[workers]``: processes that compute and build.
 
-    standby: warm workers beside the active one
-    threads: compute threads of a worker on a cpu device; 0: cores - 1, shared among the devices
-    build_timeout: a registration that builds and verifies longer is refused; 0: never
-    build_memory: host memory of one build: auto (3/4 of what is free), 8GiB or a fraction
-    task_memory: host memory for the intermediate values of a client's model (cpu device): auto
-        (half of what is free), 4GiB or a fraction
-    restart_backoff: pause before a process that keeps dying is started again
+    standby: number of standby workers beside the active one
+    threads: compute threads of a worker on a cpu device; 0: number of cores - 1, divided among the
+        devices
+    build_timeout: maximum time of a registration; 0: no limit
+    build_memory: host memory of one build: auto (3/4 of the free memory), 8GiB or a fraction
+    task_memory: host memory for the intermediate values of a client's model on a cpu device: auto
+        (half of the free memory), 4GiB or a fraction
+    restart_backoff: pause before a process that dies repeatedly is started again
     """
 
     standby: Annotated[int, Meta(ge=1, le=32)] = 2
@@ -306,10 +307,10 @@ class WorkersConfig(Section, frozen=True):
 
 
 class PreprocessConfig(Section, frozen=True):
-    """``[preprocess]``.
+    """``[preprocess]``: processes for --preprocess and --postprocess functions.
 
-    processes: processes that run --preprocess functions, beside the devices
-    max_time: a function that runs longer for one request is killed; 0: never
+    processes: number of processes for --preprocess and --postprocess functions
+    max_time: maximum time of a function for one request; 0: no limit
     """
 
     processes: Annotated[int, Meta(ge=1, le=64)] = 1
@@ -317,32 +318,33 @@ class PreprocessConfig(Section, frozen=True):
 
 
 class SchedulerConfig(Section, frozen=True):
-    """``[scheduler]``.
+    """``[scheduler]``: order, deadlines and time limits.
 
-    policy: priority, fifo, edf, sjf, collate, alternating, or your own: module:name
-    admission: deadline: a request whose deadline cannot be met, by what its model took before, is
-        refused at once
-    default_deadline: the deadline of requests that name none; 0: none
-    placement: which of several devices a request goes to: where it would compute first, spread (as
-        many requests everywhere) or pack (on few, the others train)
-    move_after: a job whose device computes requests for so long moves to one that is idle; 0: it
-        waits
-    look_ahead: send the next request's model while the device computes, where it fits
-    training: which of several jobs trains next: rotate (in turns), fair (the least of the device's
-        time so far), srtf (the one that ends first), fifo (the one that came first), pack (the
-        smallest), coshift (in turns, and while one waits for a batch another computes)
-    activation_memory: with coshift: device memory for the activations of all jobs together; one
-        computes while another waits for its copies; 0: each keeps to its own
-    max_queue: requests that may wait
-    max_queue_per_model: of them for one model: a flood for one leaves room for the others
-    max_queue_time: how long the requests that wait for one model may compute; 0: no limit
-    max_wait: after this a waiting request goes first
-    commit_every: how often a training job's state is kept, in memory and on disk
-    max_compute: a request that computes longer is taken for an endless loop and killed; 0: never
-    deadline_grace: a request that computes so long after its deadline is killed
-    stop_grace: time after which a job that does not step aside is killed; the next time it has a
-        quarter of that, at least 1s, and after four times it is paused
-    evict_grace: a job that does not leave the device for so long is killed
+    policy: order of requests: priority, fifo, edf, sjf, collate, alternating, or your own as
+        module:name
+    admission: deadline: refuse requests at once if they are predicted to miss their deadline; off:
+        accept them
+    default_deadline: deadline of requests that have none; 0: none
+    placement: device for a request: least-finish (the earliest predicted end), spread (equal
+        numbers) or pack (few devices, so that the others can train)
+    move_after: a job moves to an idle device if requests use its device for this long; 0: it waits
+    look_ahead: copy the next request's model while the device computes, if there is memory for it
+    training: which job trains next: rotate (take turns), fair (least device time so far), srtf
+        (shortest remaining time), fifo (first submitted), pack (smallest), coshift (take turns, and
+        one computes while another waits for a batch)
+    activation_memory: with coshift: device memory for the activations of all jobs together, so that
+        one job computes while another waits for its copies; 0: each job has its own
+    max_queue: maximum number of waiting requests
+    max_queue_per_model: maximum number of waiting requests of one model
+    max_queue_time: maximum predicted computing time of the waiting requests of one model; 0: no
+        limit
+    max_wait: a request that has waited this long goes first
+    commit_every: interval between commits of a training job's state, in memory and on disk
+    max_compute: a request that computes longer is killed; 0: never
+    deadline_grace: a request that still computes this long after its deadline is killed
+    stop_grace: a job that is not suspended within this time is killed; each kill reduces the limit
+        to a quarter (at least 1s), and after four the job is paused
+    evict_grace: a job that does not leave the device within this time is killed
     """
 
     policy: Annotated[str, _written("a policy", policy_name)] = "priority"
@@ -365,12 +367,12 @@ class SchedulerConfig(Section, frozen=True):
 
 
 class JobsConfig(Section, frozen=True):
-    """``[jobs]``.
+    """``[jobs]``: what is kept of jobs.
 
-    keep: finished jobs that are kept, with their last state and log: a number, or a time (7d)
+    keep: finished jobs to keep, with their last state and log: a number, or a time (7d)
     shared_input: host memory for the batches of each group of jobs that share their input
-    keep_versions: versions of a model that stay when a job publishes the next: the current one and
-        those before it
+    keep_versions: number of versions of a model to keep when a job publishes a new one, including
+        the current one
     """
 
     keep: Annotated[RetentionPolicy, _written("a number or a time", RetentionPolicy.parse)] = (
@@ -381,12 +383,12 @@ class JobsConfig(Section, frozen=True):
 
 
 class LogConfig(Section, frozen=True):
-    """``[log]``.
+    """``[log]``: size and contents of logs.
 
-    max: what stays of each log of the server and its processes, beside two older ones of that size,
-        and of each job's
-    requests: share of the inferences whose end is a line of JSON in STATE_DIR/logs/requests.jsonl:
-        1: of all, 0.1: of one in ten, 0: none
+    max: maximum size of each log; of the server's and its processes' logs, two older files of that
+        size are kept too
+    requests: share of the inferences that are logged in STATE_DIR/logs/requests.jsonl, one JSON
+        object per line: 1: all, 0.1: one in ten, 0: none
     """
 
     max_bytes: Annotated[Size, Meta(ge=1 << 18)] = parse_size("16MiB")
@@ -394,13 +396,13 @@ class LogConfig(Section, frozen=True):
 
 
 class SecurityConfig(Section, frozen=True):
-    """``[security]``.
+    """``[security]``: what clients' programs can reach.
 
-    sandbox: clients' programs may open no file, socket or process: on (what the kernel has of it),
-        require (all of it, or no start) or off
-    tenants: shared: models of different keys take turns in the workers' processes; separate: a
-        process serves one key's models and maps nothing of another's (cpu device, with the sandbox;
-        docs/adr/0023-tenants.md says what a switch costs)
+    sandbox: clients' programs may open no file, socket or process: on (as far as the kernel
+        supports it), require (completely, or the server does not start) or off
+    tenants: shared: one process serves models of several keys in turn; separate: a process serves
+        only one key's models and maps only their memory (cpu device, with the sandbox;
+        docs/adr/0023-tenants.md has the cost of a switch)
     """
 
     sandbox: Literal["on", "require", "off"] = "on"
@@ -408,27 +410,26 @@ class SecurityConfig(Section, frozen=True):
 
 
 class GatewayConfig(Section, frozen=True):
-    """``[gateway]``: HTTP and gRPC for other people's clients.
+    """``[gateway]``: HTTP and gRPC.
 
-    http: where HTTP clients connect; auto: 127.0.0.1:8000, another port if that is taken, and
-        nowhere if grpc alone is named; off: nowhere
-    grpc: where gRPC clients connect, if grpcio is installed; auto: 127.0.0.1:8001, another port if
-        that is taken, and nowhere if http alone is named; off: nowhere
-    roles: what every caller may do: infer, urgent (priority high), register, operate, code; its
-        token may say more; []: nothing, callers need tokens
-    tokens: file of bearer tokens, mode 0600: lines of NAME TOKEN ROLE,ROLE
-    origins: pages of other sites that may ask here (CORS), such as https://app.example.com
-    tls_cert: file of the certificate chain; with tls_key
-    tls_key: file of its key
-    behind_proxy: a proxy in front does TLS, and passes other Hosts on; callers need tokens
-    max_body: largest request, and all unfinished ones together
-    nv_metrics: /metrics by Triton's names (nv_inference_…, nv_gpu_…) too, for its dashboards
-    max_connections: HTTP connections at once; half from one address
+    http: address for HTTP clients; auto: 127.0.0.1:8000, or another port if that is taken, or none
+        if only grpc is given; off: none
+    grpc: address for gRPC clients, if grpcio is installed; auto: 127.0.0.1:8001, or another port if
+        that is taken, or none if only http is given; off: none
+    roles: roles of every caller: infer, urgent (priority high), register, operate, code; [] gives
+        none, so callers need tokens; a token may add roles
+    tokens: file of bearer tokens, mode 0600, with lines NAME TOKEN ROLE,ROLE
+    origins: other sites whose pages may send requests (CORS), such as https://app.example.com
+    tls_cert: file of the certificate chain; needs tls_key
+    tls_key: file of the private key; needs tls_cert
+    behind_proxy: a proxy in front terminates TLS and may forward any Host; callers need tokens
+    max_body: largest request, and limit for all incomplete requests together
+    nv_metrics: /metrics also has Triton's names (nv_inference_…, nv_gpu_…), for its dashboards
+    max_connections: maximum number of HTTP connections; half of them from one address
     text_processes: maximum number of language models with a tokenizer that have a text process at
-        once; others wait for their turn
-    aliases: other names of models for OpenAI's clients, such as gpt-4o=chat
-    cluster: file with the table of the cluster's nodes, written by the node; the gateway routes
-        requests by it
+        the same time; others wait
+    aliases: other model names for OpenAI's clients, such as gpt-4o=chat
+    cluster: file with the table of the cluster's nodes; the node writes it
     """
 
     http: GatewayAddress = "auto"
@@ -448,31 +449,34 @@ class GatewayConfig(Section, frozen=True):
 
 
 class ModelConfig(Section, frozen=True):
-    """``[[model]]``: registered when the server starts.
+    """``[[model]]``: a model that is registered when the server starts.
 
-    name: what requests call it
+    name: name of the model
     source: torchvision:…, hf:…, a bundle file, package.module:factory
+    aliases: further names, like gpt-3.5-turbo
     weights: FILE.safetensors, pretrained or random:SEED
-    inputs: like x=8x3x224x224:float32
+    inputs: shape and dtype of inputs, such as x=8x3x224x224:float32
     priority: high, normal or low
-    pin: keep on the device
-    devices: devices that may serve it, by name or kind; empty: all of the first one's kind
+    pin: keep the model on the device
+    devices: devices that may serve it, by name or kind; empty: all of the first device's kind
     max_batch: largest dynamic batch; 0: 64
-    batch: waiting requests are joined up to this batch; 0: never
-    batch_delay: how long a request waits for others to join
+    batch: maximum number of rows in a batch of waiting requests; 0: no batching
+    batch_delay: how long a request waits for others to form a batch
     precision: exact, fast (packed weights), bf16 or int8 (fewer bytes); empty: fast with generate,
         else exact
-    max_error: largest error of that precision, relative to the largest output; 0: its default
-    generate: a causal language model of hf:, with its cache as a sequence's state
-    state: inputs that outputs become in a sequence, like h=h_out, or cache=rows+1 to append
-    preprocess: package.module:function that makes its inputs from raw ones
-    raw: what clients send it, like text=1..64:bytes
-    postprocess: package.module:function that makes the answer from its outputs
-    returns: what clients get, like label=1..64:bytes
+    max_error: maximum error, relative to the largest output; 0: the precision's default
+    generate: a causal language model (hf:) that generates text with a cache on the server
+    state: inputs that are outputs of the last request of a sequence, such as h=h_out, or
+        cache=rows+1 to append
+    preprocess: package.module:function that makes the inputs from raw ones
+    raw: what clients send, such as text=1..64:bytes
+    postprocess: package.module:function that makes the answer from the outputs
+    returns: what clients get, such as label=1..64:bytes
     """
 
     name: Name
     source: str
+    aliases: tuple[Name, ...] = ()
     weights: str = ""
     inputs: tuple[str, ...] = ()
     priority: Literal["high", "normal", "low"] = "normal"
@@ -510,8 +514,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 WEIGHT_HELP: Final = (
-    "weight of a tenant within a priority, by the name of its key or token; "
-    '"*": all clients without one, "": yourself'
+    "weight of a key or token, by its name, for its share of the device's time within a priority; "
+    '"*": all clients without one, "": the owner'
 )
 PROFILES_VARIABLE: Final = "PIPESWITCH_PROFILES_DIR"  # the one setting outside the sections
 SECTIONS: Final[Mapping[str, type[Section]]] = {
@@ -567,7 +571,7 @@ class _Reader:
         ]
         names = [model.get("name") for model in models]
         for name in dict.fromkeys(name for name in names if name and names.count(name) > 1):
-            self.complain(f"[[model]] name: {name!r} is there twice", "model")
+            self.complain(f"[[model]] name: {name!r} appears twice", "model")
         return models
 
 
@@ -624,7 +628,7 @@ def load(
     flags: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Config:
-    """Flags over ``PIPESWITCH_SECTION__KEY`` over file over defaults; folders are made absolute.
+    """Read flags over ``PIPESWITCH_SECTION__KEY`` over file over defaults; make folders absolute.
 
     Args:
         path: a TOML file; None: ``pipeswitch.toml`` in the current folder if there is one.
@@ -663,7 +667,7 @@ def load(
 
 
 def _check_found(path: Path) -> None:
-    """A file that was only come across must be this user's: it may name code to run."""
+    """Check that a file that was found is this user's, because it may name code to run."""
     facts = path.stat()
     if facts.st_uid not in (os.getuid(), 0) or facts.st_mode & 0o002:
         raise ConfigError(
@@ -728,7 +732,7 @@ def _absolute_file(text: str, suffix: str) -> str:
 
 
 def example() -> str:
-    """The commented file that ``config init`` writes: every setting with its default."""
+    """Return the commented file of ``config init``: every setting with its default."""
     lines = ["# PipeSwitch. Flags win over PIPESWITCH_SECTION__KEY, which win over this file.", ""]
     lines += ['profiles_dir = ""  # measured profiles of models; empty: those that come along', ""]
     for name, cls in SECTIONS.items():

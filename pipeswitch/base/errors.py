@@ -73,8 +73,7 @@ class InvalidInput(PipeSwitchError):
 
 
 class SharedInputRefused(InvalidInput):
-    """A training script's input cannot be shared, is another one than the other jobs', or was
-    written in place."""
+    """A training script's input cannot be shared, or was written in place."""
 
 
 class ModelNotFound(PipeSwitchError):
@@ -191,11 +190,12 @@ ERRORS_BY_NAME: Mapping[str, type[PipeSwitchError]] = _tree(PipeSwitchError)
 
 
 def no_server(address: str) -> ServerUnavailable:
+    """Return the error for an address at which no server answers."""
     return ServerUnavailable(f"no server answers at {address}", hint="start one: pipeswitch serve")
 
 
 def to_wire(error: PipeSwitchError) -> dict[str, Any]:
-    """The error as it travels: ``{type, message, hint, data}``; its integers have 64 bits."""
+    """Return the error for the wire: ``{type, message, hint, data}``; its integers have 64 bits."""
     return {
         "type": type(error).__name__,
         "message": error.message,
@@ -205,7 +205,7 @@ def to_wire(error: PipeSwitchError) -> dict[str, Any]:
 
 
 def _clamped(value: Any) -> Any:
-    """An encoder raises on larger integers, and a refusal must not end the loop that sends it."""
+    """Limit integers to 64 bits, because an encoder raises on larger ones."""
     if isinstance(value, int) and not isinstance(value, bool):
         return max(-(1 << 63), min(value, (1 << 63) - 1))
     if isinstance(value, Mapping):

@@ -122,9 +122,9 @@ def reach(name: str) -> None:
 
 
 def _come_by(folder: str, name: str) -> str:
-    """The action that was carried out here, if one was."""
+    """Return the action that was carried out here, if one was."""
     if name not in POINTS:
-        raise ValueError(f"{name} is no failpoint")
+        raise ValueError(f"{name} is not a failpoint")
     if name not in _seen:
         _seen.add(name)
         with contextlib.suppress(OSError):  # the test has ended and taken its folder away

@@ -20,6 +20,7 @@ CGROUPS: Final = Path("/sys/fs/cgroup")
 MEMBERSHIP: Final = Path("/proc/self/cgroup")
 
 
+M_ARENA_MAX: Final = -8  # of glibc's mallopt
 RETURN_BYTES: Final = 8 << 20  # minimum growth of private memory since the start
 RETURN_S: Final = 2.0
 RETURN_MAX_S: Final = 30.0  # maximum interval between two attempts that gain little
@@ -30,12 +31,19 @@ class FreedMemory:
 
     The collector seldom makes a full run, and the allocator keeps its free lists. Only private
     pages count: those of arenas, pools and stores are shared and exist once for all processes.
+
+    From now on the process has one heap. By default glibc gives each thread a heap, and moves a
+    thread to another heap when an allocation fails. ``malloc_trim`` leaves up to 64 MiB at the top
+    of such a heap.
     """
 
     def __init__(self) -> None:
         # Opened now, because a process in the sandbox cannot open files later.
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+        libc = ctypes.CDLL(None)
+        self._trim = getattr(libc, "malloc_trim", None)  # glibc only
+        if hasattr(libc, "mallopt"):
+            libc.mallopt(M_ARENA_MAX, 1)
         self._own_bytes = self._private_bytes()
         self._next_s, self._wait_s = 0.0, RETURN_S
 

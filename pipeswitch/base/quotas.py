@@ -29,7 +29,7 @@ class FairQuota:
     """
 
     def __init__(self, size: int, what: str = "") -> None:
-        """``what``: is held, as a refused holder reads it."""
+        """Set up quotas; errors call the shared resource ``what``."""
         self.size = size
         self.held = 0
         self._what = what
@@ -51,14 +51,14 @@ class FairQuota:
         if not self.held or amount <= self.left(holder):
             return None
         return QueueFull(
-            f"{self._what}: {self.of(holder)} of {self.size} are this client's, {amount} more are "
-            "over its share of what is free",
-            hint="wait for answers, then send again",
+            f"{self._what}: {self.of(holder)} of {self.size} belong to this client; {amount} more "
+            "exceed its share of the free part",
+            hint="wait for answers, then try again",
             requested=amount,
         )
 
     def take(self, holder: str, amount: int) -> None:
-        """Raises QueueFull: see ``refusal``."""
+        """Take an amount; raise QueueFull as ``refusal`` does."""
         if refusal := self.refusal(holder, amount):
             raise refusal
         self.add(holder, amount)

@@ -35,6 +35,7 @@ URGENT_PRIORITY: Final = "high"  # what ``urgent`` is for
 MODEL_FACTS: Final = frozenset(
     {
         "name",
+        "aliases",
         "version",
         "current",
         "versions",
@@ -66,7 +67,7 @@ class Principal:
         return Role.OPERATE in self.roles
 
     def require(self, role: Role, what: str) -> None:
-        """Raises PermissionDenied: ``what`` needs a role that this client lacks."""
+        """Raise PermissionDenied if ``what`` needs a role that this client lacks."""
         if role not in self.roles:
             raise self.refusal(role, what)
 

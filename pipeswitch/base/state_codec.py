@@ -67,7 +67,7 @@ class Attachment:
         self.size_bytes = size_bytes
 
     def read(self) -> bytes:
-        """The bytes now, in row-major order, wherever the tensor lives."""
+        """Return the current bytes in row-major order, wherever the tensor lies."""
         if hasattr(self.source, "detach"):
             return _torch_bytes(self.source)
         return bytes(self.source.tobytes(order="C"))

@@ -162,7 +162,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
 
 
 def escape_control_chars(text: str, keep: str = "\n\t") -> str:
-    """Escape each character that a terminal would obey, as in ``\\x1b``, except ``keep``."""
+    """Escape each character that a terminal would obey, except ``keep``."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(

@@ -56,4 +56,4 @@ def _perform(work: Work, failed: Failed) -> None:
 def _as_ours(error: BaseException) -> PipeSwitchError:
     if isinstance(error, PipeSwitchError):
         return error
-    return ServerUnavailable("the server could not do this now", hint="its log says why; try again")
+    return ServerUnavailable("the server cannot do this now", hint="its log says why; try again")

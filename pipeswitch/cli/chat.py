@@ -112,10 +112,11 @@ class Chat:
                     is_whole = is_whole or line.startswith(b"data: [DONE]")
             except (OSError, http.client.HTTPException) as error:
                 raise ServerUnavailable(
-                    f"no answer from {self._url}: {error}", hint="pipeswitch ping; then ask again"
+                    f"no answer from {self._url}: {error}",
+                    hint="pipeswitch ping; then send the message again",
                 ) from None
             if not is_whole:
-                raise ServerUnavailable("the answer was cut off", hint="ask again")
+                raise ServerUnavailable("the answer was cut off", hint="send the message again")
 
 
 def _error_of(body: bytes) -> PipeSwitchError:
@@ -134,9 +135,11 @@ def _error_of(body: bytes) -> PipeSwitchError:
 def options(command: Any) -> Any:
     """Return the options of ``chat`` and ``run``."""
     for option in (
-        click.option("--system", default="", metavar="TEXT", help="What the chat begins with."),
-        click.option("--temperature", type=float, help="0: always the likeliest token."),
-        click.option("--max-tokens", type=int, help="Maximum length of an answer."),
+        click.option(
+            "--system", default="", metavar="TEXT", help="First system message of the chat."
+        ),
+        click.option("--temperature", type=float, help="0: always choose the most likely token."),
+        click.option("--max-tokens", type=int, help="Maximum number of tokens of an answer."),
         common.http_option,
         common.token_option,
     ):
@@ -208,7 +211,7 @@ def _register(client: Any, name: str, source: str) -> None:
     if name in known:
         if (other := known[name].get("source", source)) != source:
             raise AlreadyExists(
-                f'"{name}" is another model, of {other}',
+                f'"{name}" is another model: {other}',
                 hint=f"pipeswitch chat {name}; or pipeswitch run {source} --name OTHER",
             )
         return

@@ -22,15 +22,15 @@ address_option = click.option(
     "--address",
     default="auto",
     show_default=True,
-    help="Ray's, as it says it itself; auto: the one of this machine.",
+    help="Ray's address, as Ray prints it; auto: this machine's Ray.",
 )
 
 
 @click.group(cls=Group)
 def cluster() -> None:
-    """Serve from many machines as from one, on Ray, with PIPESWITCH_HOST=cluster.
+    """Use many machines like one server, with Ray; clients set PIPESWITCH_HOST=cluster.
 
-    Ray starts a server on each machine, watches and restarts it. No request goes through Ray.
+    Ray starts a server on each machine, watches it and restarts it. No request goes through Ray.
     """
 
 
@@ -39,15 +39,15 @@ def cluster() -> None:
     "--local",
     type=click.IntRange(1, 64),
     metavar="N",
-    help="Start Ray here, with N servers, until Ctrl-C or cluster down.",
+    help='Start Ray with N servers on this machine, until Ctrl-C or "cluster down".',
 )
 @address_option
-@click.option("--state-dir", type=click.Path(), help="Of all nodes: each has its folder there.")
+@click.option("--state-dir", type=click.Path(), help="Folder of the state of all nodes.")
 @click.option(
     "--scale",
     type=(click.IntRange(0), click.IntRange(1)),
     metavar="MIN MAX",
-    help="As many as requests want, on machines that Ray brings for it (packaging/cluster.yaml).",
+    help="Start and stop servers with the load, on machines from Ray (packaging/cluster.yaml).",
 )
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- SERVE-OPTION...]")
 @json_option
@@ -59,9 +59,9 @@ def up(
     flags: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Start a server on each of Ray's machines that has none; what follows -- is told to each.
+    """Start a server on each of Ray's machines, with the options after --.
 
-    Again when a machine was added: what runs stays as it is.
+    Run it again when you add a machine: running servers stay as they are.
 
     pipeswitch cluster up --local 3 -- --device cpu --arena 256MiB
     """
@@ -69,7 +69,7 @@ def up(
         raise InvalidInput(f"--scale is MIN MAX: {scale[0]} is more than {scale[1]}")
     if scale and local:
         raise InvalidInput(
-            "--scale is of machines that Ray brings: without --local",
+            "--scale is for machines that Ray starts, so it excludes --local",
             hint="pipeswitch cluster up --scale 1 4",
         )
     from ..cluster.placement_actor import start_nodes
@@ -144,7 +144,7 @@ def _wait_for_its_end(ray: Any) -> None:
 @address_option
 @json_option
 def status(address: str, as_json: bool) -> None:
-    """Nodes, and where each model is served."""
+    """Show the nodes, and where each model is served."""
     ray = connect_ray(address)
     found = told(ray, placement_of(ray).status.remote())
     if as_json:
@@ -162,11 +162,11 @@ def status(address: str, as_json: bool) -> None:
 @cluster.command()
 @address_option
 @click.option(
-    "--drain", default=30.0, show_default=True, help="Seconds to finish what was accepted."
+    "--drain", default=30.0, show_default=True, help="Seconds to finish accepted requests."
 )
 @json_option
 def down(address: str, drain: float, as_json: bool) -> None:
-    """Stop all nodes: each finishes what it accepted; models and jobs stay in their folders."""
+    """Stop all nodes: each finishes accepted requests; models and jobs stay in their folders."""
     from ..cluster.ray_nodes import node_names
 
     ray = connect_ray(address)
@@ -180,7 +180,7 @@ def down(address: str, drain: float, as_json: bool) -> None:
 @address_option
 @json_option
 def drain(node: str, address: str, as_json: bool) -> None:
-    """Move a node's models and jobs elsewhere, let it finish, and stop it."""
+    """Move a node's models and jobs to other nodes, let it finish its requests, and stop it."""
     from ..cluster.placement_actor import STOP_S
     from ..cluster.ray_nodes import stop_nodes
 

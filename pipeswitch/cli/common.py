@@ -25,14 +25,14 @@ http_option = click.option(
     "--http",
     default="",
     metavar="URL",
-    help="The server's HTTP address; its owner does not need this.",
+    help="The server's HTTP address; the owner does not need it.",
 )
 token_option = click.option(
     "--token",
     default="",
     envvar="PIPESWITCH_TOKEN",
     show_envvar=True,
-    help="With --http: the bearer token, if that address asks for one.",
+    help="With --http: the bearer token, if the address requires one.",
 )
 watch_option = click.option("--watch", is_flag=True, help="Refresh until Ctrl-C.")
 
@@ -46,7 +46,7 @@ devices_option = click.option(
     default="",
     metavar="DEVICE,DEVICE",
     callback=_split,
-    help="Allowed devices: cuda:1, or cuda for all. Default: all of the first one's kind.",
+    help="Allowed devices: cuda:1, or cuda for all GPUs (default: all of the first device's kind).",
 )
 
 
@@ -100,7 +100,7 @@ def connected() -> Iterator[Any]:
 def check_folder(option: str, path: Path) -> None:
     """Check a folder before a long run, not after it."""
     if not os.access(path.parent, os.W_OK):
-        raise InvalidInput(f"{option} {path}: no folder that can be written to")
+        raise InvalidInput(f"{option} {path}: not a writable folder")
 
 
 def checked_plot(path: Path) -> str:
@@ -154,6 +154,7 @@ def listing(
 
 
 def print_done(row: Any, text: str, as_json: bool) -> None:
+    """Print a row as JSON, or its text."""
     if as_json:
         views.print_json(row)
     else:
@@ -166,6 +167,7 @@ def part(module: str, name: str) -> Any:
 
 
 def milliseconds(option: str, text: str) -> float:
+    """Parse the time of an option; raise InvalidInput if it is not one."""
     from ..base.units import parse_ms
 
     try:

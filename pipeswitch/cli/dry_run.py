@@ -1,4 +1,4 @@
-"""``plan --train``: what a script's steps save, and the price of each budget for it."""
+"""``plan --train``: activations of a script's steps, and the cost of each limit for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..launch import rehearsal_command
 from ..planning import swaps
 from . import views
 
-SHARES: Final = (0.7, 0.5, 0.3)  # of what a step needs, where no budget is given
+SHARES: Final = (0.7, 0.5, 0.3)  # default limits, as shares of a step's activations
 COLUMNS: Final = ("memory", "offloaded", "storages", "step_ms", "speed", "layer_wise_ms", "why")
 UNLIMITED: Final = 1 << 62
 
@@ -28,7 +28,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     step: swaps.Step
     lanes: swaps.Lanes
     compute_ms: float
-    min_bytes: int = 0  # enough for a job's first steps, which have no plan yet
+    min_bytes: int = 0  # minimum for a job's first steps, which have no plan yet
 
 
 def rehearse(entry: str, args: Sequence[str]) -> Measured:
@@ -47,12 +47,12 @@ def rehearse(entry: str, args: Sequence[str]) -> Measured:
         if child.returncode:
             raise InvalidInput(
                 f"{entry} failed before its first steps were measured (exit status "
-                f"{child.returncode}); what it said stands above",
+                f"{child.returncode}); see its output above",
                 hint=f"run it by hand: python {entry}",
             )
         if not out.exists():
             raise InvalidInput(
-                f"{entry} has no step of job.steps whose forward saves anything for backward",
+                f"{entry} has no step of job.steps in which forward saves activations",
                 hint="for batch in job.steps(loader, model=model, optimizer=optimizer)",
             )
         return msgspec.json.decode(out.read_bytes(), type=Measured)
@@ -62,7 +62,7 @@ def report(entry: str, measured: Measured, budget_bytes: int | None) -> dict[str
     """Return the plans of a budget, or of several shares of what a step needs.
 
     Raises:
-        OutOfDeviceMemory: no plan keeps to ``budget_bytes``; says which is the least that one does.
+        OutOfDeviceMemory: no plan keeps to ``budget_bytes``; the error has the smallest one.
     """
     unlimited = swaps.forecast(measured.step, (), UNLIMITED, measured.lanes)
     assert unlimited is not None

@@ -41,15 +41,17 @@ _RATE: Final = re.compile(r"(?:(poisson|constant):)?([0-9]+(?:\.[0-9]+)?|\.[0-9]
 @click.command()
 @name_argument
 @click.option("--input", "path", type=click.Path(), help="x.npy, inputs.npz or photo.jpg.")
-@click.option("--text", "texts", multiple=True, help="For a model that takes texts (repeatable).")
-@click.option("--random", "is_random", is_flag=True, help="Made-up inputs (the default).")
-@click.option("--output", type=click.Path(), help="Write the last result: y.npy or y.npz.")
+@click.option(
+    "--text", "texts", multiple=True, help="Text, for models that take texts (repeatable)."
+)
+@click.option("--random", "is_random", is_flag=True, help="Random inputs (the default).")
+@click.option("--output", type=click.Path(), help="File for the last result: y.npy or y.npz.")
 @click.option("-n", "count", type=click.IntRange(1), default=1, help="Number of requests.")
-@click.option("--rate", help="poisson:50 or constant:50 requests a second.")
-@click.option("--deadline", help="50ms from sending; a request that waits longer is not computed.")
+@click.option("--rate", help="Requests per second: poisson:50 or constant:50.")
+@click.option("--deadline", help="Maximum waiting time after sending: 50ms.")
 @click.option("--priority", type=click.Choice(["high", "normal", "low"]), default=None)
-@click.option("--version", type=click.IntRange(1), help="Default: the current one.")
-@click.option("--seed", type=int, default=0, help="Seed of made-up inputs and arrivals.")
+@click.option("--version", type=click.IntRange(1), help="Default: the current version.")
+@click.option("--seed", type=int, default=0, help="Seed of random inputs and arrivals.")
 @json_option
 def infer(
     name: str,
@@ -65,7 +67,7 @@ def infer(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Send requests and print each one's bill."""
+    """Send requests and print where the time of each went."""
     if bool(path) + bool(texts) + is_random > 1:
         raise click.UsageError("--input, --text and --random exclude each other")
     if output:
@@ -152,7 +154,7 @@ def _print_texts(outputs: Mapping[str, Any]) -> None:
 
 
 def _summary(outcomes: list[Any]) -> dict[str, Any]:
-    """Counts, and p50 and p99 of the client's own clock and of the bill."""
+    """Return counts, and p50 and p99 of the client's own clock and of the bill."""
     good = [outcome for outcome in outcomes if outcome.result]
     summary: dict[str, Any] = {"ok": len(good), "failed": len(outcomes) - len(good)}
     if any(outcome.deadline_ms is not None for outcome in outcomes):
@@ -204,7 +206,7 @@ def _save(path: str, outputs: dict[str, Any]) -> str:
 
 
 def load_inputs(path: str | None, signature: Signature, seed: int) -> Any:
-    """A request's inputs: made up when there is no file.
+    """Return a request's inputs: random ones if there is no file.
 
     ``.npy`` is one array, ``.npz`` inputs by name, an image is resized, cropped and normalised
     as the torchvision classifiers expect and repeated to the model's smallest batch. Where the only
@@ -236,7 +238,7 @@ def load_inputs(path: str | None, signature: Signature, seed: int) -> Any:
         # A broken .npz raises whatever its decompressor does. And numpy takes what it does not
         # know for a pickle, and offers to load it unsafely: its text is no help.
         raise InvalidInput(
-            f"{path} holds no arrays of numbers", hint="give .npy, .npz, .jpg or .png"
+            f"{path} has no arrays of numbers", hint="give a .npy, .npz, .jpg or .png file"
         ) from None
 
 
@@ -247,8 +249,8 @@ def _image(file: Path, signature: Signature) -> Any:
     spec = signature.inputs[0]
     if len(signature.inputs) != 1 or len(spec.shape) != 4 or spec.shape[1] != 3:
         raise InvalidInput(
-            "an image goes to a model with one input [batch, 3, height, width]",
-            hint="give an .npy with what this model takes",
+            "images are only for models with one input [batch, 3, height, width]",
+            hint="give a .npy file with an input of this model",
         )
     ranges = {dim.name: dim for dim in signature.dims}
     sides = [n if isinstance(n, int) else ranges[str(n)] for n in spec.shape[2:]]
@@ -257,7 +259,7 @@ def _image(file: Path, signature: Signature) -> Any:
         with Image.open(file) as opened:
             image = opened.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise InvalidInput(f"{file} is no image that can be read: {error}") from None
+        raise InvalidInput(f"{file} is not a readable image: {error}") from None
     scale = max(height / image.height, width / image.width) * RESIZE_OVER_CROP
     size = (round(image.width * scale), round(image.height * scale))
     image = image.resize(size, Image.Resampling.BILINEAR)
@@ -371,20 +373,20 @@ def _watch(
 @click.command()
 @click.argument("name")
 @click.argument("prompt", default="-")
-@click.option("--max-new-tokens", default=128, show_default=True, help="At most so many.")
-@click.option("--temperature", default=0.0, show_default=True, help="0: the likeliest token.")
-@click.option("--top-p", default=1.0, show_default=True, help="Of the likeliest tokens together.")
-@click.option("--seed", default=0, show_default=True, help="The same one, the same tokens.")
+@click.option("--max-new-tokens", default=128, show_default=True, help="Maximum new tokens.")
+@click.option("--temperature", default=0.0, show_default=True, help="0: the most likely token.")
+@click.option("--top-p", default=1.0, show_default=True, help="Total probability to sample from.")
+@click.option("--seed", default=0, show_default=True, help="The same seed gives the same tokens.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="Ends the answer (repeatable).")
-@click.option("--ids", is_flag=True, help="PROMPT is token ids, the answer too: 1,2,3")
+@click.option("--ids", is_flag=True, help="PROMPT and the answer are token ids: 1,2,3")
 @json_option
 def generate(name: str, prompt: str, ids: bool, as_json: bool, **options: Any) -> None:
-    """Text from a language model, as it comes. PROMPT - is read from standard input."""
+    """Generate text and print it token by token. PROMPT - reads standard input."""
     given: Any = sys.stdin.read() if prompt == "-" else prompt
     if ids:
         parts = given.replace(",", " ").split()
         if not all(part.isdecimal() for part in parts):
-            raise click.UsageError("--ids: PROMPT is numbers: 1,2,3")
+            raise click.UsageError("with --ids, PROMPT must be token ids: 1,2,3")
         given = [int(part) for part in parts]
     with connected() as client, client.generate(name, given, **options) as answer:
         for token in answer if not as_json else ():

@@ -34,23 +34,23 @@ class ScriptCommand(click.Command):
 @click.command(cls=ScriptCommand)
 @click.argument("entry")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-@click.option("--name", default="", help="Name of the job (default: the script's).")
+@click.option("--name", default="", help="Name of the job (default: the script's name).")
 @click.option("--priority", type=click.Choice(["high", "normal", "low"]), default=None)
 @click.option(
     "--share",
     metavar="GROUP",
     default="",
-    help="Jobs of a group load the input of job.shared once; several SCRIPT.py may be named.",
+    help="Group of jobs that load the input of job.shared only once (several SCRIPT.py).",
 )
 @click.option(
     "--offload",
     type=click.Choice(OFFLOADS),
-    help="Of what forward saves, where job.steps does not say it.",
+    help="Activations to offload, unless the script sets it in job.steps.",
 )
 @click.option(
     "--activation-memory",
     metavar="2GiB",
-    help="What of it may be on the device, where job.steps does not say it.",
+    help="Device memory for activations, unless the script sets it in job.steps.",
 )
 @common.devices_option
 @common.json_option
@@ -70,9 +70,7 @@ def train(
     """
     more = list(takewhile(lambda arg: arg.endswith(".py"), args)) if share else []
     if more and name:
-        raise InvalidInput(
-            f"--name {name} for {1 + len(more)} jobs", hint="each has its script's name"
-        )
+        raise InvalidInput(f"--name {name} for {1 + len(more)} jobs", hint="leave out --name")
     with common.connected() as client:
         tasks = [
             client.train(
@@ -102,7 +100,7 @@ def train(
 @common.watch_option
 @click.pass_context
 def jobs(ctx: click.Context, as_json: bool, watch: bool) -> None:
-    """List and steer training jobs."""
+    """List and control training jobs."""
     if ctx.invoked_subcommand is None:
         ctx.invoke(jobs_ls, as_json=as_json, watch=watch)
 
@@ -132,15 +130,15 @@ def _why(row: Mapping[str, Any]) -> str:
 
 @jobs.command("show")
 @common.job_argument
-@click.option("--history", "wants_history", is_flag=True, help="All that job.log reported.")
-@click.option("--csv", "as_csv", is_flag=True, help="The same as CSV.")
-@click.option("--plot", "plot_path", metavar="OUT.png", help="The same as a picture.")
+@click.option("--history", "wants_history", is_flag=True, help="Print all that job.log reported.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print the history as CSV.")
+@click.option("--plot", "plot_path", metavar="OUT.png", help="Draw the history as a picture.")
 @common.json_option
 @common.watch_option
 def jobs_show(
     name: str, wants_history: bool, as_csv: bool, plot_path: str | None, as_json: bool, watch: bool
 ) -> None:
-    """Show one job, or what it reported."""
+    """Show one job, or its history."""
     if not (wants_history or as_csv or plot_path):
         common.listing(lambda c: c.task(name).status(), views.details, as_json, watch)
         return
@@ -192,21 +190,20 @@ def _job_verb(verb: str, help_text: str) -> None:
         common.print_done(row, f"job {name} {row['state']}, step {row.get('step', 0)}", as_json)
 
 
-_job_verb("pause", "Commit, give the device back, hold until resume.")
-_job_verb("resume", "Go on with a paused job; start a failed one again from its last commit.")
+_job_verb("pause", "Commit a job and suspend it until resume.")
+_job_verb("resume", "Continue a paused job, or start a failed one again from its last commit.")
 _job_verb("cancel", "End a job.")
-_job_verb("wait", "Block until a job is over; fails if the job failed.")
+_job_verb("wait", "Wait until a job has ended; fail if the job failed.")
 
 
 @jobs.command("move")
 @common.job_argument
-@click.option("--to", required=True, metavar="DEVICE", help="cpu:1; a node of a cluster.")
+@click.option("--to", required=True, metavar="DEVICE", help="cpu:1, or a node of the cluster.")
 @common.json_option
 def jobs_move(name: str, to: str, as_json: bool) -> None:
     """Move a job to another device of the server, or to another node of the cluster.
 
-    Between two cpu devices the job's process goes along, and no step is computed again. Otherwise
-    it commits its last step, and its script starts again over there.
+    The job commits its last step, and its script starts again on the target. No step is lost.
     """
     with common.connected() as client:
         row = client.task(name).move(to)
@@ -219,7 +216,7 @@ def jobs_move(name: str, to: str, as_json: bool) -> None:
 @common.job_argument
 @common.json_option
 def jobs_rm(name: str, as_json: bool) -> None:
-    """Remove what is kept of a finished job."""
+    """Remove the log and the state of a finished job."""
     with common.connected() as client:
         common.print_done(client.task(name).remove(), f"removed job {name}", as_json)
 
@@ -227,7 +224,7 @@ def jobs_rm(name: str, as_json: bool) -> None:
 @jobs.command("export")
 @common.job_argument
 @click.argument("out", type=click.Path(dir_okay=False))
-@click.option("--part", default="", metavar="NAME", help="Only this model of several.")
+@click.option("--part", default="", metavar="NAME", help="Only this part of the job.")
 @common.json_option
 def jobs_export(name: str, out: str, part: str, as_json: bool) -> None:
     """Write a job's newest parameters to OUT.safetensors."""
@@ -238,7 +235,7 @@ def jobs_export(name: str, out: str, part: str, as_json: bool) -> None:
 
 @jobs.command("logs")
 @common.job_argument
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job is over.")
+@click.option("-f", "--follow", is_flag=True, help="Continue until the job ends.")
 @common.json_option
 def jobs_logs(name: str, follow: bool, as_json: bool) -> None:
     """Print a job's log."""

@@ -23,14 +23,14 @@ roles_option = click.option(
     "roles",
     multiple=True,
     type=click.Choice([role.value for role in Role]),
-    help="What it may do besides infer: register, operate, code (repeatable).",
+    help="Role besides infer: register, operate, code (repeatable).",
 )
 
 
 @click.group(cls=Group)
 @click.option("--config", "path", type=click.Path(), help="The server's configuration file.")
-@click.option("--state-dir", type=click.Path(), help="The server's, as in serve.")
-@click.option("--keys-dir", type=click.Path(), help="Where they are (default: STATE_DIR/keys).")
+@click.option("--state-dir", type=click.Path(), help="The server's state directory, as in serve.")
+@click.option("--keys-dir", type=click.Path(), help="Folder of the keys (default: STATE_DIR/keys).")
 @click.pass_context
 def keys(ctx: click.Context, path: str | None, state_dir: str | None, keys_dir: str | None) -> None:
     """Manage the server's key and the clients that it admits.
@@ -57,14 +57,14 @@ def _folder_for(out: str) -> Path:
 
 
 @keys.command("server")
-@click.option("--show", is_flag=True, help="Only print the public key; make nothing.")
+@click.option("--show", is_flag=True, help="Only print the public key.")
 @json_option
 def keys_server(show: bool, as_json: bool) -> None:
     """Create the server's key pair, once, and print the public key, which clients need."""
     folder = _folder()
     found = folder.server() if show else folder.make_server()
     if found is None:
-        raise ConfigError(f"{folder.path} holds no server key", hint="pipeswitch keys server")
+        raise ConfigError(f"{folder.path} has no server key", hint="pipeswitch keys server")
     public = found.public.decode()
     print_done({"server_key": public, "folder": str(folder.path)}, public, as_json)
 
@@ -76,7 +76,7 @@ def keys_server(show: bool, as_json: bool) -> None:
     type=click.Path(file_okay=False),
     default=".",
     show_default=True,
-    help="Where the client's two files are written.",
+    help="Folder for the client's two files.",
 )
 @roles_option
 @json_option
@@ -111,7 +111,7 @@ def keys_client(name: str, out: str, roles: tuple[str, ...], as_json: bool) -> N
     type=click.Path(file_okay=False),
     default=".",
     show_default=True,
-    help="Where the two files are written.",
+    help="Folder for the two files.",
 )
 @json_option
 def keys_pair(name: str, out: str, as_json: bool) -> None:

@@ -17,12 +17,14 @@ from .common import EXIT_FAILED, EXIT_OK, Group, json_option, part, print_done
 
 @click.command()
 @click.option(
-    "--out", type=click.Path(file_okay=False), default=".", help="Where the timeline goes."
+    "--out", type=click.Path(file_okay=False), default=".", help="Folder for the timeline."
 )
-@click.option("--ui", is_flag=True, help="Open the page and go on until Ctrl-C; measure nothing.")
+@click.option(
+    "--ui", is_flag=True, help="Open the web page and continue until Ctrl-C, without measuring."
+)
 @json_option
 def demo(out: str, ui: bool, as_json: bool) -> None:
-    """Serve three models and train a fourth, then print what it cost (two minutes)."""
+    """Serve three models and train a fourth, then print the times (two minutes)."""
     if ui:
         sys.exit(part("pipeswitch.demo.run", "show")())
     sys.exit(part("pipeswitch.demo.run", "run")(Path(out), as_json=as_json))
@@ -50,13 +52,13 @@ def doctor(path: str | None, as_json: bool) -> None:
 
 @click.group(cls=Group)
 def config() -> None:
-    """The configuration file."""
+    """Create and check the configuration file."""
 
 
 @config.command("init")
 @click.argument("path", type=click.Path(dir_okay=False), required=False)
 def config_init(path: str | None) -> None:
-    """Write a commented file with every setting's default (to PATH, or to the screen)."""
+    """Write a commented file with every setting's default, to PATH or to the screen."""
     from ..base.config import example
 
     if path in (None, "-"):
@@ -65,7 +67,7 @@ def config_init(path: str | None) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError:
-        raise InvalidInput(f"{path} is there already, it is not overwritten") from None
+        raise InvalidInput(f"{path} exists already and is not overwritten") from None
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(example())
     views.echo(f"wrote {path}")
@@ -75,12 +77,12 @@ def config_init(path: str | None) -> None:
 @click.argument("path", type=click.Path(), required=False)
 @json_option
 def config_check(path: str | None, as_json: bool) -> None:
-    """Read the file and the environment; say everything that is wrong, or that serve refuses."""
+    """Check the file and the environment, and list all errors that serve would report."""
     from ..base.config import load
 
     loaded = load(path)
     part("pipeswitch.controller.main", "check")(loaded)
-    print_done(msgspec.to_builtins(loaded), "the configuration is good", as_json)
+    print_done(msgspec.to_builtins(loaded), "the configuration is valid", as_json)
 
 
 @config.command("schema")
@@ -91,7 +93,9 @@ def config_schema() -> None:
     views.print_json(schema())
 
 
-state_option = click.option("--state-dir", type=click.Path(), help="The server's, as in serve.")
+state_option = click.option(
+    "--state-dir", type=click.Path(), help="The server's state directory, as in serve."
+)
 
 
 @click.command()
@@ -99,7 +103,7 @@ state_option = click.option("--state-dir", type=click.Path(), help="The server's
 @state_option
 @json_option
 def backup(folder: Path, state_dir: str | None, as_json: bool) -> None:
-    """Copy the state directory to a new folder, while its server runs or not."""
+    """Copy the state directory to a new folder; its server may be running."""
     _copied("backup", _state_dir(state_dir), folder, as_json)
 
 
@@ -108,7 +112,7 @@ def backup(folder: Path, state_dir: str | None, as_json: bool) -> None:
 @state_option
 @json_option
 def restore(folder: Path, state_dir: str | None, as_json: bool) -> None:
-    """Make a state directory, for a server to start in, from what backup wrote."""
+    """Make a state directory from a backup; a server can then start in it."""
     _copied("restore", folder, _state_dir(state_dir), as_json)
 
 

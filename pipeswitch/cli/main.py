@@ -94,14 +94,14 @@ def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     callback=_print_version,
     help="Show the version.",
 )
-@click.option("--host", metavar="ADDRESS", help="Server to talk to (default: $PIPESWITCH_HOST).")
+@click.option("--host", metavar="ADDRESS", help="Server to connect to (default: $PIPESWITCH_HOST).")
 @click.option(
     "--key", type=click.Path(), help="This client's .key_secret (default: $PIPESWITCH_KEY)."
 )
 @click.option("--server-key", help="The server's public key (default: $PIPESWITCH_SERVER_KEY).")
 @click.pass_context
 def main(ctx: click.Context, host: str | None, key: str | None, server_key: str | None) -> None:
-    """One GPU, many models, and a training job that has it between requests."""
+    """One GPU, many models, and a training job that uses the GPU between requests."""
     ctx.obj = {
         "address": full_address(host) if host else None,
         "key": key,

@@ -53,7 +53,7 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
     for text in filter(None, texts):
         name, _, value = text.partition("=")
         if not (name and value) or name in found:
-            raise click.UsageError(f"{text!r} is not NAME=VALUE, or comes twice: x=encoder.y")
+            raise click.UsageError(f"{text!r} is not of the form x=encoder.y, or appears twice")
         found[name] = value
     return found
 
@@ -84,22 +84,22 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
     multiple=True,
     metavar="[NAME=]8x3x224x224:float32",
     callback=_signature,
-    help="Shape and dtype where the source does not know them (repeatable).",
+    help="Shape and dtype of an input, if the source does not have them (repeatable).",
 )
 @click.option(
     "--example",
     type=click.Path(exists=True, dir_okay=False),
     metavar="FILE.npz",
-    help="For package.module:factory: values of its inputs, by their names.",
+    help="For package.module:factory: values of the inputs by name.",
 )
 @click.option("--priority", type=click.Choice(["high", "normal", "low"]), default="normal")
-@click.option("--pin", is_flag=True, help="Keep it on the device.")
+@click.option("--pin", is_flag=True, help="Keep the model on the device.")
 @click.option("--max-batch", type=int, default=0, help="Largest dynamic batch.")
 @click.option(
     "--batch",
     type=click.IntRange(2),
     metavar="ROWS",
-    help="Join up to this many rows of waiting requests into one run.",
+    help="Combine up to this many rows of waiting requests into one batch.",
 )
 @click.option(
     "--batch-delay",
@@ -113,7 +113,7 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
     "--preprocess",
     default="",
     metavar="PACKAGE.MODULE:FUNCTION",
-    help="Function of the server that makes the inputs from what clients send.",
+    help="Function on the server that makes the model's inputs from what clients send.",
 )
 @click.option(
     "--raw",
@@ -126,7 +126,7 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
     "--postprocess",
     default="",
     metavar="PACKAGE.MODULE:FUNCTION",
-    help="Of the server's; makes the answer of the model's outputs, beside the device.",
+    help="Function on the server that makes the answer from the model's outputs.",
 )
 @click.option(
     "--returns",
@@ -140,24 +140,32 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
     multiple=True,
     metavar="INPUT=OUTPUT",
     callback=_states,
-    help="Input that an output becomes in a sequence (h=h_out), or that it is appended "
-    "to along a dimension (cache=rows+1); repeatable.",
+    help="Input that is an output of the last request of a sequence (h=h_out), or to "
+    "which an output is appended along a dimension (cache=rows+1); repeatable.",
 )
 @click.option(
     "--generate",
     is_flag=True,
-    help="A causal language model (hf:NAME), with its cache as a sequence's state.",
+    help="Register a causal language model (hf:NAME) that generates text.",
 )
 @click.option(
     "--precision",
     type=click.Choice(PRECISIONS),
-    help="exact; fast: packed weights, as --generate has it; bf16, int8: fewer bytes.",
+    help="exact (default), fast (packed weights; the default with --generate), bf16 or "
+    "int8 (fewer bytes).",
 )
 @click.option(
     "--max-error",
     type=click.FloatRange(0.0, 1.0),
     default=0.0,
-    help="Largest error of --precision, relative to the largest output.",
+    help="Maximum error of --precision, relative to the largest output.",
+)
+@click.option(
+    "--alias",
+    "aliases",
+    multiple=True,
+    metavar="NAME",
+    help="Further name of the model, such as gpt-3.5-turbo (repeatable).",
 )
 @common.devices_option
 @common.json_option
@@ -171,16 +179,16 @@ def register(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Make a model servable.
+    """Register a model, so that clients can send requests to it.
 
     SOURCE is torchvision:resnet152, hf:bert-base-uncased, FILE.bundle, FILE.pt2, FILE.pt (of
     TorchScript, with --input) or package.module:factory; or --from-job names the job that trained
-    a registered one.
+    a registered model.
     """
     if bool(source) + bool(from_job) + as_version != 1:
         raise click.UsageError("give SOURCE, --from-job JOB[@STEP], or --weights FILE --as-version")
     if part and not from_job:
-        raise click.UsageError("--part is of a job: --from-job JOB")
+        raise click.UsageError("--part needs --from-job JOB")
     if from_job:
         _publish(name, from_job, part, as_json)
         return
@@ -193,7 +201,7 @@ def register(
     request = RegisterRequest(source=source, **given)
     check_program_options(source, request.weights, request.inputs)
     if example and source.endswith(FILES):
-        raise click.UsageError("--example is for package.module:factory: give --input")
+        raise click.UsageError("--example is only for package.module:factory; give --input")
     is_shown = not as_json and sys.stderr.isatty()
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(views.progress_bar(is_shown, name))
@@ -235,11 +243,11 @@ def _registered(name: str, row: dict[str, Any]) -> str:
     "outputs",
     multiple=True,
     metavar="NAME=STEP.OUTPUT",
-    help="Of the answer (repeatable; default: all of the last step).",
+    help="Output of the chain (repeatable; default: all outputs of the last step).",
 )
 @common.json_option
 def chain(name: str, steps: tuple[str, ...], outputs: tuple[str, ...], as_json: bool) -> None:
-    """Make registered models servable as one, asked one after the other.
+    """Register a chain: models that run one after the other in one request.
 
     A VALUE is an input of the request or STEP.OUTPUT of an earlier step:
     pipeswitch chain labels encoder head:x=encoder.y
@@ -259,7 +267,7 @@ def chain(name: str, steps: tuple[str, ...], outputs: tuple[str, ...], as_json: 
 @click.argument("ids", nargs=-1, metavar="[end ID...]")
 @common.json_option
 def sequences(ids: tuple[str, ...], as_json: bool) -> None:
-    """Sequences whose state the server keeps; end ID gives that back."""
+    """List sequences whose state the server keeps; "end ID" ends one."""
     if ids and (ids[0] != "end" or len(ids) == 1):
         raise click.UsageError("pipeswitch sequences, or pipeswitch sequences end ID")
     if ids:
@@ -321,17 +329,13 @@ def _model_verb(verb: str, done: str, help_text: str) -> click.Command:
     return act
 
 
-unregister = _model_verb("unregister", "unregistered", "Drop a model, or a chain.")
-load = _model_verb(
-    "load", "pinned", "Pin a model on the device (and give a quarantined one another chance)."
-)
-unload = _model_verb(
-    "unload", "unpinned", "Unpin a model: the server decides again what is resident."
-)
+unregister = _model_verb("unregister", "unregistered", "Remove a model or a chain.")
+load = _model_verb("load", "pinned", "Pin a model on the device; this also ends its quarantine.")
+unload = _model_verb("unload", "unpinned", "Unpin a model, so that the server may evict it.")
 
 
 @click.group(cls=common.Group, invoke_without_command=True)
-@click.option("--versions", is_flag=True, help="All that are there, not the current ones alone.")
+@click.option("--versions", is_flag=True, help="List all versions, not only the current ones.")
 @common.json_option
 @common.watch_option
 @click.pass_context
@@ -341,10 +345,9 @@ def models(ctx: click.Context, versions: bool, as_json: bool, watch: bool) -> No
         columns = views.VERSION_COLUMNS if versions else views.MODEL_COLUMNS
 
         def shown(rows: list[dict[str, Any]]) -> Any:
-            is_told = any(row.get("reason") for row in rows)
+            more = [name for name in ("aliases", "reason") if any(row.get(name) for row in rows)]
             found = {key for row in rows for key in row} or {*columns}  # that the role may see
-            seen = [one for one in columns if one in found]
-            return views.Listing(rows, (*seen, *["reason"] * is_told))
+            return views.Listing(rows, (*(one for one in columns if one in found), *more))
 
         common.listing(lambda c: c.models(versions=versions), shown, as_json, watch)
 
@@ -354,7 +357,7 @@ def models(ctx: click.Context, versions: bool, as_json: bool, watch: bool) -> No
 @click.argument("version", type=click.IntRange(1), required=False)
 @common.json_option
 def models_rollback(name: str, version: int | None, as_json: bool) -> None:
-    """Make VERSION the current one again (default: the one before)."""
+    """Make VERSION the current one again (default: the previous one)."""
     with common.connected() as client:
         row = client.rollback(name, version or 0)
     common.print_done(row, f"{name} is version {row['version']} now, not {row['before']}", as_json)
@@ -365,10 +368,12 @@ def models_rollback(name: str, version: int | None, as_json: bool) -> None:
 @click.argument("share", metavar="VERSION=PERCENT%")
 @common.json_option
 def models_split(name: str, share: str, as_json: bool) -> None:
-    """Try a version: 2=10% gives it a tenth of the requests that name none, 2=0% ends it."""
+    """Send a share of the requests to a version: 2=10% a tenth of them, 2=0% ends it."""
     found = re.fullmatch(r"(\d{1,9})=(\d{1,3})%", share)
     if found is None or int(found[2]) > 100:
-        raise click.BadParameter(f"{share!r} is not as 2=10%", param_hint="VERSION=PERCENT%")
+        raise click.BadParameter(
+            f"{share!r} is not of the form 2=10%", param_hint="VERSION=PERCENT%"
+        )
     with common.connected() as client:
         row = client.split(name, int(found[1]), int(found[2]))
     common.print_done(row, f"{name}: {found[2]} % to version {found[1]}", as_json)
@@ -376,27 +381,31 @@ def models_split(name: str, share: str, as_json: bool) -> None:
 
 @click.command()
 @common.name_argument
-@click.option("--version", type=click.IntRange(1), help="Version (default: the current one).")
+@click.option(
+    "--version", type=click.IntRange(1), help="Version of the model (default: the current one)."
+)
 @common.json_option
 @common.watch_option
 def show(name: str, version: int | None, as_json: bool, watch: bool) -> None:
-    """Show one model in full, its signature included."""
+    """Show all fields of a model, with inputs and outputs."""
     common.listing(lambda c: c.show(name, version or 0), views.details, as_json, watch)
 
 
 @click.command()
 @common.names_argument
-@click.option("--all", "is_all", is_flag=True, help="Each model that is ready, in turn.")
+@click.option(
+    "--all", "is_all", is_flag=True, help="Measure every model that is ready, one after the other."
+)
 @click.option(
     "--batch",
     "batches",
     type=click.IntRange(1),
     multiple=True,
-    help="Sizes to time (repeatable); groups are made for the first.",
+    help="Batch size to measure (repeatable); layer groups are planned for the first.",
 )
 @common.json_option
 def profile(names: tuple[str, ...], is_all: bool, batches: tuple[int, ...], as_json: bool) -> None:
-    """Measure models layer by layer on an idle device, and plan their layer groups from it."""
+    """Measure models layer by layer on an idle device, and plan their layer groups."""
     if bool(names) == is_all:
         raise click.UsageError("give NAMES, or --all")
     failed: list[PipeSwitchError] = []
@@ -445,18 +454,19 @@ def _profiled(client: Any, name: str, batches: tuple[int, ...], as_json: bool) -
     "deadlines",
     multiple=True,
     metavar="[NAME=]50ms",
-    help="Say whether it holds, for one model or for all (repeatable).",
+    help="Check whether a deadline can be met, for one model or for all (repeatable).",
 )
 @click.option(
     "--train",
     "script",
     metavar="SCRIPT.py",
-    help="Instead: run its first steps here, and say what budgets cost.",
+    help="Plan a training script instead: run its first steps here, and print the cost "
+    "of several limits.",
 )
 @click.option(
     "--memory",
     metavar="2GiB",
-    help="With --train: of what forward saves (default: several shares).",
+    help="With --train: limit for activations (default: several shares).",
 )
 @common.json_option
 @common.watch_option
@@ -475,12 +485,12 @@ def plan(
     from . import profile as cli_profile
 
     if script is None and memory:
-        raise click.UsageError("--memory is for --train SCRIPT.py")
+        raise click.UsageError("--memory needs --train SCRIPT.py")
     if script is not None:
         from . import dry_run
 
         if deadlines or watch:
-            raise click.UsageError("--deadline and --watch are for models, not for --train")
+            raise click.UsageError("--deadline and --watch exclude --train")
         dry_run.show(script, args, common.size_option("--memory", memory), as_json)
         return
     try:

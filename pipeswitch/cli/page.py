@@ -42,12 +42,12 @@ def http_of(about: Mapping[str, Any], what: str) -> tuple[str, str]:
     """
     if not about["is_owner"]:
         raise PermissionDenied(
-            f"the {what}'s token is for the server's owner",
-            hint=f"on its machine, as its user and without --host: pipeswitch {VERB[what]}",
+            f"the {what}'s token is only for the server's owner",
+            hint=f"on the server's machine, as its user, without --host: pipeswitch {VERB[what]}",
         )
     if "http" not in about:
         raise PipeSwitchError(
-            f"this server speaks no HTTP, so it has no {what}",
+            f"this server does not serve HTTP, so it has no {what}",
             hint="pipeswitch serve --http 127.0.0.1:8000",
         )
     try:

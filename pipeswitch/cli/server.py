@@ -28,9 +28,9 @@ from .common import (
     watch_option,
 )
 
-PING_AGAIN_S: Final = 0.1  # of ping --wait
-RATE_LOOKS: Final = 10  # of top: tokens a second are those of the last five
-EXIT_WAIT_S: Final = 30.0  # from a server's last answer to its end
+PING_AGAIN_S: Final = 0.1  # interval of ping --wait
+RATE_LOOKS: Final = 10  # number of samples that top keeps
+EXIT_WAIT_S: Final = 30.0  # maximum time from a server's last answer to its exit
 
 
 def _commas(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> str | None:
@@ -38,15 +38,15 @@ def _commas(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> st
 
 
 @click.command()
-@click.option("--config", "path", type=click.Path(), help="Default: pipeswitch.toml, if here.")
+@click.option("--config", "path", type=click.Path(), help="File (default: pipeswitch.toml).")
 @click.option(
     "--device",
     "device__name",
     multiple=True,
     callback=_commas,
-    help="auto, cpu or cuda:0; repeated: cpu:0 and cpu:1.",
+    help="auto, cpu or cuda:0; repeat it for several devices.",
 )
-@click.option("--listen", "server__listen", help="tcp://127.0.0.1:5555")
+@click.option("--listen", "server__listen", help="Address for TCP clients.")
 @click.option("--name", "server__name", help="Name of the owner's socket (default: the port).")
 @click.option("--arena", "device__arena", help="Device memory: auto, 20GiB or a fraction.")
 @click.option(
@@ -54,66 +54,64 @@ def _commas(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> st
 )
 @click.option("--pool", "server__pool", help="Shared memory for waiting requests: 512MiB.")
 @click.option(
-    "--state-dir", "server__state_dir", type=click.Path(), help="Bundles, commits, journal, logs."
+    "--state-dir", "server__state_dir", type=click.Path(), help="Folder of models, jobs and logs."
 )
 @click.option(
-    "--auth", "server__auth", help="keys: TCP clients need a key on loopback too (default: auto)."
+    "--auth", "server__auth", help="keys: TCP clients need a key on loopback (default: auto)."
 )
-@click.option("--keys-dir", "server__keys_dir", type=click.Path(), help="From pipeswitch keys.")
+@click.option("--keys-dir", "server__keys_dir", type=click.Path(), help="Folder of the keys.")
 @click.option(
     "--tcp-roles",
     "server__tcp_roles",
     metavar="ROLE,ROLE",
     help="Roles of every TCP client: infer (default), urgent, register, operate, code.",
 )
-@click.option("--standby", "workers__standby", type=int, help="Warm workers beside the active one.")
+@click.option("--standby", "workers__standby", type=int, help="Number of standby workers.")
 @click.option(
     "--threads", "workers__threads", type=int, help="Compute threads of a worker on the cpu device."
 )
 @click.option(
     "--policy",
     "scheduler__policy",
-    help="priority, fifo, edf, sjf, collate, … or module:name of your own.",
+    help="Order of requests: priority, fifo, edf, sjf, collate, … or your own as module:name.",
 )
 @click.option(
     "--admission",
     "scheduler__admission",
     type=click.Choice(["off", "deadline"]),
-    help="deadline: refuse at once what cannot be answered in time (default: off).",
+    help="deadline: refuse requests at once if they would miss their deadline (default: off).",
 )
 @click.option(
     "--default-deadline",
     "scheduler__default_deadline",
-    help="Deadline of requests without one: 2s; 0 (default): none.",
+    help="Deadline of requests that have none: 2s; 0 (default): no deadline.",
 )
 @click.option(
     "--link-gbps",
     "device__link_gbps",
     type=float,
-    help="cpu device: model a link of this many GB/s.",
+    help="cpu device: simulate a host link of this many GB/s.",
 )
-@click.option(
-    "--commit-every", "scheduler__commit_every", help="How often a job's state is kept: 5s."
-)
-@click.option("--profiles-dir", type=click.Path(), help="Measured profiles of models.")
+@click.option("--commit-every", "scheduler__commit_every", help="Time between a job's commits: 5s.")
+@click.option("--profiles-dir", type=click.Path(), help="Folder of measured profiles of models.")
 @click.option(
     "--allow-code",
     "server__allow_code",
     multiple=True,
     metavar="PATTERN",
-    help="Module names and script paths TCP clients may name (repeatable).",
+    help="Module names and script paths that TCP clients may name (repeatable).",
 )
 @click.option(
     "--http",
     "gateway__http",
     metavar="HOST:PORT",
-    help="For Triton's and KServe's clients, metrics and the page.",
+    help="Address for HTTP clients, metrics and the web page.",
 )
 @click.option(
     "--grpc",
     "gateway__grpc",
     metavar="HOST:PORT",
-    help="For gRPC's clients, if grpcio is installed.",
+    help="Address for gRPC clients, if grpcio is installed.",
 )
 @click.option("--no-http", is_flag=True, help="Serve neither HTTP nor gRPC.")
 @click.option(
@@ -133,14 +131,14 @@ def serve(path: str | None, no_http: bool, **flags: Any) -> None:
     from ..base.config import load
 
     if no_http and (flags["gateway__http"] or flags["gateway__grpc"]):
-        raise click.UsageError("--no-http beside --http or --grpc: leave one out")
+        raise click.UsageError("--no-http excludes --http and --grpc")
     config = load(path, flags=_flag_tree(flags, no_http=no_http))
     run = part("pipeswitch.controller.main", "serve")
     sys.exit(run(config))
 
 
 def _flag_tree(flags: Mapping[str, Any], *, no_http: bool = False) -> dict[str, Any]:
-    """Flags in the shape of the file, by ``SECTION__KEY``; None means not given."""
+    """Return flags in the shape of the file, by ``SECTION__KEY``; None means not given."""
     tree: dict[str, Any] = {"gateway": dict.fromkeys(("http", "grpc"), "off") if no_http else {}}
     for name, value in flags.items():
         section, _, key = name.partition("__")
@@ -153,10 +151,10 @@ def _flag_tree(flags: Mapping[str, Any], *, no_http: bool = False) -> dict[str, 
 
 
 @click.command()
-@click.option("--drain", default="30s", show_default=True, help="Time to finish what was accepted.")
+@click.option("--drain", default="30s", show_default=True, help="Time to finish accepted requests.")
 @json_option
 def stop(drain: str, as_json: bool) -> None:
-    """Stop the server: it finishes what it accepted and commits its jobs."""
+    """Stop the server: it finishes accepted requests and commits its jobs."""
     drain_s = milliseconds("--drain", drain) / 1000
     with connected() as client, contextlib.ExitStack() as stack:
         pid = int(client.about()["pid"])
@@ -164,7 +162,7 @@ def stop(drain: str, as_json: bool) -> None:
         lost = client.stop_server(drain_s)
         if exit_of is not None and not select.select([exit_of], [], [], EXIT_WAIT_S)[0]:
             raise PipeSwitchError(
-                f"server {pid} agreed to stop and has not left after {EXIT_WAIT_S:g} s",
+                f"server {pid} agreed to stop but still runs after {EXIT_WAIT_S:g} s",
                 hint=f"see its log; kill {pid}",
             )
     if lost:
@@ -189,21 +187,21 @@ def _exit_watcher(pid: int, stack: contextlib.ExitStack) -> int | None:
 @json_option
 @watch_option
 def ps(as_json: bool, watch: bool) -> None:
-    """Models, jobs and processes, and what they do now."""
+    """Show models, jobs and processes, and what they are doing."""
     listing(lambda c: c.ps(), views.ps_table, as_json, watch)
 
 
 @click.command()
 @json_option
 def stats(as_json: bool) -> None:
-    """Counters and sizes of the server."""
+    """Show the server's counters and sizes."""
     listing(lambda c: c.stats(), views.details, as_json, watch=False)
 
 
 @click.command()
 @json_option
 def top(as_json: bool) -> None:
-    """A live view of the server (Ctrl-C leaves)."""
+    """Show a live view of the server (Ctrl-C quits)."""
     seen: deque[tuple[float, dict[str, int]]] = deque(maxlen=RATE_LOOKS)
 
     def look(client: Any) -> dict[str, Any]:
@@ -217,10 +215,10 @@ def top(as_json: bool) -> None:
 
 
 @click.command()
-@click.option("--no-open", is_flag=True, help="Start no browser.")
+@click.option("--no-open", is_flag=True, help="Do not start a browser.")
 @json_option
 def ui(no_open: bool, as_json: bool) -> None:
-    """Open the server's page in a browser, with its owner's token."""
+    """Open the server's web page in a browser, with the owner's token."""
     from .page import open_page, page_url
 
     with connected() as client:
@@ -233,11 +231,13 @@ def ui(no_open: bool, as_json: bool) -> None:
 
 
 @click.command()
-@click.option("--deep", is_flag=True, help="Ask scheduler, memory daemon and workers too.")
-@click.option("--wait", default="0", metavar="1m", help="Keep asking for this long.")
+@click.option("--deep", is_flag=True, help="Check scheduler, memory daemon and workers, too.")
+@click.option(
+    "--wait", default="0", metavar="1m", help="Wait until it is ready, at most this long."
+)
 @json_option
 def ping(deep: bool, wait: str, as_json: bool) -> None:
-    """Check whether the server would serve a request now: exit 0, else 1; 3 if none answers."""
+    """Check whether the server would serve a request now. Exit status: 0 yes, 1 no, 3 no answer."""
     answer = _ping_until(time.monotonic() + milliseconds("--wait", wait) / 1000, deep)
     print_done(answer, views.ping_line(answer), as_json)
     sys.exit(EXIT_OK if answer["ready"] else EXIT_FAILED)
@@ -255,7 +255,7 @@ def _ping_until(until_s: float, deep: bool) -> dict[str, Any]:
         except ServerUnavailable:
             if is_last:
                 raise
-        time.sleep(PING_AGAIN_S)  # a server that is not there yet cannot tell
+        time.sleep(PING_AGAIN_S)  # no server answers yet
 
 
 @click.command()

@@ -51,15 +51,15 @@ from .common import EXIT_INTERRUPTED, check_folder, checked_plot, connected, jso
 FUNCTIONS: Final = "azure_functions_2019_100fn_invocations.csv"
 SERVICES: Final = ("azure_llm_2023_code_15min.csv", "azure_llm_2023_conv_15min.csv")
 SPEED_UPS: Final = {"azure": 20.0}  # others: 1
-MAX_NUMBER: Final = 1e9  # far beyond what is of use; no product of three is infinite
+MAX_NUMBER: Final = 1e9  # beyond useful values; a product of three stays finite
 MAX_FILE_BYTES: Final = 256 << 20
-RANDOM_BYTES: Final = 200 * MIB  # a random model's, in the middle
-RANDOM_MS: Final = 14.0  # it computes so long on a device of factor 1
+RANDOM_BYTES: Final = 200 * MIB  # median of random models
+RANDOM_MS: Final = 14.0  # median computing time on a device of factor 1
 SPREAD: Final = 0.5  # sigma of both logarithms
-SERIAL: Final = "serial"  # no policy of the server: the reference without any overlap
-HANGS_AFTER_S: Final = 30.0  # one call of a policy; ``[server] watchdog`` is as long
-LAYERS: Final = 8  # of a model of which no more is known: as many groups
-SHARES: Final = (6, 25)  # of the models' bytes, percent, where no memory is given
+SERIAL: Final = "serial"  # reference without overlap; not a policy of the server
+HANGS_AFTER_S: Final = 30.0  # limit for a call of a policy, as ``[server] watchdog``
+LAYERS: Final = 8  # number of layer groups, if a model has no profile
+SHARES: Final = (6, 25)  # default memory, in percent of the models' bytes
 OF_REQUESTS: Final = ("policy", "in_slo", "p50_ms", "p99_ms", "refused", "switches", "copied")
 OF_JOBS: Final = (
     "training",
@@ -73,10 +73,10 @@ OF_JOBS: Final = (
 )
 OF_NODES: Final = ("nodes", "moved_bytes", "failures", "resent", "placed_per_s")
 JOB: Final = "NAME:STEPS:STEP:MEMORY[@AT]"
-REQUESTS: Final = 200_000  # of a cluster, in all: some minutes
+REQUESTS: Final = 200_000  # default for a cluster: some minutes
 
 
-Run = tuple[str, Setting, Outcome, dict[str, Any]]  # memory as it was written; what placement did
+Run = tuple[str, Setting, Outcome, dict[str, Any]]  # memory as given; counters of placement
 
 
 class _Row(msgspec.Struct, forbid_unknown_fields=True):
@@ -107,23 +107,24 @@ class Hardware:
     show_default=True,
     help='A JSON file: [{"name": …, "bytes": …, "compute_ms": …}].',
 )
-@click.option("--from-server", is_flag=True, help="The running server's models and profiles.")
+@click.option("--from-server", is_flag=True, help="Take the running server's models and profiles.")
 @click.option(
     "--policy",
     "policies",
     default="fifo,priority",
     show_default=True,
-    help="Policies to compare: the server's, yours (module:name), serial.",
+    help="Policies to compare: the server's, your own (module:name), or serial.",
 )
 @click.option(
     "--device",
     default="v100-pcie3",
     show_default=True,
-    help="a100-pcie4, h100-pcie5, or a profile (pipeswitch profile --json).",
+    help="Device: a100-pcie4, h100-pcie5, …, or a profile (pipeswitch profile --json).",
 )
 @click.option(
     "--memory",
-    help="For models and jobs: sizes, or parts of all their bytes (6%,25%; with jobs 100%).",
+    help="Device memory: sizes, or shares of all models' and jobs' bytes (6%,25%; default with "
+    "jobs: 100%).",
 )
 @click.option(
     "--job",
@@ -138,76 +139,75 @@ class Hardware:
     show_default=True,
     help=f"Orders of jobs to compare: {', '.join(JOB_ORDERS)}.",
 )
+@click.option("--batch", type=click.IntRange(min=1), help="Maximum number of requests in a batch.")
 @click.option(
-    "--batch", type=click.IntRange(min=1), help="Join at most this many requests of a model."
+    "--batch-delay", default="0", show_default=True, help="How long a request waits for others."
 )
-@click.option("--batch-delay", default="0", show_default=True, help="How long one waits.")
 @click.option(
     "--batch-row",
     metavar="SHARE",
-    help="What each further joined row adds to the computing of one (as measured, else 100%).",
+    help="Computing time of each further row of a batch (default: as measured, else 100%).",
 )
 @click.option(
-    "--tokens",
-    "has_tokens",
-    is_flag=True,
-    help="azure-llm: answers come token by token, each a step of the model.",
+    "--tokens", "has_tokens", is_flag=True, help="With azure-llm: generate answers token by token."
 )
 @click.option(
     "--prompt-token",
     metavar="SHARE",
     default="0.5%",
     show_default=True,
-    help="Of a step's computing, what each prompt token adds.",
+    help="Computing time of each prompt token, as a share of a step's.",
 )
-@click.option("--slo", default="100ms", show_default=True, help="Time beyond its own computing.")
-@click.option("--max-wait", default="2s", show_default=True, help="As the server's max_wait.")
+@click.option("--slo", default="100ms", show_default=True, help="Allowed delay of a request.")
+@click.option("--max-wait", default="2s", show_default=True, help="Like the server's max_wait.")
 @click.option(
     "--admission/--no-admission",
     default=False,
-    help="Refuse at once what cannot meet its deadline.",
+    help="Refuse requests at once if they would miss their deadline.",
 )
 @click.option(
     "--look-ahead/--no-look-ahead",
     default=True,
-    help="The link works ahead while the device computes.",
+    help="Copy the next request's model while the device computes.",
 )
 @click.option(
-    "--deadlines/--no-deadlines", default=False, help="Requests carry it as their deadline."
+    "--deadlines/--no-deadlines", default=False, help="Use --slo as the deadline of the requests."
 )
 @click.option(
     "--nodes",
     type=click.IntRange(1, 10_000),
     metavar="N",
-    help="Simulate a cluster of this many machines, with its placement.",
+    help="Simulate a cluster of this many machines.",
 )
-@click.option("--devices", type=click.IntRange(1, 64), help="Of each machine (1).")
+@click.option("--devices", type=click.IntRange(1, 64), help="Devices of each machine (default: 1).")
 @click.option(
     "--tiles",
     type=click.IntRange(1, 100_000),
-    help="So many clients at once, each with models of its own and the trace from an "
-    "instant of its own on (as many as devices).",
+    help="Number of clients, each with its own models and its own start in the trace "
+    "(default: as many as devices).",
 )
-@click.option("--failures", metavar="SHARE", help="Of the nodes, what dies within an hour.")
+@click.option("--failures", metavar="SHARE", help="Share of the nodes that die within an hour.")
 @click.option(
-    "--need", metavar="SHARE", help="The fewest nodes, up to N, that answer this share in time."
+    "--need",
+    metavar="SHARE",
+    help="Find the fewest nodes (up to N) that answer this share in time.",
 )
 @click.option("--speed-up", metavar="NUMBER", help="Speed of the trace (azure: 20, others: 1).")
-@click.option("--requests", type=click.IntRange(min=1), help="Only this many requests.")
+@click.option("--requests", type=click.IntRange(min=1), help="Number of requests.")
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--plot", type=click.Path(dir_okay=False), help="A picture of the latencies.")
+@click.option("--plot", type=click.Path(dir_okay=False), help="File for a picture.")
 @click.option(
     "--timeline",
     type=click.Path(dir_okay=False),
-    help="A timeline of the last switches, as of `pipeswitch trace`.",
+    help="File for a timeline of the last switches, as from `pipeswitch trace`.",
 )
 @json_option
 def simulate(trace: str, as_json: bool, **options: Any) -> None:
-    """Show what a policy, a device or more memory would do to a trace's requests and to jobs.
+    """Show how policies, devices or memory sizes would serve a trace of requests and jobs.
 
-    TRACE is azure (49,317 requests of 100 functions), azure-llm, poisson:RATE (a second), a file
-    with the lines at_ms,model, or none (for jobs alone). The scheduler is the server's, the device
-    is computed.
+    TRACE is azure (49,317 requests of 100 functions), azure-llm, poisson:RATE (per second), a file
+    with the lines at_ms,model, or none (only jobs). The scheduler is the server's own, the device
+    is simulated.
     """
     with _ends_all_the_same():
         _compare(trace, as_json, options)
@@ -215,7 +215,7 @@ def simulate(trace: str, as_json: bool, **options: Any) -> None:
 
 @contextlib.contextmanager
 def _ends_all_the_same() -> Iterator[None]:
-    """Around policies, which may hang, and to which an interrupt is a failure of their own."""
+    """Run policies, which may hang, and which may catch an interrupt."""
 
     def leave(*_: object) -> None:
         Console(stderr=True).show_cursor()  # the progress bar hides it
@@ -251,16 +251,16 @@ class _Comparison:
         self.slo_ms, self.jobs = _read("--slo", given.slo, parse_ms), _jobs(given.jobs)
         self.orders = _orders(given.training)[: None if self.jobs else 1]
         if self.jobs and is_serial:
-            raise InvalidInput(f"{SERIAL} trains no jobs", hint="--policy without it")
+            raise InvalidInput(f"{SERIAL} does not simulate jobs", hint="leave out that policy")
         speed_up = given.speed_up or str(SPEED_UPS.get(name, 1.0))
         self.speed_up = _read("--speed-up", speed_up, _positive)
         if given.has_tokens and (name != "azure-llm" or is_serial):
-            raise InvalidInput("--tokens is of azure-llm, and no policy of it is serial")
+            raise InvalidInput("--tokens is only for azure-llm, without the policy serial")
         self.prompt_share = _read("--prompt-token", given.prompt_token, _share)
         self.cluster = _cluster(given)
         if self.cluster and (self.jobs or given.timeline or is_serial or name == "none"):
             raise InvalidInput(
-                f"--nodes takes no --job, --timeline, {SERIAL} or trace of none",
+                f"--nodes excludes --job, --timeline, {SERIAL} and the trace none",
                 hint="pipeswitch simulate azure --nodes 3",
             )
         self._load(name)
@@ -278,7 +278,7 @@ class _Comparison:
         if not self.requests and not self.jobs:
             raise InvalidInput(
                 "there is nothing to simulate",
-                hint="more --requests" if cluster else f"--job {JOB}",
+                hint="raise --requests" if cluster else f"--job {JOB}",
             )
         used = []
         if self.requests:
@@ -408,16 +408,16 @@ def _replayed(of: _Comparison, drawn: Timeline | None, *, is_watched: bool) -> l
 
 
 def _cluster(given: Any) -> Cluster | None:
-    """Checked; None: no cluster was asked for."""
+    """Return the checked options of a cluster, or None if no cluster was requested."""
     nodes, devices, tiles = given.nodes, given.devices, given.tiles
     if nodes is None and (devices or tiles or given.failures or given.need):
         raise InvalidInput(
-            "--devices, --tiles, --failures and --need are a cluster's",
-            hint="--nodes 1 beside them",
+            "--devices, --tiles, --failures and --need need --nodes",
+            hint="add --nodes 1",
         )
     dying = _read("--failures", given.failures or "0%", _share)
     if dying == 1.0:
-        raise InvalidInput("not all nodes can be expected to die in an hour", hint="--failures 1%")
+        raise InvalidInput("--failures must be less than 100%", hint="--failures 1%")
     return (
         None
         if nodes is None
@@ -482,7 +482,7 @@ def _trace(
         return arrivals.poisson(rate_per_s, count=count, model_count=20, seed=seed), []
     if not Path(name).is_file():
         raise InvalidInput(
-            f"no trace {name!r}: neither a file nor a name",
+            f"no trace {name!r}: it is neither a file nor a known name",
             hint="azure, azure-llm, poisson:RATE, none, or a file of at_ms,model",
         )
     try:
@@ -492,7 +492,7 @@ def _trace(
 
 
 def _number(text: str) -> float:
-    """NaN, which is within no range, where it is none."""
+    """Return a number, or NaN, which is in no range."""
     with contextlib.suppress(ValueError):
         return float(text)
     return math.nan
@@ -547,7 +547,7 @@ def _models(text: str, count: int, factor: float, seed: int) -> list[PaperModel]
         ) from None
     for row in rows:
         if not row.name or row.bytes < row.layers or row.layers < 1 or not row.compute_ms >= 0:
-            raise InvalidInput(f"{text}: {row.name!r} has sizes or times that cannot be")
+            raise InvalidInput(f"{text}: {row.name!r} has invalid sizes or times")
     return [_equal(row.name, row.bytes, factor * row.compute_ms, row.layers) for row in rows]
 
 
@@ -581,7 +581,7 @@ def _assigned(known: Sequence[PaperModel], names: Sequence[str], count: int) -> 
         for name in names:
             if name not in by_name:
                 raise InvalidInput(
-                    f"the trace asks for {name!r}, which is no model{nearest(name, by_name)}"
+                    f"the trace names {name!r}, which is not a model{nearest(name, by_name)}"
                 )
         return [by_name[name] for name in names]
     if not known:
@@ -599,7 +599,7 @@ def _jobs(texts: Sequence[str]) -> list[PaperJob]:
             name, steps, step, memory = what.split(":")
             size_bytes = parse_size(memory)
             if not name or name in found:
-                raise ValueError("a name of its own is expected")
+                raise ValueError("each job needs a different name")
             if not steps.isdecimal() or not 1 <= float(steps) <= MAX_NUMBER or not size_bytes:
                 raise ValueError("a number of steps and some memory are expected")
             found[name] = PaperJob(
@@ -633,7 +633,7 @@ def _joined(
     delay_ms = _read("--batch-delay", delay, parse_ms)
     if batch is None:
         if delay_ms or row is not None:
-            raise InvalidInput("no requests are joined", hint="--batch 8 beside it")
+            raise InvalidInput("--batch-delay and --batch-row need --batch", hint="add --batch 8")
         return list(models)
     batching = Batching(limit=batch, delay_ms=delay_ms, is_exact=True)
     share = None if row is None else _read("--batch-row", row, _share)
@@ -659,7 +659,7 @@ def _shares(percents: Sequence[int], sizes: Mapping[str, int]) -> list[str]:
     for percent in percents:
         if percent < least:
             told = f'"{largest}" has {format_bytes(sizes[largest])}'
-            views.echo(f"memory is {least}% in place of {percent}%: {told}", err=True)
+            views.echo(f"memory is {least}% instead of {percent}%: {told}", err=True)
     return list(dict.fromkeys(f"{max(percent, least)}%" for percent in percents))
 
 
@@ -688,7 +688,7 @@ def _memory(text: str, sizes: Mapping[str, int]) -> tuple[str, int]:
 
 
 def _load(models: Sequence[PaperModel], asked: Sequence[arrivals.Arrival]) -> float:
-    """Computing time of all requests, prompts aside, over the trace's length."""
+    """Return the computing time of all requests, prompts aside, over the trace's length."""
     length_ms = asked[-1].at_ms - asked[0].at_ms if asked else 0.0
     took_ms = sum(models[a.model % len(models)].compute_ms * a.tokens for a in asked)
     return took_ms / length_ms if length_ms else math.inf

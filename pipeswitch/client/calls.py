@@ -57,7 +57,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def as_wait_s(timeout_s: float | None) -> float | None:
-    """A caller's timeout as what waits can take it; None: for ever.
+    """Return a caller's timeout in a form that waits accept; None: for ever.
 
     Raises:
         InvalidInput: it is not a number.
@@ -74,8 +74,10 @@ def as_wait_s(timeout_s: float | None) -> float | None:
 
 
 class Call(msgspec.Struct, kw_only=True, eq=False):
+    """Request that waits for its answer."""
+
     header: dict[str, Any]  # RequestHeader's fields but the session
-    future: Any = None  # the subclass's kind; None: the caller reads the next three
+    future: Any = None  # the subclass's kind; None: the caller reads the next three fields
     is_over: bool = False
     value: Any = None
     error: Exception | None = None
@@ -102,13 +104,12 @@ class Calls:
         shared_memory: bool = True,
         return_s: float = 0.0,
     ) -> None:
-        """
-        Args:
-            timeout_s: how long a server may take to answer the first hello.
-            watcher: reports when the link can be read or written.
-            shared_memory: use shared memory with an ``ipc://`` server.
-            return_s: time to wait, after a connection broke, for a server that listens but does not
-                answer; ``timeout_s`` if that is longer.
+        """Args:
+        timeout_s: how long a server may take to answer the first hello.
+        watcher: reports when the link can be read or written.
+        shared_memory: use shared memory with an ``ipc://`` server.
+        return_s: time to wait, after a connection broke, for a server that listens but does not
+            answer; ``timeout_s`` if that is longer.
         """
         self._return_s = return_s
         self._may_share = shared_memory and address.startswith("ipc://")
@@ -152,8 +153,7 @@ class Calls:
         priority: str = "",
         **options: Any,
     ) -> Call:
-        """Return a call that is not sent yet, without a future. ``options`` are fields of
-        ``Call``."""
+        """Return an unsent call without a future; ``options`` are fields of ``Call``."""
         header = self._header(op, model, body)
         header |= {"inputs": inputs, "deadline_ms": deadline_ms, "priority": priority}
         if deadline_ms is not None:
@@ -184,7 +184,7 @@ class Calls:
         """Send a call, but refuse one that is too large: the server would end the connection."""
         size_bytes, limit_bytes = sum(map(len, call.frames)), link.facts.get("max_message_bytes")
         if isinstance(limit_bytes, int) and size_bytes > limit_bytes:
-            text = f"{call.header['op']}: {size_bytes} bytes are over the limit of {limit_bytes}"
+            text = f"{call.header['op']}: {size_bytes} bytes exceed the limit of {limit_bytes}"
             self._fail(
                 call, errors.InvalidInput(text, hint="raise the server's [server] max_message")
             )
@@ -194,7 +194,7 @@ class Calls:
             self._transmit(link, call.header, call.frames)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             op = call.header["op"]
-            self._fail(call, errors.InvalidInput(f"{op}: what was given cannot be sent: {error}"))
+            self._fail(call, errors.InvalidInput(f"{op}: an argument cannot be sent: {error}"))
 
     @staticmethod
     def _transmit(link: AnyLink, fields: dict[str, Any], frames: Sequence[Any]) -> None:
@@ -317,8 +317,8 @@ class Calls:
                 self._fail(
                     call,
                     errors.ServerUnavailable(
-                        f"the server at {self.address} went away before it answered",
-                        hint="it may have been carried out: check before you send it again",
+                        f"the server at {self.address} closed the connection before it answered",
+                        hint="the request may have been carried out: check before you repeat it",
                     ),
                 )
             call.is_sent = False
@@ -409,7 +409,7 @@ def _reply(header: ReplyHeader, frames: Sequence[Any]) -> Reply:
 
 
 def _large_body(data: Any) -> dict[str, Any]:
-    """A body that did not fit into a header."""
+    """Return a body that did not fit into a header."""
     try:
         return msgspec.msgpack.decode(data, type=dict[str, Any])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

@@ -338,6 +338,7 @@ class Client(Verbs):
         name: str,
         source: Any = "",
         *,
+        aliases: Sequence[str] = (),
         as_version: bool = False,
         weights: str | os.PathLike[str] = "",
         inputs: Inputs | None = None,
@@ -372,6 +373,7 @@ class Client(Verbs):
                 or a local TorchScript ``.pt`` with its ``inputs`` or ``example_inputs``;
                 ``package.module:factory``, which the server imports; or an ``nn.Module``, which is
                 exported here and sent as a graph and safetensors.
+            aliases: further names, such as ``gpt-3.5-turbo``; ``unregister`` removes one alone.
             as_version: make ``weights`` the next version of the registered model, as ``publish``
                 does. Give only ``name`` and these two.
             weights: ``random:SEED``, ``pretrained``, or a local file: safetensors, or what
@@ -402,8 +404,7 @@ class Client(Verbs):
             raw: shapes and dtypes of what requests then send, as in ``inputs`` but not nested:
                 ``{"image": (((1, 1 << 22),), "uint8")}`` takes the bytes of a file, and
                 ``{"text": (((1, 64),), "bytes")}`` up to 64 texts, which are ``bytes`` objects.
-            postprocess: a function like ``preprocess``, which makes the result from the model's
-                outputs.
+            postprocess: a function like ``preprocess`` that makes the result from the outputs.
             returns: shapes and dtypes of that result, as in ``raw``.
             state: inputs that a ``sequence`` keeps between requests. For each, name the output of
                 equal shape that replaces it, ``{"h": "h_out"}``, or the output that is appended to
@@ -412,9 +413,8 @@ class Client(Verbs):
                 as one program whose ``state`` is its KV cache. A refusal says why.
             tokenizer: fast tokenizer of transformers for a model object with ``generate``; ``hf:``
                 sources have their own. Without one, prompts and generated texts are token ids.
-            precision: ``exact`` (the module's bits), ``fast`` (packed weights), ``bf16``, ``int8``
-                (fewer bytes). Empty: ``fast`` with ``generate``, else ``exact``. The result's
-                ``precision`` has the measurements.
+            precision: ``exact`` (the module's bits), ``fast`` (packed weights; the default with
+                ``generate``), ``bf16`` or ``int8`` (fewer bytes). The result has the measurements.
             max_error: refuse an error larger than this share of the module's largest output. 0:
                 0.001 for ``fast``, 0.05 for ``bf16``, 0.1 for ``int8``.
             progress: called as the work proceeds. If it raises, the wait ends, not the work.
@@ -422,13 +422,13 @@ class Client(Verbs):
         Raises:
             RegistrationRefused: the model cannot be served; the error says why.
             AlreadyExists: another model has this name.
-            HostStoreFull: the host store has no room for its weights.
-            OutOfDeviceMemory: it does not fit on the device.
+            HostStoreFull, OutOfDeviceMemory: the host store or the device has no room for it.
             PermissionDenied: this client may not register.
         """
         takes, signature = declared(inputs)
         state = state or {}  # an output without a dimension replaces its input
         request = RegisterRequest(
+            aliases=tuple(aliases),
             as_version=as_version,
             weights=os.fspath(weights or ""),
             inputs=signature,

@@ -39,7 +39,7 @@ _RAY: Final = threading.RLock()  # a process has one
 
 
 def need_ray() -> None:
-    """Raises ConfigError: it is not installed, or lets anybody in."""
+    """Raise ConfigError if Ray is not installed, or accepts everyone."""
     if importlib.util.find_spec("ray") is None:
         raise errors.ConfigError("a cluster needs Ray", hint="pip install 'pipeswitch[ray]'")
     if os.environ.get("RAY_AUTH_MODE", "token") != "token":
@@ -167,8 +167,7 @@ class Members:
                 self._balance.learn(table.loads, self._asked_at_s)
 
     def _learn(self) -> None:
-        """Query a node for the current table beside the requests; placement sends it to all
-        nodes."""
+        """Query a node for the current table; placement sends it to all nodes."""
         with self._lock:
             self._learnt_at_s = time.monotonic()  # one asks
             known = self._connections.copy()
@@ -271,7 +270,7 @@ class ClusterVerbs(Members):
     def _do_register(self, op: str, *, model: str, body: dict[str, Any], **options: Any) -> Any:
         if body.get("as_version"):
             raise errors.InvalidInput(
-                "the nodes of a cluster have one version of each model",
+                "a cluster has only one version of each model",
                 hint=f"pipeswitch unregister {model}, then register it with the new weights",
             )
         with self._choosing:
@@ -302,8 +301,7 @@ class ClusterVerbs(Members):
         return reply
 
     def _all(self, op: str, **options: Any) -> dict[str, dict[str, Any]]:
-        """Return each living node's answer, by its name; fetch a new table if a node does not
-        answer."""
+        """Return each living node's answer by name; fetch a new table if one is silent."""
         options["is_safe"] = True
         if time.monotonic() > self._asked_at_s + FRESH_S:
             self._ask()

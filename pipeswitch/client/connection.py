@@ -148,8 +148,8 @@ class Connection(Calls):
         """Raise ServerUnavailable in a forked process: no thread there would read a reply."""
         if os.getpid() != self._pid:
             raise errors.ServerUnavailable(
-                "this client belongs to the process that made it",
-                hint="make a new pipeswitch.Client() after the fork",
+                "this client belongs to the process that created it",
+                hint="create a new pipeswitch.Client() after the fork",
             )
 
     def _check_thread(self) -> None:

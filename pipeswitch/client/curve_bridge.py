@@ -30,11 +30,11 @@ REFUSALS: Final = {
         "on the server: pipeswitch keys admit NAME KEY",
     ),
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): (
-        "the server asks for no key",
+        "the server needs no key",
         "leave key and server_key out",
     ),
     _CUT: (
-        "its key is not the one given, it asks for none, or it is full",
+        "its key is another one, it needs no key, or it has too many connections",
         "on the server: pipeswitch keys server --show",
     ),
 }
@@ -54,10 +54,7 @@ class ZmqLink(Link):
 
     @staticmethod
     def open(context: zmq.Context[Any], address: str, hello_id: str, keys: ClientKeys) -> ZmqLink:
-        """
-        Raises:
-            OSError: it is not an address.
-        """
+        """Open the link; raise OSError if it is not an address."""
         sock = sockets.make_dealer(context, MAX_REPLY_BYTES, keys)
         monitor = sock.get_monitor_socket(_CONNECTED | _SHAKEN | _ENDED | sum(REFUSALS))
         link = ZmqLink(sock=sock, monitor=monitor, address=address, hello_id=hello_id)

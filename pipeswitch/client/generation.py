@@ -74,10 +74,9 @@ class GenerationStream(Iterator[Token]):
     def __init__(
         self, answer: OutputProcessor, begin: Callable[[Callable[[Mapping[str, Any]], None]], Any]
     ) -> None:
-        """
-        Args:
-            begin: sends the request, whose replies another thread puts into the given callable;
-                returns the future of the final reply.
+        """Args:
+        begin: sends the request, whose replies another thread puts into the given callable;
+            returns the future of the final reply.
         """
         self._answer = answer
         self._came: deque[Token] = deque()
@@ -202,15 +201,14 @@ def generated(
 
 
 def chances_in(body: Mapping[str, Any]) -> list[list[Any]]:
-    """Return the log probabilities of a reply's tokens, and the likeliest tokens for each; empty
-    if it has none."""
+    """Return the log probabilities of a reply's tokens and of the likeliest tokens."""
     if not (chances := body.get("logprobs")):
         return []
     return [[one for one, _ in chances], [[(id, own) for id, own in top] for _, top in chances]]
 
 
 def check_prompt(prompt: Any, encode: Callable[[str], list[int]] | None) -> list[int]:
-    """A prompt's ids.
+    """Return a prompt's ids.
 
     Raises:
         InvalidInput: it is neither a text nor ids.
@@ -222,4 +220,6 @@ def check_prompt(prompt: Any, encode: Callable[[str], list[int]] | None) -> list
     try:
         return [int(one) for one in prompt]
     except (TypeError, ValueError):
-        raise InvalidInput("a prompt is a text, or token ids", hint='"Once upon a time"') from None
+        raise InvalidInput(
+            "a prompt must be a text or token ids", hint='"Once upon a time"'
+        ) from None

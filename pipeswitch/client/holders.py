@@ -89,7 +89,7 @@ class Failover:
     """
 
     def __init__(self, model: str, options: Mapping[str, Any], now_s: float, look_s: float) -> None:
-        """``look_s``: interval between two looks at the table."""
+        """Set up; ``look_s`` is the interval between two looks at the table."""
         body = options.get("body") or {}
         self._model, self._look_s, self._began_s = model, look_s, now_s
         # A later step of a sequence needs the state that its node has.

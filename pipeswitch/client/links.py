@@ -54,8 +54,7 @@ class Link:
 
 @dataclass(kw_only=True, eq=False)
 class StreamLink(Link):
-    """A plain socket. Asks the owner's for a share with the first large tensor, which goes without
-    one."""
+    """Plain socket; at the owner's socket it requests shared memory with the first large tensor."""
 
     stream: Stream
     may_share: bool
@@ -166,7 +165,7 @@ class StreamLink(Link):
             self._is_watched = is_sending
 
     def messages(self) -> Iterator[Sequence[Any]]:
-        """The parts of what has arrived; tensors of the share are copied out of it.
+        """Yield the parts of received messages; tensors of the share are copied out of it.
 
         Raises:
             EOFError: the server is gone.
@@ -182,7 +181,8 @@ class StreamLink(Link):
                 reason = error.data.get("reason")
                 if reason == "magic":
                     raise RemoteProtocolError(
-                        f"{self.address} is no port for this client: perhaps that of HTTP or gRPC",
+                        f"{self.address} is not a port for this client; perhaps it is that of HTTP "
+                        "or gRPC",
                         hint="the tcp:// or ipc:// address that pipeswitch serve printed",
                     ) from None
                 if reason != ZMTP:
@@ -209,7 +209,7 @@ class StreamLink(Link):
             os.close(descriptor)
 
     def _own(self, part: Any) -> Any:
-        """A part of the share is the caller's to keep, and the server's to fill again."""
+        """Copy a part of the share, which the server will write again."""
         import numpy as np
 
         kept: Any = np.empty(len(part), dtype=np.uint8)
@@ -218,7 +218,7 @@ class StreamLink(Link):
         return memoryview(kept)
 
     def answered(self, request_id: str) -> None:
-        """The server has what it was sent: its room in the share is free."""
+        """Free the shared memory of a request that the server has read."""
         share = self.stream.share
         for place in self._places.pop(request_id, {}).values():
             if share is not None:  # else it went with the connection
@@ -231,7 +231,7 @@ class StreamLink(Link):
 
 
 def _copy(target: Any, source: Any) -> None:
-    """numpy lets other threads run meanwhile."""
+    """Copy with numpy, which lets other threads run meanwhile."""
     import numpy as np
 
     np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
@@ -241,7 +241,7 @@ _streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """A forked child must not hold its parent's connection open when that dies."""
+    """Close the connection in a forked child, which must not keep it open."""
     for stream in list(_streams):
         stream.close()
 

@@ -103,10 +103,9 @@ class LoopConnection(Calls):
     _waits_for_server = False
 
     def __init__(self, address: str, timeout_s: float) -> None:
-        """
-        Args:
-            address: ``ipc://path`` of a server's socket.
-            timeout_s: how long it may take to answer the first hello.
+        """Args:
+        address: ``ipc://path`` of a server's socket.
+        timeout_s: how long it may take to answer the first hello.
         """
         super().__init__(address, timeout_s, _Loop(self._on_ready))
 
@@ -140,7 +139,7 @@ class LoopConnection(Calls):
                 copying.add_done_callback(lambda _: link.answered(request_id))
 
     def close(self) -> None:
-        """Calls without an answer end in Cancelled."""
+        """Close the client; calls without an answer end in Cancelled."""
         self._fail_all(Cancelled("the client was closed"))
 
     def _on_ready(self) -> None:

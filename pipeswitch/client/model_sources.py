@@ -24,7 +24,7 @@ Inputs = Mapping[str, Any]
 FILES: Final = (".pt2", ".pt", ".pth", ".ts", ".torchscript")  # a program may be in
 PICKLED: Final = (".pt", ".pth", ".bin", ".ckpt")  # weights may be in
 WEIGHTS_ALONE: Final = (
-    "it holds weights alone: pipeswitch register NAME package.module:function --weights FILE"
+    "it has only weights: pipeswitch register NAME package.module:function --weights FILE"
 )
 _NO_PROGRAMS: Final = {
     ".onnx": "pip install onnx2torch; then client.register(NAME, onnx2torch.convert(FILE), "
@@ -66,7 +66,9 @@ class LocalSource:
             if self.example_inputs is not None and ":" in source and not source.startswith("put:"):
                 request = self._with_example(request)
             if weights.endswith((*PICKLED, ".safetensors")) and not os.path.isfile(weights):
-                raise InvalidInput(f"no file {weights!r}", hint="weights: a path on this machine")
+                raise InvalidInput(
+                    f"no file {weights!r}", hint="weights must be a path on this machine"
+                )
             if weights.endswith(PICKLED):
                 from ..programs.build.files import convert_weights
 
@@ -91,14 +93,14 @@ class LocalSource:
         check_program_options(text, request.weights, request.inputs)
         if self.dynamic:
             raise InvalidInput(
-                "dynamic is for a module; a file or a name says it in its inputs",
+                "dynamic is only for modules; for a file or a name give ranges in inputs",
                 hint='inputs={"ids": ((1, (1, 512)), "int64")}',
             )
         if suffix in (".bundle", ".pt2") and self.example_inputs is not None:
             raise InvalidInput(f"{text!r} says what it takes", hint="leave example_inputs out")
         if suffix in _NO_PROGRAMS:
             hint = _NO_PROGRAMS[suffix].replace("FILE", repr(text))
-            raise InvalidInput(f"{text!r} is no program", hint=hint)
+            raise InvalidInput(f"{text!r} is not a program", hint=hint)
         if suffix in (".bundle", *FILES) and os.path.isfile(text):
             check_file(text, text)
         if suffix in FILES:
@@ -120,13 +122,15 @@ class LocalSource:
                 hint="a torch.nn.Module, a file's path, torchvision:NAME or hf:NAME",
             )
         if request.weights:
-            raise InvalidInput("a module brings its own weights", hint="leave weights out")
+            raise InvalidInput("a module has its own weights", hint="leave weights out")
         if request.generate and self.example_inputs is not None:
-            raise InvalidInput("a language model says what it takes", hint="omit example_inputs")
+            raise InvalidInput(
+                "a language model needs no example_inputs", hint="omit example_inputs"
+            )
         if not request.generate and self.example_inputs is None:
             raise InvalidInput(
-                "a module is exported by running it once",
-                hint="give example_inputs=(x,), what its forward takes",
+                "a module needs example_inputs, because it is exported by running it once",
+                hint="give the arguments of its forward: example_inputs=(x,)",
             )
         bundle = self._bundle()
         if request.generate:
@@ -144,7 +148,7 @@ class LocalSource:
         given = self.example_inputs
         if not isinstance(given, Mapping):
             raise InvalidInput(
-                "example_inputs of a named model are by its arguments' names",
+                "example_inputs of a named model must be a dict by argument name",
                 hint='example_inputs={"x": x}',
             )
         given = {str(name): value for name, value in given.items()}  # 0: the first argument
@@ -193,7 +197,7 @@ def check_program_options(source: str, weights: str, inputs: object) -> None:
     suffix = os.path.splitext(source)[1]
     if weights and suffix in (".bundle", *FILES):
         raise InvalidInput(
-            f"{source!r} brings its own weights, so weights {weights!r} would not be used",
+            f"{source!r} has its own weights, so weights {weights!r} would have no effect",
             hint="omit weights, or register the module's code: pipeswitch register "
             f"NAME package.module:function --weights {weights}",
         )
@@ -220,7 +224,7 @@ def declared(inputs: Inputs | None, *, nests: bool = True) -> tuple[Tree, dict[s
         ) from error
     takes = tree if list(flat) != list(inputs or {}) else None
     if takes is not None and not nests:
-        raise InvalidInput("raw and returns do not nest")
+        raise InvalidInput("raw and returns cannot be nested")
     return takes, flat
 
 

@@ -42,7 +42,7 @@ class Sequenced:
             SequenceNotFound: the server no longer keeps the sequence.
         """
         if self._is_over:
-            raise InvalidInput(f'sequence "{self.id}" is over', hint="open another one")
+            raise InvalidInput(f'sequence "{self.id}" has ended', hint="open another one")
         first = {} if self._is_started else {"start": True}
         asked = (inputs, deadline_ms, priority, self._version, named)
         result = self._step(self.model, *asked, sequence=self.id, **first)

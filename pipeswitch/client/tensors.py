@@ -116,7 +116,7 @@ def to_frames(given: Any) -> tuple[tuple[WireTensor, ...], list[Any], bool]:
     try:
         named = _named(given)
     except RecursionError:  # a list that is in itself
-        raise InvalidInput("the inputs nest without end") from None
+        raise InvalidInput("the inputs contain themselves") from None
     if len(named) > MAX_TENSORS:
         raise InvalidInput(f"{len(named)} inputs are more than {MAX_TENSORS}")
     headers, frames, wants_torch = [], [], False
@@ -141,7 +141,7 @@ def _named(given: Any) -> list[tuple[str, Any]]:
         return [("", given)]
     by_name = {str(name): value for name, value in arguments.items()}
     if len(by_name) != len(arguments):  # 1 and "1"
-        raise InvalidInput("two inputs have one name: a name is a text, or a place")
+        raise InvalidInput("two inputs have the same name; a name is a text or a position")
     if all(hasattr(v, "dtype") for v in by_name.values()):
         return list(by_name.items())
     try:
@@ -157,7 +157,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _nests(value: Any) -> bool:
-    """A list with something else in it than numbers."""
+    """Return whether a list contains something else than numbers."""
     return isinstance(value, list | tuple) and any(
         not isinstance(one, int | float)
         and (getattr(one, "ndim", 0) or _is_record(one) or _nests(one))
@@ -184,7 +184,7 @@ def _as_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], memoryview]:
         try:
             plain = np.asarray(value)
         except (ValueError, TypeError, OverflowError) as error:
-            raise InvalidInput(f"{part} is no array: {error}") from error
+            raise InvalidInput(f"{part} is not an array: {error}") from error
         if not plain.dtype.isnative:
             plain = plain.astype(plain.dtype.newbyteorder("="))
         if not plain.flags.c_contiguous:
@@ -195,7 +195,7 @@ def _as_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], memoryview]:
             shape, data = texts
             return BYTES, shape, memoryview(data)
         raise InvalidInput(
-            f"{part} has dtype {dtype}, which does not travel",
+            f"{part} has dtype {dtype}, which is not supported",
             hint=f"one of {', '.join(ITEM_BYTES)}",
         )
     raw: Any = array.reshape(-1).view(np.uint8)
@@ -204,7 +204,7 @@ def _as_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], memoryview]:
 
 @functools.lru_cache(64)
 def _dtype_name(dtype: Any) -> str:
-    """numpy puts it together anew each time."""
+    """Return a dtype's name, which numpy computes anew each time."""
     return str(dtype.name)
 
 
@@ -216,7 +216,7 @@ def _torch_as_numpy(tensor: Any) -> Any:
         )
     name = str(tensor.dtype).removeprefix("torch.")
     if tensor.is_meta or name not in ITEM_BYTES:
-        reason = "has no data" if tensor.is_meta else f"has dtype {name}, which does not travel"
+        reason = "has no data" if tensor.is_meta else f"has dtype {name}, which is not supported"
         raise InvalidInput(f"an input {reason}", hint=f"one of {', '.join(ITEM_BYTES)}")
     tensor = tensor.detach().resolve_neg().cpu().contiguous()
     if tensor.dtype is torch.bfloat16:
@@ -225,7 +225,7 @@ def _torch_as_numpy(tensor: Any) -> Any:
 
 
 def from_reply(model: str, wants_torch: bool, reply: Reply) -> Result:
-    """Outputs as the caller's kind of array; numpy ones share the received message's memory.
+    """Return outputs as the caller's kind of array; numpy ones share the message's memory.
 
     Raises:
         RemoteProtocolError: a frame is not as large as its header says, or has an odd shape.
@@ -253,7 +253,7 @@ def from_reply(model: str, wants_torch: bool, reply: Reply) -> Result:
         try:
             check_tree(returns, "output", outputs)
         except RegistrationRefused as error:
-            raise RemoteProtocolError(f"the answer nests oddly: {error}") from None
+            raise RemoteProtocolError(f"the structure of the answer is invalid: {error}") from None
     return Result(model, reply.request_id, outputs, reply.timing or RequestTiming(), returns)
 
 

@@ -119,7 +119,9 @@ class Verbs:
         """Send ``percent`` of the requests without a version to this version, until the current one
         changes. 0 ends the split. ``timing.version`` says which version computed a result."""
         if percent not in range(101):
-            raise InvalidInput(f"a share of {percent} %", hint="0 to 100, as in split(NAME, 2, 10)")
+            raise InvalidInput(
+                f"{percent} % is not a valid share", hint="0 to 100, as in split(NAME, 2, 10)"
+            )
         body = {"version": version, "share": percent}
         return self._ask("rollback", model=name, body=body)
 
@@ -163,8 +165,7 @@ class Verbs:
         return rows
 
     def job(self, /, name: str, action: str, **fields: Any) -> dict[str, Any]:
-        """Perform an action on a job: show, pause, resume, cancel, wait, logs, history, export, rm,
-        move (``to`` a device)."""
+        """Perform an action on a job (``to`` is the target of a move)."""
         is_safe = action in ("show", "wait", "logs", "history", "export", "state")
         return self._ask("job", body={"name": name, "action": action, **fields}, is_safe=is_safe)
 
@@ -211,7 +212,7 @@ class Verbs:
             ) from None
         total_ms = (time.monotonic() - began_s) * 1000.0
         if not deep:
-            why = "" if answer["ready"] else "its engine is not up"
+            why = "" if answer["ready"] else "its engine does not run"
             return {"ready": answer["ready"], "why": why, "total_ms": total_ms}
         controller_ms = total_ms - answer.pop("engine_ms")
         return {**answer, "controller_ms": controller_ms, "total_ms": total_ms}
@@ -230,6 +231,7 @@ class Verbs:
 
 
 def progress_caller(progress: Progress | None) -> Callable[[dict[str, Any]], None] | None:
+    """Return a function that passes a progress reply to ``progress``."""
     if progress is None:
         return None
     return lambda body: progress(str(body.get("stage", "")), float(body.get("fraction", 0.0)))

@@ -111,14 +111,14 @@ class NodeJobs:
     # ---- lives ---------------------------------------------------------------------------------
 
     def train(self, body: dict[str, Any], script: bytes, life: int) -> dict[str, Any]:
-        """A new job's first life.
+        """Start a new job.
 
         Raises:
             InvalidInput: its name is none that a server takes, nor a folder here; or as the server.
         """
         job, entry = body["name"], Path(body["entry"])
         if not NAME_PATTERN.fullmatch(job):
-            raise InvalidInput(f"job {job[:80]!r} is no name", hint=NAME_PATTERN.pattern)
+            raise InvalidInput(f"job {job[:80]!r} is not a name", hint=NAME_PATTERN.pattern)
         self._forget(job)
         self._keep(job, life=life - 1, state="replica", body=body, is_paused=False)
         with contextlib.suppress(OSError):
@@ -138,9 +138,9 @@ class NodeJobs:
         """
         kept = self._kept(job)
         if kept.get("state") != "replica" or kept["life"] >= life:
-            raise InvalidInput(f"life {life} of job {job} is none that could begin here")
+            raise InvalidInput(f"life {life} of job {job} cannot begin on this node")
         if time.monotonic() > self._until_s:
-            raise ServerUnavailable("placement has not heard of this node for too long")
+            raise ServerUnavailable("this node has lost contact with placement")
         entry = Path(kept["body"]["entry"])
         own = self._jobs / job / entry.name
         if own.exists():  # where the same file is, there is what it imports, too
@@ -199,7 +199,7 @@ class NodeJobs:
             with contextlib.suppress(InvalidInput):  # it has committed nothing
                 self._client.job(job, "export")
             if not self.send(job, to):
-                raise ServerUnavailable(f'job "{job}" is over, or on its way: try again')
+                raise ServerUnavailable(f'job "{job}" has ended or is moving: try again')
         except BaseException:
             self.go_on(job)
             raise
@@ -258,7 +258,7 @@ class NodeJobs:
 
 
 def _newest(folder: Path) -> tuple[bytes, bytes]:
-    """A commit's record and its image; empty: there is none."""
+    """Return a commit's record and its image; empty: there is none."""
     for _ in range(READ_TRIES):
         if (commit := read_record(folder)) is None:
             break

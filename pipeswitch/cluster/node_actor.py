@@ -64,7 +64,7 @@ class Node(NodeJobs):
     def __init__(self, name: str, folder: str, host: str, flags: tuple[str, ...]) -> None:
         if os.environ.get("RAY_AUTH_MODE") != "token":  # of the Ray that runs this
             raise ConfigError(
-                "this Ray lets everybody in who reaches its ports: it was started without a token",
+                "this Ray accepts everyone who can connect: it was started without a token",
                 hint="ray get-auth-token --generate; RAY_AUTH_MODE=token ray start …",
             )
         super().__init__(name, Path(folder) / name)
@@ -145,8 +145,7 @@ class Node(NodeJobs):
         return [word for name, at in known.items() for word in (f"--{name}", str(at))]
 
     def _addresses(self) -> tuple[str, str, dict[str, str]]:
-        """Return the addresses of TCP clients, of the owner and of the gateway, once the server is
-        ready."""
+        """Return the addresses of clients, owner and gateway, once the server is ready."""
         assert self._process.stdout is not None
         heard = []
         for line in self._process.stdout:
@@ -163,8 +162,7 @@ class Node(NodeJobs):
         raise ServerUnavailable(f"the server of {self._name} did not start: {''.join(heard)}")
 
     def _leave_with_it(self) -> None:
-        """Read the server's output until it ends. Then, or if reading fails, end this process
-        too."""
+        """Read the server's output until it ends, then end this process, too."""
         assert self._process.stdout is not None
         try:
             for _ in self._process.stdout:
@@ -218,6 +216,7 @@ class Node(NodeJobs):
                 for row in served
                 if row["state"] == "ready"
             },
+            "aliases": {alias: row["name"] for row in served for alias in row["aliases"]},
             "bodies": self._bodies(),
         }
 
@@ -234,6 +233,8 @@ class Node(NodeJobs):
         """Keep a model's registration, so that another node can have it; None removes it."""
         with self._lock:
             bodies = {**self._bodies(), model: body}
+            for one in filter(None, bodies.values() if body is None else ()):  # an alias is removed
+                one["aliases"] = [alias for alias in one.get("aliases", ()) if alias != model]
             text = json.dumps({name: one for name, one in bodies.items() if one is not None})
             write_whole(self._state / "cluster.json", text.encode())
 
@@ -244,7 +245,7 @@ class Node(NodeJobs):
             return {}
 
     def bundle(self, program: str) -> bytes:
-        """A program's file; empty: it is of the server's own code, and made by name."""
+        """Return a program's file; empty: it is of the server's own code, and made by name."""
         rows = self._client.models()
         digest = next((row["digest"] for row in rows if _program(row) == program), program)
         with contextlib.suppress(FileNotFoundError):
@@ -264,7 +265,7 @@ class Node(NodeJobs):
         found = _program(self._tenant._ask("register", model=model, body=body))
         if found != digest:  # code of another release there: its answers would differ
             self._tenant.unregister(model)
-            raise PipeSwitchError(f"{self._name} makes another program of {model}: {found}")
+            raise PipeSwitchError(f"{self._name} built another program of {model}: {found}")
         self.remember(model, body)
         return str(found)
 

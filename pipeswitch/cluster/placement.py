@@ -40,6 +40,8 @@ number: less is better."""
 
 
 class Decision(NamedTuple):
+    """Placement's choice for a request."""
+
     node: str
     reason: str  # of ``Place``; or "kept": another is earlier, but not by enough
     finish_ms: float
@@ -156,7 +158,7 @@ class Nodes:
         order: list[Entry],
         without: Collection[str],
     ) -> Entry | None:
-        """The first of an order that is its node's own and not excluded."""
+        """Return the first of an order that is its node's own and not excluded."""
         excluded, found = [], None
         while order:
             name = self._names[order[0][-1]]

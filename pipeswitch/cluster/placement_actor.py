@@ -46,6 +46,12 @@ class Overview:
     def table(self) -> dict[str, Any]:
         """Return the table of nodes and of the models that each serves."""
         with self._lock:
+            holders = {name: sorted(held) for name, held in self._nodes.holders.items()}
+            names = self._names()
+
+            def of_names(found: dict[str, Any]) -> dict[str, Any]:
+                return found | {name: found[model] for name, model in names if model in found}
+
             return {
                 "version": self._version,
                 "nodes": {
@@ -55,14 +61,22 @@ class Overview:
                     }
                     for name, facts in self._facts.items()
                 },
-                "models": dict(self._serving),
-                "holders": {name: sorted(held) for name, held in self._nodes.holders.items()},
+                "models": of_names(self._serving),
+                "holders": of_names(holders),
                 "may_come": self._may_come(self._silent_since),
             }
 
+    def _names(self) -> list[tuple[str, str]]:
+        """Return the names and aliases that each node has, each with its model."""
+        with self._lock:
+            return [
+                pair
+                for facts in self._facts.values()
+                for pair in (*facts.get("aliases", {}).items(), *((n, n) for n in facts["models"]))
+            ]
+
     def _share(self, wait_s: float = 0.0) -> None:
-        """Send the current table to nodes whose gateways have an older one; wait for a limited
-        time."""
+        """Send the current table to nodes with an older one; wait for a limited time."""
         ray = connect_ray()
         with self._lock:
             facts = dict(self._facts)
@@ -220,9 +234,9 @@ class JobPlacement(Overview):
         with self._lock:
             homes = job_reconciler.homes_of(job, self._copies())
             if not homes:
-                raise ModelNotFound(f'no job "{job}" is under way', hint="pipeswitch jobs")
+                raise ModelNotFound(f'no job "{job}" is running', hint="pipeswitch jobs")
             if to not in self._nodes or job in self._moving:
-                why = "it is being moved already" if job in self._moving else f'no node "{to}"'
+                why = "it is already being moved" if job in self._moving else f'no node "{to}"'
                 raise ModelNotFound(f'job "{job}": {why}', hint="pipeswitch cluster status")
             if to == homes[0]:
                 return
@@ -242,8 +256,9 @@ class JobPlacement(Overview):
             return job in self._moving or "home" in states or states == {"replica"}
 
     def claim(self, node: str, claimed: dict[str, int]) -> set[str] | None:
-        """A node starts, and would go on with these lives: those that are elsewhere by now. None:
-        others have not said yet what they have; ask again."""
+        """Return which of these lives a starting node may not continue: they are elsewhere now.
+
+        None: others have not reported yet; ask again."""
         now_s, names = time.monotonic(), node_names(connect_ray())
         with self._lock:
             self._forget(node)
@@ -346,7 +361,7 @@ class Placement(JobPlacement):
             return self._nodes.choose("", size_bytes).node
 
     def registered(self, model: str, node: str, body: dict[str, Any]) -> list[str]:
-        """A node has it; its second copy is there when this returns. What could not be done.
+        """Make a second copy of a node's model, and return what could not be done.
 
         Raises:
             AlreadyExists: another node had another model of that name before.
@@ -363,9 +378,15 @@ class Placement(JobPlacement):
             if len({digest for digest, counts in known if counts}) > 1:
                 told(ray, node_of(ray, node).unregister.remote(model))
                 raise AlreadyExists(
-                    f'another client has registered a model "{model}" meanwhile',
+                    f'another client has registered a model "{model}" in the meantime',
                     hint="choose another name",
                 )
+            own, is_known = (model, *body.get("aliases", ())), model in self._facts[node]["bodies"]
+            if taken := dict(one for one in self._names() if one[0] in own and one[1] != model):
+                for name in taken if is_known else [model]:  # of a known model its new aliases
+                    told(ray, node_of(ray, node).unregister.remote(name))
+                words = f"{', '.join(taken)}: already a name of {', '.join(taken.values())}"
+                raise AlreadyExists(words, hint="choose another name")
             ray.get(node_of(ray, node).remember.remote(model, body))
             self._look()
         missed = self._copy(model)
@@ -386,7 +407,7 @@ class Placement(JobPlacement):
                 raise ModelNotFound(f"no node {node!r}", hint="pipeswitch cluster status")
             jobs = [job for job, one in self._copies()[node].items() if one.state == "home"]
             if self._facts[node]["jobs"] > len(jobs):
-                return ["jobs train there that were not started through the cluster"]
+                return ["the node has jobs that were not started through the cluster"]
             held = [name for name, one in self._nodes.holders.items() if node in one]
             self._leaving.add(node)
             self._nodes.remove(node)

@@ -12,6 +12,7 @@ RESOURCE: Final = "pipeswitch"  # 1 of each machine that Ray brings for us; a no
 
 
 def node_names(ray: Any) -> list[str]:
+    """Return the names of the cluster's nodes."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     return sorted(
         one["name"].removeprefix(NODE)
@@ -67,6 +68,7 @@ def start_node(
 
 
 def detached(ray: Any, kind: type, name: str, where: str, *, soft: bool, **options: Any) -> Any:
+    """Start an actor that outlives this process, on a machine."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return ray.remote(kind).options(
@@ -83,6 +85,7 @@ def detached(ray: Any, kind: type, name: str, where: str, *, soft: bool, **optio
 
 
 def stop_nodes(ray: Any, names: list[str], drain_s: float) -> None:
+    """Stop these nodes side by side, and wait for their ends."""
     handles = [node_of(ray, name) for name in names]
     for handle, ended in [(handle, handle.stop.remote(drain_s)) for handle in handles]:
         with contextlib.suppress(Exception):  # its process ends with its server

@@ -159,8 +159,7 @@ class _Run:
     # ---- clients -------------------------------------------------------------------------------
 
     def _send(self, at_ms: float, number: int, asked: Asked) -> None:
-        """Send a request to the node that its client believes to have the model, or later if it
-        gave up."""
+        """Send a request to the node that its client believes to have the model."""
         model = asked.arrival.model
         tile = model // self._models.per_tile
         if tile not in self._tables:
@@ -212,7 +211,7 @@ class _Run:
         self._fetch(tile)
 
     def _fetch(self, tile: int) -> None:
-        """The client's table is placement's now."""
+        """Give the client the current table of placement."""
         for number in self._tables[tile]:
             model = self._models[number]
             held, at = self._placing.holders[model.name], self._serving[model.name]
@@ -228,7 +227,7 @@ class _Run:
         self._holds[node].append(number)
 
     def _serve(self, node: str, number: int) -> None:
-        """Requests go there; a client hears of it when it asks."""
+        """Send requests to a node; a client learns of it when it asks."""
         model = self._models[number]
         before, self._serving[model.name] = self._serving.get(model.name, ""), node
         for name, size_bytes in ((before, -model.size_bytes), (node, model.size_bytes)):
@@ -265,7 +264,7 @@ class _Run:
             self._busy.discard(name)
 
     def _lose(self, name: str) -> None:
-        """A node, with what it has not answered."""
+        """Lose a node, with its unanswered requests."""
         self._placing.remove(name)
         del self._told[name]
         self._busy.discard(name)

@@ -65,7 +65,7 @@ def slot_bytes_of(descriptor: int) -> int:
 
 
 def create_area(slot_bytes: int) -> int:
-    """A new, empty, sealed commit area; the caller owns the descriptor.
+    """Create an empty, sealed commit area; the caller owns the descriptor.
 
     It takes a page alone, and no time: who writes a slot reserves it.
 
@@ -116,7 +116,7 @@ class CommitArea:
             raise RemoteProtocolError(f"not a commit area with slots of {slot_bytes} bytes")
 
     def newest(self) -> Commit | None:
-        """The last complete commit, its checksum verified; None when there has been none.
+        """Return the last complete commit, its checksum verified; None if there has been none.
 
         If the active image is damaged and the one before it is still whole, that one: an older
         commit costs recomputed steps, a damaged one would be merged.
@@ -138,7 +138,7 @@ class CommitArea:
                 raise RemoteProtocolError(f"commit {sequence} and the one before it are damaged")
 
     def image(self, commit: Commit) -> memoryview:
-        """The commit's bytes in place, read-only. Check ``is_current`` after having used them."""
+        """Return the commit's bytes in place, read-only. Check ``is_current`` afterwards."""
         return self._slot(commit.sequence)[: commit.size_bytes].toreadonly()
 
     def is_current(self, commit: Commit) -> bool:
@@ -163,7 +163,7 @@ class CommitArea:
                 f"a commit of {size_bytes} bytes does not fit in a slot of {self.slot_bytes}"
             )
         if not 0 <= step <= MAX_STEP:
-            raise RemoteProtocolError(f"a commit cannot be of step {step}")
+            raise RemoteProtocolError(f"a commit cannot have the step {step}")
         sequence = self._words[_SEQUENCE_WORD] + 1
         self._reserve(sequence % SLOT_COUNT, size_bytes)
         record = _RECORD_WORDS[sequence % SLOT_COUNT]
@@ -203,7 +203,7 @@ class CommitArea:
         return self._bytes[start : start + self.slot_bytes]
 
     def _record(self, sequence: int) -> Commit | None:
-        """The record of commit ``sequence``, or None when its slot holds something else."""
+        """Return the record of commit ``sequence``, or None if its slot holds something else."""
         first = _RECORD_WORDS[sequence % SLOT_COUNT]
         found, step, size_bytes, checksum = self._words[first : first + 4].tolist()
         if sequence == 0 or found != sequence or size_bytes > self.slot_bytes:

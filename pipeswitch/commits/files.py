@@ -152,7 +152,7 @@ def _read_record(directory: Path) -> CommitRecord | None:
 def load_commit(
     directory: Path, damaged: Callable[[str], None] | None = None
 ) -> tuple[int, int, CommitRecord] | None:
-    """A new commit area that holds the commit on disk: (descriptor, slot_bytes, record).
+    """Create a commit area with the commit on disk: (descriptor, slot_bytes, record).
 
     The caller owns the descriptor. None when nothing has been persisted there.
 
@@ -273,7 +273,7 @@ def _write_synced(path: Path, *parts: memoryview) -> str:
 
 
 def _next_generation(directory: Path) -> int:
-    """A number no image in ``directory`` has."""
+    """Return a number that no image in ``directory`` has."""
     found = [
         int(match[2])
         for path in directory.iterdir()

@@ -50,14 +50,14 @@ SAFETENSORS_DTYPES: Final[Mapping[str, tuple[str, int]]] = {
 
 
 def pack_header(document: bytes, json_offset: int, image_bytes: int) -> bytes:
-    """The first ``HEADER_BYTES`` of an image whose JSON is ``document``."""
+    """Return the first ``HEADER_BYTES`` of an image whose JSON is ``document``."""
     checksum = zlib.crc32(document)
     packed = HEADER.pack(MAGIC, VERSION, checksum, json_offset, len(document), image_bytes)
     return packed.ljust(HEADER_BYTES, b"\0")
 
 
 def parse_image(image: memoryview) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
-    """The JSON of an image, and where each tensor and blob lies: name -> (offset, size in bytes).
+    """Return the JSON of an image, and the range of each tensor and blob: (offset, size in bytes).
 
     Raises:
         InvalidInput: not an image, torn, or a range outside it.
@@ -70,7 +70,7 @@ def parse_image(image: memoryview) -> tuple[dict[str, Any], dict[str, tuple[int,
         raise InvalidInput(f"commit image of version {version}; this program reads {VERSION}")
     document = bytes(image[offset : offset + size])
     if image_bytes > len(image) or len(document) != size or zlib.crc32(document) != checksum:
-        raise InvalidInput("the commit image is torn: its header does not fit its content")
+        raise InvalidInput("the commit image is damaged: its header does not match its content")
     try:
         content: dict[str, Any] = json.loads(document)
         entries: dict[str, dict[str, Any]] = {**content["tensors"], **content["blobs"]}
@@ -131,7 +131,7 @@ def _tensors_of(image: memoryview) -> Iterator[tuple[int, int, str, str, list[in
 
 
 def _as_it_lies(entry: Mapping[str, Any], size_bytes: int) -> tuple[str, list[int]]:
-    """A tensor's dtype and shape for readers of safetensors, who take row-major order."""
+    """Return a tensor's dtype and shape for readers of safetensors, which use row-major order."""
     dtype, item_bytes = SAFETENSORS_DTYPES.get(str(entry.get("dtype")), ("U8", 1))
     shape, expected = entry.get("shape"), 1
     if size_bytes % item_bytes:
@@ -152,7 +152,7 @@ def _span(dtype: str, shape: list[int], start: int, end: int) -> dict[str, Any]:
 
 
 def compact_image(image: memoryview, without: str) -> bytes:
-    """A copy of an image packed tightly, without the blobs whose name starts with ``without``.
+    """Return a packed copy of an image, without the blobs whose name starts with ``without``.
 
     Raises:
         InvalidInput: not an image, or one that no writer of ours has made.
@@ -178,5 +178,5 @@ def compact_image(image: memoryview, without: str) -> bytes:
 
 
 def dump_json(content: Mapping[str, Any]) -> bytes:
-    """The JSON of an image as bytes, in the one form that is used everywhere."""
+    """Return the JSON of an image as bytes, in the one form that is used everywhere."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()

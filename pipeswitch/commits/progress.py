@@ -61,7 +61,7 @@ class Progress:
         self._words[_STEP_AT] = step
 
     def ended(self) -> None:
-        """The script has left, with a commit or without: its end is no death."""
+        """Note that the script has ended: its process's end is no death."""
         self._words[0] = False
 
 

@@ -53,7 +53,7 @@ def weights_of(image: memoryview) -> dict[str, Weight]:
 
 
 def for_anybody(weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
-    """A job that trains one model is not told apart from the model."""
+    """Return the weights under names that do not depend on the job's parts."""
     if len({name.partition(".")[0] for name in weights}) > 1:
         return weights
     return {name.partition(".")[2]: weight for name, weight in weights.items()}
@@ -98,7 +98,7 @@ def _weight(name: str, entry: Mapping[str, Any], data: memoryview) -> Weight:
 
 
 def save_weights(weights: Mapping[str, Weight], path: Path) -> None:
-    """A safetensors file that replaces ``path`` when it is whole."""
+    """Write a safetensors file that replaces ``path`` when it is complete."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, weight in weights.items():
@@ -129,14 +129,14 @@ def load_weights(directory: Path) -> tuple[CommitRecord, dict[str, Weight]]:
     try:
         record = read_record(directory)
         if record is None:
-            raise InvalidInput(f"{directory} holds no commit")
+            raise InvalidInput(f"{directory} has no commit")
         return record, weights_of(read_image(directory / record.image))
     except (OSError, RemoteProtocolError) as error:
         raise InvalidInput(f"{directory}: {error}") from None
 
 
 def read_image(path: Path) -> memoryview:
-    """The image in a file of ``commits/files.py``, mapped.
+    """Return the image in a file of ``commits/files.py``, mapped.
 
     Raises:
         InvalidInput: the file is no such file.

@@ -38,14 +38,14 @@ def backup(root: Path, target: Path) -> dict[str, int]:
         ServerUnavailable: models and jobs came and went too fast.
     """
     if not (root / FILE_NAME).exists():
-        raise InvalidInput(f"no state of a server in {root}", hint="--state-dir, as in serve")
+        raise InvalidInput(f"{root} has no state of a server", hint="--state-dir, as in serve")
     with _made(target, root, hint="name a folder of another disk"):
         for number in range(PASSES):
             time.sleep(PAUSE_S * min(number, 1))
             _copy(root, target)
             if _agrees(root, target):
                 return _counted(target)
-        raise ServerUnavailable("models and jobs come and go too fast", hint="try again")
+        raise ServerUnavailable("models and jobs change too fast", hint="try again")
 
 
 def restore(source: Path, root: Path) -> dict[str, int]:
@@ -56,11 +56,11 @@ def restore(source: Path, root: Path) -> dict[str, int]:
         PipeSwitchError: the copy is damaged, or the disk of ``root`` is full.
     """
     if not (source / FILE_NAME).exists():
-        raise InvalidInput(f"{source} is no backup", hint="pipeswitch backup DIR makes one")
+        raise InvalidInput(f"{source} is not a backup", hint="pipeswitch backup DIR makes one")
     with _made(root, source, hint="restore to a folder of another disk: --state-dir DIR"):
         _copy(source, root)
         if not _agrees(source, root):
-            raise PipeSwitchError(f"{source} lacks files that its entries name")
+            raise PipeSwitchError(f"{source} lacks files that its journal names")
         return _counted(root)
 
 

@@ -191,8 +191,7 @@ class Builds:
         self._children.fork(builder, "pipeswitch-bld", settings, environment, on_message, on_exit)
 
     def manifest_of(self, digest: str) -> Manifest | None:
-        """Return the manifest of a program on the disk; None if unreadable: its next build says
-        why."""
+        """Return the manifest of a program on the disk; None if it is unreadable."""
         try:
             return load_manifest(self._places.models / digest)
         except RegistrationRefused:
@@ -222,26 +221,28 @@ class Builds:
         return manifest is None or is_checked(manifest)
 
     def _publish(self, command: StartBuild, message: BuildDone, spec: bytes) -> None:
-        """A builder of a client's program may say anything: it is looked at as a stranger's.
+        """Check a builder's result like an untrusted message, and publish it.
 
         Its digest names the program among its tenant's alone (``Places.name_for``).
         """
         is_a_place = bool(re.fullmatch(DIGEST, message.digest)) and "/" not in message.folder
         if not is_a_place or not message.folder.startswith(work_prefix(command.op_id)):
-            nonsense = RegistrationRefused("build", "its builder sent a malformed message")
+            nonsense = RegistrationRefused("build", "its builder sent an invalid message")
             self._refuse(command, nonsense)
             return
         try:
             built = load_manifest(self._places.models / message.folder)
             if built.mode == "module" and not needs_more(spec):
-                raise RegistrationRefused("build", "its builder returned code, unasked")
+                raise RegistrationRefused(
+                    "build", "its builder returned code that was not requested"
+                )
             if built.mode == "graph":
                 check_claims(built)
             before = self._kept_of(spec)
             if before is not None and not is_same_content(before, built):
                 raise RegistrationRefused("bundle", "its file on disk is damaged")
             if not is_batched_as_requested(built, spec):
-                raise RegistrationRefused("build", "requests are joined as its owner asked")
+                raise RegistrationRefused("build", "requests are batched as its owner asked")
             digest = self._places.name_for(command.tenant, message.digest)
             message = msgspec.structs.replace(message, digest=digest)
             if built.digest != digest:

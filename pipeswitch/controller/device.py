@@ -116,10 +116,7 @@ class DeviceEffects:
         self._children.processes.send(child, index, command.message, files)
 
     def _commits_of(self, command: ev.Send) -> list[int]:
-        """
-        Raises:
-            OSError: the files could not be created; the job is being cancelled.
-        """
+        """Open the files of a job's commits; raise OSError if they could not be created."""
         if command.commits_of is None:
             return []
         if command.commits_of not in self._memory.commits:
@@ -177,7 +174,7 @@ class DeviceEffects:
         self._children.processes.send(child, 0, command.message, descriptors)
 
     def _arena_for(self, tenant: str) -> list[int]:
-        """The file that the daemon copies this tenant's models into, once for each."""
+        """Return the file into which the daemon copies this tenant's models, once for each."""
         if tenant in self._daemon_has:
             return []
         arena, _ = self._share.arena_of(tenant)
@@ -185,7 +182,7 @@ class DeviceEffects:
         return [arena]
 
     def _has_no_disk(self, command: ev.Send) -> bool:
-        """A commit that the disk's budget has no room for: the older one on disk stays."""
+        """Return whether the disk's budget has no memory for a commit: the older one then stays."""
         message = command.message
         if not isinstance(message, PersistCommit):
             return False

@@ -132,7 +132,7 @@ class Effects:
             sys.stderr.write(f"Warning: {text}\n")
             self.refused_models.append((name, str(command.error)))
         elif command.error is not None:
-            log.error("the server refused a request of its own: %s", command.error)
+            log.error("a request of the server itself was refused: %s", command.error)
 
     def _write_journal(self, command: ev.Journal) -> None:
         """Write an entry; if that fails, refuse its clients and take it back as if its owner had

@@ -52,6 +52,7 @@ FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
     # its name is a model's; shares are of other versions: [version, percent]
     "serving": {"version": int, "last": int, "spec_digest": str, "shares": list},
     "chain": {"spec": bytes, "tenant": str},
+    "alias": {"model": str},  # the name that it stands for
     "ended": {"record": dict},  # its name is a job's: what it was, and how it ended
 }
 """Required fields of each kind of entry beside its name; each kind is a table."""
@@ -60,6 +61,7 @@ ENDS: Final = {
     "model-gone": ("model",),
     "serving-gone": ("serving",),
     "chain-gone": ("chain",),
+    "alias-gone": ("alias",),
     "job-over": ("job", "hold", "placed", "ended"),
     "hold-over": ("hold",),
 }
@@ -70,11 +72,12 @@ REPLACES: Final = {"job": ("ended", "placed"), "ended": ("job", "hold", "placed"
 
 _NAME: Final = re.compile(NAME_PATTERN.pattern + r"(@[1-9][0-9]{0,8})?")  # a model's with version
 _SEPARATOR: Final = "~"  # between name and kind; no name has it
-_OF_MODELS: Final = ("model", "serving", "chain")
+_OF_MODELS: Final = ("model", "serving", "chain", "alias")
 _DIGEST_CHARS: Final = 64  # in front of a copy's content
 
 
 def key_of(entry: Entry) -> Key:
+    """Return an entry's key."""
     return str(entry["kind"]), str(entry["name"])
 
 
@@ -91,6 +94,7 @@ def superseded_by(entry: Entry) -> list[Key]:
 
 
 def is_name(name: str) -> bool:
+    """Return whether a text is a valid name."""
     return bool(_NAME.fullmatch(name))
 
 

@@ -49,7 +49,7 @@ LOCK_FILE: Final = "gateway.lock"
 
 
 def command(descriptor: int) -> list[str]:
-    """The command line of a gateway; ``-P`` keeps the current folder off its path."""
+    """Return the command line of a gateway; ``-P`` keeps the current folder off its path."""
     return [sys.executable, "-P", "-m", "pipeswitch.gateway.main", str(descriptor)]
 
 
@@ -133,7 +133,7 @@ class Gateway:
         return {"http": self.addresses[0], "token_file": str(self._token_path)}
 
     def _bind(self, name: str, given: str) -> None:
-        """The address as a socket; what was not asked for in words may be missing, or elsewhere."""
+        """Bind the address; one that was not requested explicitly may be missing, or elsewhere."""
         is_default = given == "auto"
         host, port = _parsed(DEFAULTS[name] if is_default else given)
         lacks = [module for module in NEEDS[name] if not _is_installed(module)]
@@ -186,7 +186,7 @@ class Gateway:
             self._spawn()
 
     def _spawn(self) -> None:
-        """A next life. What the system refuses (descriptors, processes) is tried again later."""
+        """Start the next gateway; if the system refuses, try again later."""
         self._due_at_s = None
         self._started_at_s = time.monotonic()
         with contextlib.ExitStack() as undo:
@@ -325,18 +325,18 @@ def check_doors(config: GatewayConfig) -> dict[str, str]:
     is_open = not all(is_loopback(_parsed(address)[0]) for address in addresses)
     if (is_open or config.behind_proxy) and not config.tokens:
         raise ConfigError(
-            "[gateway] callers from other machines need tokens, and there are none",
+            "[gateway] callers from other machines need tokens, but none are configured",
             hint="--gateway-tokens FILE with lines of NAME TOKEN ROLE,ROLE; or 127.0.0.1",
         )
     if is_open and not config.tls_cert and not config.behind_proxy:
         raise ConfigError(
-            "[gateway] tokens would travel in the clear",
-            hint="tls_cert and tls_key; or behind_proxy = true where a proxy does TLS",
+            "[gateway] tokens would be sent unencrypted",
+            hint="set tls_cert and tls_key, or behind_proxy = true if a proxy terminates TLS",
         )
     if config.tokens:
         read_tokens(Path(config.tokens))
     if bool(config.tls_cert) != bool(config.tls_key):
-        raise ConfigError("[gateway] tls_cert and tls_key come together")
+        raise ConfigError("[gateway] tls_cert and tls_key need each other")
     if config.tls_cert:
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -354,7 +354,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _held(host: str, port: int) -> socket.socket:
-    """A port that is free, kept for the gateway: gRPC's library binds it itself, beside this."""
+    """Reserve a free port for the gateway: gRPC's library binds it itself."""
     with socket.create_server((host, port), family=_family(host)) as probe:
         address = probe.getsockname()[:2]
     sock = socket.socket(_family(host), socket.SOCK_STREAM)
@@ -372,8 +372,8 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _take_over(path: Path) -> int:
-    """The lock of this state directory's gateway, as a descriptor. A gateway that outlived its
-    server holds it: it is told to leave.
+    """Return the lock of this state directory's gateway, as a descriptor. A gateway of an earlier
+    server may hold it, and is told to exit.
 
     Raises:
         ConfigError: it does not.

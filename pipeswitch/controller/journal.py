@@ -48,10 +48,10 @@ from .folders import StateDir
 log = logging.getLogger(__name__)
 
 FILE_NAME: Final = "journal.sqlite"
-SCHEMA_VERSION: Final = 11
+SCHEMA_VERSION: Final = 12
 # In the file's user_version; 0 is a file without tables, 1 had no holds,
 # 2 no tenants, 3 no ended jobs, 4 no versions, 5 no shared input, 6 no devices of jobs, 7 no split,
-# 8 no chains, 9 no defaults of job.steps, 10 no digests
+# 8 no chains, 9 no defaults of job.steps, 10 no digests, 11 no aliases
 BACKUPS: Final = ("journal.backup", "journal.backup-1")  # the newest first
 BACKUP_EVERY_S: Final = 60.0  # minimum interval while entries come; at once when one is removed
 SLOW_APPEND_MS: Final = 100.0  # the loop stands still so long: worth a line in the log
@@ -72,8 +72,8 @@ class JournalFile:
     """One writer: the state directory is locked. One thread: the controller's loop.
 
     Attributes:
-        models, chains, serving, jobs, holds, placed, ended: its entries when it was opened, by
-        name, in the order of acceptance.
+        models, chains, serving, aliases, jobs, holds, placed, ended: its entries when it was
+            opened, by name, in the order of acceptance.
         losses: sentences for the user: what was damaged, and what the server did about it.
         lost: entries that existed and could not be read anywhere.
         run_later: runs file work beside the loop; by default it runs at once.
@@ -102,6 +102,7 @@ class JournalFile:
             {name: entry for (known, name), entry in self._entries.items() if known == kind}
             for kind in ("model", "chain", "serving", "job", "hold", "placed", "ended")
         )
+        self.aliases = {name: one for (kind, name), one in self._entries.items() if kind == "alias"}
         with contextlib.suppress(OSError):  # a full disk: the journal itself is sound
             for entry in self._entries.values():
                 self._copies.keep(entry)
@@ -111,7 +112,7 @@ class JournalFile:
             log.warning("journal=%s %s", path, text)
 
     def _read(self, stamp: str) -> dict[Key, Entry]:
-        """Open the database and return its entries. Outcomes, the first that applies:
+        """Open the database and return its entries, by the first outcome that applies.
 
         1. It is sound and has all entries of which there are copies.
         2. It is sound and lacks some, as its log was damaged: they are written to it again.
@@ -292,7 +293,7 @@ def copy_journal(path: Path, target: Path) -> dict[Key, Entry] | None:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    """A connection that syncs each transaction, to a sound database with our tables.
+    """Return a connection that syncs each transaction, to a sound database with our tables.
 
     Raises:
         sqlite3.DatabaseError: it is damaged, or the disk does not do.
@@ -307,9 +308,10 @@ def _opened(path: Path) -> sqlite3.Connection:
         (version,) = database.execute("PRAGMA user_version").fetchone()
         if version > SCHEMA_VERSION:
             raise ConfigError(
-                f"journal {path} is of schema {version}, this release knows {SCHEMA_VERSION}",
-                hint="start the release that wrote it, or choose another --state-dir; if there is "
-                "none, the file is damaged: move it away, and it is written again from copies",
+                f"journal {path} has schema {version}; this release reads {SCHEMA_VERSION}",
+                hint="start the release that wrote it, or choose another --state-dir. If no "
+                "release wrote it, the file is damaged: move it away, and the server rebuilds it "
+                "from copies",
             )
         (state,) = database.execute("PRAGMA quick_check(1)").fetchone()
         if state != "ok":

@@ -78,8 +78,7 @@ class Loop:
         return left.status
 
     def _timeout_s(self, look_at_s: float) -> float:
-        """Return the seconds until the first of: input that is there, the scheduler's clock, a
-        look."""
+        """Return the seconds until input, the scheduler's clock or a look is due."""
         clients_s = self._server.frontend.wait_s()
         if self._server.inbox or clients_s == 0.0:
             return 0.0
@@ -141,7 +140,7 @@ class Loop:
     # -- signals -------------------------------------------------------------------------------
 
     def catch_signals(self) -> None:
-        """The first drains, the second leaves at once."""
+        """Handle signals: the first one drains, the second one ends the server at once."""
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)

@@ -136,7 +136,7 @@ def _run(server: Server) -> int:
             return loop.run(watchdog)
         except Exception:  # a bug of ours: no silent half-life (invariant I6)
             log.critical("scheduler=dead", exc_info=True)
-            sys.stderr.write(f"Error: internal error, leaving; see {log_path}\n")
+            sys.stderr.write(f"Error: internal error, exiting; see {log_path}\n")
             return os.EX_SOFTWARE
 
 
@@ -170,7 +170,8 @@ def _locked(root: Path) -> Iterator[None]:
             owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
             raise PipeSwitchError(
                 f"a server (pid {owner or 'unknown'}) already owns {root} and its device",
-                hint="pipeswitch stop, or a second one: --state-dir DIR --listen tcp://127.0.0.1:6555",
+                hint="pipeswitch stop, or a second one: --state-dir DIR --listen "
+                "tcp://127.0.0.1:6555",
             ) from None
         try:
             os.ftruncate(descriptor, 0)
@@ -183,7 +184,7 @@ def _locked(root: Path) -> Iterator[None]:
 
 
 def _log_to(path: Path, max_bytes: int) -> None:
-    """The server's own log; bounded, traces of errors go here and not to clients."""
+    """Open the server's own log; it is bounded, and has tracebacks that clients do not get."""
     handler = LogFile(path, maxBytes=max_bytes, backupCount=2)
     form = "%(asctime)s %(levelname)s event=%(event)d %(name)s %(message)s"
     handler.setFormatter(PrintableFormatter(form))

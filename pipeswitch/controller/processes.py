@@ -294,7 +294,7 @@ class Processes:
         except BlockingIOError:
             return False
         except RemoteProtocolError as error:
-            log.error("child=%s sent nonsense: %s", child.name, error)
+            log.error("child=%s sent an invalid message: %s", child.name, error)
             self.kill(child)
             return False
         if received is None:
@@ -456,7 +456,7 @@ class StoppedLooks:
         return min(seldom_s, max(self._looked_at_s, waited_since_s) + URGENT_LOOK_EVERY_S)
 
     def look(self, stopped: Iterable[int], now_s: float) -> list[int]:
-        """The pids that have been stopped for ``STOPPED_LOOKS`` looks; each is told once."""
+        """Return the pids that have been stopped for ``STOPPED_LOOKS`` looks, each once."""
         self._looked_at_s = now_s
         counts = {pid: self._counts.get(pid, 0) + 1 for pid in stopped}
         given_up = [pid for pid, count in counts.items() if count >= STOPPED_LOOKS]

@@ -39,6 +39,9 @@ def restore(server: Server, now_s: float) -> None:
         numbers = entry["version"], entry["last"], entry["spec_digest"]
         there = [version for base, version in known if base == name]
         server.scheduler.versions.restore(ModelName(name), *numbers, there, entry["shares"])
+    for alias, entry in journal.aliases.items():  # the server ended before its model was there
+        if entry["model"] not in {name for name, _ in known}:
+            journal.owe({"kind": "alias-gone", "name": alias})
     server.effects.sweep({*journal.jobs, *journal.ended}, now_s)
     for kind, entries, bring_back in (
         ("model", journal.models, _restore_model),
@@ -90,6 +93,7 @@ def _show_lost(server: Server, kind: str, name: str, now_s: float) -> None:
 
 def _restore_model(server: Server, name: str, entry: Entry, token: Token) -> None:
     builds, spec = server.effects.builds, entry["spec"]
+    aliases, base = server.journal.aliases.items(), split_name(name)[0]
     event = RegisterModelRequest(
         token=token,
         model=ModelName(name),
@@ -100,6 +104,7 @@ def _restore_model(server: Server, name: str, entry: Entry, token: Token) -> Non
         tenant=entry["tenant"],
         devices=devices_of(spec),
         stage=stage_of(spec),
+        aliases=tuple(ModelName(alias) for alias, one in aliases if one["model"] == base),
         is_known=True,
         restored=builds.manifest_of(entry["digest"]),
     )
@@ -120,7 +125,7 @@ def _restore_job(server: Server, job: str, entry: Entry, _: Token) -> None:
         slot_bytes, step = server.effects.restore_commits(name, damage.append) or (0, -1)
     except (PipeSwitchError, OSError) as error:
         damage.append(str(error))
-    why = f"goes on from step {step}" if step >= 0 else "starts over"
+    why = f"continues from step {step}" if step >= 0 else "starts over"
     why = f"{why}: {'; '.join(damage)}" if damage else ""
     if why:
         log.error("job=%s %s", name, why)

@@ -85,9 +85,9 @@ def _check_room(
     if sum(wanted.values()) > available_bytes:
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in wanted.items())
         raise ConfigError(
-            f"the server would take {format_bytes(sum(wanted.values()))} of memory ({parts}), "
-            f"{format_bytes(available_bytes)} are available here",
-            hint="smaller --arena or --host-store, or a larger limit of the container",
+            f"the server needs {format_bytes(sum(wanted.values()))} of memory ({parts}); "
+            f"{format_bytes(available_bytes)} are available",
+            hint="reduce --arena or --host-store, or raise the container's limit",
         )
 
 
@@ -101,14 +101,16 @@ def _is_sandboxed(config: Config, devices: Sequence[ChosenDevice]) -> bool:
     open_ones = [device.name for device in devices if not device.kind.can_confine]
     lacks = tuple(f"a sandbox on {name}" for name in open_ones) or missing()
     if wanted == "off":
-        log.warning("sandbox=off: clients' programs run without one")
+        log.warning("sandbox=off: clients' programs run without a sandbox")
     elif lacks:
         text = f"this machine lacks {' and '.join(lacks)}"
         if wanted == "require":
             raise ConfigError(f"[security] sandbox is required, and {text}")
         log.warning("sandbox=incomplete: %s", text)
     elif failpoints.are_enabled():
-        log.warning("sandbox=off: failpoints are on, whose files no confined process could open")
+        log.warning(
+            "sandbox=off: failpoints are on, and a sandboxed process cannot open their files"
+        )
     return wanted != "off" and not open_ones and "seccomp" not in lacks
 
 

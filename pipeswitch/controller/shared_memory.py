@@ -61,8 +61,7 @@ class DeviceShare:
         self.arena_handle = handle
 
     def arena_of(self, tenant: str) -> tuple[int, int]:
-        """A tenant's file of the arena: for the memory daemon, and for workers, which cannot map
-        it for writing.
+        """Return a tenant's file of the arena, for the daemon, and for workers, read-only.
 
         Raises:
             OSError: this process has no descriptor left.
@@ -77,7 +76,7 @@ class DeviceShare:
         return self._arenas[tenant]
 
     def drop_arenas(self) -> None:
-        """The daemon that wrote them is gone, and the workers that read them."""
+        """Drop the arenas: the daemon and the workers that used them are gone."""
         close_soon([*self.arena, *itertools.chain(*self._arenas.values())])
         self.arena = []
         self._arenas.clear()
@@ -111,7 +110,7 @@ class Memory:
         self.environment = environment_file()
 
     def pool_of(self, tenant: str) -> int:
-        """A tenant's file of the request pool.
+        """Return a tenant's file of the request pool.
 
         Raises:
             OSError: this process has no descriptor left.
@@ -121,7 +120,7 @@ class Memory:
         return self._pools[tenant]
 
     def create_commits(self, job: JobName, slot_bytes: int) -> None:
-        """A fresh commit area; the newest commit of a smaller one it replaces is kept."""
+        """Create a commit area; keep the newest commit of a smaller one that it replaces."""
         descriptor = create_area(slot_bytes)
         old = self.commits.get(job)
         if old is not None:

@@ -82,7 +82,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--epochs", type=int, default=10, help="at most this many")
+    parser.add_argument("--epochs", type=int, default=10, help="maximum number of epochs")
     parser.add_argument("--stop-file", type=Path, help="end after the epoch in which it appears")
     return parser.parse_args()
 

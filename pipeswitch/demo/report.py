@@ -64,7 +64,7 @@ def kept_speed(
 
 
 def show(result: Mapping[str, Any], console: Console) -> None:
-    """The table of the README, filled from the run's own result."""
+    """Print the table of the README, filled from the run's own result."""
     view = Table(box=None, pad_edge=False, header_style="bold")
     view.add_column("")
     for title in ("p50", "p99", "queue", "switch", "copy", "stall", "compute"):
@@ -120,7 +120,7 @@ def _ends(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _span(value_ms: float) -> str:
-    """A duration in the unit people would choose."""
+    """Return a duration in a readable unit."""
     if value_ms >= SECOND_MS:
         return f"{value_ms / SECOND_MS:.2f} s"
     return f"{value_ms:.0f} ms" if value_ms >= 10.0 else f"{value_ms:.1f} ms"

@@ -67,7 +67,7 @@ VIT: Final = DemoModel("torchvision:vit_b_16", {"x": ((1, 3, 224, 224), "float32
 
 
 def _default_models() -> dict[str, DemoModel]:
-    """The three of the README; without transformers a vision transformer instead of BERT."""
+    """Return the README's models; without transformers a vision transformer instead of BERT."""
     has_bert = importlib.util.find_spec("transformers") is not None
     return {
         "resnet152": DemoModel("torchvision:resnet152", {"x": ((1, 3, 128, 128), "float32")}),
@@ -114,7 +114,7 @@ def run(out: Path, *, as_json: bool = False, plan: Plan | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="pipeswitch-demo-") as folder:
             result = Demo(plan, console, Path(folder), out).run()
     except KeyboardInterrupt:
-        console.print("interrupted: the server and its files are gone")
+        console.print("interrupted: the server has stopped, and its files were removed")
         return INTERRUPTED
     (out / "demo.json").write_text(json.dumps(result, indent=2) + "\n")
     demo_report.show(result, console)
@@ -138,7 +138,7 @@ def show(plan: Plan | None = None) -> int:
         try:
             Demo(plan or Plan(), console, Path(folder), Path(folder)).stay()
         except KeyboardInterrupt:
-            console.print("interrupted: the server and its files are gone")
+            console.print("interrupted: the server has stopped, and its files were removed")
         return INTERRUPTED
 
 
@@ -173,7 +173,7 @@ class Demo:
             self._wait_for_first_step(client, job)
             url = page_url(client.about())
             if not open_page(url, self._folder):
-                self._console.print("no browser here; the page is at")
+                self._console.print("no browser found; the page is at")
             self._console.print(url, style="bold", soft_wrap=True)
             self._console.print("Ctrl-C ends it")
             chance = random.Random(self._plan.seed)
@@ -410,7 +410,7 @@ class Demo:
 
     @contextlib.contextmanager
     def _bar(self, title: str, total: int) -> Iterator[Callable[[], None]]:
-        """A bar of ``total`` parts; call what it yields once for each. It stays when done."""
+        """Show a bar of ``total`` parts; call the yielded function once for each part."""
         columns = (
             TextColumn("▶ {task.description}"),
             BarColumn(),
@@ -423,7 +423,7 @@ class Demo:
 
     @contextlib.contextmanager
     def _log_on_failure(self, running: RunningServer) -> Iterator[None]:
-        """The last lines of the server's logs, before the server and they are gone."""
+        """Print the last lines of the server's logs if the body fails."""
         try:
             yield
         except Exception:
@@ -435,7 +435,7 @@ class Demo:
 
 
 def _keeper(outcome: Outcome, at_s: float, advance: Callable[[], None]) -> Callable[[Any], None]:
-    """Called on the client's own thread the moment an answer is there."""
+    """Return a callback for the client's own thread, called when an answer is there."""
 
     def keep(future: Any) -> None:
         outcome.total_ms = (time.perf_counter() - at_s) * 1000.0

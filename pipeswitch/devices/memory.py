@@ -60,7 +60,7 @@ class DeviceMemory:
         control_page: int = -1,
         doorbell: int = -1,
     ) -> None:
-        """The descriptors stay the caller's and must outlive this object.
+        """Set up; the descriptors stay the caller's and must outlive this object.
 
         Args:
             doorbells: of the workers.

@@ -58,7 +58,7 @@ class Signals:
         doorbell: int,
         doorbells: Sequence[int],
     ) -> None:
-        """The descriptors stay the caller's; doorbells must outlive this object.
+        """Set up; the descriptors stay the caller's; doorbells must outlive this object.
 
         Args:
             words_descriptor: the arrival words lie at its start.
@@ -144,8 +144,8 @@ class WorkerDevice(Signals):
         """Close the regions: no kernel can reach one until the next ``enter``."""
 
     def pin(self, pointer: int, size_bytes: int) -> None:
-        """The request pool is mapped here: on cuda, make copies from and to it asynchronous; on
-        cpu, put it out of reach but for what is lent."""
+        """Prepare the mapped request pool: on cuda, make copies from and to it asynchronous; on
+        cpu, protect all of it but lent parts."""
 
     def lend(self, slabs: tuple[tuple[int, int], ...], *, writable: bool) -> None:
         """Let kernels reach these ranges of the pool, begin and end in bytes, and no others."""

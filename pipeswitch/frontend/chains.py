@@ -26,8 +26,7 @@ def begins(announced: ModelAvailable, models: Mapping[str, ModelAvailable]) -> M
 
 
 def run_of(chain: Chain, event: InferArrived, priority: int | None, pending: Pending) -> Run:
-    """Return the run of a request whose inputs are, or will be, in its room; the run owns it
-    now."""
+    """Return the run of a request whose inputs are, or will be, in its slab."""
     values = {one.name: one for one in event.inputs}
     rooms = [(pending.room, values.keys())] if pending.room is not None else []
     pending.room = None
@@ -47,7 +46,7 @@ def model_of(step: Step, models: Mapping[str, ModelAvailable], tenant: str) -> M
             f'no model "{step.model}"', hint=f"pipeswitch register {step.model} SOURCE"
         )
     if found.tenant != tenant:
-        raise InvalidInput("it is another client's than the first step's model")
+        raise InvalidInput("it belongs to another client than the first step's model")
     return found
 
 

@@ -78,7 +78,7 @@ class Disk:
                 setting = "max_disk_per_client" if whose else "max_disk"
                 return HostStoreFull(
                     f"{what} of {format_bytes(size_bytes)} does not fit: programs, uploads and "
-                    f"commits of {of_whom} take {format_bytes(used_bytes)} of "
+                    f"commits of {of_whom} use {format_bytes(used_bytes)} of "
                     f"{format_bytes(limit_bytes)} on its disk",
                     hint="pipeswitch unregister models that are not used (or cancel jobs), or "
                     f"raise [server] {setting}",

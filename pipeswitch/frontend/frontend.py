@@ -66,6 +66,7 @@ _logger = logging.getLogger(__name__)
 MAX_CLIENT_REQUESTS: Final = 4096  # unanswered ones of one client
 BACKLOG_LOOK_S: Final = 0.1  # at who does not read, though nothing happens
 STOP_FLUSH_MS: Final = 1000
+OF_NAMES: Final = ("register", "unregister", "chain")  # an alias is a name of its own to these
 
 Posted = ev.Reply | ev.RunEnded | ev.Publish | ev.ModelAvailable | ev.ModelRemoved | ev.LoadCommits
 """The scheduler's commands that are performed here."""
@@ -257,6 +258,9 @@ class Frontend:
                 request_id = envelope_id(parts)
                 raise wrong_version(parts) or error from None
             request_id, op = header.id, header.op
+            if header.model in self.inference.models.aliases and op not in OF_NAMES:
+                name = self.inference.models.aliases[header.model]
+                header = msgspec.structs.replace(header, model=name)
             verb = VERBS.get(op)
             if verb is None:
                 raise RemoteProtocolError(f"no verb {op[:40]!r}{nearest(op[:40], VERBS)}")
@@ -274,14 +278,16 @@ class Frontend:
             if client is None or client.session != header.session or client.is_gone:
                 client = None
                 raise RemoteProtocolError(
-                    "this session is not known here: say hello first", reason="unknown_session"
+                    "unknown session: send hello first", reason="unknown_session"
                 )
             if message.shared and op not in INFERS:  # its sender can still change them
-                raise RemoteProtocolError("only an inference's tensors lie in the share")
+                raise RemoteProtocolError("only an inference may put tensors into shared memory")
             if header.id in client.requests or header.id in client.readings:
-                raise InvalidInput(f"request id {header.id!r} is already waiting for its answer")
+                raise InvalidInput(f"request id {header.id!r} is already in use")
             if len(client.requests) >= MAX_CLIENT_REQUESTS:
-                raise QueueFull(f"{len(client.requests)} requests of this client wait already")
+                raise QueueFull(
+                    f"{len(client.requests)} requests of this client are already waiting"
+                )
             try:
                 if verb.role not in client.principal.roles:
                     raise client.principal.refusal(verb.role, op)
@@ -343,8 +349,7 @@ class Frontend:
             self._take(asked)
 
     def _load(self, asked: ev.TrainRequest | ev.JobRequest, folder: Path) -> None:
-        """Read a commit on another thread, since a large one would block the loop; then
-        continue."""
+        """Read a commit on another thread, because it may be large; then continue."""
         self.uploads.run_later(
             functools.partial(self._read_commit, asked, folder),
             lambda error: self.answer_soon(ev.Reply(token=asked.token, error=error)),

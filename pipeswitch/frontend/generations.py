@@ -70,7 +70,7 @@ class Generations:
         found.began_at_ms = arrival.at_ms
         self._inference.read_urgency(arrival, header, announced)
         if any(one.caller == caller for one in self._waiting.values()):
-            raise QueueFull("running answers already wait for room in the pool", hint=AGAIN)
+            raise QueueFull("running answers already wait for memory in the pool", hint=AGAIN)
         run = self._prepared(found, self._requests.next_token)
         pending = self._requests.accept(client, header)
         pending.generation, pending.caller, pending.trace_id = found, caller, arrival.trace_id
@@ -214,7 +214,7 @@ class Generations:
             or not all(0 <= one < vocabulary for one in tokens)
             or not generation.has_chances(answer.body)
         ):
-            return TaskFailed(f'"{pending.model}": the worker left no such rows or tokens')
+            return TaskFailed(f'"{pending.model}": the worker reported invalid rows or tokens')
         fed = generation.ids[held.used : held.used + generation.count] + tokens_of(tokens[:-1])
         op_id = OpId(answer.timing.op_id if answer.timing is not None else 0)
         self._sequences.append(held, fed, op_id, len(tokens))

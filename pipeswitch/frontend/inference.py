@@ -58,7 +58,7 @@ class Arrival(msgspec.Struct, kw_only=True, eq=False):
     deadline_at_ms: float | None = None
 
     def read(self, body: Body) -> None:
-        """Raises InvalidInput, PermissionDenied."""
+        """Read a request; raise InvalidInput or PermissionDenied."""
         self.read_asker(body)
         self.asked = sequence_options(body)
         body.done()
@@ -85,13 +85,12 @@ class Inference:
         max_bytes: int,
         deadline_ms: float | None,
     ) -> None:
-        """
-        Args:
-            take: takes an event for the scheduler.
-            answer: ends a request.
-            call_soon: has the loop's thread call, from any other.
-            max_bytes: of all inputs of a request.
-            deadline_ms: of requests that name none.
+        """Args:
+        take: takes an event for the scheduler.
+        answer: ends a request.
+        call_soon: has the loop's thread call, from any other.
+        max_bytes: of all inputs of a request.
+        deadline_ms: of requests that name none.
         """
         self.requests, self._pool, self._sequences = requests, requests.pool, requests.sequences
         self.take, self.answer, self.call_soon = take, answer, call_soon
@@ -271,12 +270,11 @@ class Inference:
         self.copier.put(copy, lambda error: self.call_soon(functools.partial(then, error)))
 
     def _copied(self, pending: Pending, event: InferArrived, error: PipeSwitchError | None) -> None:
-        """Continue a request whose large payload is in the pool: it can be cancelled from now
-        on."""
+        """Continue a request whose payload is in the pool; it can be cancelled from now on."""
         pending.is_copying = False
         reach("frontend.copied")
         if pending.is_cancelled:
-            error = Cancelled(f"request {pending.request_id} was taken back")
+            error = Cancelled(f"request {pending.request_id} was cancelled")
         if error is not None:
             self.answer(Reply(token=pending.token, error=error))
         elif pending.run is None:
@@ -342,7 +340,7 @@ class Inference:
             return self.models.admit(_as_request(command), sizes, announced), announced
         except InvalidInput as error:
             raise TaskFailed(
-                f"preprocess {command.function} returned what its model does not take: "
+                f"preprocess {command.function} returned invalid inputs for its model: "
                 f"{error.message}",
                 hint=error.hint,
             ) from None
@@ -358,7 +356,7 @@ class Inference:
         name, version = split_name(command.model)
         announced = self.models.versions.get((name, version)) or self.models.current.get(name)
         if announced is None or announced.stage is None or not announced.stage.after:
-            raise TaskFailed(f'"{name}" was registered anew meanwhile', hint="ask again")
+            raise TaskFailed(f'"{name}" was registered again in the meantime', hint="ask again")
         declared = announced.stage.answer(announced.manifest)
         as_model = msgspec.structs.replace(announced, stage=None, manifest=declared)
         try:
@@ -367,7 +365,7 @@ class Inference:
             )
         except InvalidInput as error:
             raise TaskFailed(
-                f"postprocess {command.function} returned other than what --returns declares: "
+                f"postprocess {command.function} did not return what --returns declares: "
                 f"{error.message}"
             ) from None
         return replace(found, input_bytes=0, reply_bytes=found.input_bytes), announced

@@ -13,7 +13,7 @@ from ..ipc.sparse import kept_from, open_plain
 
 CHUNK_BYTES: Final = 256 << 10  # small enough to be read between two messages
 TEXTS: Final = {"logs": "log", "history": "history"}
-CUT: Final = "[older lines are gone: [log] max]\n"
+CUT: Final = "[older lines were removed: [log] max]\n"
 PIECES: Final = (*TEXTS, "state")
 
 
@@ -63,7 +63,7 @@ def read_piece(state: Path, name: JobName, kind: str, offset_bytes: int) -> dict
 
 def _nothing(kind: str, name: JobName) -> ModelNotFound:
     what = {"logs": "log"}.get(kind, kind)
-    return ModelNotFound(f'no {what} of a job "{name}"', hint="pipeswitch jobs")
+    return ModelNotFound(f'job "{name}" has no {what}', hint="pipeswitch jobs")
 
 
 def whole_characters(data: bytes) -> int:

@@ -21,6 +21,7 @@ class Models:
         """``max_bytes``: of all inputs of a request."""
         self.max_bytes = max_bytes
         self.current: dict[str, ModelAvailable] = {}
+        self.aliases: dict[str, str] = {}  # the name that each further name stands for
         self.versions: dict[tuple[str, int], ModelAvailable] = {}
         self._fitting: dict[
             Hashable, ValidatedRequest
@@ -33,11 +34,14 @@ class Models:
         self.versions[base, announced.version] = announced
         if announced.is_current:
             self.current[base] = announced
+            others = {alias: name for alias, name in self.aliases.items() if name != base}
+            self.aliases = others | dict.fromkeys(announced.aliases, base)
 
     def retract(self, model: ModelName) -> None:
         """Remove a version that is gone."""
         self.versions = {k: one for k, one in self.versions.items() if one.model != model}
         self.current = {k: one for k, one in self.current.items() if one.model != model}
+        self.aliases = {k: name for k, name in self.aliases.items() if name in self.current}
 
     def find(self, name: str, version: int) -> ModelAvailable:
         """Return a model's current version (0), or another.

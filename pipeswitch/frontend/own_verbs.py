@@ -96,7 +96,9 @@ class OwnVerbs:
         try:
             table = msgspec.json.decode(Path(path).read_bytes(), type=dict[str, Any])
         except (OSError, msgspec.DecodeError):
-            raise ServerUnavailable("this node has no table yet", hint="ask again") from None
+            raise ServerUnavailable(
+                "this node has no table of the cluster yet", hint="ask again"
+            ) from None
         for facts in table["nodes"].values():
             del facts["gateway_keys"]
         self._outbox.reply(client, header.id, body=table)
@@ -112,7 +114,7 @@ class OwnVerbs:
             context = facts.get("context", 0)
             if not facts:
                 raise InvalidInput(
-                    f'"{header.model}" embeds no texts',
+                    f'"{header.model}" does not embed texts',
                     hint="register an encoder, or hf:NAME#…Model for a decoder, whose source has a "
                     "tokenizer, without --generate",
                 )
@@ -148,7 +150,7 @@ class OwnVerbs:
 
     def _put(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         if len(tensors) > 1:
-            raise InvalidInput("put: a chunk is one frame")
+            raise InvalidInput("put: a chunk must be one frame")
         if client.upload_chunks >= CREDIT_CHUNKS:
             raise InvalidInput(f"put: at most {CREDIT_CHUNKS} chunks may be unanswered")
 

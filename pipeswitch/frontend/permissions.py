@@ -73,7 +73,7 @@ def check_source(
         owner_files.append(source)
         if not source.endswith(".bundle"):
             raise InvalidInput(
-                f"{source}: the server reads .bundle files only, others may hold code",
+                f"{source}: the server reads only .bundle files, because others may contain code",
                 hint="the client converts .pt2: pipeswitch register NAME FILE.pt2",
             )
     if weights.startswith("put:"):
@@ -81,7 +81,7 @@ def check_source(
     elif weights and weights != "pretrained" and not re.fullmatch(r"random:[0-9]{1,18}", weights):
         if not weights.endswith(".safetensors"):
             raise InvalidInput(
-                f"weights {weights!r} are none of FILE.safetensors, pretrained, random:SEED",
+                f"weights {weights!r} are not FILE.safetensors, pretrained or random:SEED",
                 hint="a state dict's .pt file: the SDK and the command line convert it",
             )
         weights = _owners_file(weights, is_owner)
@@ -100,7 +100,7 @@ def check_source(
 def _uploaded(reference: str, uploads_dir: str, kind: str) -> str:
     digest = reference.removeprefix("put:")
     if not DIGEST.fullmatch(digest):
-        hint = "upload the file with the verb put, then name it put:DIGEST"
+        hint = "upload the file with the verb put, then give put:DIGEST"
         raise InvalidInput("put: must be followed by a sha256 in hexadecimal", hint=hint)
     path = os.path.join(uploads_dir, f"{digest}.{kind}")
     if not os.path.isfile(path):
@@ -141,7 +141,7 @@ def _require_code_right(
     if is_owner or any(_matches(runs, pattern) for pattern in allow_code):
         return
     raise PermissionDenied(
-        f"{shown!r} is code, and this door does not accept code",
+        f"{shown!r} is code, which is not accepted at this address",
         hint=f"use the owner's ipc socket, or start the server with --allow-code {runs!r}",
     )
 
@@ -174,9 +174,11 @@ def check_function(
     if not declared or not function:
         raise InvalidInput(f"--{what} and {option} need each other", hint=hint)
     if not _MODULE.fullmatch(function):
-        raise InvalidInput(f"{what} {function!r} is no package.module:function", hint=hint)
+        raise InvalidInput(
+            f"{what} {function!r} is not of the form package.module:function", hint=hint
+        )
     if any(dtype == "bfloat16" for _, dtype in declared.values()):
-        raise InvalidInput(f"{option}: these are numpy arrays, none is bfloat16", hint=hint)
+        raise InvalidInput(f"{option}: numpy arrays cannot be bfloat16", hint=hint)
     module = function.partition(":")[0]
     _require_code_right(function, module, is_owner=is_owner, allow_code=allow_code)
 

@@ -23,7 +23,7 @@ from ..programs.interface.packing import PRECISIONS
 from ..programs.interface.pytree import check_takes
 from ..programs.spec import DEFAULT_MAX_BATCH, DEFAULT_SEQUENCES, BuildSpec, stage_of
 from ..scheduler.events import RegisterModelRequest, Token, VersionRequest
-from ..wire.register_request import Extent, RegisterRequest, Signature
+from ..wire.register_request import BuildRequest, Extent, RegisterRequest, Signature
 from .permissions import CheckedSource, Rules, check_function, check_source
 from .validation import check_name, priority_number
 
@@ -37,12 +37,14 @@ def check(request: RegisterRequest) -> None:
     _check_signature("raw", request.raw, (*DTYPES, BYTES))
     _check_signature("returns", request.returns, (*DTYPES, BYTES))
     check_takes(request.takes, request.inputs)
+    for alias in request.aliases:
+        check_name(alias, "alias")
     priority_number(request.priority, default=1)
     has_file = request.weights.startswith("put:") or request.weights.endswith(".safetensors")
     if request.as_version and (request.body().keys() != {"as_version", "weights"} or not has_file):
         raise InvalidInput(
-            "a version from a file is the served model's program with other weights: nothing else "
-            "may be given",
+            "a version from a file changes only the weights of the served model: give no other "
+            "options",
             hint="pipeswitch register NAME --weights FILE --as-version",
         )
     if request.precision not in ("", *PRECISIONS):
@@ -51,11 +53,11 @@ def check(request: RegisterRequest) -> None:
         )
     if request.batch == 1 or (request.batch_delay_ms and not request.batch):
         raise InvalidInput(
-            "a batch joins two requests or more" if request.batch else "batch_delay without batch",
+            "a batch needs at least two rows" if request.batch else "batch_delay without batch",
             hint="--batch 8 --batch-delay 2ms, or neither",
         )
     if request.state and (request.preprocess or request.postprocess):
-        raise InvalidInput("a model with a state has no preprocess and no postprocess")
+        raise InvalidInput("a model with a state cannot have preprocess or postprocess")
 
 
 def _check_signature(field: str, signature: Signature, dtypes: Sequence[str]) -> None:
@@ -81,9 +83,7 @@ def check_origin(
     """Check that this client may use these files and functions, and has the roles for them.
     ``require(role, purpose)`` raises PermissionDenied if the client lacks the role."""
     if not (request.source or request.as_version):
-        raise InvalidInput(
-            "a registration names its source", hint="pipeswitch register NAME SOURCE"
-        )
+        raise InvalidInput("a registration needs a source", hint="pipeswitch register NAME SOURCE")
     code: Any = {"is_owner": is_owner, "allow_code": rules.allow_code}
     source = check_source(
         request.source, request.weights, request.example, uploads_dir=rules.uploads_dir, **code
@@ -124,8 +124,8 @@ def registration(
         spec = msgspec.msgpack.encode(BuildSpec(name=model, source="", weights=source.weights))
         name, tenant = ModelName(model), principal.tenant
         return VersionRequest(token=token, model=name, spec=spec, tenant=tenant)
-    fields = msgspec.structs.asdict(request)
-    del fields["priority"], fields["pin"], fields["as_version"]  # not part of the build
+    parts = BuildRequest.__struct_fields__
+    fields = {name: getattr(request, name) for name in parts}
     fields["max_batch"] = fields["max_batch"] or (
         DEFAULT_SEQUENCES if request.generate else DEFAULT_MAX_BATCH
     )
@@ -146,5 +146,6 @@ def registration(
         is_pinned=request.pin,
         tenant=principal.tenant,
         devices=request.devices,
+        aliases=tuple(ModelName(one) for one in dict.fromkeys(request.aliases) if one != model),
         stage=stage_of(spec),
     )

@@ -194,8 +194,8 @@ class RequestPool:
         while counted_bytes > self._shares.left(holder):
             if not self.give_up():
                 raise QueueFull(
-                    f"this client's waiting requests hold {self._shares.of(holder)} bytes of the "
-                    f"pool, {wanted_bytes} more are over its share of what is free",
+                    f"this client's waiting requests use {self._shares.of(holder)} bytes of the "
+                    f"pool; {wanted_bytes} more exceed its share of the free part",
                     hint="wait for answers, or raise [server] pool",
                     requested_bytes=wanted_bytes,
                 )
@@ -222,7 +222,7 @@ class RequestPool:
             self._files[tenant] = _File(self._file_of(tenant))
         except OSError as error:
             raise QueueFull(
-                f"the server has no room for another tenant's requests: {error.strerror}",
+                f"the server has no memory for another tenant's requests: {error.strerror}",
                 hint="try again later",
             ) from None
 

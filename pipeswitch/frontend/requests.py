@@ -197,7 +197,7 @@ class Requests:
         at, size = (room.reply_offset_bytes, room.reply_bytes) if room is not None else (0, 0)
         if bad_output := output_outside(answer.outputs, at, size):
             _logger.error("request=%s output refused cause=%s", pending.request_id, bad_output)
-            error = TaskFailed(f"{pending.model}: the worker's output does not fit: {bad_output}")
+            error = TaskFailed(f"{pending.model}: the worker's output is invalid: {bad_output}")
             return Reply(token=answer.token, error=error)
         return answer
 

@@ -148,7 +148,7 @@ class Uploads:
             raise InvalidInput(f"put: kind is one of {', '.join(KINDS)}")
         if size > self._max_upload_bytes:
             raise InvalidInput(
-                f"a file of {size} bytes is over the limit of {self._max_upload_bytes}",
+                f"a file of {size} bytes exceeds the limit of {self._max_upload_bytes}",
                 hint="raise [server] max_upload",
             )
         if len(data) > CHUNK_BYTES or offset + len(data) > size:
@@ -266,7 +266,7 @@ class Uploads:
         partial = self._partials.get(chunk.key)
         if partial is None or partial.written_bytes != chunk.offset_bytes:
             at = partial.written_bytes if partial else 0
-            raise InvalidInput(f"put: chunk at {chunk.offset_bytes}, the file stands at {at}")
+            raise InvalidInput(f"put: chunk at {chunk.offset_bytes}, but the file has {at} bytes")
         reach("upload.write")
         partial.file.write(chunk.data)
         partial.file.flush()  # a full disk is this chunk's error
@@ -287,7 +287,9 @@ class Uploads:
         return {"offset_bytes": offset_bytes, "complete": is_complete, "credit": CREDIT_CHUNKS}
 
     def _open(self, chunk: _Chunk) -> None:
-        """
+        """Open an upload.
+
+
         Raises:
             QueueFull: it is over its client's share of the folder.
             HostStoreFull: over its share of the disk, or the disk's own.
@@ -305,7 +307,7 @@ class Uploads:
         self._disk.keep_upload(path.name, client)
 
     def _make_room(self, client: str, size_bytes: int) -> None:
-        """Make room for one more file. Outcomes, each if those before were not enough:
+        """Make room for one more file, by each step if those before were not enough.
 
         1. Its share of folder and disk has room.
         2. Reservations without progress are dropped, whoever made them.

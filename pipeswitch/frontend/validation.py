@@ -58,7 +58,7 @@ def priority_number(name: str, default: int) -> int:
         return default
     if name not in PRIORITIES:
         raise InvalidInput(
-            f"priority {name!r} is none of {', '.join(PRIORITIES)}{nearest(name, PRIORITIES)}"
+            f"priority {name!r} is not one of {', '.join(PRIORITIES)}{nearest(name, PRIORITIES)}"
         )
     return PRIORITIES[name]
 
@@ -86,6 +86,7 @@ def find_version(
 
 
 def model_not_found(name: str, known: Iterable[str]) -> ModelNotFound:
+    """Return the error for an unknown model, with the nearest name."""
     if isinstance(known, Mapping) and name in known and known[name].chain is not None:
         return ModelNotFound(
             f'"{name}" is a chain, not a model', hint=f"pipeswitch show {name} names its models"
@@ -141,7 +142,7 @@ def check_infer(
         offset += aligned(size, TENSOR_ALIGN_BYTES)
     if offset > max_bytes:
         raise InvalidInput(
-            f"{header.model}: {offset} bytes of input are over the limit of {max_bytes}",
+            f"{header.model}: {offset} bytes of input exceed the limit of {max_bytes}",
             hint="raise [server] max_message",
         )
     return ValidatedRequest(
@@ -174,7 +175,7 @@ def _reply_bytes(model: str, manifest: Manifest, values: Values) -> int:
     try:
         sizes = [spec.size_bytes(values) for spec in manifest.outputs]
     except NoExtent as error:
-        raise InvalidInput(f"{model} has no answer at {values_text(values)}: {error}") from None
+        raise InvalidInput(f"{model} cannot compute {values_text(values)}: {error}") from None
     least = MODULE_OUTPUT_BYTES if manifest.mode == "module" else 0
     return sum(aligned(max(size, least), TENSOR_ALIGN_BYTES) for size in sizes)
 
@@ -196,7 +197,7 @@ def _by_call_order(
                 hint=f"its inputs are {', '.join(names)}",
             )
     if len(by_name) != len(names):
-        raise InvalidInput(f"{model}: an input is given twice")
+        raise InvalidInput(f"{model}: an input appears twice")
     return [by_name[name] for name in names]
 
 
@@ -342,7 +343,7 @@ def trace_id_of(body: Body) -> str:
     given = body.text("traceparent", "")
     if given and not TRACEPARENT.fullmatch(given):
         hint = "00-TRACE-SPAN-01, with 32 and 16 hexadecimal digits"
-        raise InvalidInput(f"traceparent {given[:80]!r} is none of W3C's", hint=hint)
+        raise InvalidInput(f"traceparent {given[:80]!r} is not in W3C's format", hint=hint)
     return given[3:35]
 
 
@@ -355,7 +356,7 @@ def tenant_of(body: Body, own: str) -> str:
     """
     named = body.text("tenant", "")
     if named and own:
-        raise PermissionDenied("only the server's owner may ask for another client")
+        raise PermissionDenied("only the server's owner may send a request for another client")
     return (named if named == ANYONE else check_name(named, "tenant")) if named else own
 
 

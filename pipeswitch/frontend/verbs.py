@@ -80,7 +80,7 @@ def ask(
     question = Question(header, token, principal, rules)
     parse = VERBS[header.op].parse
     if parse is None:
-        raise InvalidInput(f"{header.op} is no question to the scheduler")
+        raise InvalidInput(f"{header.op} is not a request to the scheduler")
     asked = parse(question)
     question.body.done()
     return asked
@@ -183,7 +183,7 @@ def _profile(q: Question) -> Event:
 def _ping(q: Question) -> Event:
     """Parse ``ping``; without a body the loop itself answers it, even without a session."""
     if not q.body.flag("deep"):
-        raise InvalidInput("ping: deep is true, or there is no body")
+        raise InvalidInput("ping: the body must be empty or have deep: true")
     return ev.PingRequest(token=q.token)
 
 

@@ -36,14 +36,13 @@ class Authenticator:
         origins: frozenset[str] = frozenset(),
         owner_token: str = "",
     ) -> None:
-        """
-        Args:
-            roles: of every caller.
-            tokens: by token.
-            needs_token: whether one without any is turned away.
-            hosts: names under which this address may be asked; None: any.
-            origins: other sites whose pages may ask.
-            owner_token: of the server's owner, beside ``tokens``.
+        """Args:
+        roles: of every caller.
+        tokens: by token.
+        needs_token: whether one without any is turned away.
+        hosts: names under which this address may be asked; None: any.
+        origins: other sites whose pages may ask.
+        owner_token: of the server's owner, beside ``tokens``.
         """
         self._roles = frozenset(roles)
         self._needs_token = needs_token
@@ -68,7 +67,7 @@ class Authenticator:
         if authorization in NO_TOKEN:
             if self._needs_token:
                 raise Unauthenticated(
-                    "this address asks for a token", hint="Authorization: Bearer TOKEN"
+                    "this address needs a token", hint="Authorization: Bearer TOKEN"
                 )
             return Principal(tenant=ANYONE, roles=self._roles)
         found = None
@@ -79,11 +78,11 @@ class Authenticator:
                     found = principal
         if found is None:
             raise Unauthenticated(
-                "this token is not known here",
-                hint="the file of [gateway] tokens lists them"
+                "unknown token",
+                hint="the file of [gateway] tokens has the valid ones"
                 if self._needs_token
-                else "this address needs none: give EMPTY as the key; the file of [gateway] tokens "
-                "lists those that are known",
+                else "this address needs no token: give EMPTY as the key; the file of [gateway] "
+                "tokens has the valid ones",
             )
         return Principal(tenant=found.tenant, roles=found.roles | self._roles)
 
@@ -96,18 +95,19 @@ class Authenticator:
         name = re.sub(":[0-9]+$", "", host.lower())
         if self._hosts is not None and name not in self._hosts:
             raise WrongHost(
-                f"this is not {host[:80]!r}", hint=f"ask for {', '.join(sorted(self._hosts))}"
+                f"the name of this server is not {host[:80]!r}",
+                hint=f"use {', '.join(sorted(self._hosts))}",
             )
 
 
 def require(principal: Principal, verb: str) -> None:
-    """Raises PermissionDenied: the caller lacks the role that a verb of the wire needs."""
+    """Raise PermissionDenied if the caller lacks the role that a verb of the wire needs."""
     if (role := VERBS[verb].role) not in principal.roles:
         require_role(principal, role, verb)
 
 
 def require_role(principal: Principal, role: Role, what: str) -> None:
-    """Raises PermissionDenied: the caller lacks the role that ``what`` needs."""
+    """Raise PermissionDenied if the caller lacks the role that ``what`` needs."""
     if role in principal.roles:
         return
     wanted = ",".join(in_order({*principal.roles, role}))

@@ -85,7 +85,7 @@ class Caller(LimitedConnection):
         return max(0, received - int(HEARTBEAT_BYTES_PER_S * (now_s - self.since_s)))
 
     def hang_up(self) -> None:
-        """libzmq has no call for one peer, so its socket is shut down.
+        """Shut a peer's socket down, because libzmq has no call for one peer.
 
         The descriptor is duplicated first, then compared: it cannot become another one between.
         """
@@ -280,7 +280,7 @@ class CurveListener:
             can_send = caller.stream is stream and not caller.is_full
             messages = stream.receive(1) if can_send else []
         except (EOFError, RemoteProtocolError):
-            self.connections.end(caller, "the server hung up")
+            self.connections.end(caller, "the server closed the connection")
             self._part(caller)
             return
         if messages:
@@ -364,7 +364,7 @@ def _told(principal: Principal) -> dict[str, Any]:
 
 
 def inode_of(fd: int, port: int = 0) -> int:
-    """The identity of the socket behind a descriptor number; 0 when there is none, or it is no
+    """Return the identity of the socket behind a descriptor number; 0 if there is none, or it is no
     connection to that port.
 
     A number is reused at once after its connection ends, and what is looked at here may be hung up
@@ -383,7 +383,7 @@ def inode_of(fd: int, port: int = 0) -> int:
 
 @contextlib.contextmanager
 def held(fd: int) -> Iterator[socket.socket]:
-    """The socket of that number now, whatever becomes of the number. OSError: it is none."""
+    """Hold the socket of that number, whatever becomes of the number. OSError: it is none."""
     duplicate = os.dup(fd)
     try:
         sock = socket.socket(fileno=duplicate)

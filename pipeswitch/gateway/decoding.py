@@ -17,5 +17,6 @@ def check_memory(count: int, each_bytes: int = MEMORY_OF_A_BYTE) -> None:
 
 
 def decode_json(data: Any, kind: type[T]) -> T:
+    """Decode JSON if there is memory for the result."""
     check_memory(len(data))
     return msgspec.json.decode(data, type=kind)

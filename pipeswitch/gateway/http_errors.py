@@ -25,7 +25,9 @@ class MethodNotAllowed(errors.PipeSwitchError):
 
     def __init__(self, method: str, path: str, allow: str) -> None:
         wanted = allow.replace(", ", " or ")
-        super().__init__(f"{method} is not for {path[:200]}", hint=f"use {wanted}", allow=allow)
+        super().__init__(
+            f"{path[:200]} does not support {method}", hint=f"use {wanted}", allow=allow
+        )
 
 
 class UnknownCoding(errors.PipeSwitchError):

@@ -37,7 +37,7 @@ HEADERS: Final = f"Authorization, Content-Type, Content-Encoding, Last-Event-ID,
 WISHED: Final = "access-control-request-headers"
 NAMES: Final = re.compile("[A-Za-z0-9_, -]{1,2048}")  # of headers that a page wishes to send
 TOLD: Final = f"Retry-After, Server-Timing, {JSON_LENGTH}"
-HINT: Final = "GET /v2 tells what is served, /api/openapi.json what else; /ui shows it to people"
+HINT: Final = "GET /v2 and /api/openapi.json list the paths; /ui is the web page"
 
 
 class Rest:
@@ -112,7 +112,7 @@ class Rest:
             return
         if urlsplit(origin).netloc.lower() != host.lower():
             allow = f'to allow it: [gateway] origins = ["{origin[:80]}"]'
-            raise WrongHost(f"a page of {origin[:80]!r} may not ask here", hint=allow)
+            raise WrongHost(f"a page of {origin[:80]!r} may not send requests here", hint=allow)
 
     def _work(self, head: Head, caller: Principal) -> Work:
         path = head.path.rstrip("/")
@@ -126,7 +126,7 @@ class Rest:
             name, version, tail = (unquote(part or "") for part in found.groups())
             if tail not in self._of_model:
                 near = nearest(tail, filter(None, self._of_model))
-                raise NotFound(f"a model has no {tail[:80]!r}{near}", hint=HINT)
+                raise NotFound(f"a model has no path {tail[:80]!r}{near}", hint=HINT)
             method, verb = self._of_model[tail]
             _check_method(head, method)
             return partial(verb, caller, name, version, head)
@@ -211,7 +211,7 @@ class Rest:
     async def _load(self, caller: Principal, model: str, body: Any) -> Response:
         parameters = _object(body).get("parameters") or {}
         if not isinstance(parameters, Mapping):
-            raise InvalidInput("parameters is no object")
+            raise InvalidInput("parameters must be an object")
         await self._service.load(caller, model, parameters)
         return json_answer({})
 
@@ -309,11 +309,11 @@ def _object(body: Any) -> dict[str, Any]:
     if not len(body):
         return {}
     if len(body) > MAX_OBJECT_BYTES:
-        raise TooLarge(f"{len(body)} bytes of JSON, {MAX_OBJECT_BYTES} at most are read here")
+        raise TooLarge(f"{len(body)} bytes of JSON, the limit is {MAX_OBJECT_BYTES}")
     try:
         return decode_json(body, dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidInput(f"the body is no JSON object: {error}") from None
+        raise InvalidInput(f"the body is not a JSON object: {error}") from None
 
 
 def _json_length(head: Head) -> int | None:
@@ -321,7 +321,7 @@ def _json_length(head: Head) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 16):
-        raise InvalidInput(f"{JSON_LENGTH} is no number: {text[:40]!r}")
+        raise InvalidInput(f"{JSON_LENGTH} is not a number: {text[:40]!r}")
     return int(text)
 
 

@@ -85,13 +85,13 @@ class SharedLoader:
         return begun
 
     def state_dict(self) -> dict[str, Any]:
-        """The newest pass that is not inside another one; of ``job.steps``, at a commit point."""
+        """Return the newest pass that is not inside another one."""
         outer = self._outer()
         begins, batches = ((-1, 0), 0) if outer is None else (outer.begins, outer.batches)
         return {"newest": list(self._newest), "begins": list(begins), "batches": batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iterator goes on there."""
+        """Make the next iterator continue there."""
         self.pass_by(state)
         step, before = state["begins"]
         self._resumed = (step, before), state["batches"]
@@ -104,7 +104,7 @@ class SharedLoader:
     # ------------------------------------------------------------------------- of a pass
 
     def _begin(self, begins: tuple[int, int]) -> Iterator[Any]:
-        """Lists of samples, in the order of the loader's own sampler."""
+        """Yield lists of samples, in the order of the loader's own sampler."""
         with own_random():
             seed_all(self._seed, begins, 0, "order")  # some draw all of it now
             order: Iterator[Any] = iter(self._loader.batch_sampler)
@@ -117,7 +117,7 @@ class SharedLoader:
             raise SharedInputRefused(
                 f'a batch of the shared input "{self._name}" was written in place before step '
                 f"{self._step()} ended",
-                hint="it is other jobs' too: write to a copy, x = x.clone()",
+                hint="other jobs use it, too: write to a copy, x = x.clone()",
             )
         self._lent = None
 

@@ -59,7 +59,7 @@ class Lent:
 
 
 def private(value: Any) -> Lent:
-    """A batch of this process alone.
+    """Return a batch of this process alone.
 
     Raises:
         InvalidInput: something in it could not be shared; names it.
@@ -92,7 +92,7 @@ class Ring:
         self._me = self._join()
 
     def get(self, label: Label, facts: dict[str, str], load: Callable[[], Any]) -> Lent:
-        """The batch: another job's, or what ``load`` gives, which the others find then.
+        """Return the batch: another job's, or that of ``load``, which the others find then.
 
         Waits while another job loads it.
 
@@ -162,7 +162,7 @@ class Ring:
                     table.abandon(id)
 
     def _has_memory(self, offset: int, size_bytes: int) -> bool:
-        """The machine has pages for it: else a write would be a SIGBUS."""
+        """Return whether the machine has pages for it: otherwise a write would be a SIGBUS."""
         try:
             os.posix_fallocate(self._descriptor, HEAD_BYTES + offset, size_bytes)
         except OSError:
@@ -170,7 +170,7 @@ class Ring:
         return True
 
     def _found(self, entry: Entry, load: Callable[[], Any]) -> Lent:
-        """The first of each loader is compared with what this process would have loaded."""
+        """Compare the first batch of each loader with what this process would have loaded."""
         lent = self._lent(entry, was_found=True)
         loader = entry.label.loader
         if loader not in self._compared:
@@ -196,7 +196,7 @@ class Ring:
         return Lent(state_codec.decode(content["data"], blobs), [everything], was_found=was_found)
 
     def _keep_what_is_old(self) -> None:
-        """A batch that is gone is held no more. Of those the script keeps, the last is what its
+        """Release batches that are gone. Of those the script keeps, the last is what its
         loop's variable names; an older one becomes a copy of this process's own."""
         alive = {id: own for id, ref in self._held.items() if (own := ref()) is not None}
         for id in list(alive)[:-1]:
@@ -208,7 +208,7 @@ class Ring:
 
     @contextlib.contextmanager
     def _table(self) -> Iterator[Table]:
-        """The table, this process's alone; kept unless the body raises."""
+        """Yield the table, this process's alone; it is kept unless the body raises."""
         self._lock(TABLE_LOCK, fcntl.F_WRLCK)
         try:
             newer = self._newer[0]
@@ -227,7 +227,7 @@ class Ring:
             self._lock(TABLE_LOCK, fcntl.F_UNLCK)
 
     def _join(self) -> int | None:
-        """A number whose former owner, if any, is gone; None: there are too many."""
+        """Return a number whose former owner, if any, is gone; None: there are too many."""
         with self._table() as table:
             for number in range(MAX_SUBSCRIBERS):
                 if self._try(ALIVE + number):
@@ -267,7 +267,7 @@ def _encoded(batch: Any) -> tuple[Any, list[state_codec.Attachment]]:
 def _laid_out(
     data: Any, parts: list[state_codec.Attachment]
 ) -> tuple[bytes, list[tuple[int, int]], int]:
-    """The batch's head, where its attachments lie behind it, and the size in whole pages."""
+    """Return the batch's head, where its attachments lie behind it, and the size in whole pages."""
     head = json.dumps({"data": data, "places": []}).encode()
     offset = 8 + len(head) + 64 * len(parts)  # two numbers each
     places = []

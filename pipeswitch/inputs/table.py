@@ -62,16 +62,22 @@ class Row(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Found:
+    """Batch that another job has loaded."""
+
     entry: Entry
 
 
 @dataclass(frozen=True)
 class Wait:
+    """Order to wait for a batch that another job loads now."""
+
     subscriber: int  # it loads the batch now
 
 
 @dataclass(frozen=True)
 class Load:
+    """Order to load a batch."""
+
     id: int  # of the entry that the others wait for
 
 
@@ -154,7 +160,7 @@ class Table(msgspec.Struct):
         return offset
 
     def done(self, id: int) -> Entry:
-        """The batch is written, and its loader holds it."""
+        """Mark the batch as written; its loader holds it."""
         entry = self.entry(id)
         for row in self.rows:
             if (row.subscriber, row.loader) == (entry.loading, entry.label.loader):
@@ -163,7 +169,7 @@ class Table(msgspec.Struct):
         return entry
 
     def abandon(self, id: int) -> None:
-        """The batch will not come: who waits for it loads it."""
+        """Mark the batch as abandoned, so that waiting jobs load it."""
         self.entries = [entry for entry in self.entries if entry.id != id]
 
     def entry(self, id: int) -> Entry:
@@ -191,7 +197,7 @@ class Table(msgspec.Struct):
         )
 
     def _gap(self, staying: Sequence[Entry], size_bytes: int) -> int | None:
-        """The first place between those that stay."""
+        """Return the first place between those that stay."""
         offset = 0
         for entry in sorted(staying, key=lambda entry: entry.offset_bytes):
             if entry.offset_bytes - offset >= size_bytes:
@@ -202,6 +208,7 @@ class Table(msgspec.Struct):
 
 
 def differs(label: Label, job: str, what: str) -> SharedInputRefused:
+    """Return the error for a loader that differs from that of another job."""
     return SharedInputRefused(
         f'the shared input "{label.loader}" differs from the one in job "{job}": {what}',
         hint="give both jobs the same data, order and seed; or this input another name: "

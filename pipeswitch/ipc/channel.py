@@ -64,7 +64,7 @@ _message_decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode_message(message: Message) -> bytes:
-    """msgpack of an internal message."""
+    """Encode an internal message as msgpack."""
     encoder.encode_into(message, data := bytearray())  # like ``encoded``, but without another call
     return bytes(data)
 
@@ -126,7 +126,7 @@ class Channel:
             raise
 
     def receive(self) -> tuple[Message, list[int]] | None:
-        """The next message with its descriptors (the caller owns them); None at end of file.
+        """Return the next message with its descriptors (the caller owns them); None at end of file.
 
         Raises:
             BlockingIOError: a non-blocking channel has nothing to read, or see ``set_limit``.
@@ -183,7 +183,7 @@ def channel_pair() -> tuple[Channel, Channel]:
 
 
 def channel_from(descriptor: int) -> Channel:
-    """A channel over an inherited descriptor."""
+    """Return a channel over an inherited descriptor."""
     return Channel(socket.socket(fileno=descriptor))
 
 

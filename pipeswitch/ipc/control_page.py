@@ -6,7 +6,7 @@ by the process that gives the device away: the stopping worker when it has parke
 when a task ended or its worker was reaped. Word ``BEGUN + slot`` holds the operation id of the last
 task that the worker in that slot began to compute: after its death it tells whether that task can
 be blamed. Word ``STOP + slot`` holds the operation id of the task that is to be interrupted between
-two groups, since a request waits: a pass of a model that streams steps aside. Word 1 says how far a
+two groups, since a request waits: a pass of a streamed model yields. Word 1 says how far a
 model that streams has computed (ADR 43): its copy's operation id and how many groups, in one
 number, so that a late one of another pass is not believed. The worker that has the turn writes it.
 Words ``CLAIM + slot`` and ``LEAST + slot`` say what the slot's job takes of the memory for
@@ -38,7 +38,7 @@ F_SEAL_FUTURE_WRITE: Final = 0x0010  # Linux 5.1; Python 3.11's fcntl does not n
 
 
 def sealed_memfd(name: str, size_bytes: int, *, reserve_bytes: int = 0) -> int:
-    """An anonymous shared memory file of fixed size; nothing in /dev/shm, nothing to leak.
+    """Create an anonymous shared memory file of fixed size, which has no name in /dev/shm.
 
     Sealed against shrinking and growing, so no peer can make another die of SIGBUS.
     ``reserve_bytes``: so many are taken now; a full machine is an OSError here, no signal later.
@@ -61,17 +61,17 @@ def seal_against_writers(descriptor: int) -> None:
 
 
 def new_doorbell() -> int:
-    """A blocking eventfd."""
+    """Return a blocking eventfd."""
     return os.eventfd(0, os.EFD_CLOEXEC)
 
 
 def ring(doorbell: int) -> None:
+    """Ring a doorbell."""
     os.eventfd_write(doorbell, 1)
 
 
 class Board:
-    """A mapping of the control page. Aligned 64-bit loads and stores: x86 and Arm keep them
-    whole."""
+    """Mapping of the control page; aligned 64-bit loads and stores are atomic."""
 
     def __init__(self, descriptor: int) -> None:
         self._map = mmap.mmap(descriptor, BOARD_BYTES)
@@ -103,8 +103,7 @@ class Board:
         self._words[STOP + slot] = op_id
 
     def stop(self, slot: int) -> int:
-        """Return the operation id of the task that the slot's worker is to interrupt; 0: none
-        yet."""
+        """Return the operation id of the task that the slot's worker must interrupt, or 0."""
         return self._words[STOP + slot]
 
     def write_tiles(self, slot: int, claim: int, least: int) -> None:

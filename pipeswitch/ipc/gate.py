@@ -131,7 +131,7 @@ class Gate:
             self.answer(where)
 
     def answer(self, where: Where) -> None:
-        """The slow half of ``check``: something is asked, or the device was left."""
+        """Handle the slow half of ``check``: a request is pending, or the device was left."""
         if self.in_optimizer_step:
             return
         while (call := self._answer(where)) is not None:
@@ -242,7 +242,7 @@ class Gate:
     # ------------------------------------------------------------------ with the lock held
 
     def _accept_stop(self, turn: int, next_turn: int, *, at_boundary: bool = False) -> None:
-        """A stop for the current turn; dropped where that turn is given up or asked back."""
+        """Accept a stop for the current turn; drop it if that turn is given up or asked back."""
         if self._state is GateState.RUNNING:
             self._accepted, self._at_boundary = (turn, next_turn), at_boundary
             self._state = GateState.STOPPING
@@ -290,7 +290,7 @@ class Gate:
             self._accept_stop(turn, next_turn)
 
     def _take_device(self, where: Where) -> None:
-        """Main thread: block until running, or until an eviction is asked for."""
+        """Block the main thread until running, or until an eviction is requested."""
         self._take_up_grant()
         if self._state is GateState.STOPPED and not self.is_evicting:
             self._state = GateState.PARKED

@@ -61,7 +61,7 @@ def keep_newest(path: str, size_bytes: int) -> None:
 
 
 def open_plain(path: str, _: int) -> int:
-    """An ``opener`` for what a script may have replaced: a pipe would stop whoever opens it.
+    """Open a plain file that a script may have replaced, where a pipe would block the opener.
 
     Raises:
         OSError: there is no such file, or it is no plain one.
@@ -74,7 +74,7 @@ def open_plain(path: str, _: int) -> int:
 
 
 def kept_from(descriptor: int, position: int) -> int:
-    """The first position, this one or later, that is not in a hole."""
+    """Return the first position, this one or later, that is not in a hole."""
     try:
         return os.lseek(descriptor, position, os.SEEK_DATA)
     except OSError:  # it is at the end, or its file system knows none

@@ -57,7 +57,7 @@ class LayerCosts:
             raise ValueError("a layer has a negative number of bytes")
 
     def scaled(self, copy_factor: float, compute_factor: float) -> LayerCosts:
-        """The same where copies and computation take that many times as long."""
+        """Return costs with copies and computation that take that many times as long."""
         link = self.link
         slower = LinkCost(link.alpha_ms * copy_factor, link.beta_ms_per_byte * copy_factor)
         compute_ms = tuple(ms * compute_factor for ms in self.compute_ms)

@@ -79,7 +79,7 @@ class _Table:
         self.best_chain: Chain = None
 
     def fill_unlimited(self) -> None:
-        """The one row of any number of groups, where groups cost nothing."""
+        """Fill the one row of any number of groups, where groups cost nothing."""
         # Each layer's cut is looked for when those after it have been settled.
         for i, ms, j in self._faster_cuts(0.0, self.costs.layer_count):
             self.rest_ms[i], self.chains[i] = ms, (j, self.chains[j])

@@ -14,7 +14,7 @@ FLOOR_MS = 1e-3  # below, a clock's own noise would decide a relative fit
 
 
 def spread(values: Sequence[float]) -> float:
-    """The distance between the quartiles; 0 for fewer than two values."""
+    """Return the distance between the quartiles; 0 for fewer than two values."""
     return quantile(values, 0.75) - quantile(values, 0.25)
 
 
@@ -28,7 +28,7 @@ def quantile(values: Sequence[float], fraction: float) -> float:
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
-    """The smallest value that at least ``fraction`` of all do not exceed."""
+    """Return the smallest value that at least ``fraction`` of all do not exceed."""
     ordered = sorted(values)
     rank = max(0, -(-len(ordered) * round(fraction * 1000) // 1000) - 1)
     return ordered[rank]

@@ -171,7 +171,7 @@ class Measurement:
         return self._done / total
 
     def take(self, run: Run | None) -> bool:
-        """The result of ``next``; False when its times mean nothing and it is made again."""
+        """Take the result of ``next``; False if its times mean nothing and it is made again."""
         trial = self.next
         assert trial is not None
         if run is None or not len(run.begins_ms) == len(run.ends_ms) == len(trial.plan):
@@ -193,7 +193,7 @@ class Measurement:
         return True
 
     def profile(self, measured_at: str) -> Profile:
-        """The finished profile; ``next`` is None.
+        """Return the finished profile; ``next`` is None.
 
         Args:
             measured_at: now, as ISO 8601.
@@ -307,5 +307,5 @@ class Measurement:
 
 
 def _round(value: float) -> float:
-    """A tenth of a microsecond is more than any clock here knows."""
+    """Round to a tenth of a microsecond, which no clock here can resolve."""
     return round(value, 4)

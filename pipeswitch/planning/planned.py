@@ -22,7 +22,7 @@ SCENARIOS: Final = ((1.0, 1.0), (1.2, 1.0), (1.0, 1.2))
 
 
 def robust_plan(costs: LayerCosts) -> Plan:
-    """The plan of least regret among the optima of all scenarios and the finest one."""
+    """Return the plan of least regret among the optima of all scenarios and the finest one."""
     worlds = [costs.scaled(*factors) for factors in SCENARIOS]
     optima = [plan_groups(world) for world in worlds]
     best_ms = [makespan(plan, world) for plan, world in zip(optima, worlds, strict=True)]

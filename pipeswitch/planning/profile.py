@@ -39,7 +39,7 @@ class Identity(_Part, frozen=True):
     torch: str
 
     def difference(self, ours: Identity) -> str:
-        """The first thing that is not the same, in words; empty when all is."""
+        """Return the first difference in words; empty if there is none."""
         for field in self.__struct_fields__:
             theirs, mine = getattr(self, field), getattr(ours, field)
             if theirs != mine:
@@ -119,7 +119,7 @@ class Profile(_Part, frozen=True):
     stale: str = ""  # why it is not used; earlier releases wrote it
 
     def batch(self, batch: int) -> BatchProfile | None:
-        """The times at that batch size, if it was measured."""
+        """Return the times at that batch size, if it was measured."""
         return next((one for one in self.batches if one.batch == batch), None)
 
     def why_unusable(self, identity: Identity, digest: str, layer_bytes: Sequence[int]) -> str:
@@ -149,7 +149,7 @@ def encode(profile: Profile) -> bytes:
 
 
 def decode(raw: bytes) -> Profile:
-    """A profile from a file.
+    """Decode a profile from a file.
 
     Raises:
         ProfileError: no JSON, another shape, another version, or numbers that cannot be.
@@ -181,7 +181,7 @@ def _check(profile: Profile) -> None:
             raise ProfileError(f"batch {batch.batch}: not one time for each of {count} layers")
         _check_times(f"batch {batch.batch}", [ms for column in columns for ms in column])
     if len({batch.batch for batch in profile.batches}) != len(profile.batches):
-        raise ProfileError("a batch is there twice")
+        raise ProfileError("a batch appears twice")
     if min(layer.size_bytes for layer in profile.layers) < 0:
         raise ProfileError("a layer has a negative size")
     _check_times("copies", [layer.copy_ms for layer in profile.layers])

@@ -61,8 +61,7 @@ def land(
 def least_window(
     sizes_bytes: Sequence[int], until: Sequence[int], max_bytes: int, unit_bytes: int
 ) -> int:
-    """The smallest window of which ``land`` makes something; more than ``max_bytes``: such a
-    one is too small."""
+    """Return the smallest window that suffices for ``land``, or more than ``max_bytes``."""
     sizes = [-(-size // unit_bytes) * unit_bytes for size in sizes_bytes]
     needed = frozenset(i for i, last in enumerate(until) if last > i + 1)
     least = _least_ring(sizes, until, needed, max_bytes, unit_bytes)

@@ -198,7 +198,7 @@ class _Run:
         return max(self._free_ms[way], asked_ms) + copy_ms
 
     def _carry(self, until_ms: float) -> None:
-        """The lanes go on until then."""
+        """Advance the lanes until then."""
         for way, queue in self._queues.items():
             while queue and (end_ms := self._end_ms(way)) <= until_ms:
                 storage, _ = queue.popleft()
@@ -228,6 +228,7 @@ def forecast(
 
 
 def order_of_use(step: Step) -> tuple[int, ...]:
+    """Return the storages in order of their first use."""
     return tuple(dict.fromkeys(event.storage for event in step.events if event.what == "use"))
 
 
@@ -237,7 +238,7 @@ def plan(
     lanes: Lanes,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Forecast | None:
-    """The best of vDNN's, Belady's and what a genetic search makes of them.
+    """Return the best of vDNN's, Belady's and a genetic search's plans.
 
     Args:
         is_over: the search ends: time is up. What was found until then counts.
@@ -254,7 +255,7 @@ def plan(
 
 
 def min_bytes(step: Step) -> int:
-    """The least budget that can be kept: all that may leave does."""
+    """Return the least possible budget: all that may leave the device does."""
     lanes = (LinkQueue(bytes_per_ms=1.0),) * 2
     unlimited = forecast(step, (), 1 << 62, lanes)
     assert unlimited is not None

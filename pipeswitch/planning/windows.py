@@ -132,7 +132,7 @@ def makespan_ms(jobs: Sequence[Job], order: Sequence[int], memory: Memory = UNLI
 
 
 def alternating(jobs: Sequence[Job]) -> Order:
-    """The thesis' scheduler: the largest weight, the smallest, the second largest, and so on.
+    """Order jobs by weight: the largest, the smallest, the second largest, and so on.
 
     A job's weight is its reward over its penalty: the share of the window that it computes, over
     the time its model takes on the link (resident: infinite). The window is the same for all, so

@@ -213,8 +213,7 @@ def save_manifest(path: str | os.PathLike[str], manifest: Manifest) -> None:
 
 @functools.cache
 def fingerprint() -> str:
-    """Return a fingerprint of what a packed layout depends on: torch, its kernels and the
-    processor's features."""
+    """Return a fingerprint of torch, its kernels and the processor's features."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

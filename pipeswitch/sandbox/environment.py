@@ -62,7 +62,7 @@ libraries read when they are imported."""
 
 
 def harmless(environment: Mapping[str, str]) -> dict[str, str]:
-    """The part of it that any of our processes may know."""
+    """Return the variables that all of our processes may have."""
     return {
         name: value
         for name, value in environment.items()
@@ -71,7 +71,7 @@ def harmless(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment_file() -> int:
-    """A descriptor of this process's whole environment, for ``take_environment``.
+    """Return a descriptor of this process's whole environment, for ``take_environment``.
 
     Raises:
         OSError: this process has no descriptor left, or the machine no memory.
@@ -83,8 +83,8 @@ def environment_file() -> int:
 
 
 def take_environment(descriptor: int) -> None:
-    """Add what lies there to this process's environment, where it has no value; close it."""
-    # Not read from where the last one stopped: all processes that have it share one position.
+    """Add the file's variables to this process's environment, unless they are set; close it."""
+    # Processes share the file's position, so it is read from the start.
     text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     os.close(descriptor)
     for pair in text.split(b"\0")[:-1]:

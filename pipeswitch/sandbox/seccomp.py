@@ -36,6 +36,7 @@ PR_SET_NO_NEW_PRIVS: Final = 38
 
 
 def machine() -> str:
+    """Return the processor's architecture."""
     return os.uname().machine
 
 
@@ -76,13 +77,14 @@ def forbid_new_privileges() -> None:
 
 
 def system_call(*arguments: object) -> int:
+    """Call the kernel directly."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     return int(libc.syscall(*arguments))
 
 
 def program(allowed: Iterable[str], machine: str, pid: int) -> list[Instruction]:
-    """The filter's instructions."""
+    """Return the filter's instructions."""
     column, architecture = ARCHITECTURES[machine]
     wanted = conditions(pid)
     lines: list[Instruction] = [

@@ -31,8 +31,7 @@ from .training.training import Training
 
 
 class Device:
-    """Parts and state of one device; each part has one concern and gets only the others it
-    needs."""
+    """Parts and state of one device; each part has one concern."""
 
     def __init__(
         self,

@@ -132,6 +132,8 @@ class CancelRequest(_Message, frozen=True):
 
 
 class RegisterModelRequest(ClientRequest, frozen=True):
+    """Request to register a model."""
+
     model: ModelName
     spec: bytes  # msgpack of programs.build.BuildSpec
     spec_digest: str  # same name and same spec again is a no-op
@@ -143,6 +145,7 @@ class RegisterModelRequest(ClientRequest, frozen=True):
     is_known: bool = False  # of an earlier server, as the journal has it
     restored: Manifest | None = None  # then: requests come, and wait for the build
     stage: Processor | None = None  # what makes its inputs; None: its clients
+    aliases: tuple[ModelName, ...] = ()  # further names
 
 
 class VersionRequest(ClientRequest, frozen=True):
@@ -154,6 +157,8 @@ class VersionRequest(ClientRequest, frozen=True):
 
 
 class ChainRequest(ClientRequest, frozen=True):
+    """Request to register a chain."""
+
     model: ModelName  # the chain's name
     steps: tuple[Step, ...] = ()
     returns: dict[str, str] = {}
@@ -171,6 +176,8 @@ class PublishRequest(ClientRequest, frozen=True):
 
 
 class RollbackRequest(ClientRequest, frozen=True):
+    """Request to make a version current, or to give it a share."""
+
     model: ModelName
     version: int = 0  # 0: the newest before the current one
     share: int = -1  # percent of requests that shall be its; -1: all, it becomes the current one
@@ -178,6 +185,8 @@ class RollbackRequest(ClientRequest, frozen=True):
 
 
 class UnregisterRequest(ClientRequest, frozen=True):
+    """Request to remove a model or a chain."""
+
     model: ModelName
     tenant: str | None = None  # only when it is this one's; None: whosever it is
 
@@ -198,6 +207,8 @@ class LoadedCommit(msgspec.Struct, frozen=True):
 
 
 class TrainRequest(ClientRequest, frozen=True):
+    """Request to start a training job."""
+
     job: JobName
     entry: str
     args: tuple[str, ...]
@@ -236,8 +247,7 @@ class Query(ClientRequest, frozen=True):
 
 
 class ProfileRequest(ClientRequest, frozen=True):
-    """Measure a model layer by layer on an idle device, with the client's requests; the final
-    answer is the profile."""
+    """Measure a model on an idle device; the final answer is the profile."""
 
     model: ModelName
     batches: tuple[int, ...] = ()  # empty: the one its requests come with
@@ -338,7 +348,7 @@ class RaiseTurn(_Message, frozen=True):
 
 
 class Interrupt(_Message, frozen=True):
-    """Write the worker's stop word. A streaming model's pass then steps aside between two groups,
+    """Write the worker's stop word. A streamed model's pass then yields between two groups,
     and a run of several steps ends between two steps."""
 
     target: Address
@@ -361,6 +371,8 @@ class TakeResult(_Message, frozen=True):
 
 
 class StartBuild(_Message, frozen=True):
+    """Start a builder for a registration."""
+
     model: ModelName
     op_id: OpId
     spec: bytes
@@ -426,9 +438,12 @@ class ModelAvailable(_Message, frozen=True):
     registration_id: int = 0  # equal for all versions of one registration, and for no other's
     stage: Processor | None = None  # what makes its inputs of those that clients send
     chain: Chain | None = None  # it is none: its steps' models are asked, at their own priority
+    aliases: tuple[str, ...] = ()  # further names that requests use
 
 
 class ModelRemoved(_Message, frozen=True):
+    """Tell the frontend that a model is gone."""
+
     model: ModelName
 
 

@@ -139,8 +139,7 @@ class Introspection:
             raise ModelNotFound(f'no model "{name}"', hint="pipeswitch models")
 
     def models(self, all_versions: bool = False) -> list[dict[str, Any]]:
-        """Return each name's current version, or all versions, including those that could not be
-        restored."""
+        """Return each name's current version, or all, also those that failed to load."""
         models, there = self._machine.models.values(), defaultdict[ModelName, list[Model]](list)
         for one in models:
             there[one.base].append(one)
@@ -160,6 +159,7 @@ class Introspection:
         ]
         return {
             "name": name,
+            "aliases": [],
             "version": 1,
             "current": True,
             "share": 100,
@@ -189,11 +189,11 @@ class Introspection:
             "is_batch_invariant": None,
         }
 
-    @staticmethod
-    def _facts(model: Model) -> dict[str, Any]:
+    def _facts(self, model: Model) -> dict[str, Any]:
         """Return the row of a model that has no device and no known program."""
         return {
             "name": model.base,
+            "aliases": list(self._versions.aliases.of(model.base)),
             "version": model.version,
             "current": False,
             "share": 0,
@@ -317,7 +317,7 @@ class Introspection:
                     "active" if state.daemon.is_ready else "starting",
                     pid=state.daemon.pid,
                     device=f"{arena.leasable_bytes - arena.regions.free_bytes}",
-                    why="given up: it died too often" if state.daemon.is_given_up else "",
+                    why="given up, because it died too often" if state.daemon.is_given_up else "",
                 ).row(self._core.now_ms)
             )
         rows += [self._ps_stage(process) for process in self._stages.processes if process.pid]
@@ -383,7 +383,7 @@ class Introspection:
         if raw:
             return f"{raw} {TaskState.PREPROCESSING.value}"
         if replica.landings is not None:
-            return f"larger than the arena: {gib(replica.sent_bytes)} come with each pass"
+            return f"larger than the arena: {gib(replica.sent_bytes)} are copied for each pass"
         return "pinned" if replica.model.want_pinned else ""
 
     def _ps_job(self, on: Device, job: Job) -> dict[str, Any]:
@@ -430,8 +430,7 @@ class Introspection:
         return Shown(on, account.caller, "tenant", state, why=why).row(self._core.now_ms)
 
     def stats(self) -> dict[str, Any]:
-        """Return counters and sizes; the frontend adds
-        accepted/ok/error/undeliverable/in_flight."""
+        """Return counters and sizes; the frontend adds those of requests."""
         core, devices = self._core, self._machine.devices
         store = self._machine.store.regions
         counts = core.counts

@@ -33,7 +33,7 @@ class JobMigrations:
                 target = self._target(device, job)
                 if target is not None and job.state.state is not TaskState.EVICTING:
                     job.leaves_for = target.state.index
-                    device.training.evict(job.spec.name, "it moves to another device")
+                    device.training.evict(job.spec.name, "it is moved to another device")
         return QUEUE | TURN | WORKERS | RESIDENCY | JOBS if any(self._jobs) else 0
 
     def reassign(self) -> int:

@@ -70,7 +70,6 @@ class ServerState:
                 device.plans.use(replica, profile)
 
     def shown(self, model: Model) -> DeviceModel:
-        """Return the model's replica on a device with it, or receiving it, else the first
-        device's."""
+        """Return the model's replica on a device that has or receives it, else the first one."""
         replicas = [device.state.replicas[model.name] for device in self.devices]
         return next((one for one in replicas if one.is_on_device), replicas[0])

@@ -101,7 +101,7 @@ def of_rows(text: str, *, name: str = "trace", speed_up: float = 1.0) -> tuple[T
                 f"line {number} is {','.join(row)[:80]!r}, expected 12.5,name"
             ) from None
         if not 0.0 <= at_ms < math.inf or not model or not (deadline_ms or 0.0) >= 0.0:
-            raise TraceError(f"line {number}: a time from 0 on and a name are expected")
+            raise TraceError(f"line {number}: a time of at least 0 and a name are expected")
         place = names.setdefault(model, len(names))
         caller = row[3].strip() if len(row) > 3 else ""
         found.append(Arrival(at_ms / speed_up, place, deadline_ms, caller))

@@ -70,9 +70,9 @@ def _predict(model: str, batch: int) -> Prediction:
 
 
 def _check_numbers(values: object, what: str) -> tuple[float, ...]:
-    assert type(values) is tuple, f"{what}: {values!r} is no tuple of numbers"
+    assert type(values) is tuple, f"{what}: {values!r} is not a tuple of numbers"
     for value in values:
-        assert isinstance(value, int | float), f"{what}: {value!r} is no number"
+        assert isinstance(value, int | float), f"{what}: {value!r} is not a number"
         assert value == value, f"{what}: {value!r} cannot be compared"
     return values
 

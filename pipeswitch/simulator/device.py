@@ -211,6 +211,7 @@ def _without(held: Span, taken: Span) -> Span:
 
 
 def region_of(order: TransmitModel) -> Span:
+    """Return the range of a transmission."""
     start = order.arena_offset_bytes
     return Span(start, start + order.region_bytes)
 

@@ -28,7 +28,7 @@ Phase = Literal[
     "writing",  # half of the parameters are written
     "fetching",  # between two steps
     "unwinding",
-    "finishing",  # evicted; through: what is not committed is, then it ends
+    "finishing",  # ends, or is evicted: uncommitted steps are committed first
     "over",
 ]
 COMPUTES: Final = (GateState.RUNNING, GateState.STOPPING)
@@ -73,7 +73,7 @@ class SimulatedScript:
         self.saved = saved
         self.committed = -1  # step
         self.in_flight = -1  # step of the commit under way
-        self.number = 0  # of the last commit that was begun
+        self.number = 0  # number of the last commit that began
         self.is_acknowledged = False  # that one
         self.is_stubborn = scene.choices.happens("swallow", order.job)
         self.gate = Gate(self._parked, BELL)
@@ -81,7 +81,7 @@ class SimulatedScript:
         self._scene, self._say = scene, say
         self._plan = scene.scripts[order.job]
         self._committed_at_ms = scene.clock.now_ms
-        self._left_ms = 0.0  # of the step under way
+        self._left_ms = 0.0  # rest of the current step
         self._computes_since_ms = 0.0
         if order.turn:
             self.gate.grant(order.turn)

@@ -204,7 +204,7 @@ class SimulatedWorker(Process):
             return []
         is_asked = device.stop_words.get(self.slot) == order.op_id
         if order.landings and is_asked and 0 < task.next_group < len(task.costs_ms):
-            return [Move("main", "steps aside", 0.0, partial(self._steps_aside, task))]
+            return [Move("main", "yields", 0.0, partial(self._steps_aside, task))]
         if task.next_group == len(task.costs_ms):
             return [Move("main", "answers", 0.0, self._answers)]
         if not device.has_arrived(order, task.next_group):

@@ -72,7 +72,7 @@ class Processes(ABC):
         self.daemons[0] = daemon
 
     def new_worker(self, address: ev.Address) -> SimulatedWorker:
-        """The process in a slot."""
+        """Start the process in a slot."""
         scene = self.scenes[address.device]
         return SimulatedWorker(address, scene, self.from_process, self.reap_worker)
 
@@ -81,7 +81,7 @@ class Processes(ABC):
         return SimulatedDaemon(address, scene, self.from_process, self.reap_daemon)
 
     def workers_of(self, index: int) -> list[SimulatedWorker]:
-        """The processes in a device's slots."""
+        """Return the processes in a device's slots."""
         return [worker for worker in self.workers.values() if worker.scene.index == index]
 
     def processes(self) -> Iterator[Process]:
@@ -172,7 +172,7 @@ class Processes(ABC):
         worker.hear(command.channel, command.message)
 
     def _require_one_writer(self, order: RunInference) -> None:
-        """A reply is written by one process at a time, whichever devices it was dispatched on."""
+        """Require that only one process at a time writes a reply."""
         written = _replies_of(order)
         for other in (*self.workers.values(), *self.dying):
             for one in other.orders if other.runs else ():

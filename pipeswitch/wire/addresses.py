@@ -46,7 +46,7 @@ def default_address(environ: Mapping[str, str]) -> str:
 
 
 def full_address(named: str) -> str:
-    """An address as people write it: TCP is meant without a scheme, 5555 without a port.
+    """Complete an address as people write it: TCP without a scheme, 5555 without a port.
 
     >>> [full_address(text) for text in ("gpu1", "[::1]:6000", "::1", "ipc:///run/a.sock")]
     ['tcp://gpu1:5555', 'tcp://[::1]:6000', 'tcp://[::1]:5555', 'ipc:///run/a.sock']
@@ -67,7 +67,7 @@ def full_address(named: str) -> str:
     address = f"{scheme}://{rest}"
     parts = _ADDRESS.fullmatch(address)
     if parts is None or int(parts[2] or 0) > MAX_PORT:
-        raise ConfigError(f"{named!r} is no address of a server", hint=HINT)
+        raise ConfigError(f"{named!r} is not an address of a server", hint=HINT)
     return address
 
 
@@ -102,7 +102,7 @@ def is_refused(address: str) -> bool:
     except ConnectionRefusedError:
         return True
     except socket.gaierror as error:
-        raise ConfigError(f"no machine is called {host!r}: {error.strerror}", hint=HINT) from None
+        raise ConfigError(f"there is no machine {host!r}: {error.strerror}", hint=HINT) from None
     except (OSError, ValueError):
         return False  # what is wrong with it is said by who connects
 
@@ -122,8 +122,7 @@ def parse_listen(listen: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if only this machine can reach the address; names other than localhost may mean
-    any."""
+    """Return whether only this machine can reach the address."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"

@@ -91,11 +91,11 @@ class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def plain(value: Any) -> Any:
-    """numpy's scalars travel as the numbers and texts they are."""
+    """Return the plain number or text of a numpy scalar."""
     plain = value.item() if hasattr(value, "item") else value
     if type(plain) in (bool, int, float, str):
         return plain
-    raise TypeError(f"a {type(value).__name__} cannot travel")
+    raise TypeError(f"a {type(value).__name__} cannot be sent")
 
 
 encoder = msgspec.msgpack.Encoder(enc_hook=plain)
@@ -116,7 +116,7 @@ def decode_with(decoder: msgspec.msgpack.Decoder[T], data: Any, what: str) -> T:
 
 
 def refuse_deep(value: Any, what: str, levels: int = MAX_NESTING) -> None:
-    """The decoder stops at the interpreter's own limit; an encoder is called from deeper down.
+    """Refuse deep nesting, because an encoder is called from deeper down than the decoder.
 
     Raises:
         RemoteProtocolError: nested deeper than ``levels``, map keys included.
@@ -146,7 +146,7 @@ def decode_request(frames: Sequence[Any]) -> RequestHeader:
     header = decode_with(_request_decoder, frames[1], "request header")
     if header.v != VERSION:
         raise RemoteProtocolError(
-            f"protocol version {header.v} is not spoken here, this server speaks {VERSION}",
+            f"protocol version {header.v} is not supported; this server speaks version {VERSION}",
             hint="use the client of the server's own release",
         )
     tensor_count = len(frames) - 2
@@ -162,13 +162,13 @@ def decode_request(frames: Sequence[Any]) -> RequestHeader:
 
 
 def decode_reply(frames: Sequence[Any]) -> ReplyHeader:
-    """The client's side of ``decode_request``."""
+    """Decode a reply; the client's side of ``decode_request``."""
     if len(frames) < 2 or bytes(frames[0]) != MAGIC:
         raise RemoteProtocolError("the server's answer is not a PipeSwitch message")
     header = decode_with(_reply_decoder, frames[1], "reply header")
     for tensor in header.outputs:
         if not 0 <= tensor.frame < len(frames) - 2:
-            raise RemoteProtocolError("an output names a frame that is not there")
+            raise RemoteProtocolError("an output names a missing frame")
     return header
 
 
@@ -184,14 +184,14 @@ def pack_table(parts: Sequence[tuple[int, int]], taken_count: int = 0) -> bytes:
 
 
 def read_table(data: Any, max_part_bytes: int) -> Table | None:
-    """The table that ``data`` begins with; None: more bytes of it are to come.
+    """Return the table that ``data`` begins with; None: more bytes of it are to come.
 
     Raises:
         RemoteProtocolError: it is none, or a part is too large.
     """
     if bytes(data[:4]) != MAGIC[: len(data)]:
         reason = ZMTP if data[0] == _ZMTP_BYTE else "magic"
-        raise RemoteProtocolError("a message on a stream begins with its magic", reason=reason)
+        raise RemoteProtocolError("a message on a stream must begin with its magic", reason=reason)
     if len(data) < _STREAM.size:
         return None
     _, count, taken_count = _STREAM.unpack_from(data)
@@ -205,5 +205,7 @@ def read_table(data: Any, max_part_bytes: int) -> Table | None:
         if size > (max_part_bytes if number else MAX_HEADER_BYTES):
             raise RemoteProtocolError(f"a part of {size} bytes is too large")
         if not number and place != INLINE:
-            raise RemoteProtocolError("a header does not lie in the share: it could change")
+            raise RemoteProtocolError(
+                "a header must not be in shared memory, because it could change"
+            )
     return end, taken_count, parts

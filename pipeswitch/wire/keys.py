@@ -61,7 +61,7 @@ class ServerKeys:
 
 
 def read_public(text_or_path: str) -> bytes:
-    """A public key, given as its 40 characters or as a certificate file.
+    """Read a public key, given as its 40 characters or as a certificate file.
 
     Raises:
         InvalidInput: it is neither.
@@ -76,7 +76,7 @@ def client_keys(key: str, server_key: str) -> ClientKeys | None:
     given.
 
     Raises:
-        ConfigError: only one of the two was given, or the file holds no secret key.
+        ConfigError: only one of the two was given, or the file has no secret key.
         InvalidInput: one of them is not a key.
     """
     if not key and not server_key:
@@ -84,13 +84,13 @@ def client_keys(key: str, server_key: str) -> ClientKeys | None:
     if not key or not server_key:
         missing = "its own (.key_secret)" if server_key else "the server's public one"
         raise ConfigError(
-            f"a client needs two keys, {missing} was not given",
+            f"a client needs two keys; {missing} is missing",
             hint="key= and server_key=, PIPESWITCH_KEY and PIPESWITCH_SERVER_KEY, "
             "or --key and --server-key",
         )
     public, secret = _read(Path(key))
     if secret is None:
-        raise ConfigError(f"{key} holds no secret key", hint="name the .key_secret file")
+        raise ConfigError(f"{key} has no secret key", hint="name the .key_secret file")
     check_secret(Path(key))
     return ClientKeys(public, secret, read_public(server_key))
 
@@ -124,7 +124,7 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
     except OSError as error:
         raise InvalidInput(f"{path} is not a key's file: {error}") from None
     if b"public" not in found:
-        raise InvalidInput(f"{path} is not a key's file: it holds no public key")
+        raise InvalidInput(f"{path} is not a key's file: it has no public key")
     secret = found.get(b"secret")
     return (
         _checked(found[b"public"], path),
@@ -147,24 +147,24 @@ class KeyFolder:
         return self
 
     def make_server(self) -> ServerKeys:
-        """A new pair for the server.
+        """Make a new pair for the server.
 
         Raises:
             AlreadyExists: it has one; another would lock out every client that knows it.
         """
         if self._server_file.exists():
             raise AlreadyExists(
-                f"{self._server_file} exists, clients know its public key",
+                f"{self._server_file} exists, and clients know its public key",
                 hint="pipeswitch keys server --show prints it",
             )
         make_pair(SERVER_NAME, self.path)
         found = self.server()
         if found is None:
-            raise ConfigError(f"{self.path}: the server's new key is gone")
+            raise ConfigError(f"{self.path}: the server's new key has disappeared")
         return found
 
     def server(self) -> ServerKeys | None:
-        """The server's pair; None when none was made.
+        """Return the server's pair; None if none was made.
 
         Raises:
             ConfigError: others may read it, or it is damaged.
@@ -177,7 +177,7 @@ class KeyFolder:
         except InvalidInput as error:
             raise ConfigError(error.message) from None
         if secret is None:
-            raise ConfigError(f"{self._server_file} holds no secret key")
+            raise ConfigError(f"{self._server_file} has no secret key")
         return ServerKeys(public, secret)
 
     def admit(self, name: str, public: bytes, roles: Iterable[str] = ()) -> None:
@@ -268,7 +268,7 @@ def _check_name(name: str) -> None:
 
 
 def make_pair(name: str, folder: Path) -> tuple[Path, bytes]:
-    """A client's (or the server's) new pair: ``NAME.key`` and ``NAME.key_secret`` (0600).
+    """Make a new pair for a client (or the server): ``NAME.key`` and ``NAME.key_secret`` (0600).
 
     Returns:
         The secret's file and the public key.
@@ -282,7 +282,7 @@ def make_pair(name: str, folder: Path) -> tuple[Path, bytes]:
     targets = [folder / f"{name}.key", folder / f"{name}.key_secret"]
     for path in targets:
         if path.exists():
-            raise AlreadyExists(f"{path} is there already, it is not overwritten")
+            raise AlreadyExists(f"{path} exists already and is not overwritten")
     with tempfile.TemporaryDirectory(dir=folder, prefix=".making-") as private:  # 0700
         for made, path in zip(create_certificates(private, name), targets, strict=True):
             os.chmod(made, 0o600)
@@ -314,7 +314,7 @@ class AllowList:
         self._standings: Mapping[bytes, Principal] = {}
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """pyzmq's credentials provider: may this public key (Z85) come in? Never raises."""
+        """Return whether this public key (Z85) is admitted, for pyzmq. Never raises."""
         return key in self.standings()
 
     def standings(self) -> Mapping[bytes, Principal]:

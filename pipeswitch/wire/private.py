@@ -36,7 +36,7 @@ def check_secret(path: Path) -> None:
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o077:
         raise ConfigError(
-            f"{path} holds a secret key and has mode {mode:04o}: others may use it",
+            f"{path} holds a secret key and has mode {mode:04o}: others may read it",
             hint=f"chmod 600 {shlex.quote(str(path))}",
         )
 
@@ -59,14 +59,14 @@ def _check_tree(path: Path, setting: str, facts: os.stat_result, *, is_reachable
     shown = shlex.quote(str(path))
     if facts.st_uid not in (os.getuid(), 0):
         raise ConfigError(
-            f"{path} belongs to user {facts.st_uid}, this is user {os.getuid()}: what is in it "
+            f"{path} belongs to user {facts.st_uid}, this is user {os.getuid()}: its contents "
             "cannot be trusted",
-            hint=f"chown -R {os.getuid()} {shown} if you know what it holds, or set {setting}",
+            hint=f"chown -R {os.getuid()} {shown} if you trust its contents, or set {setting}",
         )
     if is_reachable and mode & 0o022:
         raise ConfigError(
-            f"{path} has mode {mode:04o}: others may write what this server trusts",
-            hint=f"chmod -R go-w {shown} if you know what it holds, or set {setting}",
+            f"{path} has mode {mode:04o}: others may change files that this server trusts",
+            hint=f"chmod -R go-w {shown} if you trust its contents, or set {setting}",
         )
     if stat.S_ISDIR(facts.st_mode):
         is_reachable = is_reachable and bool(mode & 0o077)
@@ -78,8 +78,8 @@ def _check_tree(path: Path, setting: str, facts: os.stat_result, *, is_reachable
                     continue
                 if stat.S_ISLNK(facts.st_mode):
                     raise ConfigError(
-                        f"{entry.path} is a link: it may lead anywhere",
-                        hint=f"put what it leads to in its place, or set {setting}",
+                        f"{entry.path} is a link, which may point anywhere",
+                        hint=f"replace it with its target, or set {setting}",
                     )
                 _check_tree(Path(entry.path), setting, facts, is_reachable=is_reachable)
 

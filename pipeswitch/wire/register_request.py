@@ -15,6 +15,7 @@ from .frames import MAX_DIMS, MAX_TENSORS, plain
 Text = Annotated[str, Meta(max_length=4096, pattern="^[^\0]*$")]
 Name = Annotated[str, Meta(max_length=128)]
 Count = Annotated[int, Meta(ge=0, le=1 << 50)]
+Aliases = Annotated[tuple[Name, ...], Meta(max_length=16)]
 Devices = Annotated[tuple[Text, ...], Meta(max_length=256)]
 # An extent, or the range that requests choose from. It has no ``Meta`` bounds, because msgspec
 # 0.22 reads wrong memory for a union of a bounded integer and a tuple.
@@ -26,17 +27,14 @@ _Axis = Annotated[int, Meta(ge=-1)]
 States = Annotated[dict[_Output, tuple[_Output, _Axis]], Meta(max_length=MAX_TENSORS)]
 
 
-class RegisterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of ``register`` (docs/protocol.md); ``Client.register`` explains each field."""
+class BuildRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a registration that are built (``programs/spec.py``)."""
 
     source: Text = ""
-    as_version: bool = False  # only weights, as the next version of the model with this name
     weights: Text = ""
     inputs: Signature = {}
     takes: Any = None  # nesting of the inputs in the arguments; None: one argument each
     example: Text = ""  # put:DIGEST of the inputs' values; empty: generated values
-    priority: Text = ""
-    pin: bool = False
     devices: Devices = ()
     max_batch: Count = 0  # 0: the server's default
     batch: Count = 0  # 0: requests are not batched
@@ -49,6 +47,15 @@ class RegisterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     generate: bool = False
     precision: Text = ""  # empty: exact
     max_error: Annotated[float, Meta(ge=0, le=1)] = 0.0
+
+
+class RegisterRequest(BuildRequest, frozen=True, kw_only=True):
+    """The body of ``register`` (docs/protocol.md); ``Client.register`` explains each field."""
+
+    as_version: bool = False  # only weights, as the next version of the model with this name
+    priority: Text = ""
+    pin: bool = False
+    aliases: Aliases = ()  # further names of the model
 
     def body(self) -> dict[str, Any]:
         """Return only the fields that are set, because an older server refuses newer fields."""

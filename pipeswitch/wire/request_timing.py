@@ -38,7 +38,7 @@ class RequestTiming(Computed, frozen=True, kw_only=True):
     that stepped aside, and the rest is the last one's.
     """
 
-    queue_ms: Annotated[float, "Waiting for the device"] = 0.0
+    queue_ms: Annotated[float, "Requests that wait for the device"] = 0.0
     preprocess_ms: Annotated[
         float, "Making the model's inputs of what clients sent, beside the device"
     ] = 0.0  # of a model with a stage; in no other part but the total
@@ -60,8 +60,7 @@ class RequestTiming(Computed, frozen=True, kw_only=True):
     steps: dict[str, RequestTiming] = {}  # of a chain: each step's own, by its name
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as ``--json`` and the gateway show them; rare ones only where they are
-        set."""
+        """Return the fields as ``--json`` shows them; rare ones only if they are set."""
         told = msgspec.structs.asdict(self)
         if self.steps:
             told["steps"] = {name: bill.as_dict() for name, bill in self.steps.items()}

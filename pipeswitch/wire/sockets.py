@@ -31,8 +31,7 @@ _MONITOR_EVENT: Final = Struct("=HI")  # what happened, and to which descriptor 
 def _make_socket(
     context: zmq.Context[Any], kind: int, max_part_bytes: int, queued: int
 ) -> zmq.Socket[bytes]:
-    """Return a socket with its caps, keep-alive and handshake limit set, neither bound nor
-    connected."""
+    """Return an unconnected socket with caps, keep-alive and handshake limit."""
     sock: zmq.Socket[bytes] = context.socket(kind)
     for option, value in (
         (zmq.LINGER, 0),
@@ -53,7 +52,7 @@ def _make_socket(
 def make_router(
     context: zmq.Context[Any], max_part_bytes: int, keys: ServerKeys | None = None
 ) -> zmq.Socket[bytes]:
-    """The server's end. With ``keys`` each peer is asked for one, and the authenticator about that:
+    """Return the server's socket. With ``keys`` the authenticator decides about each peer's key:
     without an authenticator that answers, no client comes in (ZAP_ENFORCE_DOMAIN).
 
     It must send no heartbeats: libzmq keeps a connection that ended while its bounded queue was
@@ -74,7 +73,7 @@ def make_router(
 def make_dealer(
     context: zmq.Context[Any], max_part_bytes: int, keys: ClientKeys
 ) -> zmq.Socket[bytes]:
-    """A client's end. Unlimited queues: the client's own code bounds what it submits."""
+    """Return a client's socket. Unlimited queues: the client's own code bounds what it submits."""
     sock = _make_socket(context, zmq.DEALER, max_part_bytes, 0)
     for option, value in (
         (zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS),

@@ -75,17 +75,17 @@ class ShmSegment:
         return self._own[place : place + size_bytes]
 
     def free(self, place: int) -> None:
-        """The peer has taken it. KeyError: it was free."""
+        """Free a part that the peer has taken. KeyError: it was free."""
         self._slabs.free(place)
 
     def find(self, place: int, size_bytes: int) -> memoryview:
-        """A part of the peer's.
+        """Return a part of the peer's.
 
         Raises:
             RemoteProtocolError: it lies outside of the peer's half.
         """
         if place + size_bytes > len(self._others):
-            raise RemoteProtocolError(f"{size_bytes} bytes at {place} are not in the share")
+            raise RemoteProtocolError(f"{size_bytes} bytes at {place} are not in the shared memory")
         return self._others[place : place + size_bytes]
 
 
@@ -95,8 +95,7 @@ class Stream:
     def __init__(
         self, sock: socket.socket, max_part_bytes: int, *, takes_descriptors: bool = False
     ) -> None:
-        """Read from ``sock``. Unless ``takes_descriptors``, the kernel closes descriptors that the
-        peer sends."""
+        """Read from ``sock``; without ``takes_descriptors`` the kernel closes descriptors."""
         sock.setblocking(False)
         self._socket = sock
         self._max_part_bytes = max_part_bytes
@@ -238,8 +237,7 @@ class Stream:
         return total
 
     def _read_some(self) -> int:
-        """Receive into the buffer, which has room: a table and the start of a header are much
-        smaller."""
+        """Receive into the buffer, which has enough free space."""
         if self._start:
             left = self._buffer[self._start : self._end]
             self._buffer[: len(left)] = left
@@ -296,7 +294,7 @@ class Stream:
         for size, place in places:
             if place != frames.INLINE:
                 if self.share is None:
-                    raise RemoteProtocolError("there is no share that a part could lie in")
+                    raise RemoteProtocolError("there is no shared memory for a part")
                 shared.add(len(parts))
                 parts.append(self.share.find(place, size))
                 continue
@@ -319,7 +317,7 @@ class Stream:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """A TCP connection: nothing waits to be sent, and a machine that is gone is noticed."""
+    """Configure a TCP connection: send at once, and notice a machine that is gone."""
     for level, option, value in (
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),

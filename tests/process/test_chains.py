@@ -324,7 +324,7 @@ def test_after_a_restart_a_chain_is_there(running: Checked, options: dict[str, A
     assert running.running.stop() == 0
     with checked_server(**options) as again:
         assert same(again.client.infer("both", rows())["y"], wanted)
-        until(lambda: again.client.show("both")["state"] == "ready", "its models are")
+        until(lambda: again.client.show("both")["state"] == "ready", "its models belong")
         assert again.client.show("both") == before
         with pytest.raises(errors.ModelNotFound):
             again.client.show("gone")

@@ -159,7 +159,7 @@ def test_the_verbs_speak_of_all_nodes(nodes: Cluster, client: Client, tmp_path: 
     assert {row["name"].partition("/")[0] for row in client.ps()} == set(client.stats()["nodes"])
     with pytest.raises(ModelNotFound):
         client.job("nothing", "show")
-    with pytest.raises(InvalidInput, match="one node"):
+    with pytest.raises(InvalidInput):
         client.trace()
     status = nodes.cli("cluster", "status", "--json")
     assert json.loads(status.stdout)["models"]["m"]["nodes"] == sorted(model["nodes"])

@@ -10,7 +10,7 @@ import json
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import psutil
@@ -182,7 +182,7 @@ def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> 
     chat, text = "/v1/chat/completions", "/v1/completions"
     good: Any = {"model": "chat", "prompt": PROMPT}
     for path, body, status, param, words in (
-        (text, {**good, "suffix": "a"}, 400, "suffix", "not done here"),
+        (text, {**good, "suffix": "a"}, 400, "suffix", "not supported"),
         (text, {**good, "n": 65}, 400, "n", "1 to 64 answers"),
         (text, {**good, "ignore_eos": 1}, 400, "ignore_eos", "Expected `bool"),
         (text, {**good, "min_p": 2}, 400, "min_p", "not from"),
@@ -198,7 +198,7 @@ def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> 
         (text, {**good, "prompt": ["a", {}]}, 400, "prompt", "one text"),
         (text, {"model": "chat", "messages": SAID}, 400, "prompt", "no messages"),
         (text, {**good, "model": "chart"}, 404, None, "chart"),
-        (text, b"[" * 5000, 400, None, "no such request"),
+        (text, b"[" * 5000, 400, None, "invalid request"),
         (text, {**good, "prompt": [1, 10**30]}, 400, None, "not valid"),
         (text, {**good, "prompt": "\ud800"}, 400, None, ""),
         (text, b" " * ((1 << 20) + 1), 413, None, "at most"),
@@ -209,10 +209,10 @@ def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> 
             {"model": "chat", "messages": [{"role": "user", "content": [{}]}]},
             400,
             "messages",
-            "content is text",
+            "content must be text",
         ),
         ("/v1/embedings", {}, 404, None, "/v1/embeddings"),
-        ("/v1/embeddings", {"model": "chat", "input": "a"}, 400, None, "embeds no texts"),
+        ("/v1/embeddings", {"model": "chat", "input": "a"}, 400, None, "does not embed texts"),
         ("/v1/embeddings", {"model": "chat", "input": [{}]}, 400, "input", "one text"),
         (
             "/v1/embeddings",
@@ -386,6 +386,53 @@ def test_answers_follow_their_schemas_when_workers_die(running: Checked, ai: Any
     for extra in ({"response_format": {"type": "json_object"}}, {"response_format": form, **end}):
         status, told, _ = post(running, "/v1/chat/completions", {**more, **extra})
         assert (status, told["error"]["param"]) == (400, "response_format"), told
+
+
+def test_tools_are_called_by_openais_client_whole_and_streamed(running: Checked, ai: Any) -> None:
+    """The weights are random: the grammar alone makes each answer a call."""
+    pydantic = pytest.importorskip("pydantic")
+    line = pydantic.create_model("Line", is_gift=(bool, ...), size=(Literal["S", "L"], ...))
+    order = pydantic.create_model("Order", first=(line, ...), second=(line, ...))  # by $defs
+    model, tokenizer = made()
+    tokenizer.chat_template = (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.role }}{{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function.arguments.first.size }}{% endfor %}{% endfor %}"
+    )
+    running.client.register("caller", model, generate=True, tokenizer=tokenizer)
+    tools = [openai.pydantic_function_tool(one) for one in (order, pydantic.create_model("no"))]
+    named: Any = {"type": "function", "function": {"name": "Order"}}
+    end = {"stop_token_ids": [tokenizer.convert_tokens_to_ids("<end>")]}
+    asked: Any = {"model": "caller", "messages": SAID, "extra_body": end, "tools": tools}
+    asked |= {"tool_choice": named, "parallel_tool_calls": False}
+    choice = ai.chat.completions.parse(**asked, seed=1).choices[0]
+    [call] = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert isinstance(call.function.parsed_arguments, order)
+    with ai.chat.completions.stream(**asked, seed=1) as stream:
+        chunks = [one.chunk for one in stream if one.type == "chunk"]
+        final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == "tool_calls"
+    assert final.message.tool_calls[0].function.arguments == call.function.arguments
+    deltas = [one.choices[0].delta.tool_calls for one in chunks if one.choices]
+    assert len([one for one in deltas if one]) > 3  # arguments arrive as they are generated
+    for seed in range(3):
+        some = ai.chat.completions.create(**{**asked, "tool_choice": "required"}, seed=seed, n=2)
+        for one in some.choices:
+            assert one.message.tool_calls[0].function.name in ("Order", "no")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sent"}
+    later = [*SAID, choice.message.model_dump(exclude={"parsed"}), result]
+    free = {**asked, "tool_choice": "auto", "messages": later, "max_tokens": 5}
+    answer = ai.chat.completions.create(**free).choices[0]
+    assert (answer.finish_reason, answer.message.tool_calls) == ("length", None)
+    for more, param in (
+        ({"model": "chat"}, "tools"),  # its template does not read them
+        ({"extra_body": {}}, "tools"),  # it has no end token, so no schema
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            ai.chat.completions.create(**{**asked, **more})
+        assert caught.value.param == param
+    running.client.unregister("caller")
 
 
 def test_a_prompt_that_is_too_long_has_openais_code(running: Checked) -> None:

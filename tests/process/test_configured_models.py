@@ -127,7 +127,7 @@ def tokens(folder: Path, mode: int) -> None:
 
 A_MODEL = '[[model]]\nname = "a"\nsource = "x:y"\n'
 WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "a certificate without its key": ('tls_cert = "cert"', certificate, "come together"),
+    "a certificate without its key": ('tls_cert = "cert"', certificate, "need each other"),
     "no tokens file": ('tokens = "none"', lambda f: None, "none"),
     "others may read its tokens": ('tokens = "tokens"', lambda f: tokens(f, 0o644), "tokens"),
     "open to all": ('http = "0.0.0.0:8000"', lambda f: None, "need tokens"),
@@ -168,5 +168,5 @@ def test_a_check_names_every_problem_and_passes_a_good_file(tmp_path: Path) -> N
     assert len(json.loads(found.stdout)["models"]) == 5
     path.write_text('[gateway]\ntls_cert = "cert"\n[[model]]\nname = "a"\nsource = "no.bundle"')
     found = command("config", "check", str(path), cwd=tmp_path)
-    assert "come together" in found.stderr
+    assert "need each other" in found.stderr
     assert "[[model]] a" in found.stderr

@@ -244,7 +244,7 @@ def check_restored(folder: Path, sound: Sound, hurt: Path) -> str:
         newest, older = max(sound.images), min(sound.images)
         if hurt.parts[:2] == ("commits", "held"):
             assert step in (newest, older)
-            assert step == newest or "goes on from step" in jobs["held"]["why"]
+            assert step == newest or "continues from step" in jobs["held"]["why"]
         else:
             assert step == newest
         assert sound.images[step] == digest

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
+from process_tools import checked_server
 
 from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.programs.build.attention import Step
@@ -147,6 +149,24 @@ def test_greedy_tokens_of_a_batch_are_those_of_generate(family: str, tmp_path: P
     wanted = [own(model, one, NEW) for one in asked]
     assert len({*wanted[0]}) > 5
     assert found == wanted
+
+
+@pytest.mark.soak
+def test_a_server_answers_families_with_shared_prefixes_side_by_side() -> None:
+    """Three prompts begin alike; the client's own models stay as they were."""
+    start = prompt(60)
+    asked = [start, start + prompt(9, 99), start + prompt(20, 7), prompt(12, 50)]
+    with checked_server(arena="32MiB", host_store="64MiB") as checked:
+        for family in ("mistral", "gpt_oss", "qwen3_moe", "bloom"):
+            model = plain_model(family)
+            wanted = [own(model, one, 40) for one in asked]
+            checked.client.register(family, model, generate=True, precision="exact")
+            ask = partial(checked.client.generate, family, max_new_tokens=40)
+            first = [token.id for token in ask(start)]
+            streams = [ask(one) for one in asked[1:]]
+            assert [first, *[[token.id for token in one] for one in streams]] == wanted
+            assert own(model, asked[3], 5) == wanted[3][:5]
+        assert checked.stats()["tokens_reused"] >= 4 * 48  # of each family's prefix, whole blocks
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss", "gemma3n_text"])

@@ -146,7 +146,7 @@ def test_the_demo_that_is_looked_at_serves_until_control_c(folder: Path) -> None
             with urllib.request.urlopen(asked, timeout=30) as answer:
                 return int(json.load(answer)["jobs"][0]["suspensions"])
 
-        until(lambda: suspensions() > 1, "training steps aside, again and again")
+        until(lambda: suspensions() > 1, "training is suspended, again and again")
         os.killpg(demo.pid, signal.SIGINT)
         assert demo.wait(60) == 130
     finally:

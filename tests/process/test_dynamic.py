@@ -338,9 +338,9 @@ POWER: Any = Expr("*", ("rows",) * 40)
     ("y", "words"),
     [
         ((deep(40), 4), "deeper than"),
-        (("columns", 4), "is no dimension of this program"),
-        ((Expr("//", (4, "rows")), 4), "divided by something but a number"),
-        ((Expr("**", ("rows", 2)), 4), "is no operator"),
+        (("columns", 4), "is not a dimension of this program"),
+        ((Expr("//", (4, "rows")), 4), "must be divided by a number"),
+        ((Expr("**", ("rows", 2)), 4), "is not an operator"),
         ((POWER, 4), "does not fit 62 bits"),
         ((Expr("+", ("rows", -2)), 4), "would be [-1, 4]"),
         ((Expr("*", ("rows", 1 << 50)), 4), "is not a size"),
@@ -386,7 +386,7 @@ def test_an_answer_that_no_memory_could_hold_is_refused_and_the_server_serves_on
     with running.running.client(tcp=True) as stranger:
         path = bundle(tmp_path, (extent, extent), RELU * 40 + empty, 1 + 127 * 33)
         stranger.register("endless", path)
-        with pytest.raises(ps.InvalidInput, match="no answer at rows=2"):
+        with pytest.raises(ps.InvalidInput):
             stranger.infer("endless", np.ones((2, 4), np.float32))
         assert stranger.infer("endless", np.ones((128, 4), np.float32))["y"].shape == (0, 0)
         stranger.unregister("endless")

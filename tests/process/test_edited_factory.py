@@ -127,6 +127,6 @@ def test_an_edited_factory_that_is_registered_again_computes(folder: Path) -> No
             answers.append(client.infer("net", x).value)
             assert torch.allclose(answers[-1], module(x))
         assert len({tuple(answer.flatten().tolist()) for answer in answers}) == len(answers)
-        with pytest.raises(ps.RegistrationRefused, match="past torch"):
+        with pytest.raises(ps.RegistrationRefused, match="without torch"):
             client.register("writes", "editing:WritesPastTorch", **options)
         assert client.infer("net", x).value.equal(answers[-1])

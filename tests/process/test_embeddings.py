@@ -85,5 +85,5 @@ def test_a_model_of_texts_without_hidden_states_is_served_and_embeds_nothing(
     ids = np.array([[5, 6]], np.int64)
     given = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
     assert running.client.infer("classes", given)["logits"].shape == (1, 2)
-    with pytest.raises(InvalidInput, match="embeds no texts"):
+    with pytest.raises(InvalidInput):
         running.client._ask("generation", model="classes", body={"embedding": True})

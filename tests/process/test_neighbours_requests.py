@@ -203,7 +203,7 @@ def test_torch_a_bundles_words_never_become_code_of_its_own(key: str) -> None:
         results=(1,),
         outputs=(value,),
     )
-    with pytest.raises(ps.RegistrationRefused, match="is not an argument's name"):
+    with pytest.raises(ps.RegistrationRefused):
         check_graph(graph)
 
 

@@ -203,7 +203,7 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
         tab.shows("#login", "pipeswitch ui")
         assert not driver.find_element("css selector", "#live").is_displayed()
         driver.find_element("css selector", "#token").send_keys("a-token-of-nobody\n")
-        tab.shows("#wrong", "not known")
+        tab.shows("#wrong", "unknown token")
         refused = tab.complaints()
         assert refused
         assert all("401" in line or "403" in line for line in refused)
@@ -213,7 +213,7 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
         driver.get(f"{page}#token={token}")
         tab.shows("#status", "live")
         until(lambda: {"jobs-title", "request-title"} <= folded(driver), "empty panels fold")
-        tab.shows("#request-line", "Nothing was asked yet")
+        tab.shows("#request-line", "No request yet")
         assert driver.current_url == page  # the token is not in the history
         assert driver.get_cookies() == []
 
@@ -228,7 +228,7 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
         until(lambda: "cold, preempts" in tab.texts("#bills .tags"), "both in the bills")
         tab.shows("#request-title", "Last switch")
         tab.shows("#request-line", "layer groups streamed in")
-        tab.shows("#headline", "stepped aside")
+        tab.shows("#headline", "suspended")
         for colour in ("switch", "infer"):
             until(lambda colour=colour: tab.ink("waterfall", colour) > 100, f"{colour} is drawn")
         tab.shows("#events", "switch.evicted")

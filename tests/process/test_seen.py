@@ -76,7 +76,10 @@ def test_tritons_clients_read_settings_and_are_told_that_they_set_none(
         for change, words in (
             (lambda c: c.update_trace_settings("line", {"trace_level": "TIMESTAMPS"}), "is 'OFF'"),
             (lambda c: c.update_trace_settings(None, {"trace_rate": "5"}), "'trace_rate' cannot"),
-            (lambda c: c.update_log_settings({"log_verbose_level": 1}), "cannot be set here and"),
+            (
+                lambda c: c.update_log_settings({"log_verbose_level": 1}),
+                "cannot be changed here and",
+            ),
             (lambda c: c.get_trace_settings("lin"), 'did you mean "line"'),
         ):
             with pytest.raises(InferenceServerException, match=words):

@@ -48,7 +48,7 @@ def test_what_is_over_the_limit_of_a_message_is_not_sent_and_cuts_no_connection(
     running: Checked,
 ) -> None:
     huge = np.broadcast_to(np.float32(0), (257, 1 << 18))
-    with pytest.raises(InvalidInput, match=r"over the limit of 268435456 .*max_message"):
+    with pytest.raises(InvalidInput, match=r"exceed the limit of 268435456 .*max_message"):
         running.client.infer("good", huge)
 
 

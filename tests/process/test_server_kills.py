@@ -85,7 +85,7 @@ def test_a_signal_drains_what_was_accepted_is_answered_and_what_is_new_refused(
         futures = submit_both(checked, 8)
         tools.kill(checked.pid, number)
         tools.until(lambda: is_draining(checked), "it drains")
-        with pytest.raises(ServerUnavailable, match="drain"):
+        with pytest.raises(ServerUnavailable):
             checked.client.infer("wide", X)
         for future in futures:
             assert future.result(40)["y"].shape == (1, WIDE)

@@ -46,7 +46,7 @@ def test_a_paused_job_makes_no_step_and_a_resumed_one_goes_on(
     task.resume()
     tools.until(lambda: task.status()["step"] > paused["step"], "it goes on")
     assert task.cancel()["state"] == "cancelled"
-    with pytest.raises(InvalidInput, match="is over"):
+    with pytest.raises(InvalidInput):
         task.pause()
     assert task.wait(10)["state"] == "cancelled"
 

@@ -182,7 +182,7 @@ def test_a_function_behind_a_model_fails_alone(running: tools.Checked) -> None:
     with pytest.raises(errors.WorkerLost, match=r"postprocess staged:dies_behind.*died 3 times"):
         client.infer("deadly", x)
     assert client.infer("plain", x)["y"].shape == (1, WIDTH)
-    with pytest.raises(errors.InvalidInput, match="need each other"):
+    with pytest.raises(errors.InvalidInput):
         client.register("n", module, example_inputs=example, postprocess="staged:label")
 
 

@@ -633,7 +633,7 @@ def test_a_source_that_never_brings_a_batch_back_is_warned_of_as_the_job_resumes
     LOADERS["live"] = lambda: DataLoader(Live(), 4)
     host = FakeHost()
     assert not live(host, loaded("live"), crash_at=13, every_ms=1.0)
-    with pytest.warns(job.InexactResumeWarning, match="did not bring the last batch back"):
+    with pytest.warns(job.InexactResumeWarning, match="did not restore the last batch"):
         assert live(host, loaded("live"), every_ms=1.0)
     del LOADERS["live"]
 

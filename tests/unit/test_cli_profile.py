@@ -127,7 +127,7 @@ def test_a_deadline_for_a_model_that_is_not_there_is_refused() -> None:
 
 @pytest.mark.parametrize("text", ["", "soon", "m1=", "m1=-5ms"])
 def test_what_is_no_deadline_is_refused(text: str) -> None:
-    with pytest.raises(InvalidInput, match="deadline"):
+    with pytest.raises(InvalidInput):
         cli_profile.parse_deadlines([text])
 
 

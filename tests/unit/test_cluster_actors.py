@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeswitch.base.errors import ModelNotFound, ServerUnavailable
+from pipeswitch.base.errors import AlreadyExists, ModelNotFound, ServerUnavailable
 from pipeswitch.client.holders import Table
 from pipeswitch.cluster import job_reconciler, leases, node_actor, placement_actor, ray_nodes
 from pipeswitch.cluster.jobs import write_whole
@@ -51,6 +51,7 @@ class FakeNode:
             "copies": {},
             "models": {},
             "bodies": {},
+            "aliases": {},
         }
         self.number, self.tables = 0, list[dict[str, Any]]()
         self.on_adopt: Callable[[], None] = lambda: None
@@ -65,6 +66,13 @@ class FakeNode:
     def do_learn(self, table: dict[str, Any]) -> None:
         self.facts["learned"] = table["number"]
         self.tables.append(table)
+
+    def do_remember(self, model: str, body: Any) -> None:
+        self.facts["bodies"][model] = body
+
+    def do_unregister(self, name: str) -> None:
+        for names in ("models", "aliases"):
+            self.facts[names].pop(name, None)
 
     def do_bundle(self, digest: str) -> bytes:
         return b""
@@ -379,3 +387,23 @@ def test_nodes_are_sent_each_new_table_once(ray: FakeRay, placed: Placement) -> 
     table = ray.nodes["a"].tables[-1]
     assert table["loads"]["c"] == (9.0, 0.0)
     assert table["holders"] == {"m": ["a"]}
+
+
+def test_a_name_or_an_alias_leads_to_one_model_of_the_cluster(
+    ray: FakeRay, placed: Placement
+) -> None:
+    nodes = ray.nodes
+    nodes["a"].facts["aliases"] = {"gpt": "m"}
+    placed._look()
+    table = placed.table()
+    assert (table["models"]["gpt"], table["holders"]["gpt"]) == ("a", ["a"])
+    for name, aliases in (("n", ["gpt"]), ("n", ["m"]), ("gpt", [])):
+        nodes["b"].facts |= {"models": {name: ("d", 1)}, "aliases": dict.fromkeys(aliases, name)}
+        with pytest.raises(AlreadyExists):
+            placed.registered(name, "b", {"aliases": aliases})
+        assert name not in nodes["b"].facts["models"]
+    known = {"models": {"n": ("d", 1)}, "aliases": {"x": "n", "m": "n"}, "bodies": {"n": {}}}
+    nodes["b"].facts |= known
+    with pytest.raises(AlreadyExists):  # a known model keeps all but the new alias
+        placed.registered("n", "b", {"aliases": ["x", "m"]})
+    assert (nodes["b"].facts["aliases"], [*nodes["b"].facts["models"]]) == ({"x": "n"}, ["n"])

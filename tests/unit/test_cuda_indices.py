@@ -77,7 +77,7 @@ def test_a_table_that_is_computed_and_other_dimensions_limit_nothing() -> None:
 
 @pytest.mark.parametrize(("values", "wrong"), [([0, 9, 10], 10), ([-1, 0, 9], -1)])
 def test_an_index_out_of_range_is_refused_with_its_value(values: list[int], wrong: int) -> None:
-    with pytest.raises(InvalidInput, match=rf'"ids" holds the index {wrong}: .* has 10 rows'):
+    with pytest.raises(InvalidInput, match=rf'"ids" has the index {wrong}, .* has 10 rows'):
         check_indices({0: 10}, (IDS,), [torch.tensor([values])])
     check_indices({0: 10}, (IDS,), [torch.tensor([[0, 9, 5]])])
     check_indices({0: 10}, (IDS,), [torch.zeros(0, 3, dtype=torch.int64)])

@@ -258,7 +258,7 @@ def test_a_device_that_cannot_be_had_says_which_call_failed(call: str) -> None:
 
 
 def test_an_arena_larger_than_the_device_is_an_error() -> None:
-    with pytest.raises(CudaError, match="MemoryAllocation"):
+    with pytest.raises(CudaError):
         Rig(World(device_bytes=ARENA_BYTES // 2))
 
 

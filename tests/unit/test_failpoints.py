@@ -102,5 +102,5 @@ def test_a_crash_is_a_kill(folder: Path) -> None:
 
 
 def test_a_name_that_is_not_in_the_table_is_a_mistake(folder: Path) -> None:
-    with pytest.raises(ValueError, match="no failpoint"):
+    with pytest.raises(ValueError, match="not a failpoint"):
         failpoints.reach("worker.infer.gruop")

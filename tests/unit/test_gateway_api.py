@@ -218,9 +218,9 @@ def test_the_description_has_every_route_and_is_openapi(rig: Rig) -> None:
         ("GET", "/api/trace?" + "&".join("a" * 20), b"", 400, "at most"),
         ("GET", "/api/jobs/j/logs?follow=yes", b"", 400, "true or false"),
         ("POST", "/api/jobs/j/pause", b"{}", 400, "takes no body"),
-        ("POST", "/api/models/m", b"", 400, "not a registration"),
-        ("POST", "/api/models/m", b'{"sorce": "x"}', 400, "not a registration"),
-        ("POST", "/api/models/m", b"[" * 3000, 400, "not a registration"),
+        ("POST", "/api/models/m", b"", 400, "invalid registration"),
+        ("POST", "/api/models/m", b'{"sorce": "x"}', 400, "invalid registration"),
+        ("POST", "/api/models/m", b"[" * 3000, 400, "invalid registration"),
     ],
 )
 def test_what_is_not_there_or_does_not_fit_says_what_would_be_right(

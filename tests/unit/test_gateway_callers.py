@@ -45,7 +45,7 @@ def test_a_token_adds_its_roles_and_an_unknown_one_is_no_ones() -> None:
     for shown in ("Bearer nonsense", "Basic abc", TOKEN, "Bearer", "Bearer \udcff"):
         with pytest.raises(Unauthenticated):
             callers().principal(shown)
-    with pytest.raises(Unauthenticated, match="asks for a token"):
+    with pytest.raises(Unauthenticated, match="needs a token"):
         callers(needs_token=True).principal("")
 
 
@@ -109,7 +109,7 @@ def test_a_file_of_tokens_is_read(tmp_path: Path) -> None:
         (f"OPS! {TOKEN}", 0o600, "not of the form"),
         (f"ops {TOKEN} infer extra", 0o600, "not of the form"),
         (f"a {TOKEN}\nb {TOKEN}", 0o600, "twice"),
-        ("# nothing", 0o600, "holds no token"),
+        ("# nothing", 0o600, "has no token"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_in_words(

@@ -67,7 +67,7 @@ def test_others_machines_need_tokens_and_tls_or_a_proxy(tmp_path: Path, address:
     for protocol in ("http", "grpc"):
         with pytest.raises(ConfigError, match="need tokens"):
             opened(tmp_path, **{"http": "off", protocol: address})
-    with pytest.raises(ConfigError, match="in the clear"):
+    with pytest.raises(ConfigError, match="unencrypted"):
         opened(tmp_path, http=address, tokens=tokens(tmp_path))
 
 
@@ -105,7 +105,7 @@ def test_what_cannot_be_started_is_tried_again_ever_later(
 def test_files_that_are_not_good_are_refused(tmp_path: Path) -> None:
     for settings, words in (
         ({"tokens": str(tmp_path / "none")}, "No such file"),
-        ({"tls_cert": "c.pem"}, "come together"),
+        ({"tls_cert": "c.pem"}, "need each other"),
         ({"tls_cert": "c.pem", "tls_key": "k.pem"}, "c.pem"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -127,5 +127,5 @@ def test_the_owners_token_is_made_once_and_only_its_owner_may_read_it(tmp_path: 
         opened(tmp_path, http="127.0.0.1:0")
     path.unlink()
     path.touch(0o600)
-    with pytest.raises(ConfigError, match="holds no token"):
+    with pytest.raises(ConfigError, match="has no token"):
         opened(tmp_path, http="127.0.0.1:0")

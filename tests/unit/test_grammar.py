@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pipeswitch.base.errors import InvalidInput
-from pipeswitch.gateway.openai.completions import ResponseFormat, schema_of
+from pipeswitch.gateway.openai.tools import ResponseFormat, schema_of
 from pipeswitch.ipc.messages.worker import SamplingParams
 from pipeswitch.programs.decoding.generation import packed_tokenizer
 from pipeswitch.programs.decoding.grammar import Matcher, Tokenizers, check_schema, ends_of
@@ -101,9 +101,32 @@ def test_a_schema_needs_an_end_token_and_leaves_no_room_for_what_contradicts_it(
             Options(json_schema="{}", **options).check(SIZE)  # type: ignore[arg-type]
 
 
-def test_a_request_with_a_schema_is_computed_alone() -> None:
+def test_an_answer_with_a_schema_joins_a_batch_after_its_first_token() -> None:
+    schema = {"json_schema": "{}"}
     assert not SamplingParams(options={"logprobs": 1}).never_batch
-    assert SamplingParams(options={"json_schema": "{}"}).never_batch
+    assert SamplingParams(options=schema).never_batch
+    assert not SamplingParams(options=schema, answer=(1,)).never_batch
+    for answer, size in (((1,), 8000), ((1,) * 2000, 2)):  # many of these do not fit in a packet
+        assert SamplingParams(options={"json_schema": " " * size}, answer=answer).never_batch
+
+
+def test_the_place_of_an_answer_is_kept_between_its_runs(words: Any) -> None:
+    ends, tokenizers = (words.token_to_id("<end>"),), Tokenizers()
+    tokenizers.packed["d"] = packed_tokenizer(words.to_str())
+    text = json.dumps({**REST, "properties": FORM})
+    place = "d", SIZE, ends, text
+    first = tokenizers.matcher(*place, ())
+    token = int(np.flatnonzero(first.allowed())[0])
+    first.take(token)
+    tokenizers.keep([first])
+    other = tokenizers.matcher(*place, ())  # a younger answer with this schema
+    assert other is not first
+    assert tokenizers.matcher("d", SIZE, (*ends, 5), text, (token,)) is not first
+    again = tokenizers.matcher(*place, (token,))
+    assert again is first
+    lost = tokenizers.matcher(*place, (token,))  # no two answers share one
+    assert lost is not first
+    assert np.array_equal(lost.allowed(), again.allowed())
 
 
 def test_a_response_format_is_a_schema() -> None:

@@ -184,7 +184,7 @@ def test_a_client_fetches_no_more_than_its_share_of_the_disk(
     last, _ = build_that(monkeypatch, tmp_path, 9, is_owners=False)
     assert isinstance(last, BuildFailed)
     assert last.error == "HostStoreFull"
-    assert "hf:a/b fetches does not fit: 9.00 KiB so far, 8.00 KiB are left" in last.message
+    assert "hf:a/b does not fit: 9.00 KiB were downloaded, 8.00 KiB are left" in last.message
 
 
 def test_the_owner_fetches_into_his_own_caches_with_his_token(

@@ -368,7 +368,7 @@ def test_a_journal_of_a_later_release_is_left_alone(tmp_path: Path) -> None:
         file.append(job("one"))
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
         database.execute(f"PRAGMA user_version = {journal.SCHEMA_VERSION + 1}")
-    with pytest.raises(ConfigError, match="schema 12, this release knows 11"):
+    with pytest.raises(ConfigError, match="schema 13; this release reads 12"):
         JournalFile(tmp_path / FILE_NAME)
     assert not list(tmp_path.glob("*damaged*"))
 

@@ -52,7 +52,7 @@ class Frontend(Rig):
         )
 
     def serve(self) -> None:
-        """What computes ends, if its model is there or comes now; a job steps aside."""
+        """What computes ends, if its model is there or comes now; a job is suspended."""
         for job in self.state.jobs.values():
             if job.state.state is TaskState.STOPPING:
                 self.park(job, self.state.owner.pending.turn)

@@ -79,7 +79,7 @@ def test_what_one_side_writes_in_its_half_the_other_finds(
 
 def test_a_part_outside_of_the_peers_half_is_refused(share: tuple[ShmSegment, ShmSegment]) -> None:
     for place, size in ((HALF, 1), (HALF - 1, 2), (0, HALF + 1), (INLINE - 1, 5), (1 << 63, 1)):
-        with pytest.raises(RemoteProtocolError, match="not in the share"):
+        with pytest.raises(RemoteProtocolError):
             share[1].find(place, size)
     assert len(share[1].find(0, HALF)) == HALF
 

@@ -64,16 +64,3 @@ def test_freed_memory_is_given_back_and_looked_for_more_rarely_when_it_is_no_use
     memory.give_back(400.0)
     assert len(private) == 2, "it was found, and what is left is left to the next request"
     memory.close()
-
-
-def test_garbage_in_circles_and_free_lists_is_given_back() -> None:
-    memory = FreedMemory()
-    circle: list[object] = [bytearray(b"x" * (RETURN_BYTES * 4))]
-    circle.append(circle)
-    small = [bytes(600) for _ in range(RETURN_BYTES // 100)]
-    del circle, small
-    held_bytes = memory._private_bytes() - memory._own_bytes
-    memory.give_back(memory._next_s)
-    left_bytes = memory._private_bytes() - memory._own_bytes
-    assert left_bytes < held_bytes / 4
-    memory.close()

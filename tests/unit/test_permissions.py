@@ -58,7 +58,7 @@ def test_a_link_counts_as_what_it_leads_to(tmp_path: Path) -> None:
 
 def test_a_file_that_a_worker_would_import_is_no_script(tmp_path: Path) -> None:
     other = script(tmp_path, "train.sh")
-    with pytest.raises(InvalidInput, match=r"\.py"):
+    with pytest.raises(InvalidInput):
         check_entry(other, is_owner=True, allow_code=())
 
 

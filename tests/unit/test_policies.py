@@ -490,7 +490,7 @@ def test_the_owners_own_policy_is_found_by_module_and_name(
     for name, why in (
         ("of_mine:other", "no attribute 'other'"),
         ("no_such:make", "No module named 'no_such'"),
-        ("of_mine:nothing", "made a Order, no Policy"),
+        ("of_mine:nothing", "returned a Order, not a Policy"),
     ):
         with pytest.raises(ConfigError, match=why):
             find_policy(name, max_wait_ms=3.0)

@@ -119,7 +119,7 @@ def test_one_holder_cannot_have_more_than_its_share_and_another_still_has_its_ow
     pool.reserve("greedy", SHARE_BYTES - PAGE, PAGE)
     refused = refusal(pool, "greedy", 1, 0)
     assert refused.data["requested_bytes"] == 1
-    assert f"hold {SHARE_BYTES} bytes" in refused.message
+    assert f"use {SHARE_BYTES} bytes" in refused.message
     rest_bytes = PAGES * PAGE - SHARE_BYTES
     pool.reserve("modest", 3 * rest_bytes // 4 - PAGE, PAGE)
     assert 0 < pool.as_dict()["pool_free_bytes"] < rest_bytes

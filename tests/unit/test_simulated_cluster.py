@@ -148,9 +148,9 @@ def test_the_command_tells_what_placement_did() -> None:
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (("azure", "--devices", "8"), "--nodes 1 beside them"),
-        (("azure", "--nodes", "3", "--failures", "100%"), "not all nodes"),
-        (("azure", "--nodes", "3", "--policy", "serial"), "--nodes takes no --job"),
+        (("azure", "--devices", "8"), "add --nodes 1"),
+        (("azure", "--nodes", "3", "--failures", "100%"), "less than 100%"),
+        (("azure", "--nodes", "3", "--policy", "serial"), "--nodes excludes --job"),
     ],
 )
 def test_what_a_cluster_cannot_be_is_said(args: tuple[str, ...], text: str) -> None:

@@ -95,7 +95,7 @@ def test_a_request_suspends_training_in_place_and_costs_it_no_more_than_its_own_
         world.clock.at(began_ms + at_ms, lambda: tokens.append(world.clients.infer(MODEL)))
     world.run()
     assert [world.answers[token][1].error for token in tokens] == [None, None]
-    # Cold, it steps aside before the first group is there; resident, for the computing alone.
+    # Cold, it is suspended before the first group is there; resident, for the computing alone.
     assert world.took_ms(done, began_ms) == 10 * STEP_MS + COPY_MS + 2 * GROUPS * LAYER_MS
 
 

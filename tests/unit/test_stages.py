@@ -229,10 +229,20 @@ def test_a_range_is_a_dimension_that_a_request_chooses() -> None:
 @pytest.mark.parametrize(
     ("function", "raw", "error", "words"),
     [
-        ("rows", {"x": [[1], "uint8"]}, errors.InvalidInput, "no package.module:function"),
+        (
+            "rows",
+            {"x": [[1], "uint8"]},
+            errors.InvalidInput,
+            "not of the form package.module:function",
+        ),
         ("pkg:fn", {}, errors.InvalidInput, "need each other"),
         ("pkg:fn", {"x": [[1], "bfloat16"]}, errors.InvalidInput, "bfloat16"),
-        ("other:fn", {"x": [[1], "uint8"]}, errors.PermissionDenied, "does not accept code"),
+        (
+            "other:fn",
+            {"x": [[1], "uint8"]},
+            errors.PermissionDenied,
+            "not accepted at this address",
+        ),
     ],
 )
 def test_what_a_registration_may_not_name(

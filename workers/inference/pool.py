@@ -138,7 +138,7 @@ class RequestPool:
             if dtype_name not in ITEM_BYTES or cursor + size > reply_bytes:
                 raise InvalidInput(
                     f'output "{value.name}" is {dtype_name}{list(output.shape)}: it does not fit '
-                    f"into the {reply_bytes} bytes its declared shape asked for"
+                    f"into the {reply_bytes} bytes of its declared shape"
                 )
             slab = SlabTensor(
                 name=value.name,

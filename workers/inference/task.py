@@ -364,9 +364,7 @@ def _waits(view: WorkerDevice, slot: int, message: RunInference) -> bool:
 
 
 def _lend_inputs(view: WorkerDevice, message: RunInference, manifest: Manifest) -> None:
-    """A graph that writes to its inputs is refused when it is registered; the operator's own
-    module may, and reads its own request's alone. They stay open until the next task. Joined
-    requests are copied, so nothing is opened.
+    """Open a request's inputs for writing by the operator's own module, until the next task.
 
     They lie in one slab, in this order; what a chain or a sequence kept lies in slabs of its own,
     and between two slabs are other requests'."""

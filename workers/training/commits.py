@@ -228,8 +228,8 @@ class Committer:
         self._other_bytes = max(0, needed_bytes - point.options.size_bytes)
         if needed_bytes > self._layout.state.capacity_bytes:
             raise OutOfDeviceMemory(
-                "what optimizers, schedulers and extra_state keep beside tensors grew to "
-                f"{needed_bytes} bytes; {self._layout.state.capacity_bytes} are set aside",
+                "state of optimizers, schedulers and extra_state outside of tensors grew to "
+                f"{needed_bytes} bytes; {self._layout.state.capacity_bytes} are reserved",
                 hint="keep logs and histories out of extra_state; for LBFGS lower history_size",
                 requested_bytes=needed_bytes,
             )
@@ -302,7 +302,7 @@ class Committer:
             if {**entry, "offset": 0} != {**place.entry(), "offset": 0}:
                 raise InvalidInput(
                     f"{name}: the commit has {entry.get('dtype')}{entry.get('shape')}, the script "
-                    f"makes {place.dtype}{list(place.shape)}: the script changed since"
+                    f"makes {place.dtype}{list(place.shape)}: the script has changed"
                 )
             if name in objects.buffers:
                 layout.restore_buffer(name, saved.blob(name))
@@ -324,7 +324,7 @@ class Committer:
         self, saved: SavedImage, key: str, optimizer: torch.optim.Optimizer
     ) -> None:
         if key not in saved.values["optimizers"]:
-            raise InvalidInput(f"the commit has no optimizer {key!r}: the script changed since")
+            raise InvalidInput(f"the commit has no optimizer {key!r}: the script has changed")
         stored = saved.values["optimizers"][key]
         if stored["called"]:
             mark_optimizer_called(optimizer)

@@ -178,7 +178,7 @@ class CopyLanes:
             self._aside.discard(way)
 
     def _must_stand_aside(self) -> bool:
-        """A task in ``optimizer.step()`` cannot park: what its closure waits for must come."""
+        """Return whether the task must wait: within ``optimizer.step()`` it cannot park."""
         gate = self._gate
         is_stopping = gate.asked and not gate.allows_copies
         return is_stopping and not (gate.in_optimizer_step or self._is_closed)

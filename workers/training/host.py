@@ -85,9 +85,10 @@ class JobHost:
     # -- main thread ---------------------------------------------------------------------------
 
     def lease(self, slice_bytes: int, state_bytes: int) -> torch.Tensor:
-        """A zeroed, writable uint8 tensor over the slice; blocks until granted. The caller has left
-        the device. A second call (the next phase) gives the first slice back: nothing refers to it
-        any more. The last commit stays what it was until the next one.
+        """Return a zeroed, writable uint8 tensor over the slice; block until granted.
+
+        The caller has left the device. A second call (the next phase) gives the first slice back.
+        The last commit stays until the next one.
 
         Args:
             slice_bytes: of parameters, buffers, gradients, optimizer state and the state area.
@@ -281,8 +282,7 @@ class JobHost:
         message: worker_msg.LeaseGranted | worker_msg.LeaseRefused | worker_msg.HostGranted,
         descriptors: Sequence[int],
     ) -> None:
-        """An answer to ``lease``, or to ``charge_host``; a granted slice brings the commit area,
-        which may be a new one."""
+        """Handle an answer to ``lease`` or ``charge_host``, which may bring a commit area."""
         with self._changed:
             for descriptor in descriptors:  # the main thread, which reads the old one, waits here
                 if self._commits >= 0:

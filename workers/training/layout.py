@@ -69,9 +69,9 @@ class Area:
         start = self.used_bytes
         if start + aligned(size, TENSOR_BYTES) > self.capacity_bytes:
             raise OutOfDeviceMemory(
-                f"{name}: the job's {self.name} outgrew the {self.capacity_bytes} bytes measured "
-                "when its first loop began",
-                hint="pass every model and optimizer to the first job.steps, complete",
+                f"{name}: the job's {self.name} needs more than the {self.capacity_bytes} bytes "
+                "measured when its first loop began",
+                hint="pass all models and optimizers to the first job.steps",
                 requested_bytes=start + size,
                 largest_free_bytes=self.capacity_bytes,
             )

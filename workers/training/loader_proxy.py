@@ -93,7 +93,9 @@ class Source:
         try:
             batch = self._held.popleft() if self._held else next(self._iterator)
         except StopIteration:
-            raise InvalidInput(f"the loader promised more than {self.given} batches") from None
+            raise InvalidInput(
+                f"the loader returned only {self.given} batches, fewer than its length"
+            ) from None
         if self._ahead:
             self._fetch()
         self.given += 1

@@ -68,7 +68,7 @@ class TrainedObjects:
                 hint="materialize lazy modules before job.steps: run one forward",
             )
         if parameter.layout is not torch.strided or parameter.is_quantized:
-            raise InvalidInput(f"{name}: only dense parameters can be trained here")
+            raise InvalidInput(f"{name}: only dense parameters can be trained")
         self.parameters[name] = parameter  # type: ignore[assignment]
 
     def weights(self) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -121,7 +121,7 @@ class TrainedObjects:
             is_parameter = one[3] in self.parameters or other[3] in self.parameters
             if is_parameter and one[0] == other[0] and other[1] < one[2]:
                 raise InvalidInput(
-                    f"{one[3]} and {other[3]} lie in the same memory",
+                    f"{one[3]} and {other[3]} share memory",
                     hint="to tie weights, assign the Parameter itself: b.weight = a.weight",
                 )
 
@@ -136,8 +136,8 @@ class TrainedObjects:
         groups = [g for o in self.optimizers.values() for g in o.param_groups]
         if not self.schedulers and any("initial_lr" in group for group in groups):
             warnings.warn(
-                "job.steps: a scheduler drives the optimizer and was not passed; a resumed script "
-                "starts it over. Pass scheduler=…",
+                "job.steps: a scheduler drives the optimizer and was not passed, so a resumed "
+                "script starts it over. Pass scheduler=…",
                 InexactResumeWarning,
                 stacklevel=script_level(),
             )
@@ -145,8 +145,8 @@ class TrainedObjects:
         if aliased:
             warnings.warn(
                 f"job.steps: {', '.join(aliased[:4])}: other tensors share this memory (a view, "
-                "`.data`, a state_dict()) and will keep the values of now. Take them in the loop, "
-                "or clone them",
+                "`.data`, a state_dict()) and will keep their current values. Create them in the "
+                "loop, or clone them",
                 UserWarning,
                 stacklevel=script_level(),
             )
@@ -161,7 +161,7 @@ class TrainedObjects:
         if any(a.keys() != b.keys() or any(a[key] is not b[key] for key in a) for a, b in pairs):
             raise InvalidInput(
                 "the loops inside one job.epochs train different objects",
-                hint="pass all models, optimizers and schedulers to each of them, and make new "
+                hint="pass all models, optimizers and schedulers to each of them, and create new "
                 "ones between two job.epochs",
             )
         if self.extras.keys() != other.extras.keys():

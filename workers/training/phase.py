@@ -151,7 +151,7 @@ class Phase:
         if first != now:
             self._reports.warn_once(
                 "beginning",
-                "the models began with other values than in this job's first life. If the script "
+                "the models began with other values than when this job started. If the script "
                 "loads a checkpoint of its own, it must not skip epochs or loops by it as well: "
                 "job resumes where it stopped",
             )
@@ -159,10 +159,9 @@ class Phase:
     def _warn_of_many_phases(self) -> None:
         self._reports.warn_once(
             "phases",
-            "the ends of the first loops (of job.epochs, or of job.steps outside of it) are no "
-            "longer kept: a resumed script finds a later loop's weights there, and what it "
-            "computes behind them again, as metrics, is of those. Write such results to a file "
-            "in the loop that makes them, or give each model a job of its own",
+            "the final states of the first loops are no longer kept: after a resume, code behind "
+            "them runs with the weights of a later loop. Write results to a file within the loop, "
+            "or train each model in its own job",
         )
 
     def capture(self) -> None:
@@ -299,8 +298,7 @@ class Phase:
         self._host.report("evicting", step=step, committed_step=self.committed_step)
 
     def goes_to_point(self) -> bool:
-        """Return whether an eviction now would lose finished steps that the next commit point
-        saves."""
+        """Return whether an eviction now would lose finished steps."""
         point = self.point
         if point is None or not self.place.may_commit:
             return False

@@ -104,7 +104,9 @@ class ScriptCursor:
                 epochs by itself would have ``job`` skip others on top of them.
         """
         if self.in_epochs:
-            raise InvalidInput("job.epochs inside job.epochs", hint="use range() for the inner one")
+            raise InvalidInput(
+                "job.epochs inside job.epochs", hint="use range() for the inner loop"
+            )
         self.phase += 1
         self.in_epochs = True
         saved = self.image_of_phase()
@@ -113,8 +115,8 @@ class ScriptCursor:
             if count != committed:
                 raise InvalidInput(
                     f"job.epochs({count}) was job.epochs({committed}) when the job was committed",
-                    hint="job.epochs skips what is finished: give it the whole number, and let the "
-                    "script not resume from a checkpoint of its own",
+                    hint="job.epochs skips what is finished: give it the total number, and do not "
+                    "resume from a checkpoint of your own",
                 )
         self.entry["epochs"] = count
         return saved
@@ -171,15 +173,14 @@ class ScriptCursor:
         return saved, is_over or (isinstance(own, dict) and bool(own.get("is_closed")))
 
     def image_of_phase(self, phase: int | None = None) -> SavedImage | None:
-        """Return the image to resume this phase from, by default the newest; None: it starts
-        afresh."""
+        """Return the image from which to resume this phase, or None to start afresh."""
         if self.saved is None:
             return None
         phase = self.phase if phase is None else phase
         if phase == self.saved.position.phase:
             return self.saved
         if phase > self.saved.position.phase:
-            raise InvalidInput("the script passed the place of its commit: it changed since")
+            raise InvalidInput("the script passed the position of its commit: it has changed")
         later = [past for past in sorted(self.past) if past >= phase]
         return SavedImage(memoryview(self.past[later[0]])) if later else self.saved
 
@@ -187,7 +188,7 @@ class ScriptCursor:
         """Resume the loop that begins at ``start`` where ``saved`` was committed."""
         place = saved.position
         if place.phase == start.phase and start.order > place.order:
-            raise InvalidInput("the script passed the place of its commit: it changed since")
+            raise InvalidInput("the script passed the position of its commit: it has changed")
         self.step, self.position = place.step, place
 
     @property
@@ -196,8 +197,7 @@ class ScriptCursor:
         return sum(len(image) + 64 for image in self.past.values())
 
     def keep_past(self, phase: int, image: memoryview) -> bool:
-        """Keep the end of ``phase`` for later images; return False if older ends had to be
-        dropped."""
+        """Keep the end of ``phase`` for later images; return False if older ends were dropped."""
         self.past[phase] = compact_image(image, without=PAST)
         return not self.drop_past(MAX_PAST_BYTES)
 

@@ -102,8 +102,8 @@ class TrainingSession:
         if self.place.saved is not None:
             place = self.place.saved.position
             raise InvalidInput(
-                f"the script ended before it came to the place of its last commit (step "
-                f"{place.step}, {place.name}, epoch {place.epoch}): nothing was restored",
+                f"the script ended before it reached its last commit (step {place.step}, "
+                f"{place.name}, epoch {place.epoch}): nothing was restored",
                 hint="under a server job.epochs and job.steps resume: a script must not skip "
                 "loops itself, by a checkpoint of its own or a limit of time",
             )
@@ -265,7 +265,7 @@ class TrainingSession:
         phase = self._phase
         if phase is None or phase.point is None:
             raise InvalidInput(
-                "job.publish: no loop has begun, so there is nothing to publish",
+                "job.publish: no loop has begun, so there are no weights to publish",
                 hint="call it in a job.steps loop or after one",
             )
         if self._host.is_publishing and not self._publish_due:  # another step's, probably
@@ -383,8 +383,8 @@ class TrainingSession:
                 away_ms = self._activations.away_ms
             if self._open_loop is not this_loop:
                 raise InvalidInput(
-                    "job.steps inside job.steps: a loop began in the body of this one",
-                    hint="make the inner one a plain loop over its loader",
+                    "job.steps inside job.steps",
+                    hint="make the inner loop a plain loop over its loader",
                 )
             self._watch.is_in_body = False
             self.place.end_body()
@@ -392,8 +392,7 @@ class TrainingSession:
             self._boundary(phase)
 
     def _boundary(self, phase: Phase) -> None:
-        """Capture the commit point between two bodies; an optimizer may step in only a few of
-        them."""
+        """Capture the commit point between two bodies."""
         phase.optimizers.reset()
         self._report()
         if not phase.has_stepped:
@@ -425,8 +424,7 @@ class TrainingSession:
             phase.end()
 
     def _watch_script(self) -> None:
-        """Warn once about variables that the loop changes and that start over in a resumed
-        script."""
+        """Warn once about changed variables that start over in a resumed script."""
         if self._script is None or "script" in self._reports.warned:
             return
         assert self._phase is not None

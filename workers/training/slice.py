@@ -181,7 +181,7 @@ class TrainingSlice:
         ]
 
     def sum_of_parameters(self) -> int:
-        """Changes when any of their bits does, in all likelihood; a pass over their memory."""
+        """Return a number that changes when any of their bits does, in all likelihood."""
         used = self.bytes_at(self.parameters.offset_bytes, self.parameters.used_bytes)
         return int(used.view(torch.int64).sum()) if used.numel() else 0
 

@@ -33,8 +33,8 @@ from pipeswitch.job import InexactResumeWarning, script_level
 from .torch_private import advance_sampler, is_plain_map_loader, version
 
 _logger = logging.getLogger(__name__)
-KNOWN_LOADERS: Final = (list, tuple, range, str, dict, torch.Tensor, np.ndarray)  # no state of own
-BLOB_BYTES: Final = 96  # that a commit spends on an attachment: padding, and its name, twice
+KNOWN_LOADERS: Final = (list, tuple, range, str, dict, torch.Tensor, np.ndarray)  # no own state
+BLOB_BYTES: Final = 96  # overhead of an attachment in a commit
 SMALL_BYTES: Final = 1 << 16  # attachments up to here are copied at once; larger ones are watched
 
 
@@ -47,7 +47,7 @@ class Captured:
         # ``marshal`` writes bytes and numpy's scalars alike.
         has_raw = bool(attachments) or '{"bytes":' in text or '{"scalar":' in text
         self.fingerprint = None if has_raw else fingerprint
-        # What it takes in a commit, with the names of its attachments.
+        # Size in a commit, with the names of its attachments.
         self.size_bytes = len(text) + sum(part.size_bytes + BLOB_BYTES for part in attachments)
         self._parts: list[bytes | tuple[torch.Tensor, int]] = []
         for part in attachments:
@@ -69,11 +69,11 @@ class Captured:
 
 
 def captured(value: Any, last: Captured | None) -> Captured:
-    """``value`` as it is now: the ``last`` one again, where it is of plain data and the same.
+    """Capture ``value``, or return ``last`` if it is plain data and unchanged.
 
-    Learning rates and the like seldom change, and taking their tagged form costs five times the
-    look. ``marshal`` tells apart what ``==`` does not (1, 1.0, True; 0.0, -0.0); it is compared,
-    never loaded. Tensors it refuses, and then the value is captured anew each time.
+    Learning rates and the like seldom change, and capturing them costs five times the comparison.
+    ``marshal`` distinguishes values that are equal (1, 1.0, True; 0.0, -0.0); its bytes are never
+    loaded. It refuses tensors, so values that contain tensors are captured each time.
     """
     try:
         fingerprint = marshal.dumps(value, 2)  # 2: the last version that ignores identities
@@ -93,7 +93,7 @@ def named(value: Any, what: str) -> dict[str, Any]:
     if isinstance(value, Mapping):
         keys = [key if isinstance(key, str) else str(index) for index, key in enumerate(value)]
         if len(set(keys)) < len(keys):
-            raise InvalidInput(f"{what}: keys that look alike", hint="use names: strings")
+            raise InvalidInput(f"{what}: two keys look the same", hint="use names: strings")
         return dict(zip(keys, value.values(), strict=True))
     if isinstance(value, Iterable):
         return {str(index): item for index, item in enumerate(value)}
@@ -132,7 +132,7 @@ def named_extras(value: Any, *, is_literal: bool) -> dict[str, Any]:
     if not (value is None or has_state(value) or isinstance(value, (Mapping, list, tuple))):
         raise InvalidInput(
             f"extra_state: a {kind.__name__} has no state_dict()",
-            hint="pass a dict of your own that keeps it: note = {'best': 0.0}; extra_state=note",
+            hint="pass a dict that contains it: note = {'best': 0.0}; extra_state=note",
         )
     is_literal = is_literal and isinstance(value, (Mapping, list, tuple))
     if is_literal and (lost := _values_of_now(value, "extra_state")):
@@ -149,7 +149,7 @@ def named_extras(value: Any, *, is_literal: bool) -> dict[str, Any]:
         name, item = next((n, item) for n, item in extras.items() if n not in found)
         raise InvalidInput(
             f"extra_state {name!r}: a {type(item).__name__} has no state_dict()",
-            hint="keep it in a dict of your own: note = {'best': 0.0}; extra_state={'note': note}",
+            hint="keep it in a dict: note = {'best': 0.0}; extra_state={'note': note}",
         )
     for name, item in found.items():
         if hasattr(item, "state_dict") and not hasattr(item, "load_state_dict"):
@@ -242,7 +242,7 @@ class Proof:
     random: RandomState
     generators: dict[str, Any]
     own: Any
-    batch: Any  # as it was fetched; a script that writes to it costs the proof
+    batch: Any  # as fetched; if the script writes to it, there is no proof
     versions: tuple[int, ...]
 
     def values(self) -> tuple[Any, ...] | None:
@@ -291,18 +291,18 @@ def digest_of(batch: Any) -> str | None:
 class DataState:
     """Position of a loader: its generators and, where it has one, its ``state_dict()``."""
 
-    generators: dict[str, Any]  # by where they were found: their states
-    own: Any  # of the loader or its dataset; None without
+    generators: dict[str, Any]  # states by the path of the generator
+    own: Any  # state_dict() of the loader or its dataset, or None
     workers: dict[int, Any] = field(default_factory=dict)  # see ``persistent_loaders.py``
     proof: Proof | None = None
 
 
 class DataPosition:
-    """One loader's place in its data: captured, and taken up again without fetching the data.
+    """Position of a loader in its data, captured and restored without fetching the data.
 
     Args:
-        loader: what ``job.steps`` was given.
-        extras: of ``extra_state``; generators among them may be what a sampler draws from.
+        loader: the argument of ``job.steps``.
+        extras: ``extra_state``; a sampler may use generators in it.
     """
 
     def __init__(self, loader: Any, extras: Mapping[str, Any]) -> None:
@@ -344,14 +344,14 @@ class DataPosition:
         """Put the loader's generators back.
 
         Raises:
-            InvalidInput: one is not where it was: made in the loop, or the script changed.
+            InvalidInput: a generator is missing: made in the loop, or the script has changed.
         """
         for path, value in state.generators.items():
             if path not in self._generators:
                 raise InvalidInput(
-                    f"the random generator {path} was there when the loop was committed, and is "
-                    "not now",
-                    hint="make it before the first job.steps",
+                    f"the random generator {path} existed when the loop was committed, but does "
+                    "not any more",
+                    hint="create it before the first job.steps",
                 )
             load_state(self._generators[path], value)
 
@@ -398,8 +398,7 @@ class DataPosition:
         return iterator
 
     def open_again(self, batches: int, begin: DataState) -> Iterator[Any]:
-        """Return an iterator after ``batches`` batches, which are fetched once more from the
-        start."""
+        """Return an iterator after ``batches`` batches, which are fetched again."""
         self._keeper.load_state_dict(begin.own)
         iterator: Iterator[Any] = iter(self._loader)
         _drop(iterator, batches)
@@ -438,15 +437,16 @@ class DataPosition:
                 _logger.debug("state_dict of %s: %r", type(self._keeper).__name__, error)
         warnings.warn(
             f"job.steps({type(self._loader).__name__}): the state_dict() of "
-            f"{type(self._keeper).__name__} did not bring the last batch back, nor did fetching "
-            "all again: the data differ from here on. Make it save its buffers and generators",
+            f"{type(self._keeper).__name__} did not restore the last batch, and fetching all "
+            "batches again did not, either: the data differ from now on. Make it save its buffers "
+            "and generators",
             InexactResumeWarning,
             stacklevel=script_level(),
         )
         return None
 
     def warn_if_inexact(self) -> bool:
-        """Say once what could not be resumed exactly; true when something was said."""
+        """Warn once if the loader cannot be resumed exactly; return whether it warned."""
         loader = self._loader
         if self._keeper is loader or isinstance(loader, SharedLoader):
             return False
@@ -466,8 +466,8 @@ class DataPosition:
         else:
             why = "its type is unknown: a resume fetches and drops all batches used so far"
         warnings.warn(
-            f"job.steps({type(loader).__name__}): {why}; exact only if data and order depend on "
-            "nothing but seeds. A loader or dataset with state_dict() resumes exactly and fast",
+            f"job.steps({type(loader).__name__}): {why}; exact only if data and order depend only "
+            "on seeds. A loader or dataset with state_dict() resumes exactly and fast",
             InexactResumeWarning,
             stacklevel=script_level(),
         )
@@ -497,14 +497,13 @@ def _state_keeper(loader: Any, depth: int = 3) -> Any:
 
 
 def _keeps_state(candidate: Any) -> bool:
-    """Return whether it has ``load_state_dict`` and a ``state_dict()`` without required
-    arguments."""
+    """Return whether it has ``load_state_dict`` and ``state_dict`` without arguments."""
     if not (hasattr(candidate, "state_dict") and hasattr(candidate, "load_state_dict")):
         return False
     try:
         inspect.signature(candidate.state_dict).bind()
     except TypeError:
         return False
-    except ValueError:  # it has no answer
+    except ValueError:  # no signature
         pass
     return True

@@ -20,7 +20,7 @@ class CommitTiming:
         self._gap_ms = min(FIRST_COMMIT_GAP_MS, every_ms)
         self.committed_at_ms = now_ms()  # the last commit; before that the start
         self._next_at_ms = self.committed_at_ms + self._gap_ms
-        self.grows_at_ms = 0.0  # the state area, after it found no room
+        self.grows_at_ms = 0.0  # when the state area grows, after it was too small
         self._evicted_at_ms: float | None = None  # seen in a body that cannot end without loss
 
     @property
@@ -53,17 +53,17 @@ class CommitTiming:
 class WriteWatch:
     """Watch for bodies that write parameters before the optimizer does.
 
-    Version counters tell of most writes; ``.data`` passes them by, so the first bodies, and those
-    behind a commit, are watched by a sum over the parameters. A body that writes must not overlap a
-    commit, nor may its point be committed in mid-step.
+    Version counters detect most writes, but not those through ``.data``. So the first bodies, and
+    those after a commit, are watched by a sum over the parameters. A body that writes must not
+    overlap a commit, and its point must not be committed within the step.
 
     Args:
-        was_watched, writes_unseen: what an earlier life of the script has shown.
+        was_watched, writes_unseen: results of an earlier run of the script.
     """
 
     def __init__(self, was_watched: bool, writes_unseen: bool) -> None:
-        self.was_watched = was_watched  # a body left its parameters alone, bit by bit
-        self.writes_unseen = writes_unseen  # one did not, and no version counter told
+        self.was_watched = was_watched  # a body did not change its parameters
+        self.writes_unseen = writes_unseen  # one did, and no version counter changed
         self.is_in_body = False
         self._is_clean = False  # the last body wrote nothing before its step
         self._sum: int | None = None  # at the last point; None: this body is not watched
@@ -72,7 +72,7 @@ class WriteWatch:
         self._is_clean, self.is_in_body = False, True
 
     def at_point(self, sum_now: Callable[[], int], *, is_due: bool) -> None:
-        """Watch the body after a captured point, where that is worth a pass."""
+        """Watch the body after a captured point, if that is worth the time."""
         watch = (is_due or not self.was_watched) and not self.writes_unseen
         self._sum = sum_now() if watch else None
 
@@ -80,7 +80,7 @@ class WriteWatch:
         """Check a finished body; return False if it was caught writing unseen.
 
         Args:
-            is_intact: what the version counters say.
+            is_intact: True if no version counter changed.
         """
         self._is_clean = is_intact
         before, self._sum = self._sum, None
@@ -104,5 +104,5 @@ class WriteWatch:
 
     @property
     def may_overlap(self) -> bool:
-        """The next body will, as the last one did, leave the parameters to the optimizer."""
+        """Return whether the next body will probably not change the parameters."""
         return self._is_clean and self.is_trusted

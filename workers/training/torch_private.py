@@ -162,7 +162,7 @@ def is_left_by_error(frame: Any) -> bool:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Counts in-place writes (autograd's own counter); not those through ``.data``."""
+    """Return the count of in-place writes (autograd's own counter); not those through ``.data``."""
     return tensor._version
 
 

@@ -97,7 +97,7 @@ class TransformersLoop(TrainerLoop):
 
     def epoch_ended(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if control.should_epoch_stop:  # Trainer would count the steps to find its epoch again
-            raise InvalidInput("job.trainer: an epoch that a callback ends early is not resumed")
+            raise InvalidInput("job.trainer: an epoch that a callback ends early cannot be resumed")
 
     def log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         self.session.log({k: v for k, v in (logs or {}).items() if isinstance(v, int | float)})

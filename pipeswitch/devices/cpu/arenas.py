@@ -59,8 +59,7 @@ class OneFile:
             raise RemoteProtocolError("tenants share this arena")
 
     def write(self, tenant: str, start: int, source: Bytes) -> None:
-        """``np.copyto`` lets the interpreter lock go, which slice assignment to a memoryview
-        would hold for the whole copy."""
+        """Copy with ``np.copyto``, which releases the interpreter lock."""
         np.copyto(self._bytes[start : start + len(source)], source)
 
     def clear(self, tenant: str, start: int, end: int) -> None:

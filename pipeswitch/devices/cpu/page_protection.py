@@ -174,7 +174,7 @@ def map_by_chance(descriptor: int, size_bytes: int, access: int) -> int:
                 raise
         else:
             return address
-    raise OSError(errno.ENOMEM, f"no place for {size_bytes} bytes of shared memory")
+    raise OSError(errno.ENOMEM, f"no address range for {size_bytes} bytes of shared memory")
 
 
 @functools.cache

@@ -85,7 +85,7 @@ class CpuWorkerDevice(WorkerDevice):
     def _work(self) -> torch.UntypedStorage:
         from ...programs.running.views import bytes_over
 
-        assert self._work_map is not None, "this worker runs no training script"
+        assert self._work_map is not None, "this worker does not run a training script"
         return bytes_over(self._work_map)
 
     def prefault(self, offset_bytes: int, size_bytes: int) -> None:
@@ -143,7 +143,7 @@ class CpuWorkerDevice(WorkerDevice):
         self._entered, self._open_end = (0, 0, 0), 0
 
     def _tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
-        """Writing to it kills this process, and so does reading before ``show``."""
+        """Return a read-only tensor; reading it before ``show`` kills the process."""
         from ...programs.running.views import tensor_over
 
         return tensor_over(self._models, spec, region_offset_bytes)

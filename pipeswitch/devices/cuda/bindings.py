@@ -76,6 +76,7 @@ class NoCudaDevice(ConfigError):
 
 
 def no_driver(**data: Any) -> NoCudaDevice:
+    """Return the error for a machine without a driver."""
     return NoCudaDevice(
         "no NVIDIA driver on this machine (its library libcuda.so.1 is not found)",
         hint="install the driver, in a container give it the GPU (--gpus all); "

@@ -107,6 +107,6 @@ def check_indices(
         if lowest < 0 or highest >= rows:
             wrong = lowest if lowest < 0 else highest
             raise InvalidInput(
-                f'input "{specs[number].name}" holds the index {wrong}: its table has {rows} rows',
+                f'input "{specs[number].name}" has the index {wrong}, its table has {rows} rows',
                 hint=f"0 to {rows - 1} are valid",
             )

@@ -84,7 +84,7 @@ def choose(wishes: Wishes, results: Mapping[str, Outcome] | None) -> Ladder:
             outcome = results.get(name, Outcome(False, "it did not run"))
             if not outcome.is_ok:
                 raise ConfigError(
-                    f"the cuda device does not pass its self-test: {name}: {outcome.text}",
+                    f"the cuda device fails its self-test: {name}: {outcome.text}",
                     hint="pipeswitch doctor says more; pipeswitch serve --device cpu works",
                     test=name,
                 )

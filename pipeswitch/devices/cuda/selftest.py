@@ -231,8 +231,7 @@ def _slice(rig: Rig) -> str:
 
 
 def _graph(rig: Rig) -> str:
-    """A captured product follows its weights, at an address that is not torch's; what cannot be
-    captured leaves a process that can still compute."""
+    """Replay a captured product with new weights; a failed capture must leave no trace."""
     side, cuda = rig.side(), rig.cuda()
     import torch
 
@@ -286,11 +285,13 @@ def _read_behind_waits(rig: Rig, pipe: Pipe) -> None:
 
 
 def expect(what: str, found: float, wanted: float) -> None:
+    """Raise RuntimeError if two values differ."""
     if found != wanted:
         raise RuntimeError(f"{what}: {found}, not {wanted}")
 
 
 def fill(cuda: Cuda, address: int, value: int, size_bytes: int) -> None:
+    """Fill device memory with a value, and wait for it."""
     stream = cuda.stream()
     cuda.fill(address, value, size_bytes, stream)
     cuda.synchronize(stream)
@@ -317,6 +318,7 @@ def round_trip(cuda: Cuda, address: int, source: Bytes) -> int:
 
 
 def share(cuda: Cuda, pipe: Pipe, size_bytes: int, value: int) -> int:
+    """Fill a block and send its handle through the pipe."""
     block = cuda.malloc(size_bytes)
     fill(cuda, block, value, size_bytes)
     pipe.tell(handle=cuda.export_handle(block).hex())
@@ -324,6 +326,7 @@ def share(cuda: Cuda, pipe: Pipe, size_bytes: int, value: int) -> int:
 
 
 def opened(cuda: Cuda, pipe: Pipe) -> int:
+    """Open the block whose handle the other process sends."""
     return cuda.open_handle(bytes.fromhex(pipe.hear()["handle"]))
 
 

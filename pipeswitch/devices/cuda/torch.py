@@ -140,7 +140,7 @@ class CudaTorch:
             raise RuntimeError(f"after a failed capture 1024 twos are {total}")
 
     def cap_private(self, size_bytes: int) -> None:
-        """The most that this process may allocate outside of the slice; 0: no cap.
+        """Limit what this process may allocate outside of the slice; 0: no limit.
 
         The slice's segments count as allocated, so they are added.
         """

@@ -136,7 +136,7 @@ class CudaWorkerDevice(WorkerDevice):
         return self._side.computing(in_slice=in_slice)
 
     def leave_slice(self, program: BoundProgram) -> bool:
-        """The slice was too small for it: it computes in ordinary memory from now on."""
+        """Use ordinary memory from now on, because the slice was too small."""
         from .graphs import DeviceProgram
 
         if not isinstance(program, DeviceProgram) or not program.may_use_slice:
@@ -224,7 +224,7 @@ class CudaWorkerDevice(WorkerDevice):
         return True
 
     def fault(self) -> TaskFailed | None:
-        """A kernel's assertion is the model's word on its input: it says the same everywhere.
+        """Return a kernel's failed assertion as the model's error, because it would repeat.
 
         Anything else that breaks a context may be the device's doing, and is tried again.
         """

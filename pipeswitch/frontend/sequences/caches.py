@@ -66,8 +66,7 @@ class Caches(Sequences):
         held.values[CACHE] = lent(spec, (1, rows, *width), table)
 
     def append(self, held: SequenceState, fed: Tokens[int], op_id: OpId, tokens: int) -> None:
-        """Note the rows that a generation's run wrote, of the tokens ``fed``; ``tokens`` were
-        chosen."""
+        """Note the rows that a run wrote of the tokens ``fed``; ``tokens`` were chosen."""
         self.blocks.extend(held.grown[CACHE], len(fed), fed)
         held.op_id, model = op_id, held.announced.model
         held.steps += 1

@@ -131,13 +131,13 @@ def facts_of(
     facts = announced.manifest.extra.get("generation")
     if not facts:
         raise InvalidInput(
-            f'"{model}" generates no text',
+            f'"{model}" does not generate text',
             hint=f"pipeswitch register {model}-chat hf:NAME --weights pretrained --generate",
         )
     context, piece = longest(announced.manifest, share_bytes)
     if context < 2:
         raise InvalidInput(
-            f'the request pool has no room for an answer of "{model}"', hint="raise [server] pool"
+            f'the request pool has no memory for an answer of "{model}"', hint="raise [server] pool"
         )
     return facts, context, piece
 
@@ -164,7 +164,7 @@ def generation_of(
     tensors, vocabulary = header.inputs, facts["vocabulary"]
     is_ids = len(tensors) == 1 and (tensors[0].dtype, len(tensors[0].shape)) == ("int64", 1)
     if not is_ids or len(frames[0]) != 8 * tensors[0].shape[0]:
-        raise InvalidInput("generate takes one input: the prompt's ids, int64 in one dimension")
+        raise InvalidInput("generate takes one input, the prompt's ids: int64 with one dimension")
     if not 0 < (count := tensors[0].shape[0]) < context:
         raise InvalidInput(f"a prompt of {count} tokens: the model takes 1 to {context - 1}")
     sampling = sampling_of(asked)
@@ -172,14 +172,14 @@ def generation_of(
     scores = sampling.options is not None and sampling.options.scores_prompt
     came = len(asked.so_far) - (count - 1 if scores else 0)
     if came >= (most := min(asked.max_tokens, context - count)):
-        raise InvalidInput(f"{came} tokens came already, of {most}")
+        raise InvalidInput(f"so_far has {came} tokens; the maximum is {most}")
     if sampling.options is not None:
         sampling.options.check(vocabulary)
     # A sender could still change its own bytes: they are read once.
     prompt = [*memoryview(bytes(frames[0])).cast("q")]
     ids = [*prompt, *asked.so_far]
     if odd := [one for one in (min(ids), max(ids)) if not 0 <= one < vocabulary]:
-        raise InvalidInput(f"{odd[0]} is no token from 0 to {vocabulary - 1}")
+        raise InvalidInput(f"{odd[0]} is not a token from 0 to {vocabulary - 1}")
     own = () if asked.ignore_eos else tuple(facts["eos_ids"])
     ends = (*own, *asked.stop_ids)
     if sampling.options is not None and (schema := sampling.options.json_schema):

@@ -39,7 +39,7 @@ ROWS_STEP: Final = 16  # what grows does by so many: most steps have the last on
 PIECES: Final = 8  # a step's rows are such a part of the longest cache at most
 SMALL_BYTES: Final = 64 << 10  # limit of a step's request without its ids
 IDLE_MS: Final = 300_000.0  # one that nobody asks so long is abandoned
-HINT: Final = "start another one: it ended, was idle for 5 minutes, or the server began again"
+HINT: Final = "start another one: it has ended, was idle for 5 minutes, or the server was restarted"
 
 
 class Sequences:
@@ -62,7 +62,7 @@ class Sequences:
 
         Raises:
             InvalidInput: the model has no state; another request is under way.
-            SequenceNotFound: there is none of this name, or it is another model's.
+            SequenceNotFound: there is no such name, or it is another model's.
         """
         self.expire()
         if not announced.manifest.extra.get("state"):
@@ -74,7 +74,7 @@ class Sequences:
         known = self.held.get(key)
         if known is not None and known.is_busy:
             raise InvalidInput(
-                f'sequence "{asked.id}" has a request under way', hint="wait for its answer"
+                f'sequence "{asked.id}" already has a running request', hint="wait for its answer"
             )
         if not asked.starts:
             base = announced.base or announced.model
@@ -117,7 +117,7 @@ class Sequences:
         if held.steps and (twice := brought.keys() & held.state.keys()):
             raise InvalidInput(
                 f'"{min(twice)}" is the state of sequence "{held.key[1]}": only the request that '
-                "starts it may bring that"
+                "starts the sequence may contain it"
             )
         own = [one for one in manifest.inputs if one.name not in held.state]
         if not brought and len(header.inputs) != len(own):
@@ -233,8 +233,7 @@ class Sequences:
         return found
 
     def retract(self, model: str) -> None:
-        """End all sequences of a removed model and forget its blocks: a later model may have its
-        name."""
+        """End all sequences of a removed model and forget its blocks."""
         self._tokens.pop(model, None)
         self.blocks.remove(model)
         for held in [one for one in self.held.values() if one.announced.model == model]:
@@ -261,7 +260,7 @@ class Sequences:
         shape = [*spec.shape[:axis], dim.low if dim else spec.shape[axis], *spec.shape[axis + 1 :]]
         numbers = _beginning(msgspec.structs.replace(spec, shape=tuple(shape)), values, held)
         if math.prod(numbers[:axis]) != 1:
-            raise InvalidInput(f'"{spec.name}" grows: a sequence of it has a batch of 1')
+            raise InvalidInput(f'"{spec.name}" grows, so a sequence must have a batch of 1')
         row_bytes = ITEM_BYTES[spec.dtype] * math.prod(numbers[axis + 1 :])
         grown = held.grown.get(spec.name)
         used = grown.used if grown is not None else 0
@@ -269,14 +268,14 @@ class Sequences:
             used = len(first) // row_bytes
         elif not (used or (dim is not None and dim.name in manifest.pads)):
             raise InvalidInput(
-                f'"{spec.name}" has no rows yet, and the model takes {numbers[axis]} at least',
+                f'"{spec.name}" has no rows yet, and the model needs at least {numbers[axis]}',
                 hint=f'pass "{spec.name}" with the request that starts the sequence',
             )
         wanted = max(used + shape_at(made.shape, values)[axis], numbers[axis])
         most = dim.high if dim is not None else wanted
         if wanted > most:
             raise InvalidInput(
-                f'"{spec.name}" would have {wanted} rows, the model takes {most}',
+                f'"{spec.name}" would have {wanted} rows; the model takes at most {most}',
                 hint="start another sequence",
             )
         if grown is None:
@@ -383,6 +382,6 @@ def _beginning(spec: ValueSpec, values: Values, held: SequenceState) -> tuple[in
         return shape_at(spec.shape, values)
     except NoExtent:
         raise InvalidInput(
-            f'the shape of "{spec.name}" does not follow from the other inputs',
-            hint=f'the request that starts sequence "{held.key[1]}" must bring it',
+            f'the shape of "{spec.name}" cannot be derived from the other inputs',
+            hint=f'the request that starts sequence "{held.key[1]}" must contain it',
         ) from None

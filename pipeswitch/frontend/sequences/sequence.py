@@ -122,7 +122,7 @@ class SequenceState(msgspec.Struct, kw_only=True, eq=False):
         made = {by_output[one.name]: one for one in answer.outputs if one.name in by_output}
         fits = all(has_room_for(one, made.get(name)) for name, one in self.grown.items())
         if made.keys() != self.state.keys() or not fits:
-            error = TaskFailed(f'sequence "{self.key[1]}": the worker left no such state')
+            error = TaskFailed(f'sequence "{self.key[1]}": the worker left an invalid state')
             return Reply(token=answer.token, error=error)
         self.made = made
         self.run = OpId(answer.timing.op_id if answer.timing is not None else 0)
@@ -151,7 +151,7 @@ def sequence_options(body: Body) -> SequenceOptions | None:
     starts, ends = body.flag("start"), body.flag("end")
     if not name:
         if starts or ends:
-            raise InvalidInput("infer: start and end are of a sequence", hint="name its sequence")
+            raise InvalidInput("infer: start and end need a sequence", hint="name its sequence")
         return None
     if len(name) > MAX_ID or escape_control_chars(name, keep="") != name:
         raise InvalidInput(f"infer: a sequence has a name of at most {MAX_ID} printable characters")

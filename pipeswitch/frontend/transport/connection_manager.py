@@ -145,7 +145,7 @@ class ClientConnection(LimitedConnection):
             if message.parts:
                 yield message
             elif not self.is_owners:
-                raise RemoteProtocolError("no memory is shared with other machines")
+                raise RemoteProtocolError("shared memory is not available to other machines")
             else:
                 self._owes_share = not self._has_share
                 self._bring_share()
@@ -153,7 +153,7 @@ class ClientConnection(LimitedConnection):
     def _took(self, taken_count: int) -> None:
         """Free the parts in the share that the client has read; they are read in the order sent."""
         if not self._taken_count <= taken_count <= self._taken_count + len(self._lent):
-            raise RemoteProtocolError(f"part {taken_count} of the share was not lent")
+            raise RemoteProtocolError(f"part {taken_count} of the shared memory is not in use")
         share = self._stream.share
         while share is not None and self._taken_count < taken_count:
             share.free(self._lent.popleft())
@@ -265,10 +265,9 @@ class ConnectionManager:
         gone: Callable[[Client, str], None],
         now_ms: Callable[[], float],
     ) -> None:
-        """
-        Args:
-            hear: takes a message; raises nothing.
-            gone: called with the client whose connection ends, and the cause.
+        """Args:
+        hear: takes a message; raises nothing.
+        gone: called with the client whose connection ends, and the cause.
         """
         self._limits = limits
         self._complaints = complaints

@@ -98,7 +98,7 @@ def check_access(config: ServerConfig, host: str) -> tuple[bool, list[str]]:
     if keys is None or not folder.clients():
         where = f"--keys-dir {path}"
         raise ConfigError(
-            f"{config.listen} needs clients' keys"
+            f"{config.listen} needs keys of clients"
             + ("" if is_loopback(host) else ", other machines can reach it")
             + f": {missing}",
             hint=f"pipeswitch keys {where} server; then, for each client: "

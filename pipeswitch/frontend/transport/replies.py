@@ -133,7 +133,7 @@ def wrong_version(parts: Sequence[Any]) -> RemoteProtocolError | None:
     if envelope is None or envelope.v == VERSION:
         return None
     return RemoteProtocolError(
-        f"protocol version {envelope.v} is not spoken here, this server speaks {VERSION}",
+        f"protocol version {envelope.v} is not supported; this server speaks version {VERSION}",
         hint="use the client of the server's own release",
     )
 

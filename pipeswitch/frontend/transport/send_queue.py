@@ -123,7 +123,7 @@ class EventSubscribers:
         topics = body.texts("topics")
         body.done()
         if len(client.readings) >= MAX_READINGS:
-            raise QueueFull(f"this client reads events {MAX_READINGS} times already")
+            raise QueueFull(f"this client already has {MAX_READINGS} event subscriptions")
         client.readings[header.id] = topics or ("",)
         self.clients.add(client)
         self._outbox.reply(client, header.id, more=True)  # confirms the subscription

@@ -39,11 +39,10 @@ class Sessions:
         ended: Callable[[Client], None],
         now_ms: Callable[[], float],
     ) -> None:
-        """
-        Args:
-            pool_share_bytes: one client's part of the request pool.
-            hear: takes a message; raises nothing.
-            ended: called with a client that is gone.
+        """Args:
+        pool_share_bytes: one client's part of the request pool.
+        hear: takes a message; raises nothing.
+        ended: called with a client that is gone.
         """
         self._ended, self._now_ms = ended, now_ms
         self.clients: dict[str, Client] = {}  # by session
@@ -75,7 +74,9 @@ class Sessions:
         """
         if peer.client is not None:
             # Its answer may have left by half: the rest points at the room that it would give back.
-            raise RemoteProtocolError("this connection has said hello", hint="open another one")
+            raise RemoteProtocolError(
+                "this connection already has a session", hint="open another one"
+            )
         client = Client(peer=peer, principal=peer.principal)
         self.clients[client.session] = client
         peer.greeted(client)
@@ -141,7 +142,7 @@ def caller_of(principal: Principal, header: RequestHeader) -> Principal:
         PermissionDenied: another's does not.
     """
     if not principal.is_owner:
-        raise PermissionDenied("only the owner's socket names another caller")
+        raise PermissionDenied("only the owner's socket may name another caller")
     body = Body("caller", header.body)
     tenant, roles = body.text("tenant"), address_roles(body.texts("roles"))
     body.done()

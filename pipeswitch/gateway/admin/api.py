@@ -36,13 +36,13 @@ from .openapi import Route, document
 
 MAX_TRACE_S: Final = 3600.0
 PREFIX: Final = "/api"
-HINT: Final = "GET /api/openapi.json tells what is there"
+HINT: Final = "GET /api/openapi.json lists all paths"
 OLLAMAS: Final = {f"/api/{verb}" for verb in ("chat", "embed", "embeddings", "generate", "tags")}
-INSTEAD: Final = "OpenAI's is served: http://HOST:PORT/v1 as the base URL, any text as the key"
+INSTEAD: Final = "use OpenAI's API: base URL http://HOST:PORT/v1, any text as the key"
 MAX_QUERY_FIELDS: Final = 16
 LOG_LOOK_S: Final = 0.5  # between two looks at a log that is followed when no event came
 MAX_OFFSET: Final = 1 << 50
-OFFSET: Final = {"offset": ("integer", "Where to begin, in bytes; below 0: so far before the end")}
+OFFSET: Final = {"offset": ("integer", "First byte; a negative number counts from the end")}
 MAX_VERSION: Final = 1 << 30
 TEXT: Final = "text/plain; charset=utf-8"
 BUNDLE: Final = "application/octet-stream"
@@ -130,8 +130,8 @@ class Api:
                 path="trace",
                 role=OPERATE,
                 run=self._trace,
-                what="The end of the timeline, as a Chrome trace; now_ms is its clock",
-                query={"seconds": ("number", "How much of it; 10 unless told")},
+                what="The last part of the timeline, as a Chrome trace; now_ms is its clock",
+                query={"seconds": ("number", "Length in seconds; default 10")},
             ),
             Route(
                 method="GET",
@@ -139,9 +139,9 @@ class Api:
                 role=OPERATE,
                 run=self._events,
                 gives=CONTENT_TYPE,
-                what="Events as they come; Last-Event-ID goes on behind one; an event named "
-                "dropped counts those a slow reader missed",
-                query={"topics": ("string", "Prefixes, by comma: switch.,job.")},
+                what="Server-sent events; Last-Event-ID continues after one; an event named "
+                "dropped counts missed events",
+                query={"topics": ("string", "Prefixes, separated by commas: switch.,job.")},
             ),
         )
 
@@ -163,8 +163,8 @@ class Api:
                     what=what,
                 )
                 for action, what in (
-                    ("pause", "Commit, give the device back, hold until resume"),
-                    ("resume", "Let it have the device again"),
+                    ("pause", "Commit a job and suspend it until resume"),
+                    ("resume", "Continue a paused job"),
                     ("cancel", "End it"),
                 )
             ),
@@ -175,7 +175,7 @@ class Api:
                 run=self._text("logs"),
                 gives=TEXT,
                 what="What it printed",
-                query={**OFFSET, "follow": ("boolean", "Go on until the job is over")},
+                query={**OFFSET, "follow": ("boolean", "Continue until the job ends")},
             ),
             Route(
                 method="GET",
@@ -184,7 +184,7 @@ class Api:
                 run=self._text("history"),
                 gives=TEXT,
                 query=OFFSET,
-                what="What job.log reported, a line of JSON for each time",
+                what="Reports of job.log, one JSON object per line",
             ),
         )
 
@@ -195,7 +195,7 @@ class Api:
                 path="models",
                 role=INFER,
                 run=self._models,
-                what="One row for each model; in full with the role operate",
+                what="One row for each model; all fields with the role operate",
             ),
             Route(
                 method="GET",
@@ -203,27 +203,31 @@ class Api:
                 role=INFER,
                 run=self._model,
                 what="A model's row",
-                query={"version": ("integer", "0: the current one's")},
+                query={"version": ("integer", "0: the current version")},
             ),
             Route(
                 method="POST",
                 path="models/{model}",
                 role=REGISTER,
                 run=self._register,
-                what="Register from torchvision:NAME or hf:NAME, or from a bundle, which is the "
-                "body then; to pin needs operate, a factory code and --allow-code",
+                what="Register from torchvision:NAME or hf:NAME, or a bundle as the body; pinning "
+                "needs operate, a factory needs code and --allow-code",
                 takes={
                     "application/json": RegisterRequest,
                     BUNDLE: {"type": "string", "format": "binary"},
                 },
                 query={
+                    "aliases": ("string", "With a bundle: further names, with commas between them"),
                     "priority": ("string", "With a bundle: high, normal or low"),
                     "pin": ("boolean", "With a bundle: keep it on the device"),
                     "max_batch": ("integer", "With a bundle: the largest batch"),
-                    "batch": ("integer", "With a bundle: up to which requests are joined"),
-                    "batch_delay_ms": ("number", "With a bundle: for which one waits"),
+                    "batch": ("integer", "With a bundle: maximum rows of a batch of requests"),
+                    "batch_delay_ms": (
+                        "number",
+                        "With a bundle: how long a request waits for others",
+                    ),
                     "precision": ("string", "With a bundle: exact, fast, bf16 or int8"),
-                    "max_error": ("number", "With a bundle: of precision, at most"),
+                    "max_error": ("number", "With a bundle: maximum error of the precision"),
                 },
             ),
         )
@@ -345,7 +349,8 @@ class Api:
         if asked.head.headers.get("content-type", "").startswith(BUNDLE):
             if not len(asked.body):
                 raise InvalidInput("the bundle is empty", hint="curl --data-binary @FILE.bundle")
-            fields = {"source": "", **asked.query}
+            fields: dict[str, Any] = {"source": "", **asked.query}
+            fields["aliases"] = [one for one in asked.query.get("aliases", "").split(",") if one]
             given = _registration(lambda: msgspec.convert(fields, RegisterRequest, strict=False))
             require_roles(given, require)
             source = await self._upstream.upload(asked.body, "bundle", caller.tenant)
@@ -414,7 +419,7 @@ def _json(value: Any) -> Response:
 
 
 def _query(head: Head, route: Route) -> dict[str, str]:
-    """Raises InvalidInput: a field that the route does not have, or one that is there twice."""
+    """Raise InvalidInput if the route lacks a field, or one appears twice."""
     try:
         pairs = parse_qsl(head.query, keep_blank_values=True, max_num_fields=MAX_QUERY_FIELDS)
     except ValueError:
@@ -427,7 +432,7 @@ def _query(head: Head, route: Route) -> dict[str, str]:
             )
     query = dict(pairs)
     if len(query) != len(pairs):
-        raise InvalidInput("a query field is there twice")
+        raise InvalidInput("a query field appears twice")
     return query
 
 
@@ -436,7 +441,7 @@ def _registration(decode: Callable[[], RegisterRequest]) -> RegisterRequest:
         given = decode()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(
-            f"this is not a registration: {error}",
+            f"invalid registration: {error}",
             hint='{"source": "torchvision:resnet18", "weights": "random:0"}; or a bundle as '
             f"{BUNDLE}",
         ) from None

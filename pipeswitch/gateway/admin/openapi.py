@@ -72,7 +72,7 @@ def document(routes: Iterable[Route], *, prefix: str, version: str) -> dict[str,
             "schemas": schemas,
             "responses": {
                 "Refusal": {
-                    "description": "Why not, and what would be right",
+                    "description": "Reason and hint",
                     "content": _content({"$ref": SCHEMAS.format(name="Refusal")}),
                 }
             },

@@ -148,6 +148,7 @@ async def answered(work: Work, body: Any, path: str = "", refuse: Refuse | None 
 
 
 def json_answer(value: Any, status: int = 200, headers: Sequence[tuple[str, str]] = ()) -> Response:
+    """Return a response with a JSON body."""
     return Response(status=status, parts=[encode_json(value)], headers=headers)
 
 
@@ -267,7 +268,7 @@ class HttpServer:
             largest = max(self.connections, key=lambda one: one.reading.held_bytes)
             if largest.reading.held_bytes == self.unfinished_bytes:
                 return  # alone it may
-            largest.refuse(QueueFull("too many bytes of unfinished requests", hint=AGAIN))
+            largest.refuse(QueueFull("too many bytes of incomplete requests", hint=AGAIN))
 
 
 class _WholeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -353,8 +354,8 @@ class _Reading:
                 self.error = PipeSwitchError("the gateway failed to read this request")
         except httptools.HttpParserError as error:
             self.error = self.error or InvalidInput(
-                f"this is no HTTP request: {error}",
-                hint="HTTP/1.1 is spoken here; gRPC has an address of its own",
+                f"this is not an HTTP request: {error}",
+                hint="use HTTP/1.1; gRPC has its own address",
             )
         if self.error is not None:
             return
@@ -365,13 +366,12 @@ class _Reading:
         elif head.length is None:
             around = self._raw_bytes - len(self._body)
             if around > self._limits.head_bytes + len(self._body) * CHUNK_OVERHEAD:
-                self.error = InvalidInput("the chunks of this body are mostly not its bytes")
+                self.error = InvalidInput("the chunks of this body are too small")
         else:
             self.rest = self._body[self.received_bytes :]
 
     def repeats(self, nbytes: int, before: bytes, behind: bytes, work: Work, path: str) -> bool:
-        """Queue a message that is exactly one request with the last one's head; False: it is
-        not."""
+        """Queue a message that is one request with the last one's head; return whether it is."""
         if not self._is_between:
             return False
         data, at = bytes(_scratch[:nbytes]), len(before)
@@ -414,7 +414,7 @@ class _Reading:
         key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip()
         if key in self._headers:
             if key in ("host", "authorization"):
-                self.error = InvalidInput(f"{key} is there twice")
+                self.error = InvalidInput(f"{key} appears twice")
             text = f"{self._headers[key]}, {text}"
         self._headers[key] = text
 
@@ -456,7 +456,7 @@ class _Reading:
             self._body = bytearray() if length is None else _untouched(length)
         except (MemoryError, OSError):
             self.error = QueueFull(
-                "the gateway is short of memory for a body of this length",
+                "the gateway has no memory for a body of this length",
                 hint="send again in a moment",
             )
             return
@@ -488,7 +488,7 @@ class _Reading:
         body = self._body
         self._forget_body()
         if len(self._connection.queue) >= MAX_AHEAD:
-            self.error = QueueFull(f"more than {MAX_AHEAD} requests before their answers")
+            self.error = QueueFull(f"more than {MAX_AHEAD} requests without an answer")
             raise self.error  # parse no more of what has come: others wait for their turn
         if self._work is not None:
             self._connection.queue_up(self._work, body, head)
@@ -688,7 +688,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         except PipeSwitchError as error:
             return self._server.refuse(path, error)
         except (MemoryError, OSError):
-            short = QueueFull("no memory for what this body becomes", hint=AGAIN)
+            short = QueueFull("no memory for the decoded body", hint=AGAIN)
             return self._server.refuse(path, short)
         try:
             return await answered(work, body, path, self._server.refuse)
@@ -833,7 +833,9 @@ def _untouched(size: int) -> memoryview:
 
 
 def _inflated(data: Any, most: int) -> bytes:
-    """
+    """Return the inflated body.
+
+
     Raises:
         InvalidInput: the body does not match its head.
         TooLarge: the result exceeds ``most`` bytes. OSError: memory is short.
@@ -844,14 +846,14 @@ def _inflated(data: Any, most: int) -> bytes:
     try:
         body = inflater.decompress(data, most + 1)
     except zlib.error as error:
-        raise InvalidInput(f"the body is not what Content-Encoding says: {error}") from None
+        raise InvalidInput(f"the body does not match Content-Encoding: {error}") from None
     if len(body) > most:
         raise http_errors.TooLarge(
-            f"the body becomes more than {format_bytes(most)}, which is what there is room for",
-            hint="smaller batches, or fewer at once",
+            f"the decoded body has more than {format_bytes(most)}, the free memory",
+            hint="send smaller batches, or fewer at once",
         )
     if not inflater.eof or inflater.unused_data:
-        raise InvalidInput("the body is not what Content-Encoding says: one whole stream")
+        raise InvalidInput("the body is not one complete stream, as Content-Encoding says")
     return body
 
 

@@ -17,6 +17,7 @@ RECEIVED_BYTES: Final = 64 << 10  # at once: asyncio's 256 KiB are four times as
 
 
 def context_of(certificate: str, key: str) -> ssl.SSLContext:
+    """Return the TLS context of a certificate and its key."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_cert_chain(certificate, key)

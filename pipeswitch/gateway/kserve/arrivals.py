@@ -106,9 +106,9 @@ class _Connection:
         """End the calls that wait for a message."""
         if self.waiting:
             error = QueueFull(
-                f"{self._shares.of(self.address)} bytes of messages that have not arrived whole "
-                f"are more than this client's share of {self._shares.size}",
-                hint="smaller batches, or fewer at once",
+                f"{self._shares.of(self.address)} bytes of incomplete messages exceed this "
+                f"client's share of {self._shares.size}",
+                hint="send smaller batches, or fewer at once",
             )
             self._passed = self._arrived
             self._hold(0)

@@ -228,7 +228,7 @@ class Calls:
         address = _address(context)
         if self._by_address[address] >= CALLS_PER_ADDRESS:
             raise QueueFull(
-                f"more than {CALLS_PER_ADDRESS} calls of this address", hint="send again"
+                f"more than {CALLS_PER_ADDRESS} calls from this address", hint="send again"
             )
         self._by_address[address] += 1
         try:
@@ -437,13 +437,15 @@ def _small(message: Any, verb: Verb) -> Answered:
 
 
 def _read(message: Any, data: bytes, max_bytes: int = SMALL_BYTES) -> Any:
-    """
+    """Read a message.
+
+
     Raises:
         InvalidInput: the bytes are no such message; gRPC's own reader would say UNKNOWN.
         TooLarge: they are more than any such message has.
     """
     if len(data) > max_bytes:
-        raise TooLarge(f"{len(data)} bytes of a message, {max_bytes} at most are read here")
+        raise TooLarge(f"{len(data)} bytes of a message, the limit is {max_bytes}")
     try:
         return message.FromString(data)
     except DecodeError:
@@ -451,7 +453,7 @@ def _read(message: Any, data: bytes, max_bytes: int = SMALL_BYTES) -> Any:
 
 
 def _no_message(message: Any) -> InvalidInput:
-    return InvalidInput(f"these bytes are no {message.DESCRIPTOR.full_name}")
+    return InvalidInput(f"these bytes are not a {message.DESCRIPTOR.full_name}")
 
 
 def read_infer(data: bytes, raw: Sequence[Any] = ()) -> tuple[Any, InferRequest]:
@@ -532,7 +534,7 @@ def _to_bytes(message: Any) -> bytes:
 
 
 def decode_request(request: Any, raw: Sequence[Any] = ()) -> InferRequest:
-    """A ModelInferRequest, its tensors raw or as typed numbers; ``raw``: see ``read_infer``.
+    """Decode a ModelInferRequest, its tensors raw or as typed numbers; ``raw``: see ``read_infer``.
 
     Raises:
         InvalidInput: a tensor is not what it says.
@@ -635,8 +637,7 @@ def _head(tag: int, size: int) -> bytes:
 
 
 def joined(parts: Sequence[Any]) -> bytes:
-    """Return the parts as one ``bytes``. Unlike ``bytes.join``, this copies without the GIL, so it
-    does not delay other threads."""
+    """Join the parts without the GIL, so that other threads are not delayed."""
     whole = bytes(sum(map(len, parts)))  # filled before other code can see it
     at = np.frombuffer(whole, np.uint8).ctypes.data
     for part in parts:

@@ -31,8 +31,7 @@ _RPC: Final = re.compile(r"rpc (\w+) \((stream )?(\w+)\) returns \((stream )?(\w
 
 
 class _Reader:
-    """Makes a file as protobuf describes it of its text: of the language it knows what stands in
-    ``proto/``, a statement a line."""
+    """Parser of the ``proto/`` files, one statement a line."""
 
     def __init__(self, text: str, package: str) -> None:
         self.file = descriptor_pb2.FileDescriptorProto(

@@ -20,7 +20,7 @@ def described(request: Any) -> Any:
     """Return the answer to one ServerReflectionRequest."""
     messages = REFLECTION[request.DESCRIPTOR.file.package]
     answer = messages["ServerReflectionResponse"](valid_host=request.host, original_request=request)
-    code, text = grpc.StatusCode.NOT_FOUND, "there is none of this name"
+    code, text = grpc.StatusCode.NOT_FOUND, "there is no such name"
     try:
         match request.WhichOneof("message_request"):
             case "list_services":

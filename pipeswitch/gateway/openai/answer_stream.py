@@ -103,12 +103,12 @@ class AnswerStream:
         self._unscored = 0  # tokens of the prompt that are still to be reported
 
     async def begin(self, asked: StartGeneration) -> None:
-        """Raises InvalidInput: the prompt or a setting does not fit."""
+        """Start the answer; raise InvalidInput if the prompt or a setting does not fit."""
         check_length(asked.prompt, self._facts.context)
         self._begin = msgspec.structs.replace(asked, answer=self._number)
         await self._ask(self._begin)
         self._prompt = self.step.prompt
-        self._begin = msgspec.structs.replace(self._begin, prompt="", messages=None)
+        self._begin = msgspec.structs.replace(self._begin, prompt="", messages=None, tools=b"")
         options = self._begin.sampling.options
         if options is not None and options.scores_prompt:
             self._first, self._unscored = array("i", self._prompt)[:1], self.step.prompt_count - 1

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -40,6 +40,7 @@ from .answer_stream import Answers, AnswerStream
 from .choices import MAX_CHOICES, Choices, check_count
 from .embeddings import MAX_TEXTS, Embed, embedded
 from .tokenizer_worker import StartGeneration
+from .tools import MAX_TOOLS_BYTES, AnswerForm, CallReader, ResponseFormat, Tool, Tools, form_of
 
 PREFIX: Final = "/v1"
 MODELS, TEXT, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
@@ -88,12 +89,9 @@ S = TypeVar("S", "CompletionRequest", "TritonRequest", Embed)
 log = logging.getLogger(__name__)
 
 
-class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
-
-
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAI's ``stream_options``."""
+
     include_usage: bool | None = None
 
 
@@ -127,6 +125,8 @@ class CompletionRequest(TritonRequest, frozen=True, kw_only=True):
     logprobs: bool | int | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
+    tools: Tools | None = None
+    tool_choice: str | Tool | None = None
     n: int | None = None
     best_of: int | None = None
     messages: msgspec.Raw = ABSENT  # read where the template is: it may be made of much
@@ -134,8 +134,9 @@ class CompletionRequest(TritonRequest, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
 
     @property
-    def json_schema(self) -> str:
-        return schema_of(self.response_format)
+    def form(self) -> AnswerForm:
+        """Raises InvalidInput: the tools or the response format are not valid."""
+        return form_of(self.response_format, self.tools or [], self.tool_choice)
 
     @property
     def scores_prompt(self) -> bool:
@@ -192,9 +193,10 @@ class Completions:
     async def _models(self, caller: Principal, name: str) -> Response:
         told = {"object": "model", "owned_by": "pipeswitch", "created": self._began_s}
         rows = {
-            row["name"]: {"id": row["name"], **told}
+            name: {"id": name, **told}
             for row in await self._service.rows(caller)
             if ({*row["inputs"]}, {*row["outputs"]}) == SIGNATURE
+            for name in (row["name"], *row.get("aliases", ()))
         }
         for alias, model in self._service.aliases.items():
             if model in rows:
@@ -219,31 +221,38 @@ class Completions:
         check_count(len(prompts), n := _first(said.n, 1))
         has_ids = not all(isinstance(one, str) for one in prompts)
         if said.echo and (is_chat or (has_ids and said.logprobs is None)):
-            raise InvalidInput("echo is for texts, or with logprobs", param="echo")
+            raise InvalidInput("echo needs texts or logprobs", param="echo")
         count = forms.requested(said.logprobs, said.top_logprobs, is_chat=is_chat)
         said = replace(said, logprobs=count)
+        answer_form = said.form
+        if answer_form.names and not is_chat:
+            raise InvalidInput("tools are for chats", hint=CHAT, param="tools")
         form = _OpenAi(said, prompts, n)
         if form.hides:
             said = replace(said, max_tokens=1)
         if said.best_of not in (None, n):
-            raise InvalidInput("best_of is not done here", hint="leave it out", param="best_of")
+            raise InvalidInput("best_of is not supported", hint="leave it out", param="best_of")
         messages = bytes(said.messages) if is_chat else None
-        own: Any = {"messages": messages, "tokens": None if is_chat else SHORT_TOKENS}
+        tokens = None if is_chat else SHORT_TOKENS
+
+        def asked(prompt: str | list[int], seed: int | None, *, own: Any) -> StartGeneration:
+            own = {**own, "json_schema": answer_form.schema}
+            begin = _begin(said, prompt, messages, own=own, tokens=tokens, seed=seed)
+            return replace(begin, tools=answer_form.rendered)
+
         seeds = [None if said.seed is None else said.seed + one for one in range(n)]
         begins = [
-            partial(
-                self._answers.begin,
-                caller,
-                head,
-                said.model,
-                partial(_begin, said, prompt, seed=seed, **own),
-            )
+            partial(self._answers.begin, caller, head, said.model, partial(asked, prompt, seed))
             for prompt in prompts
             for seed in seeds
         ]
-        choices = await Choices.begin(begins, n)
-        form.choices = choices
-        return await self._answer(choices, form, is_stream=bool(said.stream))
+        try:
+            form.choices = await Choices.begin(begins, n)
+            return await self._answer(form.choices, form, is_stream=bool(said.stream))
+        except InvalidInput as error:
+            if answer_form.is_forced and error.data.get("param") == "response_format":
+                error.data["param"] = "tools"  # the schema is theirs
+            raise
 
     async def _read(self, head: Head, body: Any, kind: type[S]) -> S:
         """Decode a request; a long one beside the loop, in its address's turn."""
@@ -309,6 +318,8 @@ class _OpenAi:
 
     def __init__(self, said: CompletionRequest, prompts: Sequence[str | list[int]], n: int) -> None:
         """Prepare the format: a client that sent token ids receives ids beside the text."""
+        form = said.form
+        self._readers = [CallReader(form) for _ in range(len(prompts) * n) if form.names]
         self._echo = [one if said.echo else "" for one in prompts for _ in range(n)]
         self._has_ids, self._has_logprobs = isinstance(prompts[0], list), said.logprobs is not None
         self.hides = said.scores_prompt and said.max_tokens == 0  # all that is not the prompt's
@@ -324,6 +335,11 @@ class _OpenAi:
             ids = {"token_ids": [one.id for one in tokens]} if self._has_ids else {}
             text = self._echo_of(index) + ("" if self.hides else text)
             message = {"role": "assistant", "content": text, "refusal": None}
+            if self._readers:
+                read = self._readers[index].push(text, is_last=True)
+                for one in read.get("tool_calls", ()):
+                    del one["index"]
+                message |= {"content": None, **read}
             choice = {"message": message} if self._is_chat else {"text": text, **ids}
             rows.append(self._choice(index, choice, [*answering.scored, *tokens]))
         return self._told("", rows, self._usage())
@@ -337,10 +353,13 @@ class _OpenAi:
         is_first = index not in self._began
         if is_first:
             text, tokens = self._echo_of(index) + text, [*answering.scored, *tokens]
-        if text or self._has_ids or self._has_logprobs or not token:
+        said: dict[str, Any] = {"content": text} if token else {}
+        if self._readers:
+            said = self._readers[index].push(text, is_last=not token)
+        if (said if self._readers else text) or self._has_ids or self._has_logprobs or not token:
             role = {"role": "assistant"} if is_first else {}
             self._began.add(index)
-            delta = {**role, **({"content": text} if token else {})}
+            delta = {**role, **said}
             choice = {"delta": delta} if self._is_chat else {"text": text, **ids}
             yield self._told(".chunk", [self._choice(index, choice, tokens, is_last=not token)])
 
@@ -363,6 +382,8 @@ class _OpenAi:
     ) -> dict[str, Any]:
         answering, logprobs = self.choices.answerings[index], None
         reason = ("length" if self.hides else answering.step.reason) if is_last else None
+        if reason == "stop" and self._readers and self._readers[index].count:
+            reason = "tool_calls"
         if self._has_logprobs and tokens:
             if self._is_chat:
                 logprobs = forms.of_chat(tokens, answering.names)
@@ -457,14 +478,11 @@ def refused(error: PipeSwitchError) -> Response:
 
 def _check_size(size: int) -> None:
     if size > MAX_BODY_BYTES:
-        raise TooLarge(f"{size} bytes, and a prompt comes with {MAX_BODY_BYTES} at most")
+        raise TooLarge(f"{size} bytes, and the limit for a prompt is {MAX_BODY_BYTES}")
 
 
 def _said(body: Any, kind: type[S]) -> S:
-    """
-    Raises:
-        InvalidInput: it is no such request, or asks for what is not done here.
-    """
+    """Decode a request; raise InvalidInput if it is none, or not supported."""
     check_memory(len(body))
     try:
         given = _fields(body)
@@ -479,19 +497,18 @@ def _said(body: Any, kind: type[S]) -> S:
         for name, value in _fields(options).items() if options[:1] == b"{" else ():
             if name not in StreamOptions.__struct_fields__:
                 _check_neutral(f"stream_options.{name}", value, known)
-        for name in ("logit_bias", "stop_token_ids", "response_format"):
-            if len(given.get(name, b"")) > MAX_LIST_BYTES:
-                raise InvalidInput(f"{name} is longer than {MAX_LIST_BYTES} bytes", param=name)
-        for name, most in (("prompt", Prompts), ("input", Inputs)):
+        for name in ("logit_bias", "stop_token_ids", "response_format", "tools"):
+            most = MAX_TOOLS_BYTES if name == "tools" else MAX_LIST_BYTES
+            if len(given.get(name, b"")) > most:
+                raise InvalidInput(f"{name} is longer than {most} bytes", param=name)
+        for name, listed in (("prompt", Prompts), ("input", Inputs)):
             if name in given and name in known:
-                given[name] = _prompts(name, given[name], most)
+                given[name] = _prompts(name, given[name], listed)
         wanted = {name: given[name] for name in known if name in given}
         return msgspec.json.decode(encode_json(wanted), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         where = re.search(r"\$\.(\w+)", str(error))
-        raise InvalidInput(
-            f"the body is no such request: {error}", param=where[1] if where else None
-        ) from None
+        raise InvalidInput(f"invalid request: {error}", param=where[1] if where else None) from None
 
 
 def _fields(data: Any) -> dict[str, msgspec.Raw]:
@@ -512,7 +529,7 @@ def _check_neutral(
     if not any(value == one and isinstance(one, bool) is is_flag for one in neutral):
         near = nearest(name, known)
         hint = ", or ".join(["leave it out", *map(json.dumps, neutral)])
-        raise InvalidInput(f"{name[:80]!r} is not done here{near}", hint=hint, param=name[:80])
+        raise InvalidInput(f"{name[:80]!r} is not supported{near}", hint=hint, param=name[:80])
 
 
 def _begin(
@@ -553,26 +570,6 @@ def _begin(
             ignore_eos=bool(asked.ignore_eos),
         ),
     )
-
-
-def schema_of(response_format: ResponseFormat | None) -> str:
-    """Return a response format's JSON schema; empty: any text.
-
-    Raises:
-        InvalidInput: it has the type ``json_schema``, and no schema.
-    """
-    if response_format is None or response_format.type == "text":
-        return ""
-    if response_format.type == "json_object":
-        return '{"type":"object"}'
-    schema = (response_format.json_schema or {}).get("schema")
-    if not isinstance(schema, dict):
-        raise InvalidInput(
-            "response_format has no json_schema.schema",
-            param="response_format",
-            hint='{"type": "json_schema", "json_schema": {"name": "a", "schema": {…}}}',
-        )
-    return encode_json(schema).decode()
 
 
 def _options(asked: TritonRequest, own: Mapping[str, Any]) -> Options | None:

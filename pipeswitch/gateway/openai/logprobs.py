@@ -18,7 +18,7 @@ def requested(logprobs: bool | int | None, top: int | None, *, is_chat: bool) ->
     if top and (is_absent or not is_chat):
         raise InvalidInput("top_logprobs needs a chat with logprobs: true", param="top_logprobs")
     if not is_absent and is_chat is not isinstance(logprobs, bool):
-        form = "true or false, beside top_logprobs" if is_chat else "a number from 0 to 20"
+        form = "true or false, together with top_logprobs" if is_chat else "a number from 0 to 20"
         raise InvalidInput(f"logprobs is {form}", param="logprobs")
     return None if is_absent else top or 0 if is_chat else logprobs
 

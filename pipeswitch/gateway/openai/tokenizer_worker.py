@@ -13,7 +13,7 @@ import json
 import os
 import signal
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, BinaryIO, Final
 
@@ -60,6 +60,7 @@ class StartGeneration(AnswerMessage, frozen=True, kw_only=True, tag=True):
 
     prompt: str | list[int] = ""
     messages: bytes | None = None  # JSON, instead: the template makes the prompt of them
+    tools: bytes = b""  # JSON, for the template
     sampling: Sampling
     ending: StopCriteria
     # For an answer that another process began: the tokens so far, and how many of them have text.
@@ -151,7 +152,7 @@ class TokenizerWorker:
         if isinstance(asked.prompt, list):
             return asked.prompt
         encode, _ = self._tokenizer
-        text = asked.prompt if asked.messages is None else self._rendered(parsed(asked.messages))
+        text = asked.prompt if asked.messages is None else self._rendered(asked)
         context = self._facts.context
         check_length(text, context)
         with_special = asked.messages is None  # a template writes its own
@@ -162,16 +163,23 @@ class TokenizerWorker:
             size *= GROWTH
         return encode(text, with_special=with_special)
 
-    def _rendered(self, messages: Sequence[dict[str, Any]]) -> str:
+    def _rendered(self, asked: StartGeneration) -> str:
+        messages, tools = parsed(asked.messages or b""), None
         if not self._facts.chat_template:
             raise InvalidInput("the model has no chat template", hint="ask /v1/completions")
-        return self._template(
-            messages=messages,
-            add_generation_prompt=True,
-            tools=None,
-            documents=None,
-            **self._facts.special,
-        )
+        if asked.tools:
+            tools = msgspec.json.decode(asked.tools)
+            if self._render(messages, tools) == self._render(messages, None):
+                raise InvalidInput(
+                    "the model's chat template does not show tools to the model",
+                    hint='tool_choice="none", or a model whose template reads tools',
+                    param="tools",
+                )
+        return self._render(messages, tools)
+
+    def _render(self, messages: Any, tools: Any) -> str:
+        settings = {"add_generation_prompt": True, "documents": None, **self._facts.special}
+        return self._template(messages=messages, tools=tools, **settings)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -216,11 +224,21 @@ def parsed(messages: bytes) -> list[dict[str, Any]]:
                 param="messages",
             )
         return [
-            {**{name: msgspec.json.decode(raw) for name, raw in one.items()}, "content": _text(raw)}
+            {**{name: _field(name, raw) for name, raw in one.items()}, "content": _text(raw)}
             for one, raw in zip(chat, texts, strict=True)
         ]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(f"the messages are not valid: {error}", param="messages") from None
+
+
+def _field(name: str, raw: msgspec.Raw) -> Any:
+    """Decode a message's field; templates take the arguments of a call as an object."""
+    value = msgspec.json.decode(raw)
+    for one in value if name == "tool_calls" and isinstance(value, list) else ():
+        function = one.get("function") if isinstance(one, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            function["arguments"] = msgspec.json.decode(function["arguments"] or "{}")
+    return value
 
 
 class ContentPart(msgspec.Struct, frozen=True, gc=False):
@@ -233,7 +251,7 @@ def _text(content: msgspec.Raw) -> str:
     try:
         found = msgspec.json.decode(content, type=str | list[ContentPart] | None) or ""
     except msgspec.ValidationError:
-        raise InvalidInput("a message's content is text", param="messages") from None
+        raise InvalidInput("a message's content must be text", param="messages") from None
     return found if isinstance(found, str) else "".join(one.text for one in found)
 
 
@@ -270,6 +288,7 @@ def compiled(template: str) -> Callable[..., str]:
 
 
 def framed(data: bytes) -> bytes:
+    """Return data after its length."""
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 

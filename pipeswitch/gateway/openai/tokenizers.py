@@ -357,7 +357,7 @@ class _Opening:
 
 def _lost() -> ProcessLost:
     return ProcessLost(
-        "the process of this model's texts died, or took too long",
+        "the model's text process died or took too long",
         hint="check the model's chat template and tokenizer; a new process starts",
     )
 
@@ -374,10 +374,7 @@ def _step(found: Hello | DecodedText | InvalidPrompt | None) -> DecodedText:
 
 
 def _encoded(asked: TokenizerRequest) -> bytes:
-    """
-    Raises:
-        InvalidInput: a value of the request cannot be sent.
-    """
+    """Encode a request; raise InvalidInput if a value cannot be sent."""
     try:
         return encode_msgpack(asked)
     except (ValueError, OverflowError, RecursionError) as error:

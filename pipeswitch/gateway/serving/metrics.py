@@ -17,21 +17,21 @@ from prometheus_client.exposition import choose_encoder
 from .model_stats import OK, ModelStats, counters, gauges
 
 _COUNTERS: Final[Mapping[str, str]] = {
-    "switches": "Models that took the device from another one",
-    "preemptions": "Times that training stepped aside for a request",
-    "evictions": "Models that left the device for others",
+    "switches": "Switches from one model to another",
+    "preemptions": "Suspensions of training for a request",
+    "evictions": "Evictions of models from the device",
     "inferences": "Requests that were computed",
-    "runs": "Times that a model computed, for one request or for joined ones",
+    "runs": "Runs of models, for one request or for a batch",
     "transmissions": "Copies of models to the device",
     "transmitted_bytes": "Bytes of models copied to the device",
-    "commits": "States of training jobs that were kept",
-    "worker_restarts": "Workers started again",
-    "daemon_restarts": "Memory daemons started again",
-    "malformed": "Messages that were none of the protocol",
+    "commits": "Commits of training jobs",
+    "worker_restarts": "Restarts of workers",
+    "daemon_restarts": "Restarts of memory daemons",
+    "malformed": "Malformed messages",
     "queue_full": "Requests refused because a queue was full",
     "slow_clients": "Clients dropped because they did not read",
-    "sequence_steps": "Answers that left a state for the next request",
-    "tokens_reused": "Tokens of prompts that an earlier request had computed",
+    "sequence_steps": "Requests of sequences",
+    "tokens_reused": "Tokens of prompts that were reused from an earlier request",
 }
 _OUTCOMES: Final = (OK, "error", "undeliverable")
 _TIERS: Final[Mapping[str, str]] = {"arena": "device", "store": "host", "pool": "requests"}
@@ -45,16 +45,17 @@ _NV_COUNTERS: Final[Mapping[str, tuple[str, str, float]]] = {  # Triton's: phase
     "nv_inference_compute_output_duration_us": ("compute_output", "ns", 1000),
 }
 _JOB_STEPS: Final[Mapping[str, str]] = {
-    "step": "The step a job is at; back after a kill",
-    "committed_step": "The last step kept in memory, which a worker's death goes back to; -1: none",
-    "persisted_step": "The last step on disk, which the server's death goes back to; -1: none",
+    "step": "Current step of a job; it falls after a kill",
+    "committed_step": "Last step committed in memory, to which a job returns if its worker dies; "
+    "-1: none",
+    "persisted_step": "Last step on disk, to which a job returns if the server dies; -1: none",
 }
 _JOB_COUNTERS: Final[Mapping[str, str]] = {
-    "suspensions": "Times a job stepped aside in place",
-    "evictions": "Times a job left the device",
-    "restarts": "Times a job began again from its last commit",
-    "steps_recomputed": "Steps a job did again",
-    "preempted_s": "Seconds a job waited in place for requests",
+    "suspensions": "Suspensions of a job that kept its memory",
+    "evictions": "Evictions of a job",
+    "restarts": "Restarts of a job from its last commit",
+    "steps_recomputed": "Steps that a job computed again",
+    "preempted_s": "Seconds for which a job was suspended for requests",
 }
 
 
@@ -101,32 +102,32 @@ class _Server:
             yield counters(f"pipeswitch_{key}", text, [], {(): stats[key]})
         yield counters(
             "pipeswitch_requests",
-            "Accepted requests to models, by how they ended",
+            "Accepted requests to models, by outcome",
             ["outcome"],
             {(outcome,): stats["inference"][outcome] for outcome in _OUTCOMES},
         )
         for key, text, value in (
             ("in_flight_requests", "Accepted, not answered", stats["inference"]["in_flight"]),
-            ("queued_requests", "Waiting for the device", stats["queued"]),
-            ("ready", "1 when a request would be served now", stats["ready"]),
-            ("draining", "1 when the server is leaving", stats["draining"]),
-            ("uptime_seconds", "Since the server began", stats["up_s"]),
+            ("queued_requests", "Requests that wait for the device", stats["queued"]),
+            ("ready", "1 if a request would be served now", stats["ready"]),
+            ("draining", "1 while the server drains", stats["draining"]),
+            ("uptime_seconds", "Seconds since the server started", stats["up_s"]),
             ("models", "Registered", stats["models"]),
             ("clients", "With a session", stats["clients"]),
-            ("sequences", "That have a state here", stats["sequences"]),
+            ("sequences", "Sequences with state on the server", stats["sequences"]),
         ):
             yield gauges(f"pipeswitch_{key}", text, [], {(): value})
         yield counters(
             "pipeswitch_dispatches",
-            "Requests that got the device, by what of their model had to be sent: all (cold), what "
-            "it does not keep (partial), nothing (resident)",
+            "Dispatched requests, by the part of the model that was copied: all (cold), some "
+            "(partial), none (resident)",
             ["kind"],
             {(kind,): count for kind, count in stats["dispatches"].items()},
         )
         yield from self._device_time(stats)
         yield counters(
             "pipeswitch_tenant_device_seconds",
-            "Device time of runs, by who asked",
+            "Device time of runs, by tenant",
             ["tenant"],
             {(name,): seconds for name, seconds in stats["tenant_s"].items()},
         )
@@ -181,7 +182,7 @@ class _Server:
             )
             yield gauges(
                 "pipeswitch_device_ready",
-                "1 when it would serve a request",
+                "1 if the device would serve a request",
                 ["device"],
                 {(row["device"],): row["ready"] for row in several},
             )
@@ -191,7 +192,11 @@ class _Server:
             share = min(1.0, max(0.0, share))
             used = stats["arena_capacity_bytes"] - stats["arena_free_bytes"]
             for name, text, value in (
-                ("utilization", "Busy since the last look, from 0 to 1", share),
+                (
+                    "utilization",
+                    "Share of the time in use since the last scrape, from 0 to 1",
+                    share,
+                ),
                 ("memory_used_bytes", "Of the arena", used),
                 ("memory_total_bytes", "Of the arena", stats["arena_capacity_bytes"]),
             ):
@@ -211,7 +216,12 @@ class _Server:
         names = [(row["name"], row["version"]) for row in rows]
         for name, values in told.items():
             by_name = dict(zip(names, values, strict=True))
-            yield gauges(name, "As Triton's, through the gateway", ["model", "version"], by_name)
+            yield gauges(
+                name,
+                "Triton's metric, for requests through the gateway",
+                ["model", "version"],
+                by_name,
+            )
 
     @staticmethod
     def _shares(rows: Iterable[Mapping[str, Any]]) -> Metric:
@@ -222,7 +232,7 @@ class _Server:
         split = {row["name"] for row in rows if 0 < row["share"] < 100}
         return gauges(
             "pipeswitch_model_share_ratio",
-            "Of the requests that name no version, each version's part of a split, from 0 to 1",
+            "Share of each version in a split, from 0 to 1",
             ["model", "version"],
             {
                 (row["name"], str(row["version"])): row["share"] / 100
@@ -234,18 +244,23 @@ class _Server:
     @staticmethod
     def _sequences(rows: Mapping[str, Mapping[str, int]]) -> Iterable[Metric]:
         for make, name, text, key in (
-            (counters, "tokens", "That language models answered in sequences", "tokens"),
-            (gauges, "model_sequences", "That have a state here, by model", "sequences"),
+            (counters, "tokens", "Tokens of answers of language models", "tokens"),
+            (
+                gauges,
+                "model_sequences",
+                "Sequences with state on the server, by model",
+                "sequences",
+            ),
             (
                 gauges,
                 "sequence_bytes",
-                "What their states hold of the request pool",
+                "Bytes of the request pool that sequences use",
                 "sequence_bytes",
             ),
             (
                 gauges,
                 "spare_bytes",
-                "Of it, for prompts to come, as long as nobody wants it",
+                "Bytes of the prefix cache that no sequence uses",
                 "spare_bytes",
             ),
         ):
@@ -266,7 +281,7 @@ class _Server:
 def _precisions(models: Iterable[Mapping[str, Any]]) -> Metric:
     return gauges(
         "pipeswitch_model_info",
-        "1: the precision that a version computes in",
+        "Precision of a version; the value is 1",
         ["model", "version", "precision"],
         {
             (m["name"], str(m["version"]), (m.get("precision") or {"name": "exact"})["name"]): 1

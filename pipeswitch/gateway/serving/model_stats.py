@@ -38,7 +38,7 @@ SECONDS: Final = (
 )
 PHASES: Final[Mapping[str, str]] = {
     **{name.removesuffix("_ms"): text for name, text in PARTS.items()},
-    "gateway": "In the gateway, beside that",
+    "gateway": "Time in the gateway, outside of the total",
 }
 TRITONS: Final = {"queue": "queue", "compute_input": "switch", "compute_infer": "compute"}
 OK: Final = "ok"
@@ -52,10 +52,12 @@ Values = Mapping[Any, float]  # by tuples of labels
 
 
 def counters(name: str, text: str, labels: Sequence[str], values: Values) -> Metric:
+    """Return a metric of counters."""
     return _filled(CounterMetricFamily(name, text, labels=labels), values)
 
 
 def gauges(name: str, text: str, labels: Sequence[str], values: Values) -> Metric:
+    """Return a metric of gauges."""
     return _filled(GaugeMetricFamily(name, text, labels=labels), values)
 
 

@@ -175,8 +175,7 @@ class Nodes:
         return msgspec.structs.replace(first, body={"models": holders.models_of(bodies)})
 
     async def _ping(self, options: dict[str, Any]) -> Any:
-        """Return the answer of the first ready node, this one first; if none is ready, this
-        node's."""
+        """Return the answer of the first ready node, this one first; else this node's."""
         found: Any = None
         for node in dict.fromkeys((self._table.here, *self._table.nodes)):
             with contextlib.suppress(*holders.ELSEWHERE):
@@ -235,8 +234,7 @@ class Nodes:
             self._read()
 
     def _read(self) -> bool:
-        """Read a changed table and return whether there is one; an unreadable file changes
-        nothing."""
+        """Read a changed table and return whether there is one; ignore an unreadable file."""
         try:
             facts = self._path.stat()
             seen = facts.st_mtime_ns, facts.st_ino

@@ -178,7 +178,7 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
             if type(binary) is not int or not 0 <= binary <= len(rest):
                 raise InvalidInput(
                     f'input "{given.name}" says binary_data_size {binary!r}, and {len(rest)} bytes '
-                    "are left behind the JSON",
+                    "follow the JSON",
                     hint="Inference-Header-Content-Length says where the JSON ends",
                 )
             data, rest = rest[:binary], rest[binary:]
@@ -186,7 +186,7 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
             frames.append(data)
         tensors.append(WireTensor(name=given.name, dtype=dtype, shape=given.shape, frame=number))
     if len(rest):
-        raise InvalidInput(f"{len(rest)} bytes behind the last binary input belong to none")
+        raise InvalidInput(f"{len(rest)} bytes after the last binary input belong to no input")
     parameters = asked.parameters or {}
     return InferRequest(
         id=asked.id or "",
@@ -233,7 +233,7 @@ def _parsed(whole: memoryview, end: int) -> _Body:
         if isinstance(error, OSError):
             raise
         raise InvalidInput(
-            f"the body is no inference request: {error}",
+            f"the body is not an inference request: {error}",
             hint='{"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": […]}]}',
         ) from None
 
@@ -248,7 +248,7 @@ def raw_request(body: Any, row: Mapping[str, Any]) -> InferRequest:
     """
     if len(row["inputs"]) != 1:
         raise InvalidInput(
-            f"a raw request is for models with one input, and this one has {len(row['inputs'])}",
+            f"a raw request needs a model with one input; this one has {len(row['inputs'])}",
             hint="Inference-Header-Content-Length: the length of the JSON before the tensors",
         )
     ((name, (extents, dtype)),) = row["inputs"].items()
@@ -260,7 +260,7 @@ def raw_request(body: Any, row: Mapping[str, Any]) -> InferRequest:
     chosen = [extent for extent in extents if isinstance(extent, str)]
     if len(chosen) > 1:
         raise InvalidInput(
-            f'input "{name}" is {DATATYPE_OF[dtype]}{shown(extents)}: a body does not tell '
+            f'input "{name}" is {DATATYPE_OF[dtype]}{shown(extents)}: a body does not say '
             f"its {' and '.join(chosen)}",
             hint="Inference-Header-Content-Length: the length of the JSON before the tensors",
         )
@@ -289,8 +289,8 @@ def encode_answer(
     chosen = wanted(asked, outputs)
     if _numbers_of(chosen) > MAX_NUMBERS:
         raise TooLarge(
-            f"{_numbers_of(chosen)} numbers, and {MAX_NUMBERS} at most are told in JSON",
-            hint='ask for bytes: "parameters": {"binary_data_output": true}',
+            f"{_numbers_of(chosen)} numbers; JSON answers have at most {MAX_NUMBERS}",
+            hint='request bytes: "parameters": {"binary_data_output": true}',
         )
     for output, wants_binary in chosen:
         row: dict[str, Any] = {
@@ -351,7 +351,7 @@ def wanted(asked: InferRequest, outputs: Sequence[Output]) -> list[tuple[Output,
             )
         parameters = one.parameters or {}
         if parameters.get("classification"):
-            raise InvalidInput("classification is not served here", hint="take the output as it is")
+            raise InvalidInput("classification is not supported", hint="request the plain output")
         is_binary = flag("binary_data", parameters, default=asked.is_binary)
         chosen.append((by_name[one.name], is_binary))
     return chosen
@@ -399,23 +399,23 @@ def flag(name: str, parameters: Mapping[str, Any], *, default: bool = False) -> 
 
 
 def check_count(count: int, what: str = "inputs") -> None:
-    """Raises InvalidInput: more than travel."""
+    """Raise InvalidInput if there are more than can be sent."""
     if count > MAX_TENSORS:
         raise InvalidInput(f"{count} {what} are more than {MAX_TENSORS}")
 
 
 def check_outputs(outputs: Sequence[RequestedOutput]) -> None:
-    """Raises InvalidInput: one is asked for twice, or more than any answer has."""
+    """Raise InvalidInput if one is requested twice, or there are more than any answer has."""
     check_count(len(outputs), "outputs")
     names = {one.name for one in outputs}
     if len(names) < len(outputs):
-        raise InvalidInput("an output is asked for twice", hint="name each output once")
+        raise InvalidInput("an output is requested twice", hint="name each output once")
     for one in outputs:
         check_parameters(one.parameters)
 
 
 def check_parameters(parameters: Mapping[str, Any] | None) -> None:
-    """Raises InvalidInput: more than any client sends."""
+    """Raise InvalidInput if there are more than any client sends."""
     if parameters is not None and len(parameters) > MAX_PARAMETERS:
         raise InvalidInput(f"{len(parameters)} parameters are more than {MAX_PARAMETERS}")
 
@@ -428,7 +428,7 @@ def dtype_of(name: str, datatype: str) -> str:
     """
     if datatype not in DATATYPES:
         raise InvalidInput(
-            f'input "{name}": datatype {datatype[:40]!r} is not served here'
+            f'input "{name}": datatype {datatype[:40]!r} is not supported'
             f"{nearest(datatype.upper(), DATATYPES)}",
             hint=f"one of {', '.join(DATATYPES)}",
         )
@@ -436,7 +436,7 @@ def dtype_of(name: str, datatype: str) -> str:
 
 
 def check_shape(name: str, dtype: str, shape: Sequence[int]) -> int:
-    """The bytes of a tensor of this shape; of texts they may be as many as they are.
+    """Return the bytes of a tensor of this shape; texts may have any number of bytes.
 
     Raises:
         InvalidInput: it is none.
@@ -468,7 +468,7 @@ def place_of(name: str, parameters: Mapping[str, Any]) -> Place | None:
 
 
 def check_bytes(name: str, dtype: str, shape: Sequence[int], data: Any, size: int) -> None:
-    """Raises InvalidInput: the bytes, or their place, are not as many as the shape says."""
+    """Raise InvalidInput if the bytes, or their place, are not as many as the shape says."""
     is_placed = isinstance(data, Place)
     given = data.size_bytes if is_placed else len(data)
     where = "are in shared memory" if is_placed else "came"
@@ -497,7 +497,7 @@ def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> me
         if array.dtype == object and "float" in dtype and _are_numbers(array):
             array = array.astype(np.float64)
     except (ValueError, OverflowError):
-        raise InvalidInput(f'input "{name}": its data is no regular list of numbers') from None
+        raise InvalidInput(f'input "{name}": its data is not a regular list of numbers') from None
     if array.size != math.prod(shape):
         raise _other_count(name, array.size, shape)
     if not array.size:
@@ -530,13 +530,15 @@ def _from_texts(name: str, shape: Sequence[int], values: Any) -> memoryview:
         return memoryview(b"")
     texts = packed(array)
     if texts is None:
-        raise InvalidInput(f'input "{name}" is BYTES: its data is texts', hint='"data": ["a text"]')
+        raise InvalidInput(
+            f'input "{name}" is BYTES, so its data must be texts', hint='"data": ["a text"]'
+        )
     return memoryview(texts[1])
 
 
 def _other_count(name: str, count: int, shape: Sequence[int]) -> InvalidInput:
     return InvalidInput(
-        f'input "{name}" has {count} values, its shape {list(shape)} asks for {math.prod(shape)}'
+        f'input "{name}" has {count} values, its shape {list(shape)} needs {math.prod(shape)}'
     )
 
 
@@ -558,8 +560,8 @@ def as_numbers(output: Output) -> list[Any]:
             return [one.decode() for one in unpack(output.data, math.prod(output.shape))]
         except UnicodeDecodeError:
             raise InvalidInput(
-                f'output "{output.name}" is no UTF-8, and JSON has texts only',
-                hint='ask for bytes: "parameters": {"binary_data_output": true}',
+                f'output "{output.name}" is not UTF-8, and JSON has only texts',
+                hint='request bytes: "parameters": {"binary_data_output": true}',
             ) from None
     if output.dtype == "bfloat16":
         bits = np.frombuffer(output.data, np.uint16).astype(np.uint32) << np.uint32(16)

@@ -88,13 +88,13 @@ class Service:
 
     @property
     def regions(self) -> SharedMemoryRegions:
-        """
-        Raises:
-            InvalidInput: this gateway has none.
+        """Raises:
+        InvalidInput: this gateway has none.
         """
         if self._regions is None:
             raise InvalidInput(
-                "shared memory is not served here", hint="a gateway on loopback, without a proxy"
+                "shared memory is not supported here",
+                hint="use a gateway on loopback, without a proxy",
             )
         return self._regions
 
@@ -137,8 +137,8 @@ class Service:
             rows = [await self._row(caller, model, version)]
         else:
             rows = await self.rows(caller)
-            self._tally.forget_others({row["name"] for row in rows})
-        return {"model_stats": [self._tally.row(row["name"], row["version"]) for row in rows]}
+            self._tally.forget_others({name for name, _ in _named(rows)})
+        return {"model_stats": [self._tally.row(*one) for one in _named(rows)]}
 
     async def index(self, caller: Principal, *, ready_only: bool = False) -> list[dict[str, Any]]:
         """Return the repository's index."""
@@ -162,7 +162,7 @@ class Service:
         require(caller, "load")
         if any(name.startswith("file:") for name in parameters):
             raise InvalidInput(
-                "a model is not brought by load: its files are not taken here",
+                "load accepts no model files",
                 hint="pipeswitch register NAME FILE.bundle; load pins what is registered",
             )
         if parameters:
@@ -310,7 +310,7 @@ class Service:
             versions = self._upstream.ask("models", body={"versions": True})
             stats, jobs, ps, models = await asyncio.gather(*asked, versions)
             rows = models["models"]
-            current = [(row["name"], row["version"]) for row in rows if row["current"]]
+            current = _named([row for row in rows if row["current"]])
             self._tally.forget_others({name for name, _ in current})
             facts = {
                 "stats": stats,
@@ -327,18 +327,18 @@ class Service:
         """Triton's, of the server's log, or of a model's or all models' (``""``) traces; raises
         InvalidInput where another value is wanted: none can be set."""
         require(caller, "models")
-        current, hint = LOGGED, "[log] max and [log] requests, before the server starts"
+        current, hint = LOGGED, "set [log] max and [log] requests before the server starts"
         if model is not None:
             level = "OFF" if self._tracer is None else "TIMESTAMPS"
             current = {"trace_level": level, "trace_mode": "opentelemetry"}
-            hint = "OTEL_TRACES_EXPORTER=otlp, OTEL_EXPORTER_OTLP_ENDPOINT, where the server starts"
+            hint = "set OTEL_TRACES_EXPORTER=otlp and OTEL_EXPORTER_OTLP_ENDPOINT for the server"
         if model:
             await self._row(caller, model, "")
         for name, value in wanted.items():
             known = current.get(name)  # some clients send lists, of one value too
             if value is not None and (known is None or value not in (known, [known])):
                 stays = "" if known is None else f" and is {known!r}"
-                raise InvalidInput(f"{name[:80]!r} cannot be set here{stays}", hint=hint)
+                raise InvalidInput(f"{name[:80]!r} cannot be changed here{stays}", hint=hint)
         return dict(current)
 
     async def row(self, caller: Principal, model: str) -> dict[str, Any]:
@@ -357,6 +357,13 @@ class Service:
     async def rows(self, caller: Principal) -> list[dict[str, Any]]:
         require(caller, "models")
         return [told(row, caller) for row in (await self._upstream.ask("models"))["models"]]
+
+
+def _named(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
+    """Return the models' names and aliases, which are counted apart, with their versions."""
+    return [
+        (name, row["version"]) for row in rows for name in (row["name"], *row.get("aliases", ()))
+    ]
 
 
 def _places(asked: InferRequest) -> list[Place]:
@@ -381,7 +388,7 @@ def number_of(model: str, version: str) -> int:
 
 
 def _built(row: dict[str, Any]) -> dict[str, Any]:
-    """Raises ServerUnavailable: its signature is not known yet."""
+    """Return the row; raise ServerUnavailable if its signature is not known yet."""
     if not row["inputs"] and row["state"] != READY:
         raise _unready(row)
     return row

@@ -79,10 +79,11 @@ class SharedMemoryRegions:
             raise InvalidInput(f"a region's name has 1 to {MAX_NAME} characters: {name[:80]!r}")
         if not isinstance(key, str) or not _KEY.fullmatch(key):
             raise InvalidInput(
-                f"{key!r:.80} is no key of shared memory", hint="as shm_open takes it: /some-name"
+                f"{key!r:.80} is not a key of shared memory",
+                hint="give a name as for shm_open: /some-name",
             )
         if (caller.tenant, name) in self._regions:
-            raise AlreadyExists(f'region "{name}" is there already', hint="unregister it first")
+            raise AlreadyExists(f'region "{name}" exists already', hint="unregister it first")
         if len(self._regions) >= MAX_REGIONS:
             raise QueueFull(f"{MAX_REGIONS} regions are registered", hint="unregister some")
         descriptor = _open(key)
@@ -110,7 +111,7 @@ class SharedMemoryRegions:
         """Return one region, or all of the caller's.
 
         Raises:
-            NotFound: there is none of this name.
+            NotFound: there is no such name.
         """
         require_role(caller, Role.CODE, WHAT)
         rows = [
@@ -216,7 +217,7 @@ def _open(key: str) -> int:
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, descriptor)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise InvalidInput(f"{key} is no shared memory")
+            raise InvalidInput(f"{key} is not shared memory")
         undo.pop_all()
     return descriptor
 

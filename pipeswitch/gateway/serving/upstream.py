@@ -20,7 +20,7 @@ from .oip import InferRequest, Output
 
 HELLO_S: Final = 2.0  # a server that is there answers within this
 EVENTS_AGAIN_S: Final = 0.5  # when the server is gone: it may come back
-AGAIN: Final = "send again when it is back"
+AGAIN: Final = "try again when the server is back"
 
 Take = Callable[[str, dict[str, Any]], None]
 """Called by the loop with an event's topic and record."""

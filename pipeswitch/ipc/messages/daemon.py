@@ -57,8 +57,7 @@ class StoreFailed(Message, frozen=True):
 
 
 class GroupCopy(Message, frozen=True):
-    """One layer group's copy: host store -> arena, then its arrival word becomes the operation
-    id."""
+    """One layer group's copy to the arena; then its arrival word becomes the operation id."""
 
     store_offset_bytes: int
     arena_offset_bytes: int

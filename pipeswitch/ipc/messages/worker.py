@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from .base import ByteRange, JobName, Message, ModelName, OpId, SlabTensor, Slot, Turn
+
+LARGE_BYTES: Final = 3000  # of one request's sampling: 64 of them fit in a packet
 
 
 class WorkerSettings(Message, frozen=True):
@@ -98,9 +100,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     is_piece: bool = False  # more of the prompt follows: no token is chosen
 
     @property
+    def schema(self) -> str:
+        """JSON schema that the answer follows; empty: none."""
+        return "" if self.options is None else self.options.get("json_schema", "")
+
+    @property
     def never_batch(self) -> bool:
-        """True if no other request joins: a schema may be large, or fail its run."""
-        return self.options is not None and bool(self.options.get("json_schema"))
+        """True if no other request joins: the first token shows if a schema can be used, and large
+        ones together would not fit in a packet."""
+        if self.options is None or not self.schema:
+            return False
+        return not self.answer or len(self.schema) + 5 * len(self.answer) > LARGE_BYTES
 
     def ends_with(self, tokens: Sequence[int]) -> str:
         """Return why the generation ends with the tokens of this run: ``stop``, ``length``, or an

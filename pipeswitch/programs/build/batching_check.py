@@ -29,7 +29,7 @@ BATCHES: Final = (2, 3, 5, 8, 13)  # at which rows are compared with the rows al
 
 
 def with_batching(manifest: Manifest, limit: int, delay_ms: float, folder: Path) -> Manifest:
-    """The manifest of a program whose requests are joined, up to a batch of ``limit``.
+    """Return the manifest of a program whose requests are batched, up to ``limit``.
 
     Rows of a joined run are compared with the rows alone, at the limit and at two requests; of one
     that pads, requests of unequal extents.
@@ -153,6 +153,6 @@ def _check_rounding(spec: ValueSpec, rows: torch.Tensor, own: torch.Tensor, most
         return
     raise RegistrationRefused(
         f"output {spec.name!r}",
-        "requests cannot be joined: the answer of one depends on the others of its batch",
+        "requests cannot be batched: an answer depends on the other requests of its batch",
         hint="leave --batch out",
     )

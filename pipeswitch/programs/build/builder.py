@@ -113,8 +113,8 @@ def _metered(
     limit_bytes = settings.disk_bytes
 
     def over(held_bytes: int) -> None:
-        what = f"what {spec.source} fetches does not fit: {format_bytes(held_bytes)} so far"
-        text = f"{what}, {format_bytes(limit_bytes)} are left for this client on the server's disk"
+        what = f"{spec.source} does not fit: {format_bytes(held_bytes)} were downloaded"
+        text = f"{what}, {format_bytes(limit_bytes)} are left on the server's disk for this client"
         hint = "upload the weights alone: --weights FILE.safetensors"
         _fail(channel, settings, HostStoreFull(text, hint=hint, largest_free_bytes=limit_bytes))
         os._exit(0)  # in the middle of a download; the controller removes the folder

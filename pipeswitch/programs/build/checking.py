@@ -29,12 +29,12 @@ if TYPE_CHECKING:  # a worker makes inputs up, and needs no exporter
 Compute = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 KEEPS_STATE: Final = (
-    "make forward depend on its inputs and weights alone; if the first call sets something for "
-    "good, call the module before you register it"
+    "make forward depend only on its inputs and weights; if the first call initializes something, "
+    "call the module before you register it"
 )
 _FUSED: Final = (
-    "torch computes attention in a fused kernel here, which does not travel: call "
-    "torch.backends.mha.set_fastpath_enabled(False), then what you compute is what is served"
+    "torch computes attention in a fused kernel here, which cannot be exported: call "
+    "torch.backends.mha.set_fastpath_enabled(False), then your results equal the server's"
 )
 
 
@@ -81,8 +81,7 @@ ROUNDING: Final = {
 
 
 def is_rounded(found: torch.Tensor, own: torch.Tensor, least: float = 0.0) -> bool:
-    """Return whether two tensors differ by no more than other kernels do, or than ``least`` of the
-    largest number."""
+    """Return whether two tensors differ by rounding, or by at most ``least`` of the largest."""
     if found.shape != own.shape or found.dtype is not own.dtype or found.dtype not in ROUNDING:
         return False
     most = max(ROUNDING[own.dtype], least) * float(own.nan_to_num().abs().max())
@@ -129,7 +128,7 @@ def check_program(
             "module",
             "two runs on the example inputs differ: it keeps state between calls or draws "
             "random numbers",
-            hint="make forward depend on its inputs and weights alone",
+            hint="make forward depend only on its inputs and weights",
         )
     if any(value.device.type != "cpu" for value in (*inputs, *expected)):
         return  # computed elsewhere: other bits are no surprise
@@ -271,6 +270,7 @@ def on_what_it_takes(
 
 
 def program_on_cpu(graph: Graph, weights: Sequence[torch.Tensor]) -> Compute:
+    """Return a function that computes a graph on the CPU."""
     compiled = CompiledGraph(graph, [(0, len(graph.nodes))], "cpu")
     arguments = tuple(weights[index] for index in compiled.group_weights[0])
 
@@ -284,11 +284,13 @@ def program_on_cpu(graph: Graph, weights: Sequence[torch.Tensor]) -> Compute:
 
 
 def on_clones(compute: Compute, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Compute on copies of the inputs."""
     with torch.no_grad():
         return list(compute([value.clone() for value in inputs]))
 
 
 def all_same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
+    """Return whether all tensors have the same bits."""
     return len(left) == len(right) and all(map(same_bits, left, right))
 
 

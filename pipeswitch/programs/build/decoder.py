@@ -55,7 +55,7 @@ class Decoder(nn.Module):
         super().__init__()
         refuse_encoder(model.config)
         if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
-            refuse(f"{type(model).__name__} has no logits of a next token", "hf:NAME#…ForCausalLM")
+            refuse(f"{type(model).__name__} has no logits for a next token", "hf:NAME#…ForCausalLM")
         attention.register()
         self.model = model
         takes = parameters_of(model)
@@ -151,8 +151,7 @@ class Decoder(nn.Module):
 
     @contextlib.contextmanager
     def _as_decoder(self, count: torch.Tensor) -> Iterator[None]:
-        """Run the model with our attention and experts, and with logits of each last real token
-        only."""
+        """Run the model with our attention and experts; logits of the last real tokens only."""
 
         def last(head: nn.Module, hidden: tuple[torch.Tensor]) -> torch.Tensor:
             batch = torch.arange(count.shape[0], device=count.device)
@@ -239,8 +238,8 @@ class Decoder(nn.Module):
                 if not difference <= _CLOSE * float(own[seen - 1].abs().max()):
                     refuse(
                         "with its keys and values as a state it answers other logits (they differ "
-                        f"by {difference:.2g} at token {seen}): it keeps something else, or its "
-                        "attention is not the usual one",
+                        f"by {difference:.2g} at token {seen}): it keeps other state, or its "
+                        "attention is unusual",
                         UNUSUAL,
                     )
 
@@ -257,20 +256,24 @@ class Decoder(nn.Module):
             refuse(
                 f"a token changes the logits of those before it (by {difference:.2g}): it is not "
                 "a causal language model",
-                "register it without generate; encoders answer /v1/embeddings",
+                "register it without generate; encoders can serve /v1/embeddings",
             )
 
 
 def _chat_template(given: Any) -> tuple[str, list[str]]:
-    """Return the template that transformers uses for a chat: the default one, or the only one.
+    """Return the template that transformers uses for a chat: the one named ``tool_use`` if there
+    are tools, else the default one, or the only one.
 
-    If there is none among several, a note says so.
+    If there is no default among several, a note says so.
     """
     named = given if isinstance(given, dict) else {"default": given or ""}
+    if "default" in named and "tool_use" in named:
+        both = [str(named[name]).removesuffix("\n") for name in ("tool_use", "default")]
+        return "{{% if tools %}}{}{{% else %}}{}{{% endif %}}".format(*both), []
     if "default" in named or len(named) == 1:
         return str(named.get("default") or next(iter(named.values()))), []
     names = ", ".join(sorted(map(str, named)))
-    note = f"its chat templates are named {names}, and none of them default: no chat is served"
+    note = f"its chat templates are named {names}, and none is named default, so it cannot chat"
     return "", [note] if named else []
 
 
@@ -312,8 +315,9 @@ def _without_gaps(
 
 
 def refuse_encoder(config: Any) -> None:
+    """Refuse models that have an encoder."""
     if config.is_encoder_decoder:
-        refuse("an encoder answers before its decoder, and its output is state of another kind")
+        refuse("it has an encoder, whose output is another kind of state")
 
 
 def decoder(model: Any) -> Decoder:
@@ -323,7 +327,7 @@ def decoder(model: Any) -> Decoder:
         RegistrationRefused: it cannot be one; says why.
     """
     if not hasattr(model, "config"):
-        refuse(f"a {type(model).__name__} is no language model of transformers")
+        refuse(f"a {type(model).__name__} is not a language model of transformers")
     try:
         found = Decoder(model)
         found.check()

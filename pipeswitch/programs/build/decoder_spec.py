@@ -11,13 +11,13 @@ import torch
 from .attention import NAME, Step, refuse
 
 Kind = Literal["full", "window", "shared"]  # shared: it reads another layer's keys and values
-UNUSUAL: Final = "register it without generate, then a request computes a whole text"
+UNUSUAL: Final = "register it without generate; each request then computes the whole text"
 _STATES: Final[Mapping[str, str]] = {
     "linear_attention": "a recurrent state (Mamba, linear attention)",
     "conv": "the last inputs of a convolution",
     "hybrid": "a recurrent state beside keys and values",
     "hybrid_sliding": "a recurrent state beside keys and values",
-    "chunked_attention": "keys and values of a chunk that begins anew (chunked attention)",
+    "chunked_attention": "keys and values of one chunk (chunked attention)",
     "indexed_attention": "an index of its keys (sparse attention)",
 }  # what it keeps that is not a row for each token
 

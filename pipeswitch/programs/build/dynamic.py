@@ -79,7 +79,7 @@ def working_end(
 
 
 def asked_axes(names: Sequence[str], shapes: Sequence[Sequence[int]], dynamic: Dynamic) -> Axes:
-    """The dimensions a caller asked for. Equal ranges and extents of one usual name are one.
+    """Return the dimensions a caller requested. Equal ranges and extents of one usual name are one.
 
     Raises:
         RegistrationRefused: there is no such input or dimension, or a range that is none.

@@ -215,7 +215,9 @@ class Encoder:
             raise RegistrationRefused("forward", "it computes under torch.autocast", hint=OTHERS)
         else:
             raise RegistrationRefused(
-                f"operator {target}", "a graph has plain operators of torch's only", hint=OTHERS
+                f"operator {target}",
+                "a graph can contain only torch's plain operators",
+                hint=OTHERS,
             )
         name = _INSTEAD.get(name, name)
         try:
@@ -254,7 +256,7 @@ class Encoder:
             case _:
                 raise RegistrationRefused(
                     f"operator {part}",
-                    f"an argument is a {type(argument).__name__}, which cannot travel",
+                    f"an argument is a {type(argument).__name__}, which cannot be stored",
                 )
 
     def _outputs(self, node: Any) -> tuple[list[Any], list[ValueSpec]]:
@@ -385,7 +387,7 @@ def _writes(target: Any) -> bool:
 def _weights_by_first_use(
     nodes: Sequence[tuple[str, list[Any], dict[str, Any]]], results: Sequence[Any]
 ) -> list[int]:
-    """Indices of the weights that are used, by first use; those only returned come last."""
+    """Return indices of the weights that are used, by first use; those only returned come last."""
     order: dict[int, None] = {}
 
     def visit(argument: Any) -> None:

@@ -111,7 +111,7 @@ def _notes(
     """Say which inputs a request brings alone, which ranges are narrower, which extents fixed."""
     dims = {dim.name: dim for dim in program.graph.dims}
     return [
-        *(f"{name}={value}: a request stands alone" for name, value in alone.items()),
+        *(f"{name}={value}: each request is computed alone" for name, value in alone.items()),
         *(
             f"{name} is {dim.low}..{dim.high}, not {wider[name].low}.."
             f"{wider[name].high}: {'; '.join(narrower)}"
@@ -128,7 +128,7 @@ def _refused(asked: Axes, why: str) -> RegistrationRefused:
     names = ", ".join(dict.fromkeys(dim.name for dim in asked.values()))
     hint = advice(why)
     if hint == OTHERS:  # torch complains of the range
-        hint = "give a range that the model takes, or leave it out: then it is the example's"
+        hint = "give a range that the model supports, or leave it out to use the example's size"
     return RegistrationRefused(f"dynamic {names}", why, hint=hint)
 
 
@@ -177,6 +177,7 @@ def _outputs(flat: Flat, inputs: list[torch.Tensor]) -> tuple[Tree, dict[str, to
 
 
 def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]
 
@@ -321,7 +322,7 @@ def _traceable(module: Any, example: Example) -> Any:
         raise RegistrationRefused(
             "source",
             f"its TorchScript does not export: {first_line(error)}",
-            hint="give the module it was made from",
+            hint="register the module that it was made from",
         ) from None
 
 
@@ -389,7 +390,7 @@ def export_decoder_to_bundle(
     *,
     max_batch: int = DEFAULT_SEQUENCES,
 ) -> dict[str, Any]:
-    """A causal language model of transformers, whose sequences have their cache as a state.
+    """Export a causal language model of transformers, whose sequences have their cache as state.
 
     As ``export_module_to_bundle``; ``tokenizer`` is the model's own, a fast one: without it
     prompts and answers are ids.

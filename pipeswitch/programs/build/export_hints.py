@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...base.errors import RegistrationRefused
 
 FACTORY: Final = (
-    "put a function that makes it where the server imports from, and its owner types "
-    "pipeswitch register NAME package.module:function --example FILE.npz"
+    "put a function that creates it on the server's PYTHONPATH, and as the owner run pipeswitch "
+    "register NAME package.module:function --example FILE.npz"
 )
 DATA: Final = (
     "a shape or a path depends on data (nonzero, torch.where of one argument, a loop over "
@@ -24,13 +24,13 @@ PACKED: Final = (
     'leave packing out and let requests choose the length: dynamic={"x": {1: (1, 512)}}'
 )
 EXPERTS: Final = (
-    "call model.set_experts_implementation('batched_mm') before you register it: then what you "
-    "compute is what is served"
+    "call model.set_experts_implementation('batched_mm') before you register it, so that your "
+    "results equal the server's"
 )
 QUANTIZED: Final = (
-    "register the module as it was before, or with int8 weights alone, which stream as they are: "
-    "pip install torchao; from torchao.quantization import quantize_, Int8WeightOnlyConfig; "
-    "quantize_(module, Int8WeightOnlyConfig())"
+    "register the module before quantization, or with int8 weights only: pip install torchao; "
+    "from torchao.quantization import quantize_, Int8WeightOnlyConfig; quantize_(module, "
+    "Int8WeightOnlyConfig())"
 )
 WRITES: Final = (
     "compute into a new tensor (h = torch.zeros_like(self.h), not self.h.zero_()); of an "
@@ -46,7 +46,7 @@ NO_DATA: Final = (
     "module.load_state_dict(state)"
 )
 UNLISTED: Final = (
-    f"its kernel is not known to keep to its arguments, so it runs in module mode: {FACTORY}"
+    f"its kernel is not known to access only its arguments, so it runs in module mode: {FACTORY}"
 )
 OTHERS: Final = (
     "a module must be traceable: no custom classes or libraries, no autocast inside its forward; "

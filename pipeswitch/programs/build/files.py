@@ -58,7 +58,7 @@ def convert(
             f"its TorchScript cannot be loaded ({first_line(error)[:80]})"
             if is_program
             else "it holds weights or a pickled module, not a program of torch.jit.save",
-            hint="give the module it was made from"
+            hint="register the module that it was made from"
             if is_program
             else "pipeswitch register NAME package.module:function "
             f"--weights {os.path.basename(path)}",
@@ -67,7 +67,7 @@ def convert(
         if not inputs:
             raise RegistrationRefused(
                 path,
-                "a TorchScript file does not say what it takes",
+                "a TorchScript file does not contain its input shapes",
                 hint=f"pipeswitch register NAME {os.path.basename(path)} --input "
                 "1x3x224x224:float32, or example_inputs=(x,)",
             )
@@ -104,13 +104,13 @@ def convert_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) -
     except FileNotFoundError:
         raise
     except Exception as error:  # an UnpicklingError, or what a damaged file leads to
-        reason = f"it holds more than tensors ({first_line(error)[:80]})"
+        reason = f"it contains more than tensors ({first_line(error)[:80]})"
         raise RegistrationRefused(part, reason, hint=hint) from None
     for key in _INNER:
         if isinstance(found, dict) and isinstance(found.get(key), dict):
             found = found[key]
     if not isinstance(found, dict) or not all(map(is_tensor, found.values())) or not found:
-        reason = "it is no state dict, nor a dict with one as 'state_dict'"
+        reason = "it is not a state dict, and not a dict with one as 'state_dict'"
         raise RegistrationRefused(part, reason, hint=hint)
     sparse = [name for name, value in found.items() if value.layout is not torch.strided]
     if sparse:
@@ -136,7 +136,7 @@ def convert_pt2(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> di
     except Exception as error:
         raise RegistrationRefused(f"{path}", f"torch.export.load: {first_line(error)}") from error
     if loaded.example_inputs is None:
-        raise RegistrationRefused(f"{path}", "it was saved without its example inputs")
+        raise RegistrationRefused(f"{path}", "it was saved without example inputs")
     positional, keywords = loaded.example_inputs
     example: Any = {**dict(enumerate(positional)), **keywords}
     module: Any = loaded.module()
@@ -210,7 +210,7 @@ def _ends(loaded: torch.export.ExportedProgram, symbol: Any) -> tuple[int, int]:
     ends: Any = loaded.range_constraints.get(symbol)
     if ends is None:
         raise RegistrationRefused(
-            "dynamic_shapes", f"a dimension is {symbol}; only one that stands alone can be served"
+            "dynamic_shapes", f"a dimension is {symbol}; only plain symbols are supported"
         )
     high = int(ends.upper) if ends.upper.is_Integer else ENDLESS
     return max(1, int(ends.lower)), min(high, MAX_EXTENT)

@@ -105,8 +105,7 @@ def fused(
 
 
 class _Trace:
-    """Run the graph once, call by call; record the shapes of all values and what products
-    take."""
+    """Run the graph once, call by call; record shapes and what products take."""
 
     def __init__(
         self, graph: Graph, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]

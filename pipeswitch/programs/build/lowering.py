@@ -279,8 +279,7 @@ def _is_half(value: Any) -> bool:
 
 
 def _is_stored_half(weight: torch.Tensor) -> bool:
-    """Return whether a weight is stored in bfloat16 whoever reads it: a large matrix whose numbers
-    stay finite."""
+    """Return whether a weight is stored in bfloat16: a large matrix of finite numbers."""
     if weight.dtype is not torch.float32 or weight.dim() < 2 or weight.numel() < MIN_STORED:
         return False
     return bool((weight.to(_HALF).isfinite() == weight.isfinite()).all())

@@ -75,7 +75,7 @@ def build_module(
     inputs, dims, outputs, tried = _opened(loaded, examples, outputs)
     check_signature(inputs, outputs, dims)
     names, layers, triggers = _layers(tensors, aliases, order, why, set(loaded.loose))
-    notes = [f"{name} is sparse and not read: it stays behind" for name in left]
+    notes = [f"{name} is sparse and not read, so it is left out" for name in left]
     facts = {"seed": loaded.seed, "left_behind": left, "notes": notes}
     path = out_dir / WEIGHTS_FILE
     file_tensors = _write_weights(path, {name: tensors[name] for name in names})
@@ -254,8 +254,10 @@ def _layers(
 def _opened(
     loaded: Loaded, examples: Sequence[torch.Tensor], outputs: Sequence[ValueSpec]
 ) -> tuple[tuple[ValueSpec, ...], tuple[Dim, ...], tuple[ValueSpec, ...], list[list[torch.Tensor]]]:
-    """The signature with the extents that requests choose, and inputs of other values than the
-    example's: at its extents, at the ends and in the middle of the ranges.
+    """Return the signature with the extents that requests choose, and inputs to check.
+
+    The inputs have other values than the example: at its extents, at the ends and in the middle
+    of the ranges.
 
     An output's extent is a dimension if it always equals it; else there is room for the largest
     extent seen.
@@ -286,7 +288,7 @@ def _opened(
             raise RegistrationRefused(
                 f"at {values_text(values)}",
                 f"the module raised {type(error).__name__}: {str(error)[:200]}",
-                hint="give a range that the model takes",
+                hint="give a range that the model supports",
             ) from None
         tried.append(at)
         seen.append((values, [tuple(value.shape) for value in answer]))
@@ -331,7 +333,7 @@ class _OneCopy:
     def __init__(self, manifest: Manifest, loaded: Loaded, image: torch.Tensor) -> None:
         self.manifest = manifest
         self._image = image.numpy()
-        self._requests: dict[Any, list[torch.Tensor]] = {}  # requests lie in the same memory
+        self._requests: dict[Any, list[torch.Tensor]] = {}  # requests share memory
         self.writes_inputs = False
         try:
             with seeded(loaded.seed):
@@ -340,7 +342,7 @@ class _OneCopy:
             raise RegistrationRefused(
                 "factory",
                 f"a second call raises {type(error).__name__}: {str(error)[:300]}",
-                hint="a worker calls it again: let each call make a new module",
+                hint="workers call the factory several times: each call must create a new module",
             ) from error
         self._program = ModuleProgram(manifest, module)
         arena = torch.full_like(image, 0xFF)

@@ -179,7 +179,7 @@ def _gain(
         gains &= all(ours_ms <= (1.0 + MAX_LOSS) * plain_ms for plain_ms, ours_ms in times)
         return "" if gains else told, f"precision {name}: {told}"
     slower = ": slower" if is_slower else ""
-    return "" if saves else "no byte is saved", f"precision {name}: {told}{slower}"
+    return "" if saves else "it saves no bytes", f"precision {name}: {told}{slower}"
 
 
 def stays_exact(manifest: Manifest, name: str, why: str) -> Manifest:
@@ -199,6 +199,7 @@ def _named(ours: Manifest, plain: Manifest, name: str, text: str) -> Manifest:
 
 
 def with_note(manifest: Manifest, note: str) -> Manifest:
+    """Return a manifest with one more note."""
     notes = [*manifest.extra.get("notes", ()), note]
     return msgspec.structs.replace(manifest, extra={**manifest.extra, "notes": notes})
 

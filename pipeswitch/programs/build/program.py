@@ -126,7 +126,7 @@ def _in_precision(
     if manifest.mode == "module":
         why = "module mode has no graph to change"
     elif name == "fast" and not packs_weights:
-        why = "its device packs no weights"
+        why = "its device does not support packed weights"
     if why:
         return stays_exact(manifest, name, why)
     kernels = packed.KERNELS if packs_weights else packed.UNPACKED
@@ -150,7 +150,7 @@ def _build_bundle(
     if spec.generate and (bundle.generation is None or bundle.generation.pooling):
         raise RegistrationRefused(
             "generate",
-            "the bundle is no language model's",
+            "the bundle is not that of a language model",
             hint="give the model itself, with generate=True",
         )
     if spec.weights and weights is None:
@@ -242,7 +242,7 @@ def _check_disk(module: nn.Module, limit_bytes: int) -> None:
     if limit_bytes and size_bytes > limit_bytes:
         raise HostStoreFull(
             f"a program of {format_bytes(size_bytes)} does not fit: {format_bytes(limit_bytes)} "
-            "are left for this client on the server's disk",
+            "are left on the server's disk for this client",
             hint="pipeswitch unregister models that are not used, or raise [server] max_disk or "
             "max_disk_per_client",
             requested_bytes=size_bytes,

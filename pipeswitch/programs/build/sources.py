@@ -268,7 +268,7 @@ def _constructor(spec: BuildSpec) -> tuple[Callable[[], nn.Module], OpenShapes]:
     if _FACTORY.fullmatch(spec.source):
         if spec.weights == "pretrained":
             raise RegistrationRefused(
-                "weights", "a factory has no 'pretrained'; it may load its own"
+                "weights", "a factory has no 'pretrained'; it can load weights itself"
             )
         return factory(spec.source), {}
     raise RegistrationRefused(
@@ -331,7 +331,9 @@ class _ByPosition(nn.Module):
     def forward(self, *inputs: Any) -> Mapping[str, Any]:
         keywords: dict[str, Any] = dict(zip(self._names, inputs, strict=True))
         if hasattr(self.model.config, "use_cache"):
-            keywords["use_cache"] = False  # a request stands alone; a cache would be an output
+            keywords["use_cache"] = (
+                False  # each request is computed alone; a cache would be an output
+            )
         outputs: Mapping[str, Any] = self.model(**keywords, return_dict=True)
         return outputs
 
@@ -447,7 +449,7 @@ def _class(transformers: Any, wished: str, config: Any) -> Any:
         )
     if not isinstance(config, cls.config_class or ()):  # a base class has none
         raise RegistrationRefused(
-            f"architecture {wished!r}", f"the source is a {config.model_type}, which this is not"
+            f"architecture {wished!r}", f"the source is a {config.model_type}, which does not match"
         )
     return cls
 
@@ -519,7 +521,7 @@ def _with_weights(spec: BuildSpec, construct: Callable[[], nn.Module]) -> nn.Mod
         if weights == "pretrained":
             raise RegistrationRefused(
                 "weights pretrained",
-                f"cannot be had here ({type(error).__name__}: {str(error)[:200]}); give a "
+                f"cannot be loaded ({type(error).__name__}: {str(error)[:200]}); give a "
                 ".safetensors file, or random:SEED to try the system",
             ) from error
         raise RegistrationRefused(
@@ -538,7 +540,7 @@ def _seed(weights: str) -> int:
         return 0
     seed = weights.removeprefix("random:")
     if not re.fullmatch(r"\d{1,18}", seed):
-        raise RegistrationRefused(f"weights {weights!r}", "expected random:SEED, a number")
+        raise RegistrationRefused(f"weights {weights!r}", "expected random:SEED with a number")
     return int(seed)
 
 

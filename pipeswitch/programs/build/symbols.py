@@ -60,7 +60,9 @@ def extent_of(expression: Any, names: Mapping[Any, str], *, divides_by_any: bool
     args = tuple(extent_of(one, names, divides_by_any=divides_by_any) for one in given)
     is_division = op in ("//", "%") and not divides_by_any
     if not op or (is_division and (type(args[1]) is not int or args[1] < 1)):
-        raise NotDynamic(f"an extent is {expression}, which a request's shapes do not tell")
+        raise NotDynamic(
+            f"an extent is {expression}, which cannot be derived from a request's shapes"
+        )
     return Expr(op, args)
 
 

@@ -37,7 +37,7 @@ def compare(
     with workers_default_dtype() if manifest.mode == "graph" else contextlib.nullcontext():
         found = bound.run([value.clone() for value in inputs], opened.append)
     if opened != list(range(len(manifest.groups))):
-        return "its groups did not open once each and in order"
+        return "its groups were not entered once each and in order"
     if len(found) != len(expected):
         return f"{len(found)} outputs instead of {len(expected)}"
     for index, (theirs, ours) in enumerate(zip(expected, found, strict=True)):

@@ -45,10 +45,7 @@ RARE: Final = ("top_k", "min_p", "repetition_penalty")
 DEFAULTS: Final = ("temperature", "top_p", "max_new_tokens", *RARE)  # of its author, followed
 # Of a generation_config: what says nothing of the tokens, or is followed elsewhere.
 SILENT: Final = re.compile(
-    "(_|output_|use_|cache_|return_|assistant_|num_assistant|is_assistant|speculation|prompt_lookup"
-    "|compile|disable_compile|continuous_batching|max_cache|max_matching|target_lookbehind|prefill"
-    "|low_memory|renormalize|remove_invalid|decoder_start|(eos|bos|pad)_token_id$|do_sample$"
-    "|transformers_version$)"
+    "(_|output_|use_|cache_|return_|assistant_|num_assistant|is_assistant|speculation|prompt_lookup|compile|disable_compile|continuous_batching|max_cache|max_matching|target_lookbehind|prefill|low_memory|renormalize|remove_invalid|decoder_start|(eos|bos|pad)_token_id$|do_sample$|transformers_version$)"
 )
 # Of the others, the values that change no token; so do None, False and what is empty.
 NEUTRAL: Final = {
@@ -153,9 +150,9 @@ def author_defaults(asked: Mapping[str, Any], context: int) -> tuple[dict[str, f
         if name in DEFAULTS and _is_default(name, value):
             sampling[name] = value
             if name == "repetition_penalty":  # it changes greedy answers too
-                notes.append(f"generation_config: {name} = {value!r} is followed over HTTP alone")
+                notes.append(f"generation_config: {name} = {value!r} applies only to HTTP")
         elif not SILENT.match(name) and not _is_neutral(name, value, context):
-            notes.append(f"generation_config: {name} = {value!r:.200} is not followed")
+            notes.append(f"generation_config: {name} = {value!r:.200} is not supported")
     if asked.get("do_sample") is False:
         sampling["temperature"] = 0.0
     return sampling, notes[:MAX_NOTES]

@@ -6,7 +6,7 @@ A matcher depends on the schema and the answer's tokens alone, so any worker can
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +18,7 @@ from .generation import tokenizer_json
 # To intersect n regular expressions takes time that doubles with each of them, without a limit.
 EXPRESSIONS: Final = ("pattern", "patternProperties", "propertyNames", "format", "not")
 MOST_EXPRESSIONS: Final = 8
+MAX_MATCHERS: Final = 16  # kept between two runs of their answers
 MOST_TOKENIZERS: Final = 2  # in memory; one of 150,000 tokens takes 105 MiB, and 2 s to make
 
 
@@ -27,6 +28,7 @@ class Tokenizers:
     def __init__(self) -> None:
         self.packed: dict[str, bytes] = {}  # as bundles have them, by program
         self._made: dict[tuple[str, tuple[int, ...]], Any] = {}
+        self._kept: list[Matcher] = []  # of runs that ended well
 
     def get(self, digest: str, size: int, ends: tuple[int, ...]) -> Any:
         """Return a program's tokenizer, of ``size`` tokens, in the library's form.
@@ -45,6 +47,7 @@ class Tokenizers:
         if (digest, ends) not in self._made:
             if len(self._made) >= MOST_TOKENIZERS:
                 self._made.clear()
+                self._kept.clear()  # they hold a tokenizer, too
             try:
                 text = tokenizer_json(self.packed.get(digest, b""))
                 made = llguidance.LLTokenizer(text, n_vocab=size, eos_token=[*ends])
@@ -53,17 +56,35 @@ class Tokenizers:
             self._made[digest, ends] = made
         return self._made[digest, ends]
 
+    def matcher(
+        self, digest: str, size: int, ends: tuple[int, ...], schema: str, answer: Sequence[int]
+    ) -> Matcher:
+        """Return the place of an answer in its schema: a kept one, or a new one by a replay."""
+        key = digest, ends, schema, [*answer]
+        for number, one in enumerate(self._kept):
+            if (*one.key, one.answer) == key:
+                return self._kept.pop(number)
+        made = Matcher(self.get(digest, size, ends), schema, ends, answer, size)
+        made.key = key[:3]
+        return made
+
+    def keep(self, matchers: Iterable[Matcher]) -> None:
+        self._kept = [*self._kept, *matchers][-MAX_MATCHERS:]
+
 
 class Matcher:
     """The place of one answer in its schema."""
 
+    key: tuple[str, tuple[int, ...], str]  # of ``Tokenizers``: program, end tokens and schema
+
     def __init__(
         self, tokenizer: Any, schema: str, ends: Sequence[int], answer: Sequence[int], size: int
     ) -> None:
-        """``ends`` are the tokens that end an answer, and ``answer`` its tokens so far."""
+        """Set up; ``ends`` are the tokens that end an answer, and ``answer`` its tokens so far."""
         from llguidance import LLMatcher
 
         self._matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(schema))
+        self.answer: list[int] = []
         self._ends, self._size = ends, size
         for token in answer:
             self.take(token)
@@ -81,6 +102,7 @@ class Matcher:
 
     def take(self, token: int) -> None:
         """Continue with a token. Raise InvalidInput if it does not follow the schema."""
+        self.answer.append(token)
         if token not in self._ends and not self._matcher.consume_token(token):
             self._check()
             raise refusal(f"token {token} does not follow it")
@@ -91,6 +113,7 @@ class Matcher:
 
 
 def refusal(why: str) -> InvalidInput:
+    """Return the error for a JSON schema that cannot be used."""
     return InvalidInput(f"the answer's JSON schema: {why}", param="response_format")
 
 

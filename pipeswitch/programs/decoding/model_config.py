@@ -61,7 +61,7 @@ def ending_of(
             raise InvalidInput(words)
         raise InvalidInput(f"{words}; {LONGEST.format(facts.context)}", code=TOO_LONG)
     if odd := [one for one in prompt if type(one) is not int or not 0 <= one < facts.vocabulary]:
-        raise InvalidInput(f"{odd[0]!r:.40} is no token from 0 to {facts.vocabulary - 1}")
+        raise InvalidInput(f"{odd[0]!r:.40} is not a token from 0 to {facts.vocabulary - 1}")
     most = min(ending.max_new_tokens, facts.context - count)
     ends = ending.eos_ids if ending.ignore_eos else (*facts.eos_ids, *ending.eos_ids)
     return msgspec.structs.replace(ending, max_new_tokens=most, eos_ids=ends)

@@ -36,9 +36,7 @@ class StopCriteria(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ignore_eos: bool = False  # the model's own end tokens
 
     def check(self) -> None:
-        """Raises:
-        InvalidInput: no token may come, or a stop string is none.
-        """
+        """Raise InvalidInput if no token may come, or a stop string is none."""
         if self.max_new_tokens < 1:
             raise InvalidInput(f"max_new_tokens {self.max_new_tokens} is below 1")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
@@ -90,7 +88,7 @@ class OutputProcessor:
     ) -> None:
         """``decode`` is None where only ids are wanted; then there are no stop strings."""
         if decode is None and ending.stop:
-            raise InvalidInput("stop strings need a tokenizer, which this model has not")
+            raise InvalidInput("stop strings need a tokenizer, which this model does not have")
         self._ending = ending
         named = [
             (text, id)

@@ -18,10 +18,10 @@ from ...base.errors import InvalidInput
 
 MAX_SEED: Final = (1 << 63) - 1
 MAX_TEMPERATURE: Final = 100.0
-MAX_BIASES: Final = 300  # as OpenAI has it
+MAX_BIASES: Final = 300  # OpenAI's limit
 MAX_BIAS: Final = 100.0
-MAX_SCHEMA_CHARS: Final = 8 << 10  # each run's message to a worker has it
-MAX_LOGPROBS: Final = 20  # as OpenAI has it
+MAX_SCHEMA_CHARS: Final = 8 << 10  # each run's message contains the schema
+MAX_LOGPROBS: Final = 20  # OpenAI's limit
 NO_TOKENS: Final[Mapping[int, int]] = {}
 
 Chance = tuple[float, tuple[tuple[int, float], ...]]
@@ -39,10 +39,10 @@ class Options(
     presence_penalty: float = 0.0  # subtracted from logits of tokens of the answer
     frequency_penalty: float = 0.0  # the same, for each time that the token came
     logit_bias: dict[int, float] = {}  # added to logits, by token
-    held: tuple[int, ...] = ()  # tokens that cannot come…
-    until: int = 0  # …before this position
+    held: tuple[int, ...] = ()  # tokens that cannot be sampled
+    until: int = 0  # before this position
     logprobs: int | None = None  # report each token's ``Chance``, with this many likeliest tokens
-    json_schema: str = ""  # that the answer follows
+    json_schema: str = ""  # schema of the answer
     scores_prompt: bool = False  # the prompt's own tokens come first, with their chances
 
     @property
@@ -52,9 +52,7 @@ class Options(
         return any(penalties)
 
     def check(self, vocabulary: int = 1 << 31) -> None:
-        """Raises:
-        InvalidInput: a value is out of its range.
-        """
+        """Raise InvalidInput if a value is out of its range."""
         for name, low, high in (
             ("top_k", 0, vocabulary),
             ("min_p", 0.0, 1.0),
@@ -117,14 +115,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Settings for sampling an answer's tokens."""
 
     temperature: float = 0.0  # 0: the likeliest, the first of equals
-    top_p: float = 1.0  # of the likeliest that have this much together
+    top_p: float = 1.0  # total probability of the candidates
     seed: int = 0
     options: Options | None = None
 
     def check(self) -> None:
-        """Raises:
-        InvalidInput: a number is out of its range.
-        """
+        """Raise InvalidInput if a number is out of its range."""
         for name, value, low, high in (
             ("temperature", self.temperature, 0.0, MAX_TEMPERATURE),
             ("top_p", self.top_p, 0.0, 1.0),
@@ -159,17 +155,17 @@ def next_token(
     """Return the token at ``position`` of its sequence, counted from the prompt's first.
 
     Args:
-        logits: of every token, [vocabulary], as the program answered them.
-        sampling: checked.
-        position: of the token that is chosen.
-        seen: as of ``Options.adjusted``.
+        logits: [vocabulary], as the program returned them.
+        sampling: checked settings.
+        position: position of the new token.
+        seen: see ``Options.adjusted``.
 
     Raises:
         InvalidInput: no logit is a number, so the model computes nonsense.
     """
     if sampling.options is not None:
         logits = sampling.options.adjusted(logits, position, seen)
-    best = int(np.argmax(logits))  # of one that is no number, where there is one
+    best = int(np.argmax(logits))  # NaN, if there is one
     if math.isnan(logits[best]):
         best = int(np.argmax(np.where(np.isnan(logits), -np.inf, logits)))
     if not math.isfinite(logits[best]):
@@ -210,7 +206,7 @@ def chance_of(logits: NDArray[np.floating], token: int, count: int) -> Chance:
 def _likeliest(weights: NDArray[np.float64], top_p: float) -> NDArray[np.intp]:
     """Return the smallest set of tokens that has ``top_p`` of the total, likeliest first."""
     total = float(weights.sum())
-    # All that are lighter than this have less than the rest together, so no one asks their order.
+    # Lighter tokens together have less than the rest, so their order does not matter.
     [heavy] = np.nonzero(weights >= (1.0 - top_p) * total / len(weights))
     tokens = heavy[np.argsort(-weights[heavy], kind="stable")]
     upto = np.cumsum(weights[tokens])

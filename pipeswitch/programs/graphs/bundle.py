@@ -256,17 +256,17 @@ def check_signature(
     chosen = {extent for spec in inputs for extent in spec.shape if isinstance(extent, str)}
     for dim in dims:
         if dim.name not in chosen:
-            _refuse(f"dimension {dim.name!r}", "no input has it, so no request could say it")
+            _refuse(f"dimension {dim.name!r}", "no input has it, so no request can choose it")
     parts = 0
     for part, specs in (("input", inputs), ("output", outputs)):
         if len(specs) > MAX_VALUES:
             raise RegistrationRefused(
                 f"{part}s",
                 f"{len(specs)} tensors are more than {MAX_VALUES}",
-                hint="put those of one shape into one tensor: torch.stack(tensors)",
+                hint="combine tensors of the same shape: torch.stack(tensors)",
             )
         if len({spec.name for spec in specs}) != len(specs):
-            _refuse(f"bundle {part}s", "two have one name")
+            _refuse(f"bundle {part}s", "two have the same name")
         for spec in specs:
             parts += _check_value(part, spec, dims)
             if parts > MAX_PARTS:

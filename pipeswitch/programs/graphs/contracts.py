@@ -368,7 +368,7 @@ def _closed_circle(given: Arguments) -> None:
 
 @_with_options
 def _along(given: Arguments, *others: str) -> None:
-    """gather and scatter: the index lies within each of ``others`` but along the dimension."""
+    """Check gather and scatter: the index lies within ``others`` but along the dimension."""
     value, index = given["self"], given["index"]
     axis = given["dim"] + (value.dim() if given["dim"] < 0 else 0)
     _need(index.dim() == value.dim() and 0 <= axis < max(value.dim(), 1), "dimensions differ")

@@ -153,7 +153,7 @@ def check_joinable(manifest: layout.Manifest, limit: int) -> None:
         why = "a module may mix rows" if manifest.mode == "module" else f"it is fixed at {low}"
         raise RegistrationRefused(
             "batch",
-            f"requests cannot be joined: {why}{notes}",
+            f"requests cannot be batched: {why}{notes}",
             hint=f"leave --batch out, or give the model a first dimension that requests choose "
             f"(--max-batch {max(limit, 2)})",
         )
@@ -175,7 +175,8 @@ def check_joinable(manifest: layout.Manifest, limit: int) -> None:
             if first != BATCH or any(BATCH in names_in(extent) for extent in others):
                 raise RegistrationRefused(
                     f"{kind} {value.name!r}",
-                    "requests cannot be joined: the batch is not its first dimension alone",
+                    "requests cannot be batched: the batch must be the first dimension and no "
+                    "other",
                     hint="leave --batch out",
                 )
 

@@ -204,6 +204,6 @@ def split_target(target: str) -> tuple[str, str, str]:
     found = _ATEN.fullmatch(target)
     if found is None or found[2] not in OVERLOADS.get(found[1], ()):
         raise RegistrationRefused(
-            f"operator {target[:120]!r}", "it is not on the closed list of operators"
+            f"operator {target[:120]!r}", "it is not on the list of allowed operators"
         )
     return ("aten", found[1], found[2])

@@ -22,7 +22,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight before it has a place."""
+    """A weight without an offset yet."""
 
     name: str
     dtype: str
@@ -42,7 +42,7 @@ def layers_of_graph(graph: Graph) -> list[Layer]:
     for position, node in enumerate(graph.nodes):
         new = [w for w in dict.fromkeys(weights_of_node(graph, node)) if w not in seen]
         if new or not starts:
-            if starts and not seen:  # nothing used so far: it is one layer with this
+            if starts and not seen:  # no weight was used before: the same layer
                 weights[-1] = new
             else:
                 starts.append(position)

@@ -1,7 +1,7 @@
-"""Chains: models that are asked one after the other, as one. Pure (docs/adr/0042-chains.md).
+"""Chains: models that run one after the other in one request. Pure (docs/adr/0042-chains.md).
 
 An input of a step is named after an input of the request (``ids``) or an output of an earlier step
-(``encoder.y``); one that is not named is that of its own name.
+(``encoder.y``); an input that is not mapped is the request's input of its name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .layout import Manifest, ValueSpec
 from .signature import signature_text
 
 MAX_STEPS: Final = 16
-MAX_VALUES: Final = 64  # of the request and of the answer: as many tensors as a message has
+MAX_VALUES: Final = 64  # limit for inputs and outputs: as many tensors as a message has
 HINT: Final = "pipeswitch chain NAME encoder head:x=encoder.y --output label=head.label"
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -28,8 +28,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """One model of a chain."""
 
     model: _Name
-    name: Annotated[str, msgspec.Meta(max_length=64)] = ""  # empty: the model's
-    inputs: Sources = {}  # of the model: which value each is
+    name: Annotated[str, msgspec.Meta(max_length=64)] = ""  # empty: the model's name
+    inputs: Sources = {}  # value of each input
 
 
 Steps = Annotated[tuple[Step, ...], msgspec.Meta(min_length=1, max_length=MAX_STEPS)]
@@ -39,7 +39,7 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Checked: each step has a name, each of its inputs a source, each output as well."""
 
     steps: tuple[Step, ...]
-    returns: dict[str, str]  # the answer's outputs: which value each is
+    returns: dict[str, str]  # value of each output of the answer
     inputs: tuple[ValueSpec, ...]
     outputs: tuple[ValueSpec, ...]
     dims: tuple[Dim, ...] = ()
@@ -76,7 +76,7 @@ def chain_of(
         models: those that there are, as their clients see them.
 
     Raises:
-        InvalidInput: a name leads nowhere, a value does not fit, or a step is in vain.
+        InvalidInput: a name is unknown, a value does not match, or no step uses a result.
     """
     return _Resolver(name, models).chain(steps, returns)
 
@@ -87,7 +87,7 @@ class _Resolver:
     def __init__(self, name: str, models: Mapping[str, Manifest]) -> None:
         self._name, self._models = name, models
         self._values: dict[str, ValueSpec] = {}
-        self._sent: list[str] = []  # those of the request
+        self._sent: list[str] = []  # inputs of the request
         self._dims: dict[str, Dim] = {}
 
     def chain(self, declared: Sequence[Step], returns: Mapping[str, str]) -> Chain:
@@ -95,7 +95,7 @@ class _Resolver:
         for step in declared:
             name = step.name or step.model
             if any(one.name == name for one in steps):
-                raise self._wrong(f'two steps are called "{name}": again={name} is another name')
+                raise self._wrong(f'two steps have the name "{name}": again={name} is another name')
             steps.append(self._step(msgspec.structs.replace(step, name=name)))
         last = steps[-1]
         returns = dict(returns) or {
@@ -154,7 +154,7 @@ class _Resolver:
         for one in manifest.outputs:
             name = f"{step.name}.{one.name}"
             if name in self._values:
-                raise self._wrong(f'two values are called "{name}"')
+                raise self._wrong(f'two values have the name "{name}"')
             shape = [self._extent(extent, bound, ranges, step) for extent in one.shape]
             self._values[name] = msgspec.structs.replace(one, shape=tuple(shape))
         return msgspec.structs.replace(step, inputs=inputs)
@@ -189,7 +189,7 @@ class _Resolver:
         bound: dict[str, Extent],
         ranges: Mapping[str, Dim],
     ) -> bool:
-        """Return True if the specs fit, as far as known before a request; narrow its choices."""
+        """Return True if the specs can match; narrow the ranges that requests choose from."""
         if given.dtype != wanted.dtype or len(given.shape) != len(wanted.shape):
             return False
         for have, want in zip(given.shape, wanted.shape, strict=True):

@@ -134,14 +134,14 @@ def _check_extent(
         )
     if isinstance(extent, str):
         if extent not in names:
-            raise RegistrationRefused(part, f"{extent[:40]!r} is no dimension of this program")
+            raise RegistrationRefused(part, f"{extent[:40]!r} is not a dimension of this program")
     elif isinstance(extent, Expr):
         if extent.op not in OPERATORS or not 2 <= len(extent.args) <= MAX_EXPR_NODES:
-            raise RegistrationRefused(part, f"{extent.op[:20]!r} is no operator on extents")
+            raise RegistrationRefused(part, f"{extent.op[:20]!r} is not an operator on extents")
         if extent.op in ("//", "%"):
             divisor = extent.args[1]
             if len(extent.args) != 2 or type(divisor) is not int or divisor < 1:
-                raise RegistrationRefused(part, "an extent is divided by something but a number")
+                raise RegistrationRefused(part, "an extent must be divided by a number")
         for argument in extent.args:
             _check_extent(part, argument, names, depth - 1, left)
     elif type(extent) is not int or abs(extent) > MAX_NUMBER:
@@ -200,6 +200,7 @@ def at_batch(dims: Iterable[Dim], batch: int) -> dict[str, int]:
 
 
 def largest(dims: Iterable[Dim]) -> dict[str, int]:
+    """Return the largest value of each dimension."""
     return {dim.name: dim.high for dim in dims}
 
 
@@ -209,6 +210,7 @@ def batch_range(dims: Iterable[Dim]) -> tuple[int, int]:
 
 
 def shape_count(dims: Iterable[Dim]) -> int:
+    """Return the number of shapes of these dimensions."""
     return math.prod(dim.high - dim.low + 1 for dim in dims)
 
 
@@ -244,6 +246,7 @@ def extent_text(extent: Extent) -> str:
 
 
 def shape_text(shape: Iterable[Extent]) -> str:
+    """Return a shape as users write it."""
     return f"[{','.join(map(extent_text, shape))}]"
 
 

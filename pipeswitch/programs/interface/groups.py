@@ -26,8 +26,7 @@ def layer_bytes(manifest: Manifest) -> tuple[int, ...]:
 def cut(
     layers: Sequence[LayerSpec], tensors: Sequence[TensorSpec], total_bytes: int, plan: Plan
 ) -> tuple[GroupSpec, ...]:
-    """Return the groups of ``plan``. They tile the region: each starts where the one before
-    ends."""
+    """Return the groups of ``plan``, which tile the region."""
     starts = _starts(layers, tensors, total_bytes)
     groups: list[GroupSpec] = []
     position = 0
@@ -100,7 +99,7 @@ def landed_tensors(manifest: Manifest, landings: Sequence[int]) -> dict[str, Ten
 
 
 def needs(triggers: Sequence[str], groups: Sequence[GroupSpec]) -> dict[str, int]:
-    """Module mode: the group that must have arrived when each layer's submodule is entered."""
+    """Return, for module mode, the group that must have arrived when each submodule is entered."""
     return {
         triggers[layer]: index
         for index, group in enumerate(groups)

@@ -20,7 +20,7 @@ _MAX_SHOWN: Final = 8
 
 
 def match(weights: Given, given: Given, part: str = "") -> dict[str, str]:
-    """The given name of each of the program's weights; constants of its graph keep their values.
+    """Return the given name of each of the program's weights, but not of constants.
 
     A job may have more than the program: what only training uses.
 
@@ -57,11 +57,7 @@ def match(weights: Given, given: Given, part: str = "") -> dict[str, str]:
         return next(iter(fits.values()))
     fewest = min(problems, key=len)
     more = f"; and {len(fewest) - _MAX_SHOWN} more" if len(fewest) > _MAX_SHOWN else ""
-    raise RegistrationRefused(
-        "weights",
-        "; ".join(fewest[:_MAX_SHOWN]) + more,
-        hint="names and shapes must be those of the model's state_dict()",
-    )
+    raise RegistrationRefused("weights", "; ".join(fewest[:_MAX_SHOWN]) + more)
 
 
 def _readings(given: Given, parts: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
@@ -90,7 +86,7 @@ def _problem(
     name: str, kind: tuple[str, tuple[int, ...]], given: Given, names: Mapping[str, str]
 ) -> str:
     if name not in names:
-        return f"{name} is missing"
+        return f"{name}: missing"
     found = given[names[name]]
     if found == kind:
         return ""

@@ -44,7 +44,7 @@ def check_file(path: str | os.PathLike[str], part: str) -> None:
             _check_safetensors(path, part, size_bytes)
             return
         raise RegistrationRefused(
-            part, "it is a file of torch.save, not safetensors", hint="name it FILE.pt"
+            part, "it was written by torch.save, not as safetensors", hint="name it FILE.pt"
         )
     if head.startswith(b"PK") and not zipfile.is_zipfile(path):
         raise RegistrationRefused(
@@ -57,7 +57,7 @@ def _check_safetensors(path: str | os.PathLike[str], part: str, size_bytes: int)
         header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if header_bytes > _MAX_HEADER_BYTES:
             raise RegistrationRefused(
-                part, "it is no safetensors file", hint="save_file(module.state_dict(), FILE)"
+                part, "it is not a safetensors file", hint="save_file(module.state_dict(), FILE)"
             )
         text = file.read(header_bytes)
     try:

@@ -37,11 +37,10 @@ def items_of(value: Any) -> tuple[str, list[tuple[Any, Any]]] | None:
 
 
 def flatten(value: Any, part: str, is_leaf: Callable[[Any], bool]) -> tuple[Tree, dict[str, Any]]:
-    """A value's tree, and its leaves by name: ``y`` alone, ``y0``, ``y1``… of a sequence, else by
-    their keys.
+    """Return a tree and its leaves by name: ``y``, ``y0``, ``y1``…, or their keys.
 
     Raises:
-        RegistrationRefused: something in it is neither a leaf nor a container, two have one name,
+        RegistrationRefused: something in it is neither a leaf nor a container, two share a name,
             or it is too deep or too large; ``part`` says of what.
     """
     found: dict[str, Any] = {}
@@ -51,7 +50,7 @@ def flatten(value: Any, part: str, is_leaf: Callable[[Any], bool]) -> tuple[Tree
             return None
         if is_leaf(one):
             if name in found:
-                raise RegistrationRefused(f"{part}s", f"two are called {name!r}")
+                raise RegistrationRefused(f"{part}s", f"two have the name {name!r}")
             found[name] = one
             return name
         inner = items_of(one)
@@ -59,8 +58,8 @@ def flatten(value: Any, part: str, is_leaf: Callable[[Any], bool]) -> tuple[Tree
             raise RegistrationRefused(
                 f"{part} {name or 'y'!r}",
                 f"it is a {type(one).__name__}, not a tensor",
-                hint="only tensors can travel, in dicts, lists, tuples and dataclasses, and None: "
-                "wrap the module in one that sets the rest",
+                hint="only tensors and None are supported, in dicts, lists, tuples and "
+                "dataclasses: wrap the module in one that sets the other arguments",
             )
         if depth == 0:
             raise RegistrationRefused(f"{part} {name[:80]!r}", f"over {MAX_DEPTH} levels deep")
@@ -101,7 +100,7 @@ def check_tree(tree: Tree, part: str, names: Iterable[str]) -> None:
 
     check(tree, 0)
     if left:
-        _refuse(part, f"{min(left)[:80]!r} is not in it")
+        _refuse(part, f"{min(left)[:80]!r} is missing")
 
 
 def check_takes(takes: Tree, names: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ MAX_RANDOM_INTEGER = 100  # small enough for every embedding that deserves the n
 
 
 def random_value(spec: ValueSpec, values: Values, seed: int = 0) -> NDArray[np.generic]:
-    """A made-up value of ``spec`` where the dimensions are ``values``; the same for the same seed.
+    """Return a random value of ``spec`` at these dimensions; the same for the same seed.
 
     Integers are 0 to 100, so that embeddings do not overflow; masks are 0 and 1. numpy has no
     bfloat16: its values come as the upper halves of float32, as uint16.

@@ -32,7 +32,7 @@ def parse_states(pairs: Iterable[str]) -> dict[str, tuple[str, int]]:
         name, _, source = text.partition("=")
         output, _, axis = source.rpartition("+")
         if not (name and source) or name in found:
-            raise InvalidInput(f"{text!r} is not INPUT=OUTPUT, or comes twice: h=h_out")
+            raise InvalidInput(f"{text!r} is not of the form h=h_out, or appears twice")
         found[name] = (output, int(axis)) if axis.isdecimal() and output else (source, -1)
     return found
 
@@ -59,8 +59,8 @@ def parse_input(text: str, number: int = 0, *, texts: bool = False) -> tuple[str
     dtypes = (*ITEM_BYTES, BYTES) if texts else tuple(ITEM_BYTES)
     if not is_sound or dtype not in dtypes:
         raise InvalidInput(
-            f"input {text!r} is not of the form [NAME=]8x3x224x224:float32, "
-            "or 1..8x1..512:int64 where requests choose",
+            f"input {text!r} is not of the form [NAME=]8x3x224x224:float32, or 1..8x1..512:int64 "
+            "for sizes that requests choose",
             hint=f"dtypes: {', '.join(dtypes)}",
         )
     extents = [int(one[0]) if len(one) == 1 else [int(end) for end in one] for one in ends]

@@ -136,7 +136,9 @@ def fitting(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         groups = 1 if is_linear else next(one for one in rest if type(one) is int)
         channels = x.shape[-1 if is_linear else 1] if x.dim() in (4, 2, 3) else -1
         if channels != weight.shape[1] * groups or not (is_linear or x.dim() == 4):
-            raise BrokenContract(f"input {list(x.shape)} does not fit weight {list(weight.shape)}")
+            raise BrokenContract(
+                f"input {list(x.shape)} does not match weight {list(weight.shape)}"
+            )
         return call(x, *rest)
 
     return checked
@@ -350,7 +352,7 @@ class ModuleProgram:
         device: torch.device | str = "cpu",
         settings: TorchSettings | None = None,
     ) -> None:
-        """Hook ``module``, which this program owns from now on; it runs with ``settings``."""
+        """Add hooks to ``module``, which this program owns from now on."""
         self.manifest = manifest
         self._inputs = [spec.name for spec in manifest.inputs]
         # A request must stay what it was: it is run again when a worker dies under it.
@@ -368,7 +370,9 @@ class ModuleProgram:
         found = dict(module.named_modules())
         for name, group in needs.items():
             if name not in found:
-                raise RegistrationRefused(f"module {name!r}", "the factory does not make it now")
+                raise RegistrationRefused(
+                    f"module {name!r}", "the factory does not create it any more"
+                )
             found[name].register_forward_pre_hook(self._hook(group))
         for child in module.modules():
             child.training = False

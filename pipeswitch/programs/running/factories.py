@@ -104,7 +104,7 @@ def _digest(path: str) -> str:
 
 
 def without_cache(module: nn.Module) -> dict[str, bool]:
-    """``use_cache=False`` for a decoder of transformers: a request stands alone."""
+    """``use_cache=False`` for a decoder of transformers: each request is computed alone."""
     is_asked = getattr(getattr(module, "config", None), "use_cache", False)
     return {"use_cache": False} if is_asked and "use_cache" in parameters_of(module) else {}
 

@@ -19,7 +19,7 @@ def bytes_over(
     offset_bytes: int = 0,
     size_bytes: int = -1,
 ) -> torch.UntypedStorage:
-    """A host buffer, or a part of it, as one storage, without a copy; it keeps the buffer alive.
+    """Return a host buffer, or a part of it, as a storage, which keeps the buffer alive.
 
     torch warns that a tensor over a read-only mapping can be written to. That a worker cannot
     write to a model's weights is what we want: programs that would are refused when they are
@@ -35,7 +35,7 @@ def bytes_over(
 def tensor_over(
     storage: torch.UntypedStorage, spec: TensorSpec, region_offset_bytes: int
 ) -> torch.Tensor:
-    """The tensor of ``spec`` in the region at ``region_offset_bytes`` of a storage.
+    """Return the tensor of ``spec`` in the region at ``region_offset_bytes`` of a storage.
 
     Views of one base would share one version counter, and one in-place update of a BatchNorm
     statistic would make backward fail for every other parameter; ``set_`` gives

@@ -66,7 +66,7 @@ class ArenaAllocator:
         size_bytes = self._device.settings.words * WORD_BYTES
         if self.regions.reserve(WORDS, size_bytes, at_bytes=0) is None:
             raise OutOfDeviceMemory(
-                f"an arena of {self.regions.capacity_bytes} bytes has no room for arrival words",
+                f"an arena of {self.regions.capacity_bytes} bytes is too small for arrival words",
                 hint="start with --arena 64MiB or more",
                 requested_bytes=size_bytes,
                 largest_free_bytes=self.regions.capacity_bytes,
@@ -265,8 +265,7 @@ class ArenaAllocator:
         return least_window(sizes, last_groups(manifest), max_bytes, REGION_ALIGN_BYTES)
 
     def obstacles(self, window: Extent) -> list[Region]:
-        """Return the victims that must stay for now: slices, ranges in zeroing, abandoned
-        copies."""
+        """Return the victims that must stay for now, such as slices and abandoned copies."""
         return [
             victim
             for victim in window.victims
@@ -288,14 +287,14 @@ class ArenaAllocator:
         if aligned(size, REGION_ALIGN_BYTES) <= largest:
             return
         if model.built.mode == "module":
-            why = "a module reads its weights when it likes, so it cannot stream through"
+            why = "a module may read any weight at any time, so it cannot be streamed"
         elif model.want_pinned:
-            why = "what streams through it cannot be pinned"
+            why = "a streamed model cannot be pinned"
         elif (least := self.min_bytes(model.built)) > largest:
             group = max(group.size_bytes for group in model.built.groups)
             why = (
-                f"to stream through it takes {gib(least)}: its largest group has {gib(group)}, and "
-                "two lie there beside what is read again later"
+                f"streaming needs {gib(least)}: two groups (the largest has {gib(group)}) and the "
+                "weights that are read again"
             )
         if why:
             raise OutOfDeviceMemory(
@@ -363,8 +362,8 @@ class HostStoreAllocator:
         if size_bytes > free:
             store = aligned(self.regions.capacity_bytes + size_bytes - free, 1 << 20) >> 20
             raise HostStoreFull(
-                f'job "{name}" offloads {gib(size_bytes)} of activations, the host store has '
-                f"{gib(free)} left for them",
+                f'job "{name}" offloads {gib(size_bytes)} of activations; the host store has '
+                f"{gib(free)} left",
                 hint=f"start with --host-store {store}MiB, unregister a model, or give the job a "
                 "larger activation_memory",
                 requested_bytes=size_bytes,
@@ -398,7 +397,7 @@ class HostStoreAllocator:
             return None
         return HostStoreFull(
             f'"{model.name}" needs {gib(size)}: models of "{model.tenant}" have {gib(own)} of the '
-            f"host store, and may have {gib(share)} more while {gib(free)} are free",
+            f"host store; {gib(share)} more are allowed while {gib(free)} are free",
             hint="pipeswitch unregister a model, or start with a larger --host-store",
             requested_bytes=size,
             largest_free_bytes=share,

@@ -53,7 +53,7 @@ class Commits:
         """
         if not self.restore(job, loaded.slot_bytes, loaded.step):
             raise HostStoreFull(
-                f'no room for the commits of job "{job.spec.name}"',
+                f'no memory for the commits of job "{job.spec.name}"',
                 hint="a larger --host-store",
                 requested_bytes=2 * loaded.slot_bytes,
             )
@@ -178,8 +178,7 @@ class Commits:
         return memory.commit_slot_bytes > 0 and memory.committed_step > memory.persisted_step
 
     def persisted(self, message: CommitPersisted) -> None:
-        """Note that a commit is on disk, or why not: the older file is intact, training
-        continues."""
+        """Note that a commit is on disk, or why not; training continues."""
         job = self._device.jobs.get(message.job)
         if job is None or message.op_id <= job.created_op_id:
             return

@@ -59,7 +59,7 @@ class Slices:
             largest = self._arena.largest_for_all_bytes
             raise OutOfDeviceMemory(
                 f'job "{owner.name}" needs {gib(size_bytes)} for parameters, gradients and '
-                f"optimizer state; the arena has room for {gib(largest)}",
+                f"optimizer state; the arena has {gib(largest)}",
                 hint="start with a larger --arena, or unpin a model (pipeswitch unload NAME)",
                 requested_bytes=size_bytes,
                 largest_free_bytes=largest,
@@ -201,7 +201,7 @@ class Leases:
                 may_fit = memory.lease_asked_bytes <= self._arena.leasable_bytes
                 if memory.committed_step >= 0 and may_fit:
                     hint = f"pipeswitch unload {', '.join(device.pinned)}"
-                    job.progress.why = f"waits for memory that pinned models have: {hint}"
+                    job.progress.why = f"waits for memory of pinned models: {hint}"
                     continue
                 memory.lease_asked_bytes = 0
                 self._refuse(job, error)
@@ -248,7 +248,7 @@ class Leases:
         ]
         leaves = max(may_leave, key=lambda other: (other.spec.priority, -other.place), default=None)
         if leaves is None:
-            job.progress.why = "waits for memory: the jobs that have it train a while first"
+            job.progress.why = "waits for memory of other jobs, which train for a while first"
         return leaves
 
     def _refuse(self, job: Job, error: PipeSwitchError) -> None:

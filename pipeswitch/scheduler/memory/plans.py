@@ -111,7 +111,7 @@ class Plans:
         if not self._residents.is_idle(replica):
             return False
         if replica.residency.state is not Residency.HOST:
-            self._residents.evict(replica, "its groups are cut anew")
+            self._residents.evict(replica, "its groups are planned again")
         if not self._residents.cut_anew(replica, plan):
             replica.grouping.why = "no arrival words are left for its planned groups"
             replica.grouping.next = None
@@ -161,8 +161,7 @@ def stream_of(state: DeviceState, replica: DeviceModel) -> dict[str, Any] | None
 
 
 def _link_bytes_per_ms(state: DeviceState) -> float:
-    """Return the link's modelled speed, else that of the fastest recent copy; 0 if there is
-    none."""
+    """Return the link's modelled speed, else that of the fastest recent copy, or 0."""
     sent = [one for r in state.replicas.values() if (one := r.transfer.report) is not None]
     rates = [one.copied_bytes / max(0.01, one.ended_at_ms - one.started_at_ms) for one in sent]
     return state.settings.identity.link_bytes_per_s / 1000.0 or max(rates, default=0.0)

@@ -206,7 +206,7 @@ class Residents:
             if replica.landings is not None:
                 self._pass_ended(replica)
             elif replica.model.want_pinned:
-                self._device.move(replica, ResidencyEvent.PIN, "asked by the user")
+                self._device.move(replica, ResidencyEvent.PIN, "requested by the user")
             replica.transfer.is_prefetch = False
             replica.transfer.report = message
             took_ms = message.ended_at_ms - message.started_at_ms
@@ -236,7 +236,7 @@ class Residents:
         replica.users -= 1
         replica.last_used_at_ms = self._core.now_ms
         if replica.residency.state is Residency.ABANDONED and not replica.users:
-            self._release_broken(replica, "no task reads it any more")
+            self._release_broken(replica, "no task needs it any more")
         elif replica.landings is not None:
             self._pass_ended(replica)
 

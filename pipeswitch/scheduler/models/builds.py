@@ -27,16 +27,16 @@ class BuildQueue:
 
     @property
     def is_idle(self) -> bool:
-        """True if no build runs."""
+        """Return True if no build runs."""
         return not self._running
 
     def check_room(self, client: str) -> None:
-        """Raises QueueFull: no registration of this client may wait too."""
+        """Raise QueueFull if no other registration of this client may wait."""
         size, held = self._core.settings.max_waiting_builds, len(self._waiting)
         own = sum(one.client == client for one in self._waiting)
         if client and not left(size, held, own):
             raise QueueFull(
-                f"{own} registrations of this client wait, of {held} in all",
+                f"{own} of {held} waiting registrations are this client's",
                 hint="wait for them, then register again",
             )
 

@@ -51,25 +51,27 @@ class Chains:
         )
 
     def _checked(self, event: ChainRequest) -> Chain:
-        """
-        Raises:
-            ServerUnavailable, AlreadyExists, HostStoreFull, InvalidInput.
-        """
+        """Check a chain; raise ServerUnavailable, AlreadyExists, HostStoreFull or InvalidInput."""
         core, known = self._core, self._machine.chains
         if core.is_draining:
             raise errors.ServerUnavailable("the server is draining")
         hint = f"pipeswitch unregister {event.model}, or choose another name"
-        if event.model in self._machine.served:
+        names = self._versions.aliases.names
+        if event.model in self._machine.served or event.model in names:
             raise errors.AlreadyExists(f'"{event.model}" is a model', hint=hint)
-        chain = chain_of(event.model, event.steps, event.returns, self._models())
+        steps = [
+            msgspec.structs.replace(one, model=names.get(ModelName(one.model), one.model))
+            for one in event.steps
+        ]
+        chain = chain_of(event.model, steps, event.returns, self._models())
         members = [self._versions.current(ModelName(step.model)) for step in chain.steps]
         if len({core.tenant_of(model.tenant) for model in members if model is not None}) > 1:
             raise errors.InvalidInput(
-                f'chain "{event.model}": its models are several clients\', who are kept apart here',
+                f'chain "{event.model}": its models belong to clients that are separate here',
                 hint="register them as one client",
             )
         if event.model in known and known[event.model] != (chain, event.tenant):
-            raise errors.AlreadyExists(f'"{event.model}" is another chain already', hint=hint)
+            raise errors.AlreadyExists(f'"{event.model}" is already another chain', hint=hint)
         count = sum(tenant == event.tenant for _, tenant in known.values())
         most = core.settings.max_models_per_client
         if event.tenant and event.model not in known and count >= most:
@@ -87,12 +89,6 @@ class Chains:
             for one in current
             if one is not None and one.manifest is not None and one.state.state in PRESENT
         }
-
-    def check_free(self, name: ModelName) -> None:
-        """Raises AlreadyExists: a chain has this name."""
-        if name in self._machine.chains:
-            hint = f"pipeswitch unregister {name}, or choose another name"
-            raise errors.AlreadyExists(f'"{name}" is a chain', hint=hint)
 
     def unregister(self, event: UnregisterRequest) -> None:
         """Remove a chain; its running requests continue."""

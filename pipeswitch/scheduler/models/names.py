@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Final
 
+from ...base import errors
 from ...base.errors import InvalidInput, ModelNotFound, OutOfDeviceMemory, PermissionDenied
 from ...ipc.messages.base import ModelName
+from .. import events as ev
 from ..core import Core, handles
 from ..events import Journal, ModelRemoved, PinRequest, RollbackRequest, SweepPrograms, Token
 from ..requests.admission import Admission
@@ -13,6 +16,8 @@ from ..server_state import ServerState
 from ..state.records import Model, Registration
 from ..state.states import ModelEvent, ModelState, Residency, ResidencyEvent
 from ..state.versions import PRESENT, Versions, split_name
+
+MAX_ALIASES: Final = 16  # of a model
 
 
 class Names:
@@ -31,6 +36,7 @@ class Names:
         self._machine = machine
         self._admission = admission
         self._versions = versions
+        self.aliases = versions.aliases
         self.registrations: dict[ModelName, Registration] = {}
         self.leaving: dict[ModelName, Model] = {}
         self.failed: dict[ModelName, Model] = {}
@@ -72,6 +78,41 @@ class Names:
         }
         self._core.emit(Journal(entry=entry, accepts=accepts))
 
+    def check_free(self, model: ModelName, aliases: Sequence[ModelName]) -> None:
+        """Check that a model may have this name, and these further ones.
+
+        Raises:
+            AlreadyExists: one of them is another model's.
+            InvalidInput: they are too many.
+        """
+        served, chains = self._machine.served, self._machine.chains
+        for name in (model, *aliases):
+            is_others = name != model and (name in served or bool(self.failed_of(name)))
+            other = name if is_others or name in chains else self.aliases.names.get(name, model)
+            if other != model or name in chains:
+                hint = f"pipeswitch unregister {name}, or choose another name"
+                raise errors.AlreadyExists(f'"{name}" is already a name of "{other}"', hint=hint)
+        if len({*self.aliases.of(model), *aliases}) > MAX_ALIASES:
+            raise InvalidInput(f'"{model}" would have more than {MAX_ALIASES} aliases')
+
+    def drop_alias(self, event: ev.UnregisterRequest) -> None:
+        """Remove an alias; its model stays."""
+        name = self.aliases.names[event.model]
+        there = self._versions.present(name)
+        owner = next(iter([*there, *self.failed_of(name)]), None)
+        if owner is not None and event.tenant not in (None, owner.tenant):
+            raise PermissionDenied(f'"{event.model}" is another client\'s')
+        self.aliases.remove(event.model)
+        if there:
+            self._versions.announce(self._versions.newest(name) or there[0])
+        self._core.answer(event.token, model=event.model)
+
+    def release(self, name: ModelName) -> None:
+        """Free the aliases of a name that stands for nothing any more."""
+        if name not in self._machine.served and not self.failed_of(name):
+            for alias in self.aliases.of(name):
+                self.aliases.remove(alias)
+
     def hand_over(self, model: Model, cause: str) -> None:
         """Make a version current; what was pinned is pinned again, and outdated versions leave."""
         before = self._versions.choose(model, cause)
@@ -102,7 +143,7 @@ class Names:
             raise self._versions.missing(event.model, which)
         if event.share >= 0 and not self._versions.split(target, event.share):
             raise InvalidInput(
-                f"version {current.version} is the current one and has what others leave of 100 %",
+                f"version {current.version} is the current one: it gets the rest of 100 %",
                 hint="pipeswitch models --versions",
             )
         if event.share < 0 and target is not current:
@@ -126,8 +167,7 @@ class Names:
         return [model for model in self.failed.values() if name in (model.base, model.name)]
 
     def lost(self, name: ModelName, reason: str, tenant: str = "") -> None:
-        """List a model as failed: its journal entry is unusable, or its configuration was
-        refused."""
+        """List a model as failed, because its entry or configuration is unusable."""
         base, version = split_name(name)
         model = Model(name, 1, False, self._core.now_ms, base, version, tenant, reason=reason)
         model.state.apply(ModelEvent.REFUSED, reason)
@@ -139,6 +179,7 @@ class Names:
             del self.failed[model.name]
             self._core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))
             self._has_gone = True
+            self.release(model.base)
 
     def leave(self, model: Model, cause: str) -> None:
         """Stop accepting requests for the model, and give its name to another version."""
@@ -162,6 +203,7 @@ class Names:
         registration = self.forget(model)
         for device in devices:
             device.worker_pool.forget(model.name)
+        self.release(model.base)
         core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))
         core.publish("model.unregistered", model=model.name)
         core.answer_all(registration.end_waiters, model=model.name)
@@ -177,12 +219,12 @@ class Names:
             raise not_found(event.model)
         is_pinned = event.pin and self._machine.stream_of(model) is None
         if event.pin and model.state.state is ModelState.QUARANTINED:
-            model.state.apply(ModelEvent.PARDONED, "asked by the user")
+            model.state.apply(ModelEvent.PARDONED, "requested by the user")
             core.models_generation += 1
             model.deaths, model.reason = 0, ""
         elif event.pin and not is_pinned:
             raise OutOfDeviceMemory(
-                f'"{event.model}" is larger than the arena: it streams, and cannot stay there',
+                f'"{event.model}" is larger than the arena, so it cannot be pinned',
                 hint="start with a larger --arena",
                 requested_bytes=model.built.total_bytes,
                 largest_free_bytes=self._machine.devices[0].arena.leasable_bytes,
@@ -203,13 +245,14 @@ class Names:
         for device in (device.state for device in self._machine.devices):
             replica = device.replicas[model.name]
             if is_pinned and replica.residency.state is Residency.RESIDENT:
-                device.move(replica, ResidencyEvent.PIN, "asked by the user")
+                device.move(replica, ResidencyEvent.PIN, "requested by the user")
                 # One that is not there is brought when nothing waits (Residents.bring_pinned).
             elif not is_pinned and replica.residency.state is Residency.PINNED:
-                device.move(replica, ResidencyEvent.UNPIN, "asked by the user")
+                device.move(replica, ResidencyEvent.UNPIN, "requested by the user")
         if model.state.state in PRESENT:
             self.remember(model)
 
 
 def not_found(name: str) -> ModelNotFound:
+    """Return the error for an unknown model."""
     return ModelNotFound(f'no model "{name}"', hint="pipeswitch models")

@@ -88,13 +88,14 @@ class Publishing:
         """Build the next version of a model with a client's file; answered when it serves."""
         if self._core.is_draining:
             raise ServerUnavailable("the server is draining")
-        before = self.model_for(event.model, event.tenant or None)
+        name = self._versions.aliases.names.get(event.model, event.model)
+        before = self.model_for(name, event.tenant or None)
         models = self._machine.models.values()
-        if self._lines.get(event.model) or any(
-            one.base == event.model and one.state.state in UNDER_WAY for one in models
+        if self._lines.get(name) or any(
+            one.base == name and one.state.state in UNDER_WAY for one in models
         ):
             raise ServerUnavailable(
-                f'a version of "{event.model}" is being made', hint="try again when it is there"
+                f'a version of "{name}" is being built', hint="try again when it is ready"
             )
         weights = msgspec.msgpack.decode(event.spec)["weights"]
         self._begin_version(before, weights, "", event.token)
@@ -148,7 +149,7 @@ class Publishing:
         model = self._versions.current(name)
         if model is None or model.state.state is ModelState.LEAVING:
             raise ModelNotFound(
-                f'no model "{name}": a job brings weights, a model is registered first',
+                f'no model "{name}": register a model before a job publishes weights for it',
                 hint=f"pipeswitch register {name} SOURCE",
             )
         if tenant not in (None, model.tenant):
@@ -250,7 +251,9 @@ class Publishing:
         served = self._versions.served(one.name)
         try:
             if served is not None and served.born > one.since:
-                raise ModelNotFound(f'"{one.name}" was unregistered, and is another model now')
+                raise ModelNotFound(
+                    f'"{one.name}" was unregistered and registered again as another model'
+                )
             before = self.model_for(one.name, None)
             if not one.directory and self._job_of(one) is None:
                 raise _no_job(one.job)
@@ -349,6 +352,6 @@ def _no_job(name: JobName) -> ModelNotFound:
 
 def _other_step(name: JobName, asked: int, there: int) -> InvalidInput:
     return InvalidInput(
-        f'job "{name}" keeps its newest commit, of step {there}; step {asked} is not there',
+        f'job "{name}" has only its newest commit, of step {there}, not of step {asked}',
         hint=f"pipeswitch register NAME --from-job {name}",
     )

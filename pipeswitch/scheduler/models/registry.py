@@ -58,21 +58,25 @@ class Registry:
         core = self._core
         if core.is_draining:
             raise errors.ServerUnavailable("the server is draining")
-        self.chains.check_free(event.model)
+        self.names.check_free(split_name(event.model)[0], event.aliases)
         old = None if event.is_known else self._versions.newest(event.model)
         is_leaving = old is not None and old.state.state is ModelState.LEAVING
         if old is not None and not is_leaving and self._is_same(event, old):
+            is_new = self.names.aliases.add(old.base, event.aliases)
             if old.manifest is not None and old.state.state in (
                 ModelState.READY,
                 ModelState.QUARANTINED,
             ):
+                if is_new:
+                    self.names.aliases.remember(old.base, (event.token,))
+                    self._versions.announce(old)
                 self._answer_registered(old, event.token)  # 1.
             else:
                 self.registrations[old.name].waiters.append(event.token)
             return
         if old is not None:
             is_anothers = old.tenant != event.tenant
-            why = "another client's" if is_anothers else "registered from something else"
+            why = "another client's" if is_anothers else "registered from another source"
             raise errors.AlreadyExists(
                 f'"{event.model}" is {"being unregistered" if is_leaving else why}',
                 hint=f"pipeswitch unregister {event.model}, or choose another name",
@@ -158,6 +162,7 @@ class Registry:
             core.pins[model.name] = None
         for device in machine.devices:
             device.state.replicas[model.name] = DeviceModel(model)
+        self.names.aliases.add(base, event.aliases)
         self._versions.opened(model, event.spec_digest)
         if event.restored is not None:
             self._versions.announce(model)
@@ -279,7 +284,10 @@ class Registry:
         model.state.apply(ModelEvent.STORED, f"{message.load_ms:.0f} ms")
         core.models_generation += 1
         self._admission.stored(model)
-        waiters = self.registrations[model.name].waiters
+        registration = self.registrations[model.name]
+        waiters = registration.waiters
+        if not registration.is_known and not registration.takes_over:
+            self.names.aliases.remember(model.base)
         self.names.remember(model, accepts=tuple(waiters))
         if self._is_new(model):
             self.names.hand_over(model, "published")
@@ -330,6 +338,7 @@ class Registry:
         if registration.is_known:  # its entry and its files stay
             model.reason = str(error)
             self.names.failed[model.name] = model
+        self.names.release(model.base)
         core.refuse_all(error, registration.waiters)
         core.publish("model.refused", model=model.name, error=errors.to_wire(error))
 
@@ -384,6 +393,9 @@ class Registry:
         build waits or runs is cancelled: a build may take arbitrarily long.
         """
         core = self._core
+        if event.model in self.names.aliases.names:
+            self.names.drop_alias(event)
+            return
         if event.model in self._machine.chains:
             self.chains.unregister(event)
             return
@@ -406,7 +418,7 @@ class Registry:
         self.names.drop_failed(failed)
         staying.sort(key=self._versions.is_current)  # at its turn no other is left to take over
         for model in staying:
-            self.names.leave(model, "asked by the user")
+            self.names.leave(model, "requested by the user")
         served = self._versions.served(event.model)
         if one is not None and staying:
             self.registrations[one.name].end_waiters.append(event.token)
@@ -419,10 +431,10 @@ class Registry:
 def _why_it_ended(status: int) -> str:
     """Return why a builder ended without a report."""
     if status in OUT_OF_TIME:
-        return "building and verifying it took longer than [workers] build_timeout allows"
+        return "building and verifying took longer than [workers] build_timeout"
     text = f"the builder process ended with status {status} before it was done"
     if status == CRASHED:
         text += (
-            "; code that writes to its module's weights past torch (numpy, an extension) ends it"
+            "; code that writes to its weights without torch (numpy, an extension) ends the process"
         )
     return text

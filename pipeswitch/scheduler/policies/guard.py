@@ -80,7 +80,7 @@ class PolicyGuard:
             places = self.policy.order.arrange(heads, counts, view)
             order = [int(index(one)) for one in islice(places, len(heads) + 1)]
             if sorted(order) != list(range(len(heads))):
-                raise ValueError(f"{order} are not the {len(heads)} heads, each once")
+                raise ValueError(f"{order} does not contain each of the {len(heads)} heads once")
             return order
         except FAILURES as error:
             self._replace("arrange", error)
@@ -114,7 +114,7 @@ def described(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
     except FAILURES:
-        return f"{type.__repr__(type(error))}, which has no text"
+        return f"{type.__repr__(type(error))}, without a text"
 
 
 def settings_of(policy: Policy) -> tuple[float, int]:
@@ -125,13 +125,13 @@ def settings_of(policy: Policy) -> tuple[float, int]:
     """
     name, aging_ms, window = policy.name, policy.order.aging_ms, policy.order.window
     if type(name) is not str:
-        raise ValueError(f"its name is {name!r}, no text")
+        raise ValueError(f"its name is {name!r}, not a text")
     if type(window) is not int or window < 0:
-        raise ValueError(f"window is {window!r}, no whole number of lines")
+        raise ValueError(f"window is {window!r}, not a whole number")
     if isinstance(aging_ms, bool) or not isinstance(aging_ms, PLAIN):
-        raise ValueError(f"aging_ms is {aging_ms!r}, no number of milliseconds")
+        raise ValueError(f"aging_ms is {aging_ms!r}, not a number")
     if not 0 <= (aging_ms := float(aging_ms)) <= math.inf:
-        raise ValueError(f"aging_ms is {aging_ms!r}, no number from 0 on")
+        raise ValueError(f"aging_ms is {aging_ms!r}, not a number of at least 0")
     return aging_ms, window
 
 
@@ -143,7 +143,7 @@ def _numbers(values: tuple[Any, ...]) -> tuple[float, ...]:
         ValueError, OverflowError: one of them is not a number that can be compared or added.
     """
     if type(values) is not tuple:
-        raise TypeError(f"{values!r} is no tuple")
+        raise TypeError(f"{values!r} is not a tuple")
     for value in values:
         kind = type(value)
         if kind is int:
@@ -158,5 +158,5 @@ def _numbers(values: tuple[Any, ...]) -> tuple[float, ...]:
 def _plain(value: object) -> float | int:
     """Return a plain float or int for a value of any subclass."""
     if not isinstance(value, PLAIN):
-        raise TypeError(f"{value!r} is no number")
+        raise TypeError(f"{value!r} is not a number")
     return int(value) if isinstance(value, int) else float(value)

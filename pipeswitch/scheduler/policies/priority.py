@@ -12,7 +12,7 @@ WANTED_WEIGHT = 64.0  # a model that a request waits for is the last choice amon
 
 
 class Priority(Order):
-    """Ranks in this order:
+    """Default order of requests, by these criteria.
 
     1. priority class, raised by one for every ``max_wait_ms`` waited, so nothing starves;
     2. inside a class, a request that waited longer than ``max_wait_ms`` goes before any reuse, the

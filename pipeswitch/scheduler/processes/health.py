@@ -83,11 +83,11 @@ class Health:
         silent = [slot for slot, (_, ms) in probe.workers.items() if ms is None]
         why = ""
         if not device.daemon.is_ready:
-            why = "the memory daemon is not there"
+            why = "the memory daemon does not run"
         elif probe.daemon_ms is None:
-            why = f"the memory daemon was silent for {SILENT_AFTER_MS:.0f} ms"
+            why = f"the memory daemon did not answer for {SILENT_AFTER_MS:.0f} ms"
         elif len(silent) == len(probe.workers):
-            why = f"of {len(device.workers)} workers none answered"
+            why = f"none of {len(device.workers)} workers answered"
         return {
             "ready": not why,
             "why": why,

@@ -281,6 +281,7 @@ class PreprocessPool:
 
 
 def kind(raw: Raw) -> str:
+    """Return which function of a model a request runs."""
     return "postprocess" if raw.request.steps.is_postprocess else "preprocess"
 
 
@@ -305,7 +306,7 @@ def _late(raw: Raw, now_ms: float) -> DeadlineExceeded:
     waited_ms = now_ms - raw.request.arrived_at_ms
     wanted = "answer" if raw.request.steps.is_postprocess else "inputs"
     return DeadlineExceeded(
-        f"{raw.function} had not made the {wanted} after {waited_ms:.0f} ms",
+        f"{raw.function} had not returned the {wanted} after {waited_ms:.0f} ms",
         hint="raise the deadline, or [preprocess] processes",
         waited_ms=waited_ms,
     )

@@ -69,7 +69,9 @@ class WorkerPool:
         if self._daemon_deaths > core.settings.max_daemon_restarts:
             device.daemon.is_given_up = True
             if device.label:  # else the server leaves, and says why
-                text = f"device {device.label} is given up: its memory daemon died too often"
+                text = (
+                    f"device {device.label} is given up, because its memory daemon died too often"
+                )
                 core.emit(LogWarning(text=text))
             return
         delay_ms = 0.0

@@ -101,12 +101,12 @@ class Profiling:
         if not layer_bytes(replica.model.manifest):
             raise errors.RegistrationRefused(
                 replica.name,
-                "it was built by a release that did not keep its layers",
+                "it was built by an older release, which did not record its layers",
                 hint=f"unregister and register {replica.name}",
             )
         if replica.landings is not None:
             raise errors.OutOfDeviceMemory(
-                f'"{replica.name}" is larger than the arena: it is never all there to be measured',
+                f'"{replica.name}" is larger than the arena, so it cannot be measured',
                 hint="measure it on a server with a larger --arena, and copy the profile",
                 requested_bytes=replica.model.manifest.total_bytes,
                 largest_free_bytes=replica.region_bytes,
@@ -188,7 +188,7 @@ class Profiling:
         session.retries += 1
         if session.retries > MAX_RETRIES:
             raise errors.ServerUnavailable(
-                f'"{session.replica.name}" could not be measured: no run was as planned'
+                f'"{session.replica.name}" could not be measured: the runs were disturbed'
             )
 
     def _next(self, session: Session) -> None:
@@ -260,20 +260,14 @@ class Profiling:
 
 
 def _check_idle(state: DeviceState) -> None:
-    """
-    Raises:
-        DeviceBusy: a request or a job uses the device.
-    """
+    """Raise DeviceBusy if a request or a job uses the device."""
     _check_no_job(state)
     if state.requests:
         raise _busy("requests use")
 
 
 def _check_no_job(state: DeviceState) -> None:
-    """
-    Raises:
-        DeviceBusy: a job uses the device.
-    """
+    """Raise DeviceBusy if a job uses the device."""
     for job in state.jobs.values():
         if job.state.state in TASK_LIVE and job.state.state is not TaskState.PAUSED:
             name = job.spec.name

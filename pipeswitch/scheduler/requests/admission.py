@@ -368,12 +368,13 @@ def _removed(model: ModelName) -> ModelNotFound:
 def _full(what: str, waiting: int, own: int, setting: str, limit: int) -> QueueFull:
     return QueueFull(
         f"{waiting} {what} are waiting, {own} of them this client's; the limit is {limit}, and a "
-        "client has three quarters of what others leave",
+        "client may use at most three times as many as remain free",
         hint=f"try again later, or raise [scheduler] {setting}",
         waiting=waiting,
     )
 
 
 def changed_on_the_way(name: ModelName) -> ModelNotFound:
+    """Return the error for a model that changed before its request arrived."""
     base, _ = split_name(name)
-    return ModelNotFound(f'model "{base}" changed while the request was on its way')
+    return ModelNotFound(f'model "{base}" changed while the request was being sent')

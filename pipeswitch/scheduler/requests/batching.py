@@ -72,7 +72,9 @@ def _key(request: Request) -> object:
 
 
 def batch_for(device: DeviceState, replica: DeviceModel, head: Request) -> Batch:
-    """Return the head with the requests of its line that join it. The batch ends
+    """Return the head with the requests of its line that join it.
+
+    The batch ends
 
     1. at the first request that is too large for the rest of the limit;
     2. where the predicted end of the run would miss a deadline within it.
@@ -113,27 +115,28 @@ def begins_at_ms(device: DeviceState, replica: DeviceModel, batch: Batch) -> flo
 
 
 def should_wait_for_batch(device: DeviceState, replica: DeviceModel, batch: Batch) -> bool:
-    """Return True if requests of the model's current run, or of the one that has just ended, may
-    still join this batch: a dispatched run takes no more requests."""
+    """Return True if requests of the model's current run may still join this batch: a dispatched
+    run takes no more requests."""
     running = device.owner.running
     is_same = running is not None and running.model == replica.name
-    returning = (
-        one.runs and one.runs.is_returning and one.model == replica.name
-        for one in device.between.values()
-    )
-    return bool(replica.built.pads) and not batch.is_full and (is_same or any(returning))
+    return bool(replica.built.pads) and not batch.is_full and is_same
 
 
 def failed(device: DeviceState, replica: DeviceModel, requests: Sequence[Request]) -> None:
-    """Note a failed run, caused by one request or by joining: each request is retried alone."""
-    replica.model.failed_batches += 1
+    """Note a failed run, caused by one request or by joining: each request is retried alone.
+
+    A run with a schema, which may be the cause, does not count: no client's schema may end the
+    batching of a model.
+    """
+    hows = [one.sampling_params for one in requests]
+    replica.model.failed_batches += not any(how is not None and how.schema for how in hows)
     for request in requests:
         request.batching.never_batch = True
     if replica.model.failed_batches == device.core.settings.max_deaths:
         device.publish(
             "model.not_joined",
             model=replica.name,
-            reason=f"{replica.model.failed_batches} joined runs in a row ended badly",
+            reason=f"{replica.model.failed_batches} batched runs in a row failed",
         )
 
 

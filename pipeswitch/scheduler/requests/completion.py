@@ -38,13 +38,13 @@ class TaskCompletion:
         counts = len(message.batched_outputs) + 1, len(message.chances) or len(task.tokens)
         is_whole = set(counts) == {len(task.tokens)}
         if not is_whole or (task.chooses and not self._has_chosen(task, message.tokens)):
-            # Until it is reaped it may write to their slabs: not before are they tried again.
-            device.kill(worker, "it answered other requests than it was given")
+            # It may write to their slabs until it is reaped, so they are retried only then.
+            device.kill(worker, "it answered other requests than those of its run")
             return
         activation, requests, replica = self._end(worker, task)
         replica.model.deaths = 0
         worker.deaths = 0
-        worker.warm[replica.name] = replica.version  # it has just run it
+        worker.warm[replica.name] = replica.version  # it has just run this version
         self._ended.append((activation, requests, message))
         device.spend("switch", message.stall_ms)
         device.spend("infer", message.ended_at_ms - message.turn_at_ms - message.stall_ms)
@@ -90,7 +90,7 @@ class TaskCompletion:
             core.emit(RunEnded(answers=tuple(more)))
 
     def _has_chosen(self, task: RunningTask, tokens: Sequence[Sequence[int]]) -> bool:
-        """Return True if a worker chose as many tokens for each request as it might."""
+        """Return True if the number of chosen tokens is valid for each request."""
         requests = self._requests(task)
         return len(tokens) == len(requests) and all(
             one.sampling_params is None or one.sampling_params.allows(chosen)
@@ -117,11 +117,11 @@ class TaskCompletion:
     ) -> None:
         """Record the run's time for predictions, and its batch as the model's usual one."""
         replica.model.last_batch = activation.batch
-        # By our clock, from the turn to its answer: that is how long the next one waits for it.
+        # Our clock, from the turn to the answer: the next task waits for this long.
         now_ms = self._core.now_ms
         took_ms = max(0.0, now_ms - activation.began_at_ms - message.stall_ms)
         steps = max([1, *map(len, message.tokens)])
-        step_ms = took_ms / steps  # the next one waits for one of them
+        step_ms = took_ms / steps  # the next task waits for one step
         self._device.predictions.computed(replica.name, activation.batch, step_ms, now_ms)
         if self._core.judge.ranks_runs:
             self._device.queue.changed(replica.name)
@@ -133,8 +133,7 @@ class TaskCompletion:
         self._ended.clear()
 
     def failed(self, worker: Worker, message: InferenceFailed) -> None:
-        """Handle an error of the model's code, or an output that does not fit; the worker is
-        fine."""
+        """Handle an error of the model's code, or an invalid output; the worker is fine."""
         task = self._device.owner.task_of(worker.slot, message.op_id)
         if task is None:
             return
@@ -237,10 +236,10 @@ class TaskCompletion:
         device, limit = self._device, self._core.settings.max_deaths
         if replica.model.deaths >= limit and replica.model.state.allows(ModelEvent.POISONED):
             replica.model.state.apply(
-                ModelEvent.POISONED, f"{replica.model.deaths} workers died in a row"
+                ModelEvent.POISONED, f"{replica.model.deaths} workers in a row died"
             )
             replica.model.reason = (
-                f"{replica.model.deaths} workers died in a row while computing it"
+                f"{replica.model.deaths} workers in a row died while computing it"
             )
             device.publish("model.quarantined", model=replica.name, reason=replica.model.reason)
             own = {request.token for request in requests}
@@ -254,7 +253,7 @@ class TaskCompletion:
                 limit <= max(request.batching.deaths, replica.model.deaths)
                 or replica.model.state.state is ModelState.QUARANTINED
             ):
-                # Of joined requests none is blamed: then the deaths are the model's.
+                # No request of a batch is blamed: then the deaths count against the model.
                 deaths = max(request.batching.deaths, replica.model.deaths)
                 error = _worker_lost(replica, deaths, status)
                 self._device.refuse(request, TaskEvent.ERROR, error)
@@ -300,7 +299,7 @@ def _bill(
     if not activation.was_resident:
         ended = replica.transfer.ended_at_ms or message.ended_at_ms
         copy_ms = max(0.0, ended - replica.transfer.started_at_ms)
-    # The switch ends with the first group: what was waited for until then is in no other part.
+    # The switch ends with the first group, so this wait is in no other part.
     waited_ms = max(0.0, message.first_group_at_ms - message.turn_at_ms)
     stall_ms = max(0.0, message.stall_ms - waited_ms)
     compute_ms = message.ended_at_ms - message.first_group_at_ms - stall_ms
@@ -394,5 +393,5 @@ def quarantined(model: Model) -> errors.ModelQuarantined:
     """Return the error for requests of a quarantined model."""
     return errors.ModelQuarantined(
         f'"{model.name}" is quarantined: {model.reason}',
-        hint=f"pipeswitch load {model.name} gives it another chance",
+        hint=f"pipeswitch load {model.name} ends the quarantine",
     )

@@ -88,7 +88,7 @@ class Turns:
         if passing is None or (passing.slot, passing.op_id) != (worker.slot, op_id):
             return
         if owner.yielded is not None:
-            self._device.kill(worker, "it stepped aside while another task waits for its turn back")
+            self._device.kill(worker, "it yielded while another yielded task waits")
             return
         passing.yielded_at_ms = self._core.now_ms
         owner.step_aside(f"epoch {op_id}")
@@ -111,7 +111,7 @@ class Turns:
         endless_at_ms = activation.began_at_ms + (settings.max_compute_ms or math.inf)
         at_ms = min(late_at_ms, endless_at_ms)
         if core.now_ms < at_ms:
-            # A look that comes before finds it again: many short tasks leave one, not one each.
+            # Only one timer for many short tasks: an earlier look finds the task again.
             if at_ms < core.wakeups.first_ms(HUNG):
                 core.wake_at(at_ms, HUNG)
             return None
@@ -169,7 +169,7 @@ class Dispatch:
             )
 
     def pump(self) -> None:
-        """Dispatch all requests that can be dispatched. Outcomes:
+        """Dispatch all requests that can be dispatched; these are the outcomes.
 
         0. It was dispatched on arrival (``at_once``).
         1. A task waits for its turn already, or nothing is queued: nothing to do.
@@ -188,6 +188,8 @@ class Dispatch:
         9. Steps that continue by themselves end when a request waits, dispatched or not.
         10. Its model is being copied: a request that ends before the device needs that model goes
             first, if the policy lets it overtake.
+        11. The run of generations has just ended, and their next runs come in a moment: all wait
+            for them, else requests for other models would evict this one after each run.
         """
         device = self._device
         if not device.daemon.is_ready:
@@ -196,6 +198,8 @@ class Dispatch:
             self._refuse_the_impossible()
         owner = device.owner
         while device.queue.requests and owner.pending is None:
+            if device.between and device.are_returning:
+                break  # 11.
             if not self._dispatch_best():
                 break
         running = owner.running
@@ -208,7 +212,7 @@ class Dispatch:
         device = self._device
         unchecked, device.queue.unchecked = device.queue.unchecked, {}
         if not device.pinned:
-            return  # the store took none that the arena could never serve
+            return  # the store accepted only models that the arena can serve
         for name in unchecked:
             replica = device.replicas[name]
             size = replica.needs_bytes
@@ -265,7 +269,7 @@ class Dispatch:
                 blocked.append(view)
                 continue
             is_sent = False
-            if not replica.is_on_device and not is_link_busy:  # there, its pass is another's: 8.
+            if not replica.is_on_device and not is_link_busy:  # 8.
                 is_sent = self._send(request, replica)
                 is_link_busy = is_sent or self._is_link_busy()
             if is_there or is_sent:
@@ -293,7 +297,7 @@ class Dispatch:
         return self._core.now_ms < at_ms
 
     def _wake_at(self, at_ms: float) -> None:
-        """Note the next instant for a look, unless an earlier look computes it again."""
+        """Schedule the next look, unless an earlier one is scheduled."""
         if self._core.now_ms < at_ms < self._core.wakeups.first_ms(DUE):
             self._core.wake_at(at_ms, DUE)
 
@@ -344,7 +348,7 @@ class Dispatch:
         """Dispatch a request if its model can be sent now."""
         arena = self._arena
         if replica.residency.state is states.Residency.ABANDONED:
-            return False  # its region is in the way of itself until the copy has ended
+            return False  # its own region blocks it until the copy has ended
         self._residents.cancel_prefetches()
         if self._is_link_busy():
             return False  # 4. Behind another's copy a more urgent one could not overtake it.
@@ -421,7 +425,7 @@ class Dispatch:
         if may_wait or request.due_ms <= core.now_ms:
             return False
         if replica.transfer.ahead_id != NO_OP_ID:
-            return False  # it was sent ahead: that is a switch, and billed as one
+            return False  # it was copied ahead, which counts as a switch
         account = device.accounts.of(request.caller)
         if core.now_ms < max(account.throttled_until_ms, account.penalty_until_ms):
             return False
@@ -430,7 +434,7 @@ class Dispatch:
             is_ready = worker.state.state is states.WorkerState.STANDBY and worker.preparing is None
             if found is None and is_ready and worker.warm.get(name) == version:
                 found = worker
-        # What runs code, and for whom, is the process' own since it was loaded there.
+        # The process was bound to code and tenant when the program was loaded.
         if found is None:
             return False
         device.requests[request.token] = request
@@ -438,7 +442,7 @@ class Dispatch:
         charge = device.accounts.charge_alone(
             account, request.priority, median_ms, request.arrived_at_ms, core.now_ms
         )
-        # Nobody but the watch for hanging tasks, and what looks at other devices, waits for this.
+        # Only the check for hanging tasks and other devices depend on this.
         core.dirty |= HUNG | (TURN if device.label else 0)
         self._begin([request], request.batch, replica, found, charge, is_switch=False)
         return True

@@ -43,8 +43,7 @@ MARGIN_MS = 0.01  # for sums of floating-point numbers; no prediction is that ex
 
 
 def predicted_end_ms(device: DeviceState, request: Request) -> float:
-    """Return when a request ends that arrives now, or that is next in the queue, without a
-    margin."""
+    """Return when a new request, or the next one in the queue, ends, without a margin."""
     is_next, sorts_by = request.token in device.queue, device.core.judge.sorts_by
     if sorts_by and not is_next:
         return _ends_ms(device, device.queue.around(request, sorts_by)[0], [request])[request.token]
@@ -141,8 +140,7 @@ def _others_ms(device: DeviceState, request: Request, own_ms: float) -> float:
 
 
 def _all_ms(device: DeviceState, requests: list[Request]) -> tuple[float, float]:
-    """Return the device time of all requests, joined if possible, and the sum of squared
-    spreads."""
+    """Return the device time of all requests, and the sum of squared spreads."""
     total_ms = square = 0.0
     for (model, batch), count in Counter((one.model, one.batch) for one in requests).items():
         mean_ms, spread_ms = _run_ms(device, model, batch)
@@ -192,8 +190,7 @@ def infeasible_after_ms(device: DeviceState, request: Request) -> float | None:
 
 
 def absent_until_ms(device: DeviceState, request: Request) -> float:
-    """Return the latest time at which the next request, whose model is absent, can still be in
-    time."""
+    """Return until when the next request, whose model is absent, can be in time."""
     if not _is_asked(device, request) or not _is_absent(device, request):
         return math.inf
     return request.due_ms - _sent_ms(device, request) + MARGIN_MS + ROUNDING_MS
@@ -207,8 +204,7 @@ def waits_for_copy_ms(device: DeviceState, request: Request) -> float:
 
 
 def fits_in(device: DeviceState, request: Request, idle_ms: float) -> bool:
-    """Return True if a request's run is known to end in that time; false for one that may be
-    joined."""
+    """Return whether a run surely ends in that time; false if others may join it."""
     run_ms = sum(_run_ms(device, request.model, request.batch))
     is_batched = device.replicas[request.model].built.batching is not None
     return not is_batched and 0.0 < run_ms <= idle_ms
@@ -263,9 +259,9 @@ def deadline_error(device: DeviceState, request: Request) -> DeadlineExceeded:
     allowed_ms = request.deadline_at_ms - request.arrived_at_ms
     predicted_ms = predicted_end_ms(device, request) - request.arrived_at_ms
     return DeadlineExceeded(
-        f"the answer would come after {predicted_ms:.0f} ms, or others' too late; the deadline is "
+        f"the answer would take {predicted_ms:.0f} ms, or delay others too much; the deadline is "
         f"{allowed_ms:.0f} ms",
-        hint="allow more time, or ask again when fewer requests wait",
+        hint="allow more time, or try again when fewer requests wait",
         predicted_ms=predicted_ms,
         waited_ms=device.core.now_ms - request.arrived_at_ms,
     )

@@ -197,6 +197,11 @@ class DeviceState:
                 self.pinned[replica.name] = None
             self.queue.pins_changed()
 
+    @property
+    def are_returning(self) -> bool:
+        """Return True if generations whose run has just ended will be queued again in a moment."""
+        return any(one.runs and one.runs.is_returning for one in self.between.values())
+
     def take(self, request: Request, *, is_early: bool = False) -> None:
         """Queue the request; an early one waits until its model is in the host store."""
         self.requests[request.token] = request

@@ -71,6 +71,8 @@ class Name(enum.Enum):
 
 
 class TaskState(Name):
+    """State of a request or a job."""
+
     PREPROCESSING = "preprocessing"
     QUEUED = "queued"
     TRANSMITTING = "transmitting"
@@ -86,6 +88,8 @@ class TaskState(Name):
 
 
 class TaskEvent(Name):
+    """Event of a request or a job."""
+
     PREPARED = "prepared"
     DISPATCHED = "dispatched"
     STARTED = "started"
@@ -152,6 +156,8 @@ TASK_TRANSITIONS: Final[Mapping[tuple[TaskState, TaskEvent], TaskState]] = {
 
 
 class WorkerState(Name):
+    """State of a worker."""
+
     STARTING = "starting"
     STANDBY = "standby"
     ACTIVE = "active"
@@ -167,6 +173,8 @@ WORKER_LEAVES: Final = (WorkerState.DEAD, WorkerState.DOOMED, WorkerState.RETIRI
 
 
 class WorkerEvent(Name):
+    """Event of a worker."""
+
     READY = "ready"
     ACTIVATED = "activated"
     PARKED = "parked"
@@ -208,6 +216,8 @@ WORKER_TRANSITIONS: Final[Mapping[tuple[WorkerState, WorkerEvent], WorkerState]]
 
 
 class OwnerState(Name):
+    """State of a device's turn."""
+
     IDLE = "idle"
     INFERENCE = "inference"
     YIELDED = "yielded"
@@ -218,6 +228,8 @@ class OwnerState(Name):
 
 
 class OwnerEvent(Name):
+    """Event of a device's turn."""
+
     TASK_STARTED = "task_started"
     TASK_ENDED = "task_ended"
     STEPPED_ASIDE = "stepped_aside"
@@ -255,6 +267,8 @@ OWNER_TRANSITIONS: Final[Mapping[tuple[OwnerState, OwnerEvent], OwnerState]] = {
 
 
 class Residency(Name):
+    """State of a model on a device."""
+
     HOST = "host"
     TRANSMITTING = "transmitting"
     RESIDENT = "resident"
@@ -264,6 +278,8 @@ class Residency(Name):
 
 
 class ResidencyEvent(Name):
+    """Event of a model on a device."""
+
     TRANSMIT = "transmit"
     ARRIVED = "arrived"
     ABANDONED = "abandoned"
@@ -294,6 +310,8 @@ RESIDENCY_TRANSITIONS: Final[Mapping[tuple[Residency, ResidencyEvent], Residency
 
 
 class ModelState(Name):
+    """State of a registered model."""
+
     BUILDING = "building"
     STORING = "storing"
     READY = "ready"
@@ -303,6 +321,8 @@ class ModelState(Name):
 
 
 class ModelEvent(Name):
+    """Event of a registered model."""
+
     BUILT = "built"
     STORED = "stored"
     POISONED = "poisoned"
@@ -319,7 +339,7 @@ MODEL_TRANSITIONS: Final[Mapping[tuple[ModelState, ModelEvent], ModelState]] = {
     (_M.STORING, _N.STORED): _M.READY,
     (_M.STORING, _N.REFUSED): _M.FAILED,
     (_M.READY, _N.POISONED): _M.QUARANTINED,
-    (_M.QUARANTINED, _N.PARDONED): _M.READY,  # `load NAME` gives it another chance
+    (_M.QUARANTINED, _N.PARDONED): _M.READY,  # `load NAME` ends the quarantine
     (_M.READY, _N.UNREGISTERED): _M.LEAVING,
     (_M.QUARANTINED, _N.UNREGISTERED): _M.LEAVING,
     (_M.LEAVING, _N.POISONED): _M.LEAVING,  # the queued ones are refused, and it is gone
@@ -327,12 +347,16 @@ MODEL_TRANSITIONS: Final[Mapping[tuple[ModelState, ModelEvent], ModelState]] = {
 
 
 class VersionState(Name):
+    """State of a version."""
+
     COMING = "coming"
     CURRENT = "current"
     KEPT = "kept"
 
 
 class VersionEvent(Name):
+    """Event of a version."""
+
     CHOSEN = "chosen"
     REPLACED = "replaced"
 

@@ -14,6 +14,7 @@ from ...base.errors import ModelNotFound
 from ...ipc.messages.base import ModelName, OpId
 from ..core import Core
 from ..events import Journal, ModelAvailable
+from .aliases import Aliases
 from .records import Model, Served
 from .states import ModelState, VersionEvent, VersionState
 
@@ -41,6 +42,7 @@ class Versions:
     ) -> None:
         self._core = core
         self.models = models
+        self.aliases = Aliases(core)
         self._served = served
 
     def served(self, name: ModelName) -> Served | None:
@@ -186,6 +188,7 @@ class Versions:
                 is_current=self.is_current(model),
                 registration_id=self._served[model.base].born,
                 stage=model.stage,
+                aliases=self.aliases.of(model.base),
             )
         )
 

@@ -99,7 +99,7 @@ class JobRequests:
         core.answer(event.token, job=self._jobs.row(job))
 
     def _check_devices(self, devices: Sequence[str]) -> None:
-        """Raises InvalidInput: a job cannot have these."""
+        """Raise InvalidInput if a job cannot have these."""
         kinds = placing.kinds_of(placing.limit(devices, self._jobs.names))
         if len(kinds) < 2:
             if refusal := placing.refusal(devices, self._jobs.names):
@@ -139,7 +139,7 @@ class JobRequests:
                 raise errors.ServerUnavailable("the server is draining")
             if not job.spec.entry:  # it is listed so that its loss is seen
                 raise errors.InvalidInput(
-                    f'the script of job "{event.job}" is not known: its journal entry was damaged',
+                    f'the script of job "{event.job}" is unknown: its journal entry was damaged',
                     hint=f"pipeswitch jobs rm {event.job}, then pipeswitch train SCRIPT",
                 )
             if event.loaded is not None and not job.memory.commit_slot_bytes:
@@ -155,7 +155,7 @@ class JobRequests:
             job.progress.deaths_without_progress = 0
         _check_live(job, but=TaskState.FAILED)
         if job.state.allows(TaskEvent.RESUME):
-            job.state.apply(TaskEvent.RESUME, "asked by the user")
+            job.state.apply(TaskEvent.RESUME, "requested by the user")
             job.progress.stops_missed = 0
             job.progress.why = ""
             self._jobs.count_anew(self._jobs.home(job))
@@ -188,7 +188,7 @@ class JobRequests:
         if job.spec.devices and event.to not in job.spec.devices:
             raise errors.InvalidInput(
                 f'job "{job.spec.name}" is limited to {", ".join(job.spec.devices)}',
-                hint="train --devices names those that it may be moved to, of one kind",
+                hint="give the allowed devices with train --devices, all of one kind",
             )
         job.sent_to = event.to
         job.movers.append(event.token)
@@ -200,7 +200,7 @@ class JobRequests:
         if there is not state and there.daemon.is_given_up and job.state.state not in TASK_FINAL:
             error = errors.ServerUnavailable(
                 f'device {job.sent_to} is lost: job "{name}" stays on {state.settings.device}',
-                hint="its memory daemon died too often; restart the server",
+                hint="its memory daemon died too often: restart the server",
             )
             self._core.refuse_all(error, job.movers)
             job.sent_to = ""
@@ -224,7 +224,7 @@ class JobRequests:
         _check_live(job)
         job.answer_on_change.append(token)
         if job.state.allows(event):
-            job.state.apply(event, "asked by the user")
+            job.state.apply(event, "requested by the user")
             self._jobs.changed(job)
         elif job.state.state is TaskState.PAUSED:
             self._jobs.changed(job)
@@ -233,9 +233,9 @@ class JobRequests:
 
 
 def _check_live(job: Job, but: TaskState | None = None) -> None:
-    """Raises InvalidInput: it is over."""
+    """Raise InvalidInput if it is over."""
     if job.state.state in TASK_FINAL and job.state.state is not but:
         raise errors.InvalidInput(
-            f'job "{job.spec.name}" is over: it is {job.state.state.value}',
+            f'job "{job.spec.name}" has ended: it is {job.state.state.value}',
             hint="pipeswitch jobs ls",
         )

@@ -262,9 +262,9 @@ class Jobs:
     def unwound(self, job: Job) -> None:
         if job.state.state is TaskState.QUEUED:
             if job.wanted == "pause":
-                job.state.apply(TaskEvent.PAUSE, "asked by the user")
+                job.state.apply(TaskEvent.PAUSE, "requested by the user")
             elif job.wanted == "cancel":
-                job.state.apply(TaskEvent.CANCEL, "asked by the user")
+                job.state.apply(TaskEvent.CANCEL, "requested by the user")
             if job.wanted in ("pause", "drain"):
                 job.memory.persist_due_at_ms = self._core.now_ms  # at once
         self.changed(job)

@@ -35,14 +35,14 @@ from .jobs import Jobs
 JOBS_TENANT: Final = ""  # who may run code has the operator's power: jobs are the owner's
 MAX_IN_PLACE: Final = 4  # jobs that have a process each, and their slice if it fits
 MIN_GRACE_MS: Final = 1000.0
-GATE_ADVICE: Final = "compute in modules that job.steps was given, in its loop"
+GATE_ADVICE: Final = "compute in the loop, in modules that are passed to job.steps"
 MAX_MISSED: Final = 4  # missed graces in a row before a job is paused
 FORGIVEN_AFTER: Final = 100  # stops in time after which missed ones no longer count
 STARVED_CYCLES: Final = 5  # time that a job waits for activations of others,
 STARVED_STEPS: Final = 5  # and steps of the keeper meanwhile: it keeps them between steps
 WHY_EVICTED: Final = {
-    "pause": "pause asked by the user",
-    "cancel": "cancel asked by the user",
+    "pause": "pause requested by the user",
+    "cancel": "cancel requested by the user",
     "drain": "the server is draining",
 }
 
@@ -274,8 +274,7 @@ class Training:
             self._kill_after(job, asked_at_ms, settings.stop_grace_ms, "did not stop")
 
     def reported(self, job: Job) -> None:
-        """Note that the job computes; start its next cycle if one is over and no other job
-        waits."""
+        """Note that the job computes; start its next cycle if one is over and no job waits."""
         now_ms = self._core.now_ms
         if job.memory.beside_blocked and not job.memory.is_blocked:
             job.memory.beside_blocked, job.progress.why = {}, ""
@@ -309,7 +308,7 @@ class Training:
         progress.stops_missed, progress.missed_at = progress.stops_missed + 1, progress.suspensions
         reason = f"{what} within {grace_ms / 1000.0:.3g} s"
         if not progress.suspensions:
-            reason += f"; it has never stepped aside: {GATE_ADVICE}"
+            reason += f"; it has never been suspended: {GATE_ADVICE}"
         if progress.stops_missed >= MAX_MISSED:
             reason += f", {progress.stops_missed} times: paused, "
             reason += f"pipeswitch jobs resume {job.spec.name}"
@@ -350,11 +349,13 @@ class Training:
             if not keepers:
                 continue
             keeper = min(keepers, key=lambda other: other.progress.evictions)
-            job.progress.why = f"waits for memory of activations that job {keeper.spec.name} keeps"
+            job.progress.why = (
+                f"waits for memory of activations that job {keeper.spec.name} keeps between steps"
+            )
             due_ms = memory.blocked_at_ms + STARVED_CYCLES * core.settings.training_cycle_ms
             if core.now_ms >= due_ms:
                 memory.blocked_at_ms = core.now_ms  # if that does not help, another one is next
-                why = f"keeps activations whose memory job {job.spec.name} waits for"
+                why = f"keeps activations between steps; job {job.spec.name} waits for their memory"
                 self.evict(keeper.spec.name, why)
             else:
                 core.wake_at(due_ms, JOBS)
@@ -368,7 +369,7 @@ class Training:
         for worker in device.workers.values():
             if worker.state.state is WorkerState.RETIRING:
                 if core.now_ms >= worker.retired_at_ms + grace_ms:
-                    device.kill(worker, "its script is over, its process did not leave")
+                    device.kill(worker, "its script ended, but its process did not exit")
                 else:
                     core.wake_at(worker.retired_at_ms + grace_ms, JOBS)
 
@@ -503,7 +504,7 @@ class Training:
         elif job.state.state is TaskState.EVICTING:
             job.state.apply(TaskEvent.UNWOUND, "preempted")
         else:  # its own code raised TaskPreempted without being asked
-            job.progress.error = "the script raised TaskPreempted by itself"
+            job.progress.error = "the script itself raised TaskPreempted"
             job.state.apply(TaskEvent.ERROR, "TaskPreempted")
         self._jobs.unwound(job)
 
@@ -528,7 +529,7 @@ class Training:
             deaths = progress.deaths_without_progress
             if deaths >= core.settings.max_job_deaths and not was_evicting:
                 progress.error = f"{WorkerLost.__name__}: its worker died {deaths} "
-                progress.error += f"times without a commit in between (last status {status})"
+                progress.error += f"times without a commit (last status {status})"
                 job.state.apply(TaskEvent.ERROR, "no progress")
             elif progress.stops_missed >= MAX_MISSED and job.wanted == "run":
                 job.wanted = "pause"

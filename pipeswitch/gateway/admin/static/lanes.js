@@ -156,7 +156,7 @@ export class Lanes {
     this.beside(pen, models.values(), x, y + deep / 2 + 1);
   }
 
-  // From the lane of training to that of inference: this is when it stepped aside.
+  // From the lane of training to that of inference: this is when training was suspended.
   aside(pen, on, x, from, to, top, deep) {
     pen.fillStyle = this.palette.idle;
     pen.globalAlpha = 0.35;
@@ -221,9 +221,9 @@ export class Waterfall {
       const [left, wide] = block(from, request.stop.end, 0, colours.train);
       label(pen, "stops", left + 5, 3 + deep / 2 + 1, wide - 8, colours.on);
       const after = x(request.stop.end) + 8;
-      label(pen, "waits in place", after, 3 + deep / 2 + 1, width - after, colours.quiet);
+      label(pen, "suspended", after, 3 + deep / 2 + 1, width - after, colours.quiet);
     }
-    if (!request.copies.length) label(pen, "on the device already", LEFT + 8, lane + 3 + deep / 2 + 1, width - LEFT - 8, colours.quiet);
+    if (!request.copies.length) label(pen, "already on the device", LEFT + 8, lane + 3 + deep / 2 + 1, width - LEFT - 8, colours.quiet);
     for (const copy of request.copies) block(copy.begin, copy.end, 1, colours.switch);
     if (request.groups.length) for (const group of request.groups) block(group.begin, group.end, 2, colours.infer);
     else block(request.begin, request.end, 2, colours.infer);

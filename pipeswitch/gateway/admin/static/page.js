@@ -85,7 +85,7 @@ function changed(what) {
 
 function showState() {
   document.body.dataset.state = model.state;
-  const words = { live: "live", away: "the server does not answer; trying again", login: "a token is asked for", starting: "connecting" };
+  const words = { live: "live", away: "the server does not answer; trying again", login: "a token is needed", starting: "connecting" };
   $("status-text").textContent = words[model.state];
   if (model.state === "login") $("wrong").textContent = model.refusal ? `${model.refusal.message}` : "";
 }
@@ -111,7 +111,7 @@ function showSequences() {
   ];
   $("lanes").style.setProperty("--levels", lanes.levels.length);
   $("sequences-text").textContent = `${perS} tokens/s; ${sequences} ${sequences === 1 ? "sequence holds" : "sequences hold"} ${size(live)} of the request pool` +
-    (spare ? `, ended ones ${size(spare)} until it is wanted` : "");
+    (spare ? `, the prefix cache ${size(spare)}` : "");
 }
 
 function showShares() {
@@ -131,9 +131,9 @@ function showShares() {
   if (jobs.length) {
     const again = jobs.reduce((all, one) => all + one.steps_recomputed, 0);
     line.push("Training ", make("b", "", jobs.map((one) => one.name).join(", ")));
-    if (times) line.push(`, which stepped aside ${times} ${times === 1 ? "time" : "times"} in the last minute`);
-    line.push(again ? `; ${again} steps had to be done again` : "; no step was lost");
-  } else line.push(model.jobs.length ? "No job trains now" : "No training job: the device is for requests alone");
+    if (times) line.push(`, suspended ${times} ${times === 1 ? "time" : "times"} in the last minute`);
+    line.push(again ? `; ${again} steps were computed again` : "; no step was lost");
+  } else line.push(model.jobs.length ? "No job trains now" : "No training job");
   fill($("headline"), line);
 }
 
@@ -260,7 +260,7 @@ function showModels() {
     pin.textContent = row.pinned ? "Unpin" : "Pin";
     pin.title = row.pinned ? `Unpin ${row.name}` : `Pin ${row.name} on the device`;
     pin.setAttribute("aria-label", pin.title);
-  }, model.models.length ? "None of that name" : "None is registered: pipeswitch register resnet18 torchvision:resnet18 --weights random:0");
+  }, model.models.length ? "No such model" : "No models yet: pipeswitch register resnet18 torchvision:resnet18 --weights random:0");
   const told = wanted ? [`${shownModels.length} of ${model.models.length}`] : model.models.length ? [`${model.models.length} registered`] : [];
   if (model.stats?.queued) told.push(`${model.stats.queued} waiting for the device`);
   const tenants = Object.entries(model.stats?.tenant_s ?? {}).map(([name, seconds]) => `${CALLERS[name] ?? name} used the device for ${seconds.toFixed(1)} s`);
@@ -296,14 +296,14 @@ function showDetail() {
     return piece;
   }));
   const predicted = Object.entries(row.predicted_ms ?? {}).map(([batch, value]) => `batch ${batch}: ${ms(value)} predicted`);
-  $("plan-line").textContent = [`${row.groups} groups`, `cut by ${row.grouping}${row.grouping_why ? `: ${row.grouping_why}` : ""}`, ...predicted].join(", ");
+  $("plan-line").textContent = [`${row.groups} groups`, `planned by ${row.grouping}${row.grouping_why ? `: ${row.grouping_why}` : ""}`, ...predicted].join(", ");
   showDetailSwitch();
 }
 
 function showDetailSwitch() {
   const found = model.timeline.lastSwitch(detail.rows.map(inPs));
   $("model-waterfall").hidden = !found;
-  $("model-request-line").textContent = found ? `${found.copies.length} layer groups streamed in, ${ago(found.end)}${found.preempted ? "; training stepped aside" : ""}` : "None that is remembered: it was on the device, or not asked for";
+  $("model-request-line").textContent = found ? `${found.copies.length} layer groups streamed in, ${ago(found.end)}${found.preempted ? "; training was suspended" : ""}` : "None in the timeline";
   modelWaterfall.draw(found);
   showBill($("model-bill"), found);
 }
@@ -330,7 +330,7 @@ async function infer(name, one = null) {
   }
   const bill = await act(one, () => server.infer(row));
   if (bill) {
-    toast(`${name}: ${ms(bill.total_ms)}${bill.resident ? ", on the device already" : ", streamed in"}${bill.preempted ? ", training stepped aside" : ""}`, "", true);
+    toast(`${name}: ${ms(bill.total_ms)}${bill.resident ? ", on the device already" : ", streamed in"}${bill.preempted ? ", training was suspended" : ""}`, "", true);
   }
 }
 
@@ -365,7 +365,7 @@ function showJobs() {
     const told = [`step ${count(row.step)}`];
     if (row.steps_per_s && row.state !== "paused" && !FINAL.includes(row.state)) told.push(`${row.steps_per_s.toFixed(row.steps_per_s < 10 ? 1 : 0)} steps/s`);
     if (last) told.push(`${last.name} ${last.value.toPrecision(3)}`);
-    told.push(`stepped aside ${count(row.suspensions)} times`, `${count(row.steps_recomputed)} steps lost`);
+    told.push(`suspended ${count(row.suspensions)} times`, `${count(row.steps_recomputed)} steps lost`);
     if (row.lease_bytes) told.push(`${size(row.lease_bytes)} in the arena${beside(row)}`);
     if (row.persisted_step >= 0) told.push(`on disk: step ${count(row.persisted_step)}`);
     if (row.error || row.why) told.push(row.error || row.why);
@@ -396,15 +396,15 @@ function showJob() {
   if (!row) return;
   const lost = (step, what) => (step < 0 ? `nothing ${what} yet` : `step ${count(step)} is ${what}`);
   const facts = { state: row.state, step: count(row.step), speed: row.steps_per_s ? `${row.steps_per_s.toFixed(1)} steps/s` : "", trained: `${row.trained_s.toFixed(1)} s`,
-    "stepped aside": `${count(row.suspensions)} times`, evicted: `${count(row.evictions)} times`, restarted: `${count(row.restarts)} times`, "steps done again": count(row.steps_recomputed),
+    "suspended": `${count(row.suspensions)} times`, evicted: `${count(row.evictions)} times`, restarted: `${count(row.restarts)} times`, "steps computed again": count(row.steps_recomputed),
     memory: size(row.lease_bytes) + beside(row), script: [row.entry, ...row.args].join(" "), error: row.error, why: row.why };
   fill($("job-facts"), Object.entries(facts).filter(([, text]) => text).map(([key, text]) => term(key, text)));
-  $("commits-line").textContent = `${lost(row.committed_step, "committed: a process's death goes back to it")}; ${lost(row.persisted_step, "on disk: the server's death goes back to it")}`;
+  $("commits-line").textContent = `${lost(row.committed_step, "committed (restart point if a process dies)")}; ${lost(row.persisted_step, "on disk (restart point if the server dies)")}`;
   for (const [name, step] of Object.entries({ step: row.step, committed: row.committed_step, persisted: row.persisted_step })) {
     $("commits").querySelector(`.${name}`).style.width = `${(100 * Math.max(0, step)) / Math.max(1, row.step + (row.steps_left ?? 0))}%`;
   }
   const losses = model.losses.get(row.name) || [], first = losses[0], last = losses[losses.length - 1];
-  $("loss-title").textContent = last ? `${last.name} ${last.value.toPrecision(4)}` : "Loss: it logged none (job.log)";
+  $("loss-title").textContent = last ? `${last.name} ${last.value.toPrecision(4)}` : "Loss: none logged (job.log)";
   $("loss").style.display = losses.length > 1 ? "" : "none";
   $("loss").firstElementChild.setAttribute("points", points(losses));
   $("loss-from").textContent = first ? `step ${count(first.step)}: ${first.value.toPrecision(4)}` : "";
@@ -425,7 +425,7 @@ function showRequests() {
   waterfall.draw(one);
   $("request-title").textContent = one && !one.copies.length ? "Last request" : "Last switch";
   const why = one ? [make("b", "", one.model), one.copies.length ? `: ${one.copies.length} layer groups streamed in while it computed` : ": was on the device",
-    ...(model.timeline.now - one.end > OLD_MS ? [`, ${ago(one.end)}`] : [])] : [model.stats?.inference.ok ? "None is remembered" : "Nothing was asked yet: press Infer, or 1"];
+    ...(model.timeline.now - one.end > OLD_MS ? [`, ${ago(one.end)}`] : [])] : [model.stats?.inference.ok ? "None in the timeline" : "No request yet: press Infer, or 1"];
   fill($("request-line"), why);
   showBill($("bill"), one);
   fold("waterfall", !one);

@@ -1,0 +1,213 @@
+"""OpenAI's ``response_format`` and ``tools``: the schema that an answer follows, and its calls."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from ...base.codec import encode_json
+from ...base.errors import InvalidInput
+
+MAX_TOOLS: Final = 128  # as OpenAI has it
+MAX_TOOLS_BYTES: Final = 64 << 10
+MAX_HELD_CHARS: Final = 256  # of a text that may become a call: no name is longer
+MARK, CLOSE = "<tool_call>", "</tool_call>"  # around a call, as Qwen, Hermes and others have it
+HEAD: Final = re.compile(
+    rf'\s*(?:{MARK}\s*)?(?:\[\s*)?\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?'
+    r'"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+START: Final = re.compile(r'\s*\[?\s*(?:\Z|\{\s*(?:\Z|"(?:\Z|[nt])))')  # of a call without a mark
+TAIL: Final = re.compile(rf"\s*\}}?\s*(?:{CLOSE})?[\s,;\]]*")
+# The form in which models are trained to write calls; endless white space is no part of it.
+COMPACT: Final = b'{"whitespace_flexible":false,"item_separator":", ","key_separator":": "}'
+CALL: Final = (
+    b'{"type":"object","properties":{"name":{"const":"%b"},"arguments":%b},'
+    b'"required":["name","arguments"],"additionalProperties":false}'
+)
+REFERENCE: Final = re.compile(rb'"\$ref"\s*:\s*"#')  # in a string its quotes have a backslash
+NO_ARGUMENTS: Final = {"additionalProperties": msgspec.Raw(b"false")}
+
+Tools = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_TOOLS)]
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAI's ``response_format``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class Function(msgspec.Struct, frozen=True, kw_only=True):
+    """Function that a model may call."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,64}$")]
+    parameters: dict[str, msgspec.Raw] | None = None  # JSON schema; None: it takes no arguments
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """One tool, or the choice of one."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class AnswerForm(msgspec.Struct, frozen=True, kw_only=True):
+    """Form of an answer: the schema that it follows, and the tools that it may call."""
+
+    schema: str = ""  # empty: any text
+    names: tuple[str, ...] = ()  # of the tools; empty: it calls none
+    rendered: bytes = b""  # the tools as JSON, for the chat's template
+    is_forced: bool = False  # it must be a call
+
+
+def form_of(
+    response_format: ResponseFormat | None, tools: Tools, choice: str | Tool | None
+) -> AnswerForm:
+    """Return the form of a request's answers.
+
+    Raises:
+        InvalidInput: a tool is malformed, the chosen one is unknown, or a forced call contradicts
+            the response format.
+    """
+    try:
+        functions = [msgspec.json.decode(one, type=Tool).function for one in tools]
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidInput(f"tools: {error}", param="tools") from None
+    names = tuple([one.name for one in functions])
+    chosen = choice.function.name if isinstance(choice, Tool) else ""
+    is_forced = bool(chosen) or choice == "required"
+    is_known = chosen in names if chosen else not is_forced or bool(names)
+    if not is_known or (not chosen and choice not in (None, "none", "auto", "required")):
+        words = (
+            f"tool_choice {chosen or choice!r:.80}: tools are {', '.join(names)[:200] or 'none'}"
+        )
+        hint = 'none, auto, required, or {"type": "function", "function": {"name": …}}'
+        raise InvalidInput(words, hint=hint, param="tool_choice")
+    schema = schema_of(response_format)
+    if schema and is_forced:
+        words = "an answer that must be a call has no response_format"
+        raise InvalidInput(words, hint='tool_choice="auto"', param="response_format")
+    if choice == "none" or not names:
+        return AnswerForm(schema=schema)
+    if is_forced or schema:
+        wanted = [one for one in functions if chosen in ("", one.name)]
+        forms = [*map(_schema_of_call, wanted), *([schema.encode()] if schema else [])]
+        moved = [_moved(one, b"/anyOf/%d" % place) for place, one in enumerate(forms)]
+        schema = (b'{"x-guidance":%b,"anyOf":[%b]}' % (COMPACT, b",".join(moved))).decode()
+    rendered = b"[%b]" % b",".join(map(bytes, tools))
+    return AnswerForm(schema=schema, names=names, rendered=rendered, is_forced=is_forced)
+
+
+def _schema_of_call(function: Function) -> bytes:
+    given = NO_ARGUMENTS if function.parameters is None else function.parameters
+    schema = {"type": msgspec.Raw(b'"object"'), **given}
+    if bytes(schema["type"]) != b'"object"':
+        raise InvalidInput(f"tools: {function.name}: parameters are an object", param="tools")
+    arguments = _moved(encode_json(schema), b"/properties/arguments")
+    return CALL % (function.name.encode(), arguments)
+
+
+def _moved(schema: bytes, place: bytes) -> bytes:
+    """Return a schema that lies at ``place`` of another one: its references point there."""
+    return REFERENCE.sub(rb"\g<0>" + place, schema)
+
+
+def schema_of(response_format: ResponseFormat | None) -> str:
+    """Return a response format's JSON schema; empty: any text.
+
+    Raises:
+        InvalidInput: it has the type ``json_schema``, and no schema.
+    """
+    if response_format is None or response_format.type == "text":
+        return ""
+    if response_format.type == "json_object":
+        return '{"type":"object"}'
+    schema = (response_format.json_schema or {}).get("schema")
+    if not isinstance(schema, dict):
+        raise InvalidInput(
+            "response_format has no json_schema.schema",
+            param="response_format",
+            hint='{"type": "json_schema", "json_schema": {"name": "a", "schema": {…}}}',
+        )
+    return encode_json(schema).decode()
+
+
+class CallReader:
+    """Reader of one answer: divides its text, as it arrives, into content and calls.
+
+    A call is ``{"name": …, "arguments": {…}}``: between the marks, or where the text or an earlier
+    call ends, alone or in a list. Text that may become a call is held back.
+    """
+
+    def __init__(self, form: AnswerForm) -> None:
+        self.count = 0  # calls so far
+        self._form, self._held, self._part = form, "", "text"
+        self._may_begin = True  # a call without a mark
+        self._depth, self._is_text, self._is_escaped = 0, False, False  # in the arguments
+
+    def push(self, text: str, *, is_last: bool) -> dict[str, Any]:
+        """Return what a text adds to the answer, as a delta of OpenAI's; empty: nothing yet."""
+        self._held += text
+        content, calls = "", list[dict[str, Any]]()
+        while self._held:
+            if self._part == "arguments":
+                if not calls:
+                    calls.append({"index": self.count - 1, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += self._arguments()
+            elif self._part == "tail":
+                rest = self._held[TAIL.match(self._held).end() :]  # type: ignore[union-attr]
+                if not is_last and CLOSE.startswith(rest):
+                    break
+                self._held, self._part, self._may_begin = rest, "text", True
+            else:
+                content += self._content()
+                head = HEAD.match(self._held[:MAX_HELD_CHARS])
+                if head and head[1] in self._form.names:
+                    one = {"index": self.count, "id": f"call_{secrets.token_hex(12)}"}
+                    function = {"name": head[1], "arguments": ""}
+                    calls.append({**one, "type": "function", "function": function})
+                    self._held, self._part = self._held[head.end() :], "arguments"
+                    self.count += 1
+                elif head or is_last or len(self._held) >= MAX_HELD_CHARS or CLOSE in self._held:
+                    place = len(self._held) - len(self._held.lstrip()) + 1  # it becomes no call
+                    content, self._held = content + self._held[:place], self._held[place:]
+                    self._may_begin = False
+                else:
+                    break
+        delta = {"content": content} if content else {}
+        return {**delta, "tool_calls": calls} if calls else delta
+
+    def _content(self) -> str:
+        """Take the text before the next place where a call may begin."""
+        if self._may_begin and START.match(self._held[:MAX_HELD_CHARS]):
+            return ""
+        place = self._held.find(MARK)
+        if place < 0:
+            lengths = range(min(len(MARK) - 1, len(self._held)), -1, -1)
+            own = next(n for n in lengths if self._held.endswith(MARK[:n]))
+            place = len(self._held) - own
+        text = self._held[:place].rstrip()
+        self._held = self._held[len(text) :]
+        self._may_begin = self._may_begin and not text
+        return text
+
+    def _arguments(self) -> str:
+        """Take the text of a call's arguments, up to their closing brace."""
+        end = len(self._held)
+        for place, char in enumerate(self._held):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._is_text:
+                self._is_escaped, self._is_text = char == "\\", char != '"'
+            elif char == '"':
+                self._is_text = True
+            elif char in "{}[]":
+                self._depth += 1 if char in "{[" else -1
+                if not self._depth:
+                    end, self._part = place + 1, "tail"
+                    break
+        taken, self._held = self._held[:end], self._held[end:]
+        return taken

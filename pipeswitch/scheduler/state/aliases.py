@@ -1,0 +1,39 @@
+"""Further names of models: which name each stands for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...ipc.messages.base import ModelName
+from ..core import Core
+from ..events import Journal, Token
+
+
+class Aliases:
+    """Book of further names. The journal has those of models that are there."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.names: dict[ModelName, ModelName] = {}  # what each alias stands for
+        self._of: dict[ModelName, tuple[ModelName, ...]] = {}
+
+    def of(self, name: ModelName) -> tuple[ModelName, ...]:
+        return self._of.get(name, ())
+
+    def add(self, name: ModelName, aliases: Iterable[ModelName]) -> bool:
+        """Return True if one of them is new."""
+        new = tuple(one for one in aliases if one not in self.names)
+        self.names |= dict.fromkeys(new, name)
+        self._of[name] = (*self.of(name), *new)
+        return bool(new)
+
+    def remember(self, name: ModelName, accepts: tuple[Token, ...] = ()) -> None:
+        """Write a model's aliases to the journal."""
+        for alias in self.of(name):
+            entry = {"kind": "alias", "name": alias, "model": name}
+            self._core.emit(Journal(entry=entry, accepts=accepts))
+
+    def remove(self, alias: ModelName) -> None:
+        name = self.names.pop(alias)
+        self._of[name] = tuple(one for one in self.of(name) if one != alias)
+        self._core.emit(Journal(entry={"kind": "alias-gone", "name": alias}))

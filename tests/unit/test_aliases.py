@@ -1,0 +1,124 @@
+"""Aliases: further names of one model, which the scheduler keeps and the frontend resolves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeswitch.base.errors import AlreadyExists, InvalidInput, PermissionDenied
+from pipeswitch.controller.journal import FILE_NAME, JournalFile
+from pipeswitch.frontend.models import Models
+from pipeswitch.programs.interface.chains import Step
+from pipeswitch.scheduler import events as ev
+from tests.unit.test_scheduler_rules import Rig, publish, register_net, trained, unregister
+
+
+class Names(Rig):
+    """A scheduler, what its frontend knows, and its journal."""
+
+    def __init__(self) -> None:
+        self.models, self.journal = Models(1 << 20), dict[str, str]()
+        super().__init__()
+
+    def _take(self, commands: list[ev.Command]) -> None:
+        super()._take(commands)
+        for command in commands:
+            match command:
+                case ev.ModelAvailable():
+                    self.models.announce(command)
+                case ev.ModelRemoved(model=model):
+                    self.models.retract(model)
+                case ev.Journal(entry={"kind": "alias", "name": name, "model": model}):
+                    self.journal[name] = model
+                case ev.Journal(entry={"kind": "alias-gone", "name": name}):
+                    self.journal.pop(name, None)
+
+    def add(self, name: str, *aliases: str, **fields: Any) -> Any:
+        """Register a model, or repeat that; return the error."""
+        token = self.ask_register(name, aliases=aliases, **fields)
+        if builds := self.commands(ev.StartBuild):
+            self.built(name, 4, builds[0].op_id)
+            self.stored(name, builds[0].op_id)
+            self.prepared()
+        return self.error(token)
+
+    def rows(self) -> dict[str, list[str]]:
+        return {row["name"]: row["aliases"] for row in self.scheduler.listing.models()}
+
+
+@pytest.fixture
+def rig() -> Names:
+    return Names()
+
+
+def test_aliases_are_resolved_shown_and_kept_until_the_model_is_gone(rig: Names) -> None:
+    assert rig.add("m", "gpt-4o", "gpt-3.5-turbo") is None
+    both = {"gpt-4o": "m", "gpt-3.5-turbo": "m"}
+    assert rig.models.aliases == rig.journal == both
+    assert rig.add("m", "gpt-4o", "o1") is None  # the same again adds one
+    assert rig.rows() == {"m": ["gpt-4o", "gpt-3.5-turbo", "o1"]}
+    assert rig.models.aliases == rig.journal == {**both, "o1": "m"}
+    assert rig.error(unregister(rig, "gpt-4o")) is None  # the alias alone
+    assert rig.rows() == {"m": ["gpt-3.5-turbo", "o1"]}
+    assert rig.models.aliases == rig.journal == {"gpt-3.5-turbo": "m", "o1": "m"}
+    assert rig.error(unregister(rig, "m")) is None
+    assert rig.models.aliases == rig.journal == {}
+    assert rig.add("n", "o1") is None
+
+
+def test_a_name_is_one_models(rig: Names) -> None:
+    rig.add("m", "a")
+    rig.add("n", "b")
+    for name, aliases in (("a", ()), ("c", ("a",)), ("c", ("m",)), ("m", ("b",)), ("m", ("n",))):
+        assert isinstance(rig.add(name, *aliases), AlreadyExists)
+    token = rig.ask(ev.ChainRequest, model="a", steps=(Step(model="m"),))
+    assert isinstance(rig.error(token), AlreadyExists)
+    assert rig.rows() == {"m": ["a"], "n": ["b"]}
+    assert isinstance(rig.add("m", *[f"x{number}" for number in range(16)]), InvalidInput)
+    rig.begin("k", aliases=("x",))
+    assert isinstance(rig.error(rig.ask_register("l", aliases=("x",))), AlreadyExists)
+    unregister(rig, "k")  # given up: the alias is free
+    assert rig.ask_register("l", aliases=("x",)) not in rig.answers  # it builds
+
+
+def test_only_its_owner_removes_an_alias(rig: Names) -> None:
+    rig.add("m", "a", tenant="ada")
+    token = rig.ask(ev.UnregisterRequest, model="a", tenant="bob")
+    assert isinstance(rig.error(token), PermissionDenied)
+    assert rig.models.aliases == {"a": "m"}
+
+
+def test_an_alias_stands_for_the_current_version(rig: Names) -> None:
+    register_net(rig)
+    assert rig.add("net", "a", spec="spec", spec_digest="first") is None
+    publish(rig, trained(rig))
+    assert rig.models.current["net"].version == 2
+    assert rig.models.aliases == rig.journal == {"a": "net"}
+    unregister(rig, "net@2")
+    assert (rig.models.current["net"].version, rig.models.aliases) == (1, {"a": "net"})
+
+
+def test_a_model_that_cannot_be_restored_keeps_its_aliases(rig: Names) -> None:
+    rig.handle(ev.CancelRequest(token=rig.ask_register("m", aliases=("a",), is_known=True)))
+    assert rig.rows() == {"m": ["a"]}
+    assert isinstance(rig.add("n", "a"), AlreadyExists)
+    unregister(rig, "m")
+    assert rig.ask_register("n", aliases=("a",)) not in rig.answers
+
+
+def test_a_journal_of_a_release_without_aliases_takes_them(tmp_path: Path) -> None:
+    file = JournalFile(tmp_path / FILE_NAME)
+    file._database.execute("DROP TABLE alias")
+    file._database.execute("PRAGMA user_version = 11")
+    file.close()
+    file = JournalFile(tmp_path / FILE_NAME)
+    file.append({"kind": "alias", "name": "a", "model": "m"})
+    file.close()
+    again = JournalFile(tmp_path / FILE_NAME)
+    assert ({name: one["model"] for name, one in again.aliases.items()}, again.losses) == (
+        {"a": "m"},
+        [],
+    )
+    again.close()

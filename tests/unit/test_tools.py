@@ -1,0 +1,261 @@
+"""Tools of a chat: the schema of a forced call, calls in an answer's text, and templates."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeswitch.base.errors import InvalidInput
+from pipeswitch.gateway.openai.completions import CompletionRequest, _said
+from pipeswitch.gateway.openai.tokenizer_worker import StartGeneration, parsed
+from pipeswitch.gateway.openai.tokenizer_worker import TokenizerWorker as TextProcess
+from pipeswitch.gateway.openai.tools import AnswerForm, CallReader
+from pipeswitch.programs.build.decoder import _chat_template
+from pipeswitch.programs.decoding.generation import packed_tokenizer
+from pipeswitch.programs.decoding.grammar import Tokenizers
+from pipeswitch.programs.decoding.model_config import LanguageModelConfig
+from pipeswitch.programs.decoding.output import StopCriteria
+from pipeswitch.programs.decoding.sampling import Sampling
+
+PLACE = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+NODE = {  # pydantic writes nested models like this
+    "type": "object",
+    "properties": {"root": {"$ref": "#/$defs/Node"}},
+    "required": ["root"],
+    "additionalProperties": False,
+    "$defs": {
+        "Node": {
+            "type": "object",
+            "properties": {"leaf": {"type": "boolean"}, "next": {"$ref": "#/$defs/Node"}},
+            "required": ["leaf"],
+            "additionalProperties": False,
+        }
+    },
+}
+WEATHER = {"name": "weather", "description": "Say it", "parameters": PLACE}
+TOOLS = [{"type": "function", "function": one} for one in (WEATHER, {"name": "now"})]
+CALL = '{"name": "weather", "arguments": {"city": "Ulm {\\"[\\" }"}}'
+NUMBER = {"type": "function", "function": {"name": "a", "parameters": {"type": "number"}}}
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+def form(tools: Any = TOOLS, choice: Any = None, **more: Any) -> AnswerForm:
+    body = {"model": "m", "messages": HELLO, "tools": tools, "tool_choice": choice, **more}
+    return _said(json.dumps(body).encode(), CompletionRequest).form
+
+
+def choose(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def read(text: str, given: AnswerForm, sizes: Any) -> tuple[str, list[tuple[str, Any]]]:
+    """Push a text in pieces; return content and calls as OpenAI's clients put them together."""
+    reader, content, calls, ids = CallReader(given), "", list[list[str]](), set[str]()
+    while text:
+        size = next(sizes)
+        piece, text = text[:size], text[size:]
+        delta = reader.push(piece, is_last=not text)
+        content += delta.get("content", "")
+        for one in delta.get("tool_calls", ()):
+            if one["index"] == len(calls):
+                ids.add(one["id"])
+                calls.append([one["function"]["name"], ""])
+            calls[one["index"]][1] += one["function"]["arguments"]
+    assert len(ids) == len(calls) == reader.count
+    return content, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+def sizes_of(seed: int) -> Any:
+    chance = random.Random(seed)
+    while True:
+        yield 1 << 30 if seed == 0 else 1 if seed == 1 else chance.randint(1, 9)
+
+
+ULM, NOW = ("weather", {"city": 'Ulm {"[" }'}), ("now", {})
+MARKED, LATER = f"<tool_call>\n{CALL}\n</tool_call>", '{"name":"now","parameters":{}}'
+
+PLAIN_TEXTS = (
+    "",
+    "  Hello\n\n  you \n",
+    "[1] shows <b>it</b> < 3",
+    '{"answer": [1, 2]}',
+    '{"name": "other", "arguments": {}}',
+    MARKED[:20],
+    "<tool_call>{]}</tool_call> so",
+    '{"n' + " " * 600 + "x",
+)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (CALL, "", [ULM]),  # a forced one, and Llama's
+        (f"Let me see.\n{MARKED}\n<tool_call>{LATER}</tool_call>", "Let me see.", [ULM, NOW]),
+        (f"[{CALL}, {LATER}]", "", [ULM, NOW]),  # Mistral's
+        (f" {MARKED}\nThat was it.", "That was it.", [ULM]),
+        ('{"type": "function", "name": "now", "parameters": {}}', "", [NOW]),
+        (CALL[:-1], "", [ULM]),  # cut behind the arguments
+        (f"<tool_call>{{}}</tool_call>{MARKED}", "<tool_call>{}</tool_call>", [ULM]),
+        *[(text, text, []) for text in PLAIN_TEXTS],
+    ],
+)
+def test_calls_are_read_from_a_text_in_any_pieces_and_nothing_is_lost(
+    seed: int, text: str, content: str, calls: list[Any]
+) -> None:
+    assert read(text, form(), sizes_of(seed)) == (content, calls)
+
+
+def test_a_text_is_not_held_longer_than_it_may_become_a_call() -> None:
+    for text in ("Hello ", "{'a'", '{"answer', "[1", "<b>"):
+        assert CallReader(form()).push(text, is_last=False)["content"] == text.rstrip()
+    reader = CallReader(form())
+    assert reader.push("see <tool", is_last=False) == {"content": "see"}
+    assert reader.push("box>", is_last=False) == {"content": " <toolbox>"}
+    assert reader.push("<tool_call>", is_last=False) == {}
+    begun = reader.push('{"name": "now", "arguments": {"a', is_last=False)["tool_calls"]
+    assert begun[0]["function"] == {"name": "now", "arguments": '{"a'}  # before it is complete
+
+
+@pytest.mark.parametrize("unit", [" ", "<", "[", "{", "<tool_call>", '{"n', MARKED])
+def test_a_long_text_is_read_in_linear_time(unit: str) -> None:
+    """An endless text must not occupy the gateway's loop: quadratic work would take minutes."""
+    count = 60_000 // len(unit)
+    content, calls = read(unit * count, form(), sizes_of(0))
+    assert (content, len(calls)) == (("", count) if unit == MARKED else (unit * count, 0))
+
+
+def test_the_choice_decides_what_an_answer_must_be() -> None:
+    assert form(choice="none") == form([], "auto") == form(None) == AnswerForm()
+    auto = form()
+    assert (auto.names, auto.schema, auto.is_forced) == (("weather", "now"), "", False)
+    assert json.loads(auto.rendered) == TOOLS  # with all that the client gave
+    both = json.loads(form(choice="required").schema)["anyOf"]
+    assert [one["properties"]["name"]["const"] for one in both] == ["weather", "now"]
+    assert both[0]["properties"]["arguments"] == PLACE
+    [one] = json.loads(form(choice=choose("now")).schema)["anyOf"]
+    assert one["properties"]["name"]["const"] == "now"
+    assert one["properties"]["arguments"]["additionalProperties"] is False  # it takes none
+    free = form(response_format={"type": "json_object"})
+    assert json.loads(free.schema)["anyOf"][2] == {"type": "object"}
+    assert (free.is_forced, free.names) == (False, auto.names)
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "param"),
+    [
+        ([], "required", "tool_choice"),
+        (TOOLS, choose("required"), "tool_choice"),
+        (TOOLS, "sometimes", "tool_choice"),
+        (TOOLS, {"type": "allowed_tools"}, "tool_choice"),
+        ([{"type": "function"}], None, "tools"),
+        ([{"type": "retrieval", "function": WEATHER}], None, "tools"),
+        ([choose('a"b')], None, "tools"),
+        ("weather", None, "tools"),
+        (TOOLS * 65, None, "tools"),
+        ([NUMBER], "required", "tools"),
+        ([choose("a") | {"x": "y" * 70_000}], None, "tools"),
+    ],
+)
+def test_what_cannot_be_called_is_refused_by_its_name(tools: Any, choice: Any, param: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        form(tools, choice)
+    assert caught.value.data["param"] == param
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_tokens_of_a_forced_call_are_a_call(seed: int) -> None:
+    """The weights do not matter: only tokens that the schema allows are chosen."""
+    pytest.importorskip("llguidance")
+    from tests.models.words import trained
+
+    words, chance, answer, tokenizers = (
+        trained("bytes"),
+        random.Random(seed),
+        list[int](),
+        Tokenizers(),
+    )
+    tokenizers.packed["d"], end = packed_tokenizer(words.to_str()), words.token_to_id("<end>")
+    tree = {"type": "function", "function": {"name": "tree", "parameters": NODE}}
+    given = form([choose("now"), tree], choose("tree") if seed % 2 else "required")
+    matcher = tokenizers.matcher("d", 700, (end,), given.schema, ())
+    while end not in answer:
+        choices = np.flatnonzero(matcher.allowed()).tolist()
+        short = [one for one in choices if one == end or b"}" in words.decode([one]).encode()]
+        answer.append(chance.choice((len(answer) > 40 and short) or choices))
+        matcher.take(answer[-1])
+        assert len(answer) < 600
+    content, [(name, arguments)] = read(words.decode(answer[:-1]), given, sizes_of(seed))
+    assert content == ""
+    assert name == "tree" if seed % 2 else name in ("now", "tree")
+    if name == "tree":
+        assert arguments["root"]["leaf"] in (True, False)
+
+
+QWEN = (
+    "{%- if tools %}{%- for tool in tools %}{{ tool | tojson }}{% endfor %}{%- endif %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function.arguments.city }}{% endfor %}{% endfor %}"
+)
+PLAIN = "{# no tools #}{% for m in messages %}{{ m.role }}: {{ m.content }} tools{% endfor %}"
+
+
+def rendered(template: str, messages: Any, tools: bytes) -> Any:
+    from tests.models.words import trained
+
+    words = trained("bytes")
+    facts = LanguageModelConfig(
+        version=1,
+        digest="d",
+        vocabulary=700,
+        context=4096,
+        chat_template=template,
+        tokenizer=packed_tokenizer(words.to_str()),
+    )
+    begin = StartGeneration(
+        answer=1,
+        messages=json.dumps(messages).encode(),
+        tools=tools,
+        sampling=Sampling(),
+        ending=StopCriteria(max_new_tokens=4),
+    )
+    reply: Any = TextProcess(facts).handle(begin)
+    prompt = getattr(reply, "prompt", None)
+    return reply if prompt is None else words.decode(np.frombuffer(prompt, np.int32).tolist())
+
+
+def test_a_template_shows_the_tools_and_the_calls_so_far() -> None:
+    called = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
+    chat = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [called]}]
+    chat.append({"role": "tool", "content": "9", "tool_call_id": "a"})
+    text = rendered(QWEN, chat, form().rendered)
+    assert text == "".join(map(json.dumps, TOOLS)) + "user:Hiassistant:Ulmtool:9"
+    assert rendered(QWEN, HELLO, b"") == "user:Hi"
+    for blind in ("", "{% set tools = [] %}{{ tools }}", "{{ (tools or [])[:0] | join }}"):
+        refused = rendered(blind + PLAIN, HELLO, form().rendered)
+        assert (refused.param, bool(refused.hint)) == ("tools", True)
+
+    def arguments(given: Any) -> Any:
+        calls = [{"function": {"name": "now", "arguments": given}}]
+        chat = json.dumps([{"role": "assistant", "tool_calls": calls}]).encode()
+        return parsed(chat)[0]["tool_calls"][0]["function"]["arguments"]
+
+    assert arguments('{"a": 1}') == arguments({"a": 1}) == {"a": 1}
+    assert arguments("") == {}
+    with pytest.raises(InvalidInput) as caught:
+        arguments("{")
+    assert caught.value.data["param"] == "messages"
+    odd = [{"role": "a", "tool_calls": given} for given in (None, 1, [1], [{"function": 2}])]
+    assert len(parsed(json.dumps(odd).encode())) == 4
+
+
+def test_the_template_named_tool_use_renders_tools() -> None:
+    template, notes = _chat_template({"default": PLAIN + "\n", "tool_use": QWEN, "rag": "x"})
+    assert notes == []
+    assert rendered(template, HELLO, b"") == "user: Hi tools"
+    assert rendered(template, HELLO, form().rendered).endswith("user:Hi")
+    assert _chat_template({"default": PLAIN, "rag": "x"}) == (PLAIN, [])
