@@ -199,15 +199,3 @@ def test_a_full_disk_names_both_folders_and_leaves_nothing(
         assert whole == {path: path.stat().st_mtime_ns for path in source.rglob("*")}
         call(source, target)  # there is room again
         shutil.rmtree(target)
-
-
-def test_other_faults_of_a_disk_are_told_as_they_are(
-    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def denied(path: Path, *_: Any, **__: Any) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-    monkeypatch.setattr(module.shutil, "copy2", denied)
-    with pytest.raises(PermissionError):
-        backup(state.root, tmp_path / "copy")
-    assert not (tmp_path / "copy").exists()
