@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)  ## Serve three models beside a training job and measure it; needs no GPU.
 	$(BIN)/pipeswitch demo --out $(OUT)
 
-check: $(STAMP)  ## lint and unit side by side: a minute and a half on two cores.
+check: $(STAMP)  ## lint and unit side by side: two minutes on two cores.
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint unit
 
 unit: $(STAMP)  ## The unit tests: no process, no socket.

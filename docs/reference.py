@@ -23,7 +23,7 @@ COMMANDS: Final = """\
 Type them after `pipeswitch`. `--help` explains each option. Commands that print a table or a row
 take `--json`, listings `--watch`. They ask the server at `PIPESWITCH_HOST`, else your own."""
 SETTINGS: Final = """\
-They stand in `pipeswitch.toml`, or in the environment as `PIPESWITCH_SECTION__KEY`.
+Set them in `pipeswitch.toml`, or in the environment as `PIPESWITCH_SECTION__KEY`.
 `pipeswitch config init` writes the file with these defaults; `pipeswitch config schema` prints its
 JSON Schema."""
 

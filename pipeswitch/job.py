@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
@@ -242,6 +243,15 @@ def as_number(value: Any) -> float:
     return float(value.item() if hasattr(value, "item") else value)
 
 
+def script_level() -> int:
+    """Return the ``stacklevel`` at which a warning of the caller names the script's own line."""
+    level, frame = 1, sys._getframe(1)
+    ours = __name__, f"{__package__}.workers.", f"{__package__}.inputs."
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(ours):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def warn_if_not_finite(name: str, value: float, at_step: int) -> bool:
     """Warn of a NaN or infinite ``value``; true when it is one."""
     if math.isfinite(value):
@@ -249,7 +259,7 @@ def warn_if_not_finite(name: str, value: float, at_step: int) -> bool:
     warnings.warn(
         f"job.log({name}={value}) at step {at_step}: not a finite number; training continues",
         NonFiniteLossWarning,
-        stacklevel=4,
+        stacklevel=script_level(),
     )
     return True
 

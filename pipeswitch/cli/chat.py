@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Generator
+from difflib import SequenceMatcher
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -28,6 +29,7 @@ from .page import http_of
 
 PATH: Final = "/v1/chat/completions"
 MOST_ASKED: Final = 32  # maximum number of models to check for a chat template
+MOST_NAMED: Final = 2  # of those that have one
 EXAMPLE: Final = "pipeswitch run hf:Qwen/Qwen3-0.6B"
 FENCE: Final = '"""'
 HELP: Final = f"""\
@@ -238,15 +240,22 @@ def _check(client: Any, name: str) -> None:
 
 
 def _advice(client: Any, name: str) -> str:
-    """Return commands that you can type instead if a model cannot chat."""
-    advice, body = [EXAMPLE], {"version": 0, "tokenizer": True}
-    for row in client.models()[:MOST_ASKED]:
+    """Return commands that you can type instead if a model cannot chat: likely names first."""
+    sources = {row["name"]: row.get("source", "") for row in client.models()}
+    advice, body = list[str](), {"version": 0, "tokenizer": True}
+    likely = sorted(sources, key=lambda one: -SequenceMatcher(None, name, one).ratio())
+    for other in likely[:MOST_ASKED]:
         with contextlib.suppress(PipeSwitchError):
-            if client._ask("generation", model=row["name"], body=body).get("chat_template"):
-                advice.insert(0, f"pipeswitch chat {row['name']}")
-        if row["name"] == name and (source := row.get("source", "")).startswith("hf:"):
-            advice.append(f"if it is a causal model: pipeswitch run {source} --name {name}-chat")
-    return "; or ".join(advice[-3:])
+            if client._ask("generation", model=other, body=body).get("chat_template"):
+                advice.append(f"pipeswitch chat {other}")
+    del advice[MOST_NAMED:]
+    if (source := sources.get(name, "")).startswith("hf:"):
+        advice.append(f"if it is a causal model: pipeswitch run {source} --name {name}-chat")
+    elif name in sources:
+        advice.append(f"pipeswitch infer {name} --random")
+    elif "/" in name or os.path.isdir(name):
+        return f"pipeswitch run {local_folder('hf:' + name.removeprefix('hf:'))}"
+    return "; or ".join([*advice, EXAMPLE])
 
 
 def _converse(talk: Chat, name: str) -> None:

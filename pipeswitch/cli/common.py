@@ -8,7 +8,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -50,8 +50,29 @@ devices_option = click.option(
 )
 
 
+OF_OTHERS: Final = {
+    **dict.fromkeys(("list", "ls"), "pipeswitch models"),
+    **dict.fromkeys(("rm", "delete"), "pipeswitch unregister NAME"),
+    "pull": "pipeswitch run hf:ORG/NAME, or pipeswitch register NAME SOURCE",
+    "create": "pipeswitch register NAME SOURCE",
+    "status": "pipeswitch ps",
+    "start": "pipeswitch serve",
+    "logs": "pipeswitch jobs logs NAME",
+    "help": "pipeswitch --help",
+}
+"""Commands of Ollama, docker and others, and of ``models``: what does the same here."""
+
+
 class Group(click.Group):
     """A group whose listing has each command's first sentence whole, on as many lines as needed."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        is_unknown = self.get_command(ctx, args[0]) is None
+        if is_unknown and args[0] in OF_OTHERS and (ctx.parent is None or self.name == "models"):
+            ctx.fail(f"No such command {args[0]!r}. Use: {OF_OTHERS[args[0]]}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]

@@ -218,21 +218,21 @@ def _registered(name: str, row: dict[str, Any]) -> str:
     """Return the text that a terminal shows for a new model."""
     size = f", {format_bytes(row['bytes'])}" if row.get("bytes") else ""
     why = f" ({row['mode_reason']})" if row.get("mode_reason") else ""
-    groups = f", {row['groups']} groups" if row.get("groups") else ""
+    groups = f", {row['groups']} group{'s' * (row['groups'] > 1)}" if row.get("groups") else ""
     notes = "".join(f"\n  {note}" for note in row["notes"])
     batching = row.get("batching")
     if batching and not batching["is_exact"]:
-        notes += "\n  the last bits of an answer depend on the batch that computes it"
+        notes += "\n  batched answers may differ in the last bits"
     if precision := row.get("precision"):
         notes += (
-            f"\n  precision {precision['name']}: {precision['ms']:.3g} ms instead of "
-            f"{precision['plain_ms']:.3g}, {format_bytes(row['bytes'])} in place of "
-            f"{format_bytes(precision['plain_bytes'])}, error at most "
-            f"{precision['max_error']:.1e} of the largest output"
+            f"\n  {format_bytes(row['bytes'])} instead of {format_bytes(precision['plain_bytes'])}"
+            f", error at most {precision['max_error']:.1e} of the largest output"
         )
         if precision["is_batch_invariant"]:
             notes += "\n  a row has the same bits in any batch"
-    return f"registered {name}{size}{groups}, {row.get('mode', 'graph')} mode{why}{notes}"
+    version = row.get("version", 1)
+    called = f"registered {name}" if version == 1 else f"{name} is version {version} now"
+    return f"{called}{size}{groups}, {row.get('mode', 'graph')} mode{why}{notes}"
 
 
 @click.command()
@@ -346,7 +346,8 @@ def models(ctx: click.Context, versions: bool, as_json: bool, watch: bool) -> No
 
         def shown(rows: list[dict[str, Any]]) -> Any:
             more = [name for name in ("aliases", "reason") if any(row.get(name) for row in rows)]
-            return views.Listing(rows, (*columns, *more))
+            found = {key for row in rows for key in row} or {*columns}  # that the role may see
+            return views.Listing(rows, (*(one for one in columns if one in found), *more))
 
         common.listing(lambda c: c.models(versions=versions), shown, as_json, watch)
 

@@ -8,6 +8,7 @@ each other and with a copy of the journal.
 from __future__ import annotations
 
 import contextlib
+import errno
 import filecmp
 import os
 import shutil
@@ -33,12 +34,12 @@ def backup(root: Path, target: Path) -> dict[str, int]:
 
     Raises:
         InvalidInput: there is no state, or ``target`` is not empty.
-        PipeSwitchError: the journal is damaged.
+        PipeSwitchError: the journal is damaged, or the disk of ``target`` is full.
         ServerUnavailable: models and jobs came and went too fast.
     """
     if not (root / FILE_NAME).exists():
         raise InvalidInput(f"{root} has no state of a server", hint="--state-dir, as in serve")
-    with _made(target):
+    with _made(target, root, hint="name a folder of another disk"):
         for number in range(PASSES):
             time.sleep(PAUSE_S * min(number, 1))
             _copy(root, target)
@@ -52,11 +53,11 @@ def restore(source: Path, root: Path) -> dict[str, int]:
 
     Raises:
         InvalidInput: ``source`` is no copy, or ``root`` is not empty.
-        PipeSwitchError: the copy is damaged.
+        PipeSwitchError: the copy is damaged, or the disk of ``root`` is full.
     """
     if not (source / FILE_NAME).exists():
         raise InvalidInput(f"{source} is not a backup", hint="pipeswitch backup DIR makes one")
-    with _made(root):
+    with _made(root, source, hint="restore to a folder of another disk: --state-dir DIR"):
         _copy(source, root)
         if not _agrees(source, root):
             raise PipeSwitchError(f"{source} lacks files that its journal names")
@@ -64,15 +65,24 @@ def restore(source: Path, root: Path) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _made(target: Path) -> Iterator[None]:
-    """Make a folder, and remove it again unless it becomes whole."""
+def _made(target: Path, source: Path, *, hint: str) -> Iterator[None]:
+    """Make a folder, and remove it again unless it becomes whole.
+
+    Args:
+        hint: what to do if the disk is full, unless somebody frees space.
+    """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InvalidInput(f"{target} is not an empty folder", hint="name a new one")
-    target.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
+        target.mkdir(mode=0o700, parents=True, exist_ok=True)
         yield
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(target, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise PipeSwitchError(
+                f"{target}: {error.strerror}: the copy of {source} does not fit, and was removed",
+                hint=f"free space and type the same again; or {hint}",
+            ) from None
         raise
 
 

@@ -49,7 +49,9 @@ def read_piece(state: Path, name: JobName, kind: str, offset_bytes: int) -> dict
                 begin_bytes = kept_bytes + len(file.readline(CHUNK_BYTES))  # the rest of a line
             data = file.read(CHUNK_BYTES)
     except OSError:
-        raise _nothing(kind, name) from None
+        if kind != "history" or not path.with_name(f"job-{name}.{TEXTS['logs']}").is_file():
+            raise _nothing(kind, name) from None
+        return {"offset_bytes": 0, "end_bytes": 0, "text": ""}  # the job has not called job.log
     if kind == "state":
         size_bytes = len(data)
         more["data"] = data

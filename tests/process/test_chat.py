@@ -175,7 +175,11 @@ def test_what_cannot_chat_says_what_to_type(
     (tmp_path / folder.name).mkdir()
     for words, hint in (
         (("chat", "absent", "Hi"), "pipeswitch chat tiny_chat-1b; or pipeswitch run hf:Qwen/"),
-        (("chat", "small", "Hi"), "pipeswitch chat tiny_chat-1b; or pipeswitch run hf:Qwen/"),
+        (("chat", "small", "Hi"), "pipeswitch chat tiny_chat-1b; or pipeswitch infer small --ran"),
+        (("chat", "tiny-chat", "Hi"), "hint:  pipeswitch chat tiny_chat-1b"),
+        (("chat", "Qwen/Qwen3-0.6B", "Hi"), "hint:  pipeswitch run hf:Qwen/Qwen3-0.6B"),
+        (("chat", str(folder), "Hi"), f"hint:  pipeswitch run hf:{folder}"),
+        (("run", "llama3", "Hi"), "pipeswitch run hf:"),
         (("chat", "ids", "Hi"), "pipeswitch generate ids --ids"),
         (("chat", "plain", "Hi"), "pipeswitch generate plain"),
         (("chat", "tiny_chat-1b"), "pipeswitch chat tiny_chat-1b"),

@@ -273,6 +273,11 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
             999,
         ]
         assert "holds" not in tab.text("#device")
+        quiet = write_script(tmp_path, "quiet.py", "import pipeswitch\n")
+        checked.client.train(quiet, name="quiet").wait()
+        tab.click("Details of quiet")  # without a complaint: it has no history
+        tab.shows("#loss-title", "it logged none")
+        driver.find_element("css selector", "#log button").click()
         cell = tuple(torch.zeros(1, width) for width in (8, CELL_WIDTH, CELL_WIDTH))
         checked.client.register("cell", seeded(Cell), example_inputs=cell, state=CELL)
         with checked.client.sequence("cell") as one:

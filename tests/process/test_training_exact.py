@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import random
+import runpy
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pipeswitch import job
 from pipeswitch.base.errors import TaskPreempted
@@ -30,6 +31,7 @@ from pipeswitch.commits.files import load_commit, read_record, write_commit
 from pipeswitch.commits.image import parse_image
 from pipeswitch.devices.cpu.copies import CpuCopies
 from pipeswitch.ipc.gate import Gate
+from pipeswitch.workers.training import persistent_loaders
 from pipeswitch.workers.training.session import TrainingSession
 from pipeswitch.workers.training.snapshot import Captured, DataPosition, captured
 
@@ -217,6 +219,9 @@ def script(
     shrink: bool = False,
     shared: bool = False,
     closure: bool = False,
+    workers: int = 0,
+    keeps: bool = True,
+    validates: str = "",
     limit: Mapping[str, str] = MappingProxyType({}),
     poke: Body = lambda: None,
 ) -> None:
@@ -226,7 +231,11 @@ def script(
     np.random.seed(0)
     model = Net().to(job.device)
     generator = torch.Generator().manual_seed(7) if own_generator else None
-    loader: Any = DataLoader(Noisy(), batch_size=BATCH, shuffle=True, generator=generator)
+    processes: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0 < keeps}
+    loader: Any = DataLoader(
+        Noisy(), batch_size=BATCH, shuffle=True, generator=generator, **processes
+    )
+    validation = DataLoader(Noisy(), batch_size=2 * BATCH, **processes)
     if shared:
         loader = job.shared(loader)
     make: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -249,6 +258,13 @@ def script(
     def clear() -> None:
         for opt in opts:
             opt.zero_grad(set_to_none=not keep_zeros)
+
+    def validate(*, limit: int = SAMPLES) -> None:
+        with torch.no_grad():
+            for index, (x, _) in enumerate(validation):
+                evaluated.append(digest(x))
+                if index == limit:
+                    break
 
     def again(x: torch.Tensor, y: torch.Tensor) -> Any:
         clear()
@@ -278,6 +294,8 @@ def script(
                     poke()
                 if not zero_at_start:
                     clear()
+            if validates == "in the loop" and job.step % 3 == 1:
+                validate()
             poke()
             if stop_early and job.step == 2 * (epoch + 1):
                 break
@@ -297,6 +315,8 @@ def script(
         model.eval()
         with torch.no_grad():
             evaluated.append(digest(model(torch.randn(2, 3, 6, 6))))
+        if validates == "after the loop":
+            validate(limit=1)
         schedule.step()
     if phases:
         evaluated.append(digest(torch.rand(1), model.state_dict()))
@@ -335,6 +355,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "phases, left early": {"phases": True, "stop_early": True},
     "shared input, left early": {"shared": True, "stop_early": True},
     "parameters written in the body": {"shrink": True},
+    "worker processes": {"workers": 2, "keeps": False},
+    "persistent workers": {"workers": 2},
+    "persistent workers, own generator, left early": {
+        "workers": 2,
+        "own_generator": True,
+        "stop_early": True,
+    },
+    "persistent workers of two loaders": {"workers": 1, "validates": "after the loop"},
+    "persistent workers, validation in the loop": {"workers": 2, "validates": "in the loop"},
+    "persistent workers, phases": {"workers": 2, "phases": True, "epochs": 2},
     "activations under a budget": {"limit": {"activation_memory": "18KiB"}},
     "activations all sent away": {"limit": {"offload": "all"}, "accumulate": 2},
 }
@@ -389,6 +419,9 @@ def attempt(
             session.place.is_over = True  # no more commits; the hooks must go, this process stays
             host.crash()
         session.close()
+        for loader in persistent_loaders._numbers:  # this process stays, and shall not wait for GC
+            if loader._iterator is not None:
+                loader._iterator._shutdown_workers()
         host.charged = 0  # the process is reaped
         return False
     session.finish()
@@ -717,6 +750,37 @@ def test_a_nan_loss_is_an_event_and_training_goes_on() -> None:
     assert host.kinds().count("nan_loss") == 2
 
 
+def test_reports_name_the_epoch() -> None:
+    host = FakeHost()
+    session = begun(host)
+    script(Result(), epochs=3)
+    session.finish()
+    epochs = [values["epoch"] for kind, values in host.events if kind == "progress"]
+    assert epochs == sorted(epochs)
+    assert (epochs[0], epochs[-1]) == (0, 2)
+
+
+WARNED = """
+import torch; from pipeswitch import job; model, best = torch.nn.Linear(1, 1), 1.0
+def main():
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in job.steps(iter([1]), model=model, optimizer=optimizer, extra_state={"best": best}):
+        job.log(loss=float("nan"))
+main()
+"""
+
+
+def test_a_warning_names_the_line_of_the_script(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(WARNED)
+    session = begun(FakeHost())
+    with pytest.warns(UserWarning, match="job") as caught:
+        runpy.run_path(str(path))
+    session.finish()
+    lines = {(one.filename, one.lineno) for one in caught}
+    assert lines == {(str(path), 5), (str(path), 6)}
+
+
 def test_an_iterable_without_state_warns_once() -> None:
     host = FakeHost()
     session = begun(host)
@@ -736,7 +800,88 @@ def test_an_iterable_without_state_warns_once() -> None:
     assert "batches" in told["text"]  # which ``jobs`` shows as its ``why``
 
 
-def test_persistent_workers_are_named_where_a_shuffled_order_would_differ() -> None:
-    loader = torch.utils.data.DataLoader(range(8), num_workers=2, persistent_workers=True)  # type: ignore[arg-type]
-    with pytest.warns(job.InexactResumeWarning, match="persistent_workers=False"):
+def test_another_torch_has_loaders_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(persistent_loaders, "_Base", object)
+    session = begun(FakeHost())
+    loader = DataLoader(range(8), num_workers=2, persistent_workers=True)  # type: ignore[arg-type]
+    with pytest.warns(job.InexactResumeWarning, match="worker processes"):
         assert DataPosition(loader, {}).warn_if_inexact()
+    assert persistent_loaders.capture() == {}
+    session.close()
+
+
+def test_a_loader_is_itself_again_after_the_script() -> None:
+    before = DataLoader.__init__, DataLoader._get_iterator  # type: ignore[attr-defined]
+    begun(FakeHost()).close()
+    assert before == (DataLoader.__init__, DataLoader._get_iterator)  # type: ignore[attr-defined]
+
+
+class Drawn(Dataset[float]):
+    """Samples that a generator of the dataset's own draws."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(4)
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> float:
+        return index + float(self.rng.random()) + random.random()
+
+
+class Endless(IterableDataset[float]):
+    """A stream with a worker's share of ten samples."""
+
+    def __iter__(self) -> Iterator[float]:
+        for index in range(10)[torch.utils.data.get_worker_info().id :: 2]:  # type: ignore[union-attr]
+            yield index + float(torch.rand(()))
+
+
+class Batches:
+    """A batch sampler that draws when it is asked for an iterator."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(torch.randperm(10).view(5, 2).tolist())
+
+    def __len__(self) -> int:
+        return 5
+
+
+LOADERS: dict[str, Callable[..., DataLoader[float]]] = {
+    "a generator of the dataset": partial(DataLoader, Drawn(), batch_size=3, shuffle=True),
+    "a stream": partial(DataLoader, Endless(), batch_size=2),
+    "without batches": partial(DataLoader, Drawn(), batch_size=None),
+    "an eager batch sampler": partial(DataLoader, Drawn(), batch_sampler=Batches()),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_new_workers_continue_where_the_old_ones_were(kind: str) -> None:
+    def made() -> DataLoader[float]:
+        return LOADERS[kind](num_workers=2, persistent_workers=True)
+
+    torch.manual_seed(1)
+    plain = made()
+    expected = [[torch.as_tensor(one).tolist() for one in plain] for _ in range(4)]
+    torch.manual_seed(1)
+    persistent_loaders.watch()
+    try:
+        loader = made()
+        seen = [[torch.as_tensor(one).tolist() for one in loader] for _ in range(2)]
+        ended, drawn = persistent_loaders.capture(), torch.get_rng_state()
+        begun_pass = iter(loader)
+        next(begun_pass)
+        under_way = persistent_loaders.capture()  # it is repeated
+        assert digest(ended) == digest(under_way)
+        for workers in (ended, under_way):
+            persistent_loaders.watch()
+            loader = made()
+            list(loader)  # before the script comes to its loop
+            persistent_loaders.restore(workers)
+            torch.set_rng_state(drawn)
+            assert (
+                seen + [[torch.as_tensor(one).tolist() for one in loader] for _ in range(2)]
+                == expected
+            )
+    finally:
+        persistent_loaders.unwatch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -171,3 +172,30 @@ def test_what_cannot_be_backed_up_or_restored_is_refused(state: State, tmp_path:
     with pytest.raises(PipeSwitchError):
         restore(copy, again)
     assert not again.exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("fails", ["copy2", "copyfile", "mkdir"])
+def test_a_full_disk_names_both_folders_and_leaves_nothing(
+    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fails: str
+) -> None:
+    copy, root = tmp_path / "copy", tmp_path / "root"
+    backup(state.root, copy)
+    calls = ((restore, copy, root, "--state-dir"), (backup, state.root, root, "another disk"))
+    for call, source, target, told in calls:
+        whole = {path: path.stat().st_mtime_ns for path in source.rglob("*")}
+
+        def full(*_: Any, **__: Any) -> None:
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path if fails == "mkdir" else shutil, fails, full)
+            with pytest.raises(PipeSwitchError) as refused:
+                call(source, target)
+        assert str(source) in refused.value.message
+        assert str(target) in refused.value.message
+        assert told in refused.value.hint
+        assert not target.exists()
+        assert whole == {path: path.stat().st_mtime_ns for path in source.rglob("*")}
+        call(source, target)  # there is room again
+        shutil.rmtree(target)

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -23,8 +24,8 @@ from rich.console import Console
 
 from pipeswitch.base.config import Config
 from pipeswitch.base.errors import ConfigError, InvalidInput, ServerUnavailable
+from pipeswitch.cli import common, views
 from pipeswitch.cli import infer as cli_infer
-from pipeswitch.cli import views
 from pipeswitch.cli.main import main
 from pipeswitch.cli.page import page_url
 from pipeswitch.client.client import job_name
@@ -86,6 +87,30 @@ def test_a_usage_error_exits_with_2() -> None:
     assert run("nonsense")[0] == 2
     assert run("register", "m", "x.pt2", "--part", "ema", env=NOBODY)[0] == 2
     assert run("infer", "m", "--random", "--input", "x.npy", env=NOBODY)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("list",), "pipeswitch models"),
+        (("pull", "llama3"), "pipeswitch run hf:"),
+        (("rm", "m"), "pipeswitch unregister NAME"),
+        (("models", "ls"), "pipeswitch models"),
+        (("models", "rm", "m"), "pipeswitch unregister NAME"),
+        (("jobs", "list"), "'ls'"),
+    ],
+)
+def test_a_command_of_another_tool_is_refused_with_the_one_that_does_it(
+    words: tuple[str, ...], told: str
+) -> None:
+    status, _, text = run(*words, env=NOBODY)
+    assert (status, told in text) == (2, True), text
+
+
+def test_commands_that_refusals_name_exist() -> None:
+    for text in common.OF_OTHERS.values():
+        for command in re.findall(r"pipeswitch( (?:jobs )?[a-z-]+)", text):
+            assert run(*command.split(), *["--help"] * ("-" not in command))[0] == 0, command
 
 
 def test_with_json_an_error_is_json_too() -> None:
@@ -696,6 +721,23 @@ def test_tables_have_a_column_for_the_device_where_there_are_several() -> None:
     view, _ = views.Listing(rows, views.MODEL_COLUMNS).fitted(240)
     (on,) = (one for one in view.columns if one.header == "ON")
     assert list(map(str, on.cells)) == ["cpu:0, cpu:1", ""]
+
+
+def test_a_role_that_sees_some_facts_only_gets_no_empty_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row = {"name": "m", "state": "ready", "version": 1, "inputs": []}
+    whole = dict.fromkeys(views.MODEL_COLUMNS, "")
+
+    def titles(*rows: dict[str, Any], words: tuple[str, ...] = ()) -> list[str]:
+        answering(monkeypatch, models=lambda versions: list(rows))
+        return run("models", *words)[1].splitlines()[0].split()
+
+    assert titles(row) == ["NAME", "STATE"]
+    assert titles(row, words=("--versions",)) == ["NAME", "VERSION", "STATE"]
+    assert titles(row, whole) == [one.upper() for one in views.MODEL_COLUMNS]
+    assert titles()[-1] == "SOURCE"
+    assert titles({**whole, "reason": "no such class"})[-1] == "REASON"
 
 
 def test_a_failed_job_has_its_cause_and_what_to_type() -> None:

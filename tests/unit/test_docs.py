@@ -229,3 +229,10 @@ def test_the_readme_starts_with_the_command_that_needs_no_gpu() -> None:
     text = (ROOT / "README.md").read_text()
     assert "make demo" in text.partition("```bash")[2].partition("```")[0]
     assert re.search(r"^demo:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_the_readme_names_the_sizes_of_an_install_that_the_guide_explains() -> None:
+    pages = ROOT / "README.md", ROOT / "docs" / "guide" / "start.md"
+    sizes, explained = ({*re.findall(r"[\d.]+ GB", page.read_text())} for page in pages)
+    assert sizes
+    assert sizes <= explained

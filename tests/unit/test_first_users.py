@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Iterator
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 
 import pipeswitch as ps
-from pipeswitch.base.errors import InvalidInput
+from pipeswitch.base.errors import InvalidInput, RegistrationRefused
 from pipeswitch.base.units import LogFile
 from pipeswitch.client.model_sources import LocalSource
 from pipeswitch.client.verbs import Verbs
+from pipeswitch.programs.build import program
+from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.wire.register_request import RegisterRequest
 
 
@@ -115,3 +118,25 @@ def test_a_full_disk_is_one_line_until_the_log_can_be_written_again(
         patched.setattr(handler, "flush", full)
         logger.warning("lost")
     assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize(
+    ("error", "is_full"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), True),
+        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), True),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), True),
+        (OSError(errno.EACCES, os.strerror(errno.EACCES)), False),
+    ],
+)
+def test_a_program_that_the_disk_has_no_room_for_is_refused_with_what_to_do(
+    error: Exception, is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(program, "_build_module", full)
+    with pytest.raises(RegistrationRefused) as refused:
+        program.build(BuildSpec(name="m", source="torchvision:resnet18"), tmp_path, lambda *_: None)
+    assert bool(refused.value.hint) is is_full
+    assert ("cannot be written" in str(refused.value)) is is_full

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,6 +164,13 @@ def test_a_verb_that_depends_on_its_client_needs_operate_over_http(rig: Rig) -> 
     for verb in VERBS.values():
         if verb.http is not None and (verb.is_cut or verb.of_owner):
             assert roles[verb.http.method, verb.http.path] is Role.OPERATE
+
+
+def test_the_guide_names_every_route(rig: Rig) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guide" / "http.md").read_text()
+    names = {*re.findall(r"[a-z.]+", " ".join(re.findall(r"^- `.*/api/.*$", guide, re.MULTILINE)))}
+    for route in rig.api.routes:
+        assert {*re.sub(r"\{\w+\}", "", route.path).split("/")} - {""} <= names, route.path
 
 
 def test_the_description_has_every_route_and_is_openapi(rig: Rig) -> None:

@@ -49,6 +49,19 @@ def test_pieces_join_to_the_whole_log(tmp_path: Path) -> None:
     assert read == text
 
 
+def test_a_job_that_has_logged_nothing_has_an_empty_history(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for name in ("j", "j.1"):
+        (tmp_path / "logs" / f"job-{name}.log").write_text("a line that it printed")
+        piece = read_piece(tmp_path, JobName(name), "history", 5)
+        assert piece == {"offset_bytes": 0, "end_bytes": 0, "text": ""}
+        with pytest.raises(ModelNotFound):
+            read_piece(tmp_path, JobName(name), "state", 0)
+    for kind in ("history", "logs"):
+        with pytest.raises(ModelNotFound):
+            read_piece(tmp_path, JobName("absent"), kind, 0)
+
+
 def test_of_a_long_log_the_newest_stays_and_who_follows_goes_on(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     path, resident_bytes, written = tmp_path / "logs" / "job-j.log", 1 << 18, 0

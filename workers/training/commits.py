@@ -238,7 +238,7 @@ class Committer:
         return {
             "position": tuple(vars(point.position).values()),
             "random": point.random.values(),
-            "data": (point.data.generators, point.data.own),
+            "data": (point.data.generators, point.data.own, point.data.workers),
             "proof": None if point.data.proof is None else point.data.proof.values(),
             **point.entry,
             "requires_grad": bytes(mark[1] for mark in point.marks),

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from pipeswitch.base import state_codec
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.inputs.randomness import RandomState
-from pipeswitch.job import InexactResumeWarning
+from pipeswitch.job import InexactResumeWarning, script_level
 
 from .snapshot import DataPosition, DataState, filled, has_state, load_state, state_of
 
@@ -298,7 +298,7 @@ class Keepers:
             "it starts over in a resumed script. Create it before training, or give the callback "
             "state_dict() and load_state_dict()",
             InexactResumeWarning,
-            stacklevel=2,
+            stacklevel=script_level(),
         )
 
 

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.commits.weights import OPTIMIZER
-from pipeswitch.job import InexactResumeWarning
+from pipeswitch.job import InexactResumeWarning, script_level
 
 from .snapshot import load_state, state_of
 from .torch_private import has_aliases, made_in_forward, registered_buffers
@@ -139,7 +139,7 @@ class TrainedObjects:
                 "job.steps: a scheduler drives the optimizer and was not passed, so a resumed "
                 "script starts it over. Pass scheduler=…",
                 InexactResumeWarning,
-                stacklevel=5,
+                stacklevel=script_level(),
             )
         aliased = self.aliased()
         if aliased:
@@ -148,7 +148,7 @@ class TrainedObjects:
                 "`.data`, a state_dict()) and will keep their current values. Create them in the "
                 "loop, or clone them",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=script_level(),
             )
 
     def refuse_other_objects(self, other: TrainedObjects) -> None:

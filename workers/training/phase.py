@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from pipeswitch.base.errors import HostStoreFull, OutOfDeviceMemory
 from pipeswitch.ipc.gate import Gate
 
+from . import persistent_loaders
 from .activations import Activations
 from .commits import Committer, Point, state_area_bytes
 from .hooks import Closure, hook_modules
@@ -170,7 +172,8 @@ class Phase:
             "bodies": (self._watch.was_watched, self._watch.writes_unseen),
             "has_updated": self.place.has_updated,
         }
-        now = self.place.position, self.data.capture(), entry, self.point
+        data = replace(self.data.capture(), workers=persistent_loaders.capture())
+        now = self.place.position, data, entry, self.point
         try:
             self.point = self.committer.capture(*now)
             outgrown_bytes = self.committer.outgrown_bytes(self.point)

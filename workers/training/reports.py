@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from pipeswitch.job import InexactResumeWarning, as_number
+from pipeswitch.job import InexactResumeWarning, as_number, script_level
 
 from .host import JobHost
 
@@ -32,7 +32,7 @@ class Reports:
         """Warn the script, once for each key."""
         if key not in self.warned:
             self.warned.add(key)
-            warnings.warn(text, kind, stacklevel=6)  # of the script that calls job.steps
+            warnings.warn(text, kind, stacklevel=script_level())
 
     def inexact(self, key: str, text: str, step: int) -> None:
         """Tell the job's owner, once for each key, how a resume may differ; the log has more."""
@@ -62,13 +62,13 @@ class Reports:
         """Record time off the device, for a batch or for the last step's copies."""
         self._away_ms.append(ms)
 
-    def progress(self, step: int, op_id: int, left: int, **activations: Any) -> None:
+    def progress(self, step: int, epoch: int, left: int, **activations: Any) -> None:
         """``left``: steps until the job ends; -1: not known."""
         self._at_ms = self._host.now_ms() + REPORT_EVERY_MS
         self._host.flush()
         more = {"activations": activations} if activations else {}
         log, away = dict(self._log), round(fmean(self._away_ms)) if self._away_ms else -1
         self._host.report(
-            "progress", step=step, op_id=op_id, left=left, away_ms=away, log=log, **more
+            "progress", step=step, epoch=epoch, left=left, away_ms=away, log=log, **more
         )
         self._log.clear()

@@ -29,8 +29,9 @@ from pipeswitch.base.errors import InvalidInput, PipeSwitchError
 from pipeswitch.inputs.loader import SharedLoader
 from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.ipc.gate import Gate
-from pipeswitch.job import InexactResumeWarning, warn_if_not_finite
+from pipeswitch.job import InexactResumeWarning, script_level, warn_if_not_finite
 
+from . import persistent_loaders
 from .activations import Activations
 from .hooks import use_gate
 from .host import JobHost
@@ -90,6 +91,7 @@ class TrainingSession:
         else:
             self.place.entry["script_random"] = RandomState(self.device).values()
         use_gate(self._gate)
+        persistent_loaders.watch()
 
     def finish(self) -> None:
         """Call when the script has ended well: commits its end and gives the device up.
@@ -130,6 +132,7 @@ class TrainingSession:
         if self._phase is not None:
             self._phase.optimizers.remove()
         use_gate(None)
+        persistent_loaders.unwatch()
         if self._activations is not None:
             self._activations.close()
         self._gate.in_optimizer_step = False
@@ -330,6 +333,7 @@ class TrainingSession:
         """Random generators of the loop's start, iterator, skip; those of the commit."""
         for key in ("epoch_random", "loop_random", "loop_data"):
             self.place.entry[key] = saved.values[key]
+        persistent_loaders.restore(saved.data("data").workers)
         iterator = None
         if saved.position.finished:
             phase.data.pass_by(saved.data("data"))
@@ -407,6 +411,7 @@ class TrainingSession:
     def _end_loop(self) -> None:
         """End a loop after its last batch, or a ``break``; later code finds the current state."""
         self._has_failed = False
+        persistent_loaders.settle(self._loader)
         self._watch_script()
         phase, self._watch.is_in_body = self._phase, False
         if phase is None:
@@ -435,7 +440,7 @@ class TrainingSession:
                 "dict (note = {'best': 9.0}; extra_state=note); pass lists, generators and objects "
                 "with state_dict() in extra_state, networks as model",
                 InexactResumeWarning,
-                stacklevel=4,
+                stacklevel=script_level(),
             )
 
     @property

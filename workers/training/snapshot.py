@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ from pipeswitch.base import state_codec
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.inputs.loader import SharedLoader
 from pipeswitch.inputs.randomness import GENERATORS, RandomState, generators_of
-from pipeswitch.job import InexactResumeWarning
+from pipeswitch.job import InexactResumeWarning, script_level
 
 from .torch_private import advance_sampler, is_plain_map_loader, version
 
@@ -141,7 +141,7 @@ def named_extras(value: Any, *, is_literal: bool) -> dict[str, Any]:
             "script assigns to its variable later is not captured and starts over in a resumed "
             "script. Keep it in a dict: note = {'best': best}; extra_state=note; note['best'] = …",
             InexactResumeWarning,
-            stacklevel=5,
+            stacklevel=script_level(),
         )
     extras = named(value, "extra_state")
     found = {name: item for name, item in extras.items() if has_state(item) or type(item) in NOTES}
@@ -293,6 +293,7 @@ class DataState:
 
     generators: dict[str, Any]  # states by the path of the generator
     own: Any  # state_dict() of the loader or its dataset, or None
+    workers: dict[int, Any] = field(default_factory=dict)  # see ``persistent_loaders.py``
     proof: Proof | None = None
 
 
@@ -331,7 +332,7 @@ class DataPosition:
         """Cheap; called at every commit point, with no fetch under way."""
         own = None if self._keeper is None else self._keeper.state_dict()
         generators = {path: state_of(g) for path, g in self._generators.items()}
-        return DataState(generators, own, self._proof)
+        return DataState(generators, own, proof=self._proof)
 
     def fetched(self, batch: Any, random: RandomState, before: DataState) -> None:
         """Record the batch, and the state with which it was fetched."""
@@ -440,7 +441,7 @@ class DataPosition:
             "batches again did not, either: the data differ from now on. Make it save its buffers "
             "and generators",
             InexactResumeWarning,
-            stacklevel=5,
+            stacklevel=script_level(),
         )
         return None
 
@@ -450,12 +451,11 @@ class DataPosition:
         if self._keeper is loader or isinstance(loader, SharedLoader):
             return False
         if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
-            if loader.num_workers > 0:
+            is_stream = isinstance(loader.dataset, IterableDataset)
+            is_lost = loader.persistent_workers and not hasattr(DataLoader.__init__, "__wrapped__")
+            if loader.num_workers > 0 and (is_stream or is_lost):  # see persistent_loaders.watch
                 why = "it has worker processes: a resume fetches and drops all batches used so far"
-                if loader.persistent_workers:
-                    why += ", what persistent workers drew in earlier epochs is lost, and a "
-                    why += "shuffled order differs (persistent_workers=False keeps it)"
-            elif isinstance(loader.dataset, IterableDataset) and self._keeper is None:
+            elif is_stream and self._keeper is None:
                 why = "its dataset is iterable: a resume fetches and drops all batches used so far"
             else:
                 return False
@@ -469,7 +469,7 @@ class DataPosition:
             f"job.steps({type(loader).__name__}): {why}; exact only if data and order depend only "
             "on seeds. A loader or dataset with state_dict() resumes exactly and fast",
             InexactResumeWarning,
-            stacklevel=5,
+            stacklevel=script_level(),
         )
         return True
 

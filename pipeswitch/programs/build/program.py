@@ -6,6 +6,7 @@ Runs in a short-lived child that has torch. Whatever goes wrong with a model end
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -109,9 +110,12 @@ def build(
     except PipeSwitchError:
         raise
     except Exception as error:  # a model's own code, or torch on a model that was never tried
-        raise RegistrationRefused(
-            f"model {spec.name!r}", f"{type(error).__name__}: {str(error)[:500]}"
-        ) from error
+        why, hint = f"{type(error).__name__}: {str(error)[:500]}", ""
+        for full in (errno.ENOSPC, errno.EDQUOT):
+            if os.strerror(full) in why:  # safetensors raises an error of its own
+                why = f"its program cannot be written: {os.strerror(full)}"
+                hint = "free space on the disk of the state directory, or unregister models"
+        raise RegistrationRefused(f"model {spec.name!r}", why, hint=hint) from error
 
 
 def _in_precision(

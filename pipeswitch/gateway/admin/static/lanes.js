@@ -220,9 +220,10 @@ export class Waterfall {
     if (request.stop) {
       const [left, wide] = block(from, request.stop.end, 0, colours.train);
       label(pen, "stops", left + 5, 3 + deep / 2 + 1, wide - 8, colours.on);
-      label(pen, "suspended", x(request.stop.end) + 8, 3 + deep / 2 + 1, width, colours.quiet);
+      const after = x(request.stop.end) + 8;
+      label(pen, "suspended", after, 3 + deep / 2 + 1, width - after, colours.quiet);
     }
-    if (!request.copies.length) label(pen, "already on the device", LEFT + 8, lane + 3 + deep / 2 + 1, width, colours.quiet);
+    if (!request.copies.length) label(pen, "already on the device", LEFT + 8, lane + 3 + deep / 2 + 1, width - LEFT - 8, colours.quiet);
     for (const copy of request.copies) block(copy.begin, copy.end, 1, colours.switch);
     if (request.groups.length) for (const group of request.groups) block(group.begin, group.end, 2, colours.infer);
     else block(request.begin, request.end, 2, colours.infer);

@@ -16,6 +16,7 @@ const MAX_LOSSES = 240; // of a job: then every other one goes
 const MAX_SEEDED = 8; // jobs whose curve is read when the page opens; others' when they are looked at
 const HISTORY_BYTES = 4 << 20; // of the newest of a job's history: some 60,000 steps
 const ON_DEVICE = /^(\w+:\d+) (.*)$/; // a track's name where there are several devices
+const TEXT_TOKENS = 32; // of an answer that the page shows
 const SILENT_MS = 40000; // the server gives a sign of life each 15 s
 
 export class Refused extends Error {
@@ -49,6 +50,12 @@ export class Server {
 
   async get(path) { return (await this.fetch(path)).json(); }
   async post(path) { return (await this.fetch(path, { method: "POST" })).json(); }
+
+  // Some text that a language model writes after a prompt.
+  async complete(name, prompt) {
+    const headers = { "Content-Type": "application/json" }, body = JSON.stringify({ model: name, prompt, max_tokens: TEXT_TOKENS });
+    return (await (await this.fetch("/v1/completions", { method: "POST", headers, body })).json()).choices[0].text;
+  }
 
   // One request with made-up values; its bill.
   async infer(row) {
@@ -257,6 +264,7 @@ export class Model {
     this.about = null; this.ps = []; this.jobs = []; this.models = []; this.stats = null;
     this.events = []; // newest first
     this.losses = new Map(); // by job
+    this.texts = new Set(); // names of language models
     this.looks = []; // at sequences, oldest first: {at, up_s, by: what each model's hold}
     this.state = "starting"; // live, away, login
     this.lastId = "";
@@ -299,6 +307,11 @@ export class Model {
     const [about, ps, jobs, models, stats] = await Promise.all(
       ["about", "ps", "jobs", "models", "stats"].map((what) => this.server.get(`/api/${what}`)));
     if (this.about && about.pid !== this.about.pid) { this.timeline.clear(); this.losses.clear(); this.looks = []; this.isSeeded = false; this.note({ topic: "page.server", pid: about.pid }); }
+    const names = (rows) => rows.map((row) => `${row.name} ${row.version}`).join();
+    if (names(models.models) !== names(this.models)) {
+      const texts = await this.server.get("/v1/models").catch(() => ({ data: [] }));
+      this.texts = new Set(texts.data.map((one) => one.id));
+    }
     Object.assign(this, { about, ps: ps.rows, jobs: jobs.jobs, models: models.models, stats });
     for (const job of this.jobs) this.keepLoss(job.name, job.step, job.log);
     if (!this.isSeeded) {

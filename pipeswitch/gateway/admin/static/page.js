@@ -107,7 +107,7 @@ function showSequences() {
   const perS = rate(model.tokensPerS());
   lanes.levels = [
     { name: "Tokens", colour: "infer", told: `${perS}/s`, steps: steps((_, index) => model.tokensPerS(null, index, index + 1)) },
-    { name: "State", colour: "quiet", told: size(live), steps: steps((look) => model.sequences(null, look).sequence_bytes) },
+    { name: "Caches", colour: "quiet", told: size(live), steps: steps((look) => model.sequences(null, look).sequence_bytes) },
   ];
   $("lanes").style.setProperty("--levels", lanes.levels.length);
   $("sequences-text").textContent = `${perS} tokens/s; ${sequences} ${sequences === 1 ? "sequence holds" : "sequences hold"} ${size(live)} of the request pool` +
@@ -238,7 +238,7 @@ function showModels() {
   keyed($("models"), shownModels, (row) => {
     const pin = button("Pin", `Pin ${row.name} on the device`, (one) =>
       act(one, () => server.post(`/api/models/${encodeURIComponent(row.name)}/${one.dataset.verb}`)));
-    const acts = make("div", "acts", "", button("Infer", `Infer ${row.name} with a random input`, (one) => infer(row.name, one)), pin);
+    const acts = make("div", "acts", "", button("Infer", `Infer ${row.name} with ${model.texts.has(row.name) ? "a text" : "a random input"}`, (one) => infer(row.name, one)), pin);
     const name = button(row.name, `Details of ${row.name}`, () => lookAt(row.name));
     name.className = "name";
     return make("li", "", "", make("div", "who", "", make("kbd"), name, make("span", "pills")), make("p", "what"), acts, make("p", "why"));
@@ -308,13 +308,26 @@ function showDetailSwitch() {
   showBill($("model-bill"), found);
 }
 
+const BILL = { queue: "until the scheduler chose it", switch: "until its first layers compute: training stops, and a model that is not on the device begins to stream in",
+  copy: "from the first to the last copied layer group; other parts overlap it", stall: "layers waited for their copy", compute: "layers computed", total: "until the answer" };
+
 function showBill(list, one) {
-  fill(list, one ? ["queue", "switch", "copy", "stall", "compute", "total"].map((name) => term(name, ms(one.bill[name]))) : []);
+  fill(list, one ? Object.entries(BILL).map(([name, meaning]) => {
+    const part = term(name, ms(one.bill[name]));
+    part.title = meaning;
+    return part;
+  }) : []);
 }
 
 async function infer(name, one = null) {
   const row = model.models.find((found) => found.name === name);
   if (!row) return;
+  if (model.texts.has(name)) {
+    const text = prompt(`Text for ${name}`, "Once upon a time");
+    const told = text && (await act(one, () => server.complete(name, text)));
+    if (told) toast(`${name}: ${told}`, "", true);
+    return;
+  }
   const bill = await act(one, () => server.infer(row));
   if (bill) {
     toast(`${name}: ${ms(bill.total_ms)}${bill.resident ? ", on the device already" : ", streamed in"}${bill.preempted ? ", training was suspended" : ""}`, "", true);
