@@ -222,7 +222,7 @@ def test_a_view_of_a_convolution_is_the_modules(name: str, tmp_path: Path) -> No
 def test_a_call_is_packed_if_it_gains_at_a_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = {1: (1.0, 1.2), 8: (3.0, 2.0)}  # plain and packed, by rows
+    times = {1: (1.0, 1.1), 8: (3.0, 2.0)}  # plain and packed, by rows
 
     def timed(calls: Sequence[Callable[[], Any]], before: object = None) -> tuple[float, ...]:
         return times[len(calls[0]())]
@@ -232,8 +232,29 @@ def test_a_call_is_packed_if_it_gains_at_a_batch(
     manifest = built(nn.Linear(16, 16), (torch.randn(2, 16),), tmp_path)
     assert manifest.precision is not None
     assert "batch=8" in manifest.extra["notes"][-1]
-    times[8] = (3.0, 2.9)
+    times[8] = (3.0, 2.95)
     assert built(nn.Linear(16, 16), (torch.randn(2, 16),), tmp_path / "b").precision is None
+
+
+@pytest.mark.parametrize(("loser", "other"), [(1, 8), (8, 1)])
+def test_a_call_that_loses_much_at_one_size_is_not_packed(
+    loser: int, other: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {loser: (1.0, 1.3), other: (3.0, 1.0)}  # plain and packed, by rows
+    monkeypatch.setattr(fusing._Fusing, "_plain", lambda self, chain, x: x)
+    monkeypatch.setattr(fusing, "min_ms", lambda calls, before: times[len(calls[0]())])
+    linear, x = nn.Linear(16, 16), torch.randn(2, 16)
+    assert built(linear, (x,), tmp_path).precision is None
+    times[loser] = (1.0, 1.1)
+    assert built(linear, (x,), tmp_path / "b").precision is not None
+
+
+def test_a_language_model_is_timed_at_one_stream_and_at_eight(tmp_path: Path) -> None:
+    manifest = built(nn.Linear(16, 16), (torch.randn(2, 16),), tmp_path)
+    manifest.extra["example_dims"]["batch"] = 2
+    for is_decoder, rows in ((False, [2, 8]), (True, [1, 8])):
+        shapes = precision._shapes(manifest, is_decoder)[: fusing.TIMED]
+        assert [shape["batch"] for shape in shapes] == rows
 
 
 @pytest.mark.parametrize("how", ["wrong", "nan"])

@@ -28,6 +28,7 @@ MAX_ROUNDS: Final = 200
 ENOUGH_MS: Final = 40.0  # a timing of short calls takes this long: other programs disturb it
 EVICTED_BYTES: Final = 32 << 20  # what is read between two calls, if a model has so much
 COPY: Final = "aten.contiguous.default"
+MAX_LOSS: Final = 0.15  # of one call at one shape; ``precision`` limits that of the whole form
 MAX_PADDED: Final = 1.1  # bytes of a packed bfloat16 weight, of those that it has plain,
 PADDED_BYTES: Final = 64 << 10  # or so many more, which nobody misses
 PRODUCTS: Final = {"aten.conv2d.default": 0, "aten.linear.default": 0, "aten.addmm.default": 1}
@@ -171,7 +172,8 @@ class _Fusing:
                 continue
             timed = self._traces[:TIMED] if self._is_fast else ()
             times = [self._timed(chain, form, trace) for trace in timed]
-            if sum(packed_ms - plain_ms for plain_ms, packed_ms in times) > 0.0:
+            loses = any(ours_ms > (1.0 + MAX_LOSS) * plain_ms for plain_ms, ours_ms in times)
+            if loses or sum(packed_ms - plain_ms for plain_ms, packed_ms in times) > 0.0:
                 self._plain_count += 1
                 continue
             self._new |= form.weights

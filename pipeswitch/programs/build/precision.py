@@ -145,11 +145,12 @@ def _runner(program: GraphProgram, storage: torch.UntypedStorage) -> Run:
 def _shapes(manifest: Manifest, is_decoder: bool) -> list[Values]:
     """Return the example's dimensions, those of a batch, then others at the ends of the ranges.
 
-    A language model is asked for one token of each sequence at a time.
+    A language model computes one token of each sequence at a time, and often has one sequence.
     """
     example: dict[str, int] = dict(manifest.extra["example_dims"])
     if is_decoder:
-        example |= {"length": 1} if "length" in example else {}
+        lows = {dim.name: dim.low for dim in manifest.dims}
+        example |= {name: max(1, lows[name]) for name in ("length", BATCH) if name in lows}
     shapes: list[Values] = [example]
     for dim in manifest.dims:
         if dim.name == BATCH and example[BATCH] != (several := min(SEVERAL, dim.high)):
