@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -808,6 +808,18 @@ def test_another_torch_has_loaders_as_they_were(monkeypatch: pytest.MonkeyPatch)
         assert DataPosition(loader, {}).warn_if_inexact()
     assert persistent_loaders.capture() == {}
     session.close()
+
+
+def test_what_a_worker_sends_passes_through_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        persistent_loaders, "get_worker_info", lambda: SimpleNamespace(id=1, dataset=Drawn())
+    )
+    loader = DataLoader(range(2), collate_fn=list)  # type: ignore[arg-type]
+    worker = persistent_loaders._Worker(loader, {})
+    plain = worker.collate([1])
+    batch, pinned = torch.utils.data._utils.pin_memory.pin_memory(plain)
+    assert (batch, pinned.states) == ([1], plain[1].states)
+    persistent_loaders._Worker(loader, {1: pinned.states}).start(1)
 
 
 def test_a_loader_is_itself_again_after_the_script() -> None:

@@ -37,6 +37,13 @@ _numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _saved: WeakKeyDictionary[Any, Workers] = WeakKeyDictionary()
 
 
+class _Sent:
+    """Generators of a worker. Pinned memory turns tuples into lists, and keeps other objects."""
+
+    def __init__(self, worker_id: int, states: Any) -> None:
+        self.worker_id, self.states = worker_id, states
+
+
 class _Worker:
     """The script's ``worker_init_fn`` and ``collate_fn``, with the worker's generators."""
 
@@ -57,7 +64,8 @@ class _Worker:
         batch = self._collate(samples)
         of_torch, *others = RandomState("cpu").values()
         own = {path: state_of(generator) for path, generator in _generators().items()}
-        return batch, get_worker_info().id, ((of_torch.numpy(), *others), own)  # type: ignore[union-attr]
+        states = (of_torch.numpy(), *others), own
+        return batch, _Sent(get_worker_info().id, states)  # type: ignore[union-attr]
 
 
 def _generators() -> dict[str, Any]:
@@ -100,7 +108,8 @@ class PersistentIterator(_Base):  # type: ignore[misc]
             raise
 
     def _process_data(self, data: Any, *rest: Any) -> Any:
-        batch, worker_id, self._states[worker_id] = super()._process_data(data, *rest)
+        batch, sent = super()._process_data(data, *rest)
+        self._states[sent.worker_id] = sent.states
         return batch
 
     def settle(self) -> None:
@@ -113,9 +122,8 @@ class PersistentIterator(_Base):  # type: ignore[misc]
             ahead = [info[1] for info in self._task_info.values() if len(info) == 2]
             with contextlib.suppress(RuntimeError):  # a worker has died
                 ahead += [self._get_data()[1] for _ in range(count)]
-            for batch in ahead:
-                if isinstance(batch, tuple):  # else an error
-                    self._states[batch[1]] = batch[2]
+            for _, sent in (one for one in ahead if isinstance(one, (tuple, list))):  # no errors
+                self._states[sent.worker_id] = sent.states
 
     def workers(self) -> Workers | None:
         """Return what other workers continue; None: they begin. A pass under way is repeated."""
