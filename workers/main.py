@@ -233,8 +233,7 @@ class Worker:
         return 0
 
     def _keep_in_step(self) -> None:
-        """Limit run-ahead on a device that computes on its own, and run backward in this thread,
-        where the gate can park it."""
+        """Limit run-ahead on the device, and run backward in this thread."""
         pace = self._view.pacer()
         use_pace(pace)
         if pace is not None:

@@ -293,8 +293,7 @@ def _wait_for_the_one_before(state: Path) -> None:
 
 
 def _keys(state: Path) -> tuple[KeyFolder, Path, ClientKeys, tuple[str, ...]]:
-    """Return the folder, the key file of the cluster's clients, their key pair, and the key pair of
-    the other nodes' gateways; each is created once."""
+    """Return the folder, key file, clients' keys and gateways' keys; create each once."""
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = KeyFolder(state / "keys").open()
     if folder.server() is None:

@@ -180,8 +180,7 @@ class _Run:
         self._lost += 1
 
     def _finish_ms(self, tile: int, at_ms: float, node: str) -> float:
-        """Return how long a client expects a node to need from that time on. A dead node reports
-        nothing, and is dropped when it does not answer."""
+        """Return how long a client expects a node to need; a dead node reports nothing."""
         queue_ms = self._told[node].queue_ms if node in self._told else 0.0
         return left_ms(queue_ms, at_ms - self._now_ms, self._done_ms[tile, node] - at_ms)
 

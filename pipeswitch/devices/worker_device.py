@@ -144,8 +144,7 @@ class WorkerDevice(Signals):
         """Close the regions: no kernel can reach one until the next ``enter``."""
 
     def pin(self, pointer: int, size_bytes: int) -> None:
-        """Prepare the mapped request pool: on cuda, make copies from and to it asynchronous; on
-        cpu, protect all of it but lent parts."""
+        """Prepare the request pool: asynchronous copies on cuda, protected pages on cpu."""
 
     def lend(self, slabs: tuple[tuple[int, int], ...], *, writable: bool) -> None:
         """Let kernels reach these ranges of the pool, begin and end in bytes, and no others."""

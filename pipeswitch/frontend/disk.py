@@ -69,8 +69,7 @@ class Disk:
         return min(limit - used for _, used, limit in self._budgets(tenant, program))
 
     def refusal(self, tenant: str, size_bytes: int, what: str) -> HostStoreFull | None:
-        """Return the error if ``size_bytes`` more may not be written, else None.
-        ``data["tenant"]`` names the exhausted budget; empty: the total."""
+        """Return the error if ``size_bytes`` more may not be written, else None."""
         for whose, used_bytes, limit_bytes in self._budgets(tenant):
             left_bytes = max(0, limit_bytes - used_bytes)
             if size_bytes > left_bytes:

@@ -315,8 +315,7 @@ class Generations:
         return True
 
     def _give_up_for(self, one: Pending) -> bool:
-        """Take the cache of the youngest waiting generation, if it is younger than this one.
-        Otherwise take this one's own if no other can make room."""
+        """Take the cache of the youngest waiting generation, if necessary this one's own."""
         began = _began(one)[0]
         waiting = self._waiting.values()
         younger = [two for two in waiting if began < _began(two)[0] < math.inf]

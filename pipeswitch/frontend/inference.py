@@ -371,8 +371,7 @@ class Inference:
         return replace(found, input_bytes=0, reply_bytes=found.input_bytes), announced
 
     def go_on(self, pending: Pending, answer: Reply) -> Reply | None:
-        """Pass a model's result to its postprocessing function, or to the next step of a chain.
-        None: the answer follows later."""
+        """Pass a result to its postprocessing or next step; None: the answer follows later."""
         found = self._go_behind(pending, answer) if pending.after or pending.bill else answer
         if found is None or pending.run is None:
             return found

@@ -184,8 +184,7 @@ def check_function(
 
 
 def _matches(runs: str, pattern: str) -> bool:
-    """Return True if the pattern matches, as in a shell: no wildcard crosses a folder. ``*``
-    alone matches everything."""
+    """Return True if the pattern matches, as in a shell; ``*`` alone matches everything."""
     parts, wanted = runs.split("/"), pattern.split("/")
     return pattern == "*" or (
         len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))

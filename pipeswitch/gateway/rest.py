@@ -259,8 +259,7 @@ def refuse(path: str, error: PipeSwitchError) -> Response:
 
 
 def _preflight(wished: str) -> Response:
-    """Return what a page of an allowed origin may do: it may send any headers, since clients of
-    OpenAI's kind each have their own."""
+    """Return the CORS headers for a page of an allowed origin."""
     headers = f"{HEADERS}, {wished}" if NAMES.fullmatch(wished) else HEADERS
     return Response(
         headers=(

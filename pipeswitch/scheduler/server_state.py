@@ -41,8 +41,7 @@ class ServerState:
         self.jobs.place = self.placing.job
 
     def stream_of(self, model: Model) -> dict[str, Any] | None:
-        """Return the cost of a pass on the first permitted device whose arena the model exceeds;
-        None if it fits all."""
+        """Return the cost of a pass on the first device whose arena the model exceeds, or None."""
         states = [one.state for one in self.devices if one.state.may_serve(model)]
         found = (stream_of(state, state.replicas[model.name]) for state in states)
         return next((one for one in found if one is not None), None)

@@ -137,7 +137,7 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "PEM",
     ),
     "a model's input": (A_MODEL + 'inputs = ["x=0x4"]', lambda f: None, "[[model]] a"),
-    "a model's state": (A_MODEL + 'state = ["h"]', lambda f: None, "INPUT=OUTPUT"),
+    "a model's state": (A_MODEL + 'state = ["h"]', lambda f: None, "h=h_out"),
     "a model's batch": (A_MODEL + 'batch_delay = "2ms"', lambda f: None, "batch"),
     "a model's file": (A_MODEL.replace("x:y", "no.bundle"), lambda f: None, "no.bundle"),
 }

@@ -72,8 +72,7 @@ class RequestPool:
         flat[at:].zero_()
 
     def extend(self, slab: SlabTensor, rows: torch.Tensor) -> None:
-        """Write rows behind those that a tensor in pieces has. Nobody reads them before the run has
-        ended, so a run that dies is repeated."""
+        """Write rows behind those of a tensor in pieces; they count when the run has ended."""
         flat, at = rows.cpu().contiguous().view(torch.uint8).view(-1), 0
         for start, size in slab.places(slab.size_bytes, len(flat)):
             self._bytes[start : start + size] = flat[at : at + size]

@@ -200,8 +200,7 @@ def warm_up() -> None:
 
 
 class _Groups:
-    """Callback before each group: wait for its arrival word, show its weights to the kernels,
-    keep the times for the bill."""
+    """Callback before each group: wait for its arrival word and show its weights."""
 
     def __init__(
         self,

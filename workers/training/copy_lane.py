@@ -69,8 +69,7 @@ class CopyLanes:
         return copy
 
     def cancel(self, copy: Copy) -> bool:
-        """Cancel a copy. Return True if it had not begun and will not be reported; otherwise it
-        ends after its current piece."""
+        """Cancel a copy; return True if it had not begun and will not be reported."""
         with self._changed:
             copy.is_cancelled = True
             if copy.is_begun:

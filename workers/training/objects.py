@@ -72,8 +72,7 @@ class TrainedObjects:
         self.parameters[name] = parameter  # type: ignore[assignment]
 
     def weights(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype and shape of each parameter and buffer, as ``commits/weights.py`` names
-        them in a commit."""
+        """Return name, dtype and shape of each parameter and buffer."""
         return [
             (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             for name, tensor in (*self.parameters.items(), *self.buffers.items())

@@ -83,8 +83,7 @@ class Phase:
             raise
 
     def _moves(self, point: Point) -> bool:
-        """Make room for the next commits, between two bodies. Return True, also after a failure, if
-        the caller must capture the state again."""
+        """Make room for the next commits; return True if the state must be captured again."""
         if self._host.now_ms() < self._timing.grows_at_ms or self._gate.is_evicting:
             return False
         try:

@@ -1,5 +1,4 @@
-"""Storages that a step saves for backward: their device memory, and the plan which of them leave
-the device."""
+"""Storages that a step saves for backward, and the plan which of them leave the device."""
 
 from __future__ import annotations
 

@@ -119,8 +119,7 @@ class TrainingSession:
         self.close()
 
     def fail(self) -> None:
-        """Keep the script's last finished step, if its state is still whole. Call this when the
-        script has failed."""
+        """Keep the last finished step of a failed script, if its state is still whole."""
         if self._phase is not None and self.place.may_commit:
             with contextlib.suppress(PipeSwitchError):
                 self._phase.commit_point()

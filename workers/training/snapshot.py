@@ -204,8 +204,7 @@ def load_state(item: Any, state: Any) -> None:
 
 
 def filled(item: Any, state: Any) -> Any:
-    """Copy ``state`` into ``item``, which the script refers to, and return it; return ``state`` if
-    their types differ."""
+    """Copy ``state`` into ``item`` and return it, or ``state`` if their types differ."""
     kind = type(item)
     if kind is not type(state) and not (kind is torch.Tensor and isinstance(state, torch.Tensor)):
         return state

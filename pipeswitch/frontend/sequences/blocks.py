@@ -111,8 +111,7 @@ class BlockPool:
     # ---- the four operations -------------------------------------------------------------------
 
     def match(self, space: BlockNamespace, tokens: Tokens[int]) -> tuple[list[Block], int]:
-        """Return the blocks that have the first of these tokens, and the number of rows. The last
-        block may have more rows than that."""
+        """Return the blocks with the first of these tokens, and the number of rows."""
         data, size = tokens.tobytes(), TOKEN_BYTES * space.rows
         children, found, at = space.children, list[Block](), 0
         while at + size <= len(data) and (block := children.get(data[at : at + size])) is not None:

@@ -218,8 +218,7 @@ class Sequences:
         }
 
     def by_model(self) -> dict[str, dict[str, int]]:
-        """Return live sequences, bytes of them and of cached blocks, and tokens so far, by model.
-        A block that several sequences share counts once."""
+        """Return sequences, bytes and tokens by model; a shared block counts once."""
         nothing = {"sequences": 0, "sequence_bytes": 0, "spare_bytes": 0, "tokens": 0}
         found = {name: nothing | {"tokens": count} for name, count in self._tokens.items()}
         for held in self.held.values():

@@ -323,8 +323,7 @@ class Encoder:
 
 
 def inline_regions(module: torch.fx.GraphModule) -> None:
-    """Put the bodies of blocks that change nothing here (autocast that is off, the gradient mode)
-    into the graph around them, in place."""
+    """Inline the bodies of blocks that change nothing here, such as disabled autocast."""
     higher: Any = torch.ops.higher_order
     for node in list(module.graph.nodes):
         match node.args if node.op == "call_function" else ():

@@ -123,8 +123,7 @@ def _measured(times_ms: Sequence[float], found: Sequence[float]) -> dict[str, An
 
 
 def _with_copies(manifest: Manifest) -> Manifest:
-    """Count what a run holds besides the plain program's values: their copies in the other dtype,
-    and the largest int8 weight in bfloat16."""
+    """Return the bytes that a run needs besides the plain program's values."""
     held_bytes = manifest.extra.get("intermediate_bytes", 0)
     int8_bytes = [spec.size_bytes for spec in manifest.tensors if spec.dtype == "int8"]
     taken_bytes = held_bytes + held_bytes // 2 + 2 * max(int8_bytes, default=0)

@@ -30,8 +30,7 @@ class Placing:
         self._rank = PLACEMENTS[placement]
 
     def request(self, model: Model, request: Request) -> tuple[DeviceState, str]:
-        """Return the device and the reason, which is empty if there is only one device. The request
-        itself does not count as waiting."""
+        """Return the device and the reason, which is empty for a single device."""
         if len(self.states) == 1:
             return self.states[0], ""
         for state in self.states:
@@ -104,8 +103,7 @@ class Placing:
         return self._predict(state, model.name, max(1, model.last_batch))
 
     def _predict(self, state: DeviceState, name: str, batch: int) -> Prediction:
-        """Predict from measurements on this device, else on the slowest other one, because an
-        unknown model may be slow."""
+        """Predict from measurements on this device, else on the slowest other one."""
         own = state.predictions.predict(name, batch)
         if own.compute_ms and own.load_ms:
             return own

@@ -91,7 +91,8 @@ class Names:
             other = name if is_others or name in chains else self.aliases.names.get(name, model)
             if other != model or name in chains:
                 hint = f"pipeswitch unregister {name}, or choose another name"
-                raise errors.AlreadyExists(f'"{name}" is already a name of "{other}"', hint=hint)
+                of_what = "" if other == name else f' by "{other}"'
+                raise errors.AlreadyExists(f'"{name}" is already taken{of_what}', hint=hint)
         if len({*self.aliases.of(model), *aliases}) > MAX_ALIASES:
             raise InvalidInput(f'"{model}" would have more than {MAX_ALIASES} aliases')
 

@@ -155,8 +155,7 @@ class Admission:
                 break
 
     def _of_a_version_that_is_there(self, event: InferArrived) -> InferArrived:
-        """Redirect a request without a version to the current one if its version has left since,
-        or to another version by its share."""
+        """Redirect a request without a version to the current one, or by a split."""
         model = self._models.get(event.model)
         if model is not None and model.state.state is not ModelState.LEAVING:
             if model.split is None or event.registration_id != model.split.born:
@@ -236,8 +235,7 @@ class Admission:
         )
 
     def cancel(self, event: CancelRequest) -> bool:
-        """Take a queued request back; a dispatched one runs to its end (it is nearly there), and a
-        generation to the end of its run."""
+        """Cancel a queued request; a dispatched one, or a run of a generation, ends first."""
         self._core.going_on.discard(event.token)
         for state in self._states:
             request = state.requests.get(event.token)
@@ -327,8 +325,7 @@ class Admission:
                 self._place(state, request)
 
     def relieve(self) -> int:
-        """Move the newest request behind a running task to an idle device where it would compute
-        sooner: the others are then less far from their turn."""
+        """Move the newest request to an idle device where it would compute sooner."""
         states = self._states
         if len(states) == 1:
             return 0

@@ -165,8 +165,7 @@ def _runs(device: DeviceState, model: ModelName, rows: int, count: int) -> int:
 
 
 def is_refused(device: DeviceState, request: Request) -> bool:
-    """Return True if a new request would be late, or would make an accepted request of its caller
-    late that would be in time without it."""
+    """Return True if a new request would be late, or would delay an accepted one too much."""
     sorts_by = device.core.judge.sorts_by
     if not sorts_by or not _is_asked(device, request):
         return cannot_meet_deadline(device, request)

@@ -235,14 +235,12 @@ class DeviceState:
         self.core.emit(Spawn(self.address(worker.slot)))
 
     def fits(self, worker: Worker, *, is_code: bool, tenant: str) -> bool:
-        """Return True if the worker may run the operator's code, or a client's program (ADR 20),
-        for this tenant (ADR 23)."""
+        """Return True if the worker may run this code (ADR 20) for this tenant (ADR 23)."""
         is_of_the_kind = not self.core.settings.is_sandboxed or worker.runs_code in (None, is_code)
         return is_of_the_kind and worker.tenant in (None, tenant)
 
     def claim(self, worker: Worker, *, is_code: bool, tenant: str) -> None:
-        """Prepare a worker for a task: replace a process that does not fit, and bind one without
-        a tenant to this tenant."""
+        """Prepare a worker for a task: replace it if it does not fit, and bind it to the tenant."""
         if not self.fits(worker, is_code=is_code, tenant=tenant):
             self.spawn(worker)
         worker.runs_code = is_code

@@ -251,8 +251,7 @@ class PolicyQueue:
         return 0.0 if head.is_resident else view.predict(head.model, head.batch).load_ms
 
     def _places(self, account: CallerShare, view: View) -> Iterator[Place]:
-        """Yield one caller's requests: its connections take turns, and the policy orders each
-        connection's requests."""
+        """Yield one caller's requests: connections take turns, each in the policy's order."""
         if account.connections is None:
             yield from self._of_connection(account, next(iter(self._ranked[account])), view)
             return
@@ -385,8 +384,7 @@ def _moved(sorted_list: list[T], old: T | None, new: T | None) -> T | None:
 
 
 def _in_rounds(streams: Iterable[Iterator[S]]) -> Iterator[S]:
-    """Yield the first of each stream, then the second of each, and so on; a stream is read when it
-    is due."""
+    """Yield the first of each stream, then the second of each, and so on."""
     left: deque[Iterator[S]] = deque()
     for stream in streams:
         for one in stream:

@@ -162,8 +162,7 @@ class Queue:
         return list(self._of.get(model, {}).values())
 
     def expired(self, now_ms: float) -> list[Request]:
-        """Return the requests whose deadline has passed or can no longer be met, in order; each
-        one once per ``add``."""
+        """Return the requests whose deadline cannot be met any more, each once per ``add``."""
         if not self._deadlines:
             return []
         due = []
