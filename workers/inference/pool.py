@@ -17,13 +17,13 @@ from pipeswitch.devices.cpu.page_protection import map_by_chance
 from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.programs.interface.layout import ITEM_BYTES, ValueSpec, aligned
 from pipeswitch.programs.running.padding import padded, padded_shape
-from pipeswitch.programs.running.views import bytes_over
+from pipeswitch.programs.running.tensor_views import bytes_over
 
 REPLY_ALIGN_BYTES = 64
 KEPT_VIEWS: Final = 64  # of slabs: the next request often lies where one did
 
 
-class RequestPool:
+class MappedPool:
     """A mapping of the pool memfd; where kernels are kept from it, a hidden one for our copies."""
 
     def __init__(self, descriptor: int, size_bytes: int, *, is_hidden: bool = False) -> None:

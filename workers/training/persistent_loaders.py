@@ -95,7 +95,7 @@ class PersistentIterator(_Base):  # type: ignore[misc]
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self._index_sampler = self._indices
         if not first_iter:
-            self.settle()
+            self.end_pass()
             self._began_with = self.workers()
         self.is_exhausted = False
         super()._reset(loader, first_iter)
@@ -112,7 +112,7 @@ class PersistentIterator(_Base):  # type: ignore[misc]
         self._states[sent.worker_id] = sent.states
         return batch
 
-    def settle(self) -> None:
+    def end_pass(self) -> None:
         """End this pass: wait for the batches that the workers fetch ahead, and drop them."""
         # Workers that are at the end of their iterable dataset answer no more.
         count: int = 0 if isinstance(self._dataset, IterableDataset) else self._tasks_outstanding
@@ -167,15 +167,15 @@ HELD_ONCE: Final = _references(SimpleNamespace(_iterator=object()))
 
 def capture() -> dict[int, Workers]:
     """Return the workers of each loader that has begun, by its number."""
-    found: dict[int, Workers | None] = {}
+    pools: dict[int, Workers | None] = {}
     for loader, number in _numbers.items():
         if not isinstance(loader._iterator, PersistentIterator):
-            found[number] = _saved.get(loader)
+            pools[number] = _saved.get(loader)
             continue
         if _references(loader) <= HELD_ONCE:  # by the loader: nobody continues the pass
-            loader._iterator.settle()
-        found[number] = loader._iterator.workers()
-    return {number: workers for number, workers in found.items() if workers is not None}
+            loader._iterator.end_pass()
+        pools[number] = loader._iterator.workers()
+    return {number: workers for number, workers in pools.items() if workers is not None}
 
 
 def restore(workers: dict[int, Workers]) -> None:
@@ -187,8 +187,8 @@ def restore(workers: dict[int, Workers]) -> None:
             _saved[loader] = workers[number]
 
 
-def settle(loader: Any) -> None:
+def end_pass(loader: Any) -> None:
     """End the pass of a loop's loader, which the loop may have left early."""
     iterator = getattr(loader, "_iterator", None)
     if isinstance(iterator, PersistentIterator):
-        iterator.settle()
+        iterator.end_pass()

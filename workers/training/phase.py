@@ -12,14 +12,14 @@ from pipeswitch.ipc.gate import Gate
 
 from . import persistent_loaders
 from .activations import Activations
-from .commits import Committer, Point, state_area_bytes
+from .commit_points import Committer, Point, state_area_bytes
 from .hooks import Closure, hook_modules
 from .host import JobHost
-from .layout import history_bytes
 from .objects import TrainedObjects
 from .reports import Reports
 from .script_cursor import SavedImage, ScriptCursor
 from .slice import TrainingSlice
+from .slice_layout import history_bytes
 from .snapshot import DataPosition
 from .timing import CommitTiming, WriteWatch
 
