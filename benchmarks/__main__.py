@@ -102,10 +102,14 @@ def listing() -> list[str]:
     results = newest(ROOT / "benchmarks" / "results")
     lines = ["Name one or several, or all:"]
     for name in NAMES:
-        kept = results[name][1] if name in results else {}
-        quick = " (--quick)" if kept.get("is_quick") else ""
-        told = f"{kept['duration_s'] / 60:.0f} min{quick}" if "duration_s" in kept else "not kept"
-        lines.append(f"  {name:<14}{told}")
+        document = results[name][1] if name in results else {}
+        quick = " (--quick)" if document.get("is_quick") else ""
+        detail = (
+            f"{document['duration_s'] / 60:.0f} min{quick}"
+            if "duration_s" in document
+            else "not kept"
+        )
+        lines.append(f"  {name:<14}{detail}")
     return lines
 
 

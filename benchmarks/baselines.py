@@ -78,8 +78,5 @@ BASELINES: Final[Mapping[str, Callable[[Setting], Baseline]]] = {
     **{style.name: partial(Rival, style=style) for style in STYLES},
     StopAndStart.name: StopAndStart,
 }
-NEEDS_CUDA: Final = {
-    "mps": "needs a CUDA device",
-    "unified-memory": "needs a CUDA device",
-}
+NEEDS_CUDA: Final = {"mps": "needs a CUDA device", "unified-memory": "needs a CUDA device"}
 """Baselines of the paper that do not exist on the cpu device, and why."""

@@ -35,7 +35,7 @@ def write_weights(order: dict[str, Any]) -> None:
     from pipeswitch.base.errors import RegistrationRefused
     from pipeswitch.programs.build.module_mode import build_module
     from pipeswitch.programs.build.sources import example_specs
-    from pipeswitch.programs.interface.requests import random_inputs
+    from pipeswitch.programs.interface.synthetic_inputs import random_inputs
     from pipeswitch.programs.spec import save_manifest
 
     from . import plain
@@ -59,10 +59,10 @@ def save_tensors(module: nn.Module, path: str) -> None:
     """Write all tensors, those that share memory once."""
     from safetensors.torch import save_file
 
-    tensors, seen = {}, set()
+    tensors, saved = {}, set()
     for name, tensor in _named_tensors(module):
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
+        if id(tensor) not in saved:
+            saved.add(id(tensor))
             tensors[name] = tensor.detach().contiguous()
     save_file(tensors, path)
 
@@ -133,17 +133,19 @@ def _assign(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     """Put the file's tensors where meta ones are; tied names share what their twin got."""
     from torch import nn
 
-    given: dict[int, torch.Tensor] = {}
+    parameters: dict[int, torch.Tensor] = {}
     for name, meta in _named_tensors(module):
         if name in tensors:
-            given[id(meta)] = tensors[name]
+            parameters[id(meta)] = tensors[name]
     for owner in module.modules():
         for key, parameter in list(owner._parameters.items()):
             if parameter is not None:
-                owner._parameters[key] = nn.Parameter(given[id(parameter)], requires_grad=False)
+                owner._parameters[key] = nn.Parameter(
+                    parameters[id(parameter)], requires_grad=False
+                )
         for key, buffer in list(owner._buffers.items()):
             if buffer is not None:
-                owner._buffers[key] = given[id(buffer)]
+                owner._buffers[key] = parameters[id(buffer)]
 
 
 def tensors(order: dict[str, Any]) -> None:
@@ -152,14 +154,14 @@ def tensors(order: dict[str, Any]) -> None:
 
     from . import plain
 
-    found = {id(tensor): tensor for _, tensor in _named_tensors(plain.structure(order))}
-    sources = [torch.zeros(meta.shape, dtype=meta.dtype) for meta in found.values()]
+    by_id = {id(tensor): tensor for _, tensor in _named_tensors(plain.structure(order))}
+    sources = [torch.zeros(meta.shape, dtype=meta.dtype) for meta in by_id.values()]
     say(tensor_bytes=[source.nbytes for source in sources])
     for _ in sys.stdin:
         began_ms = now_ms()
-        made = [torch.empty_like(source).copy_(source) for source in sources]
+        copies = [torch.empty_like(source).copy_(source) for source in sources]
         ended_ms = now_ms()
-        del made
+        del copies
         say(transfer_ms=ended_ms - began_ms)
 
 

@@ -26,7 +26,7 @@ import psutil
 
 from pipeswitch.client.client import Client
 from pipeswitch.planning.fit import quantile
-from pipeswitch.programs.decoding.generation import METADATA_KEY
+from pipeswitch.programs.decoding.generation_settings import METADATA_KEY
 from pipeswitch.testing import server
 
 from .gateway import infer_message, infer_path, json_request
@@ -223,7 +223,7 @@ def innocent(to: Addresses) -> Iterator[Asks]:
     host, _, port = to.http.rpartition(":")
     caller = http.client.HTTPConnection(host, int(port), 60, source_address=(INNOCENT, 0))
 
-    def asked(path: str, body: bytes) -> None:
+    def post_to(path: str, body: bytes) -> None:
         try:
             caller.request("POST", path, body)
             answer = caller.getresponse()
@@ -241,8 +241,8 @@ def innocent(to: Addresses) -> Iterator[Asks]:
     infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
     with contextlib.closing(caller), Client(to.tcp) as client, channel:
         yield {
-            "json": lambda: asked(infer_path(SMALL.name), tensor),
-            "chat": lambda: asked("/v1/chat/completions", chat("chat")),
+            "json": lambda: post_to(infer_path(SMALL.name), tensor),
+            "chat": lambda: post_to("/v1/chat/completions", chat("chat")),
             "tcp": lambda: client.infer(MODEST, X),
             "grpc": lambda: infer(message, timeout=60),
         }
@@ -250,7 +250,7 @@ def innocent(to: Addresses) -> Iterator[Asks]:
 
 def turn(asks: Asks, seconds: float) -> Numbers:
     """Ask in turns, wait for each answer, and return the times and refusals."""
-    taken: dict[str, list[float]] = defaultdict(list)
+    times_ms: dict[str, list[float]] = defaultdict(list)
     refused: Counter[str] = Counter()
     until_ms = now_ms() + seconds * 1000
     while now_ms() < until_ms:
@@ -260,9 +260,9 @@ def turn(asks: Asks, seconds: float) -> Numbers:
                 ask()
             except Exception as error:
                 refused[f"{name} {type(error).__name__}: {str(error)[:100]}"] += 1
-            taken[name].append(now_ms() - began_ms)
+            times_ms[name].append(now_ms() - began_ms)
         time.sleep(PAUSE_S)
-    tails = {f"{name}_tail_ms": quantile(times, 0.99) for name, times in taken.items()}
+    tails = {f"{name}_tail_ms": quantile(times, 0.99) for name, times in times_ms.items()}
     return {**tails, "refused": refused.total(), "refusals": dict(refused)}
 
 
@@ -277,7 +277,7 @@ def attacked(to: Addresses, name: str) -> Iterator[None]:
         child.kill()
 
 
-async def attack(to: Addresses, wanted: str) -> None:
+async def attack(to: Addresses, chosen_name: str) -> None:
     """Run an attack, until the process is killed."""
 
     async def again(act: Act, number: int) -> None:
@@ -286,7 +286,7 @@ async def attack(to: Addresses, wanted: str) -> None:
                 await act(to, number)
             await asyncio.sleep(PAUSE_S)
 
-    chosen = [one for name, one in ATTACKS.items() if wanted in (name, "all")]
+    chosen = [one for name, one in ATTACKS.items() if chosen_name in (name, "all")]
     sys.stdout.write("so\n")
     sys.stdout.flush()
     await asyncio.gather(*(again(act, n) for count, act in chosen for n in range(count)))
@@ -333,15 +333,15 @@ def _memory_mib(server_pid: int) -> dict[str, float]:
     Shared memory (arena, pool, store, shares) has sizes of its own, and counts to a process only
     for as long as no other one has it mapped: it is left out.
     """
-    found: dict[str, float] = {}
+    private_mib: dict[str, float] = {}
     for one in [psutil.Process(server_pid), *psutil.Process(server_pid).children(recursive=True)]:
         with contextlib.suppress(psutil.Error):  # it has ended
             kind = "controller" if one.pid == server_pid else one.name().rstrip("0123456789")
             kind = next((word for word in one.cmdline() if ".gateway." in word), kind)
             maps = [m for m in one.memory_maps() if not m.path.startswith("/memfd:")]
             private = sum(m.private_clean + m.private_dirty for m in maps)
-            found[kind] = max(found.get(kind, 0.0), private / (1 << 20))
-    return found
+            private_mib[kind] = max(private_mib.get(kind, 0.0), private / (1 << 20))
+    return private_mib
 
 
 if __name__ == "__main__":

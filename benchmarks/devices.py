@@ -47,16 +47,16 @@ def _requests_stay(bench: Run, running: RunningServer, job: Training, inputs: An
     """Measure the job's progress, and the requests beside it."""
     case, seconds = "requests stay", QUICK_WINDOW_S if bench.is_quick else WINDOW_S
 
-    def held(meanwhile: Callable[[], Any]) -> Numbers:
+    def measure(meanwhile: Callable[[], Any]) -> Numbers:
         first, began_ms = job.task.status()["step"], now_ms()
-        found = window(running, TWINS[:1], inputs, seconds, meanwhile)
+        numbers = window(running, TWINS[:1], inputs, seconds, meanwhile)
         steps = job.task.status()["step"] - first
-        return found | {"trained_per_s": steps * 1000.0 / (now_ms() - began_ms)}
+        return numbers | {"trained_per_s": steps * 1000.0 / (now_ms() - began_ms)}
 
     prepare = partial(_bring, job, HOME)
     arms = [
-        Arm("waits", partial(held, nothing), prepare),
-        Arm("moves", partial(held, partial(job.task.move, AWAY)), prepare),
+        Arm("waits", partial(measure, nothing), prepare),
+        Arm("moves", partial(measure, partial(job.task.move, AWAY)), prepare),
     ]
     bench.say(f"{case}: measuring")
     bench.trial_loop(case, arms, bench.rounds(10, 2))

@@ -29,10 +29,10 @@ POLL_S: Final = 0.05
 def usable(bench: Run, variable: str, names: Sequence[str]) -> list[str]:
     """Return those of these packages that are installed; say that the others are skipped."""
     folder = Path(os.environ.get(variable) or os.devnull)
-    found = [name for name in names if [*folder.glob(f"lib/python*/site-packages/{name}")]]
+    present = [name for name in names if [*folder.glob(f"lib/python*/site-packages/{name}")]]
     why = f"{variable} names no virtual environment that has it"
-    bench.skip({name: why for name in names if name not in found})
-    return found
+    bench.skip({name: why for name in names if name not in present})
+    return present
 
 
 def python_of(variable: str) -> str:
@@ -63,11 +63,11 @@ def family(root: int) -> list[psutil.Process]:
 
 def used_ms(root: int) -> float:
     """Return the processor's time of a process and all that descend from it until now."""
-    found = 0.0
+    total_ms = 0.0
     for one in family(root):
         with contextlib.suppress(psutil.NoSuchProcess):
-            found += sum(one.cpu_times()[:2]) * 1e3
-    return found
+            total_ms += sum(one.cpu_times()[:2]) * 1e3
+    return total_ms
 
 
 def send(processes: Sequence[psutil.Process], number: int) -> None:

@@ -116,11 +116,11 @@ def _field(number: int, data: bytes) -> bytes:
 
 def _number(value: int) -> bytes:
     """Return a varint."""
-    found = bytearray()
+    data = bytearray()
     while value > 127:
-        found.append(value & 127 | 128)
+        data.append(value & 127 | 128)
         value >>= 7
-    return bytes([*found, value])
+    return bytes([*data, value])
 
 
 @dataclass
@@ -143,10 +143,10 @@ def _loads(bench: Run, running: RunningServer, setting: Setting, names: Sequence
             bench.say(f"{model}, {name}: starting")
             order = setting.order() | {"name": model}
             servers.append(stack.enter_context(_started(name, order, inputs)))
-        wanted = _output(servers[0], inputs)
+        expected = _output(servers[0], inputs)
         for one in servers[1:]:
             one.signal(signal.SIGCONT)
-            np.testing.assert_allclose(_output(one, inputs), wanted, rtol=1e-3, atol=1e-4)
+            np.testing.assert_allclose(_output(one, inputs), expected, rtol=1e-3, atol=1e-4)
             if one.process is not None:
                 one.signal(signal.SIGSTOP)
         seconds = LOAD_S[model] if not bench.is_quick else QUICK_LOAD_S

@@ -150,10 +150,10 @@ def end_leftovers(mark: str) -> list[str]:
     children: they leave when the controller is gone). Who does not, is killed; their names."""
     ends_at_s = time.monotonic() + LEAVE_S
     entry = f"{MARK_OF_A_STAGE}={mark}".encode()
-    while found := _with_environment(entry):
+    while pids := _with_environment(entry):
         if time.monotonic() > ends_at_s:
             names = []
-            for pid in found:
+            for pid in pids:
                 with contextlib.suppress(OSError):
                     names.append(f"{pid} {Path('/proc', str(pid), 'comm').read_text().strip()}")
                     os.kill(pid, signal.SIGKILL)
@@ -164,12 +164,12 @@ def end_leftovers(mark: str) -> list[str]:
 
 def _with_environment(entry: bytes) -> list[int]:
     """Processes that were started with this; zombies have none."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if entry in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-    return found
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def server_logs(since_s: float) -> list[str]:
@@ -281,10 +281,10 @@ class Report:
 
 
 def _commit() -> str:
-    found = subprocess.run(
+    done = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True
     )
-    return found.stdout.strip() or "unknown"
+    return done.stdout.strip() or "unknown"
 
 
 def child_environment() -> dict[str, str]:
@@ -307,15 +307,15 @@ def main() -> int:
     unknown = set(options.stages) - {stage.name for stage in STAGES}
     if unknown:
         parser.error(f"no stage {', '.join(sorted(unknown))}")
-    wanted = [stage for stage in STAGES if not options.stages or stage.name in options.stages]
+    stages = [stage for stage in STAGES if not options.stages or stage.name in options.stages]
     with contextlib.ExitStack() as cleanup:
         folder = options.out
         if options.dry_run:  # nothing that could be taken for a result
             folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
-        return run_all(wanted, folder, options.budget, stops_early=not options.dry_run)
+        return run_all(stages, folder, options.budget, stops_early=not options.dry_run)
 
 
-def run_all(wanted: Sequence[Stage], folder: Path, budget_s: float, *, stops_early: bool) -> int:
+def run_all(stages: Sequence[Stage], folder: Path, budget_s: float, *, stops_early: bool) -> int:
     """Run all stages in order; return the exit status."""
     ends_at_s = time.monotonic() + budget_s
     report = Report(folder, "python -m benchmarks.gpu " + " ".join(sys.argv[1:]))
@@ -324,7 +324,7 @@ def run_all(wanted: Sequence[Stage], folder: Path, budget_s: float, *, stops_ear
     heartbeat.daemon = True
     heartbeat.start()
     paths: list[Path] = []
-    for stage in wanted:
+    for stage in stages:
         left_s = ends_at_s - time.monotonic()
         lacks = [name for name in stage.needs if name in report.broken]
         if lacks:

@@ -138,10 +138,10 @@ def models() -> dict[str, GpuModel]:
         {} if has_transformers else {"x": ((8, 128, 768), "float32")},
         target=1.7,
     )
-    found = (
+    all_models = (
         GpuModel("resnet152", "torchvision:resnet152", 240 * MIB, _images(224), target=0.80),
         GpuModel("inception_v3", "torchvision:inception_v3", 110 * MIB, _images(299), target=0.80),
         bert,
         GpuModel("vit_l_16", "torchvision:vit_l_16", 1240 * MIB, _images(224), target=1.7),
     )
-    return {model.name: model for model in found}
+    return {model.name: model for model in all_models}

@@ -71,15 +71,7 @@ def main() -> int:
 
 
 def _machine() -> None:
-    names = (
-        "torch",
-        "torchvision",
-        "cuda-bindings",
-        "pyzmq",
-        "msgspec",
-        "transformers",
-        "numpy",
-    )
+    names = ("torch", "torchvision", "cuda-bindings", "pyzmq", "msgspec", "transformers", "numpy")
     put(packages={name: _version(name) for name in names})
     put(
         python=platform.python_version(),

@@ -17,9 +17,9 @@ import numpy as np
 from pipeswitch.base.errors import ConfigError
 from pipeswitch.devices.cuda import selftest
 from pipeswitch.devices.cuda.examine import look
-from pipeswitch.devices.cuda.ladder import Outcome, Wishes, Words, choose
+from pipeswitch.devices.cuda.ladder import LadderOutcome, Wishes, Words, choose
 from pipeswitch.devices.cuda.pinned import PIN_BYTES, PinnedBuffer, PinnedMapping
-from pipeswitch.devices.cuda.selftest import CHECKS, MIB, Check, Rig
+from pipeswitch.devices.cuda.selftest import CHECKS, MIB, Rig, SelfTestCheck
 from pipeswitch.ipc.control_page import sealed_memfd
 
 from .gpu_common import end_without, package, put
@@ -69,7 +69,7 @@ def _suspend(rig: Rig) -> str:
     for start in range(0, SUSPEND_BYTES, MIB):
         selftest.expect("what a parked job left", selftest.total(cuda, block + start), STEPS * MIB)
     selftest.fill(cuda, block, 0, SUSPEND_BYTES)
-    peer.tell()
+    peer.send()
     selftest.expect("what the job sees of scrubbed memory", peer.ask("found"), 0)
     return f"{SUSPEND_BYTES // MIB} MiB behind {STEPS} kernels"
 
@@ -80,23 +80,23 @@ def _be_suspended(rig: Rig, pipe: selftest.Pipe) -> None:
     for _ in range(STEPS):
         values.add_(1)
     cuda.synchronize_device()
-    pipe.tell(is_parked=True)
+    pipe.send(is_parked=True)
     pipe.hear()
-    pipe.tell(found=int(values.sum()))
+    pipe.send(found=int(values.sum()))
 
 
-MECHANISMS: Final[dict[str, Check]] = {
+MECHANISMS: Final[dict[str, SelfTestCheck]] = {
     "device": CHECKS["device"],
     "memory": CHECKS["memory"],
-    "pinned": Check(_pinned, ("memory",)),
-    "wait": Check(_wait, ("memory",)),
+    "pinned": SelfTestCheck(_pinned, ("memory",)),
+    "wait": SelfTestCheck(_wait, ("memory",)),
     "ipc": CHECKS["ipc"],
     "torch": CHECKS["torch"],
-    "warm": Check(_warm, ("torch",)),
+    "warm": SelfTestCheck(_warm, ("torch",)),
     "tensor": CHECKS["tensor"],
     "wait-write": CHECKS["wait-write"],
     "wait-copy": CHECKS["wait-copy"],
-    "suspend": Check(_suspend, ("tensor",)),
+    "suspend": SelfTestCheck(_suspend, ("tensor",)),
     "slice": CHECKS["slice"],
     "graph": CHECKS["graph"],
 }
@@ -107,19 +107,21 @@ def stage() -> int:
     """Run them all; tell the first broken one, and the rungs that a server would choose."""
     _, *names = MECHANISMS
     try:
-        found = look(package(), 0, names, program="benchmarks.gpu_mechanisms")
+        findings = look(package(), 0, names, program="benchmarks.gpu_mechanisms")
     except ConfigError as error:  # there is not even a driver's library
-        found = {"device": {"is_ok": False, "text": error.message, **error.data}}
+        findings = {"device": {"is_ok": False, "text": error.message, **error.data}}
     for name in MECHANISMS:
-        if name in found:
-            _put_mechanism(name, found[name])
-    if "complaints" in found:
-        put(stderr=found["complaints"]["text"])
-    device = found["device"]
+        if name in findings:
+            _put_mechanism(name, findings[name])
+    if "complaints" in findings:
+        put(stderr=findings["complaints"]["text"])
+    device = findings["device"]
     if not device["is_ok"]:
         return end_without(device["text"], device.get("kind", ""))
     put(device=device)
-    outcomes = {name: Outcome(found[name]["is_ok"], found[name]["text"]) for name in MECHANISMS}
+    outcomes = {
+        name: LadderOutcome(findings[name]["is_ok"], findings[name]["text"]) for name in MECHANISMS
+    }
     try:
         ladder = choose(Wishes(), outcomes)
     except ConfigError as error:
@@ -130,9 +132,9 @@ def stage() -> int:
     return 0 if all(outcome.is_ok for outcome in outcomes.values()) else 1
 
 
-def _put_mechanism(name: str, found: dict[str, Any]) -> None:
-    outcome = "ok" if found["is_ok"] else "not run" if "lacks" in found else "FAILED"
-    put(mechanism=name, outcome=outcome, text=found["text"], s=found.get("seconds", 0.0))
+def _put_mechanism(name: str, finding: dict[str, Any]) -> None:
+    outcome = "ok" if finding["is_ok"] else "not run" if "lacks" in finding else "FAILED"
+    put(mechanism=name, outcome=outcome, text=finding["text"], s=finding.get("seconds", 0.0))
 
 
 if __name__ == "__main__":

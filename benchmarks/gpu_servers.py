@@ -95,7 +95,7 @@ def _switch(model: gpu.GpuModel, folder: Path) -> None:
 def _inputs(model: gpu.GpuModel) -> dict[str, Any]:
     """Return one request's arrays at the largest batch, by input name."""
     from pipeswitch.programs.build.sources import example_specs, load_source
-    from pipeswitch.programs.interface.requests import random_inputs
+    from pipeswitch.programs.interface.synthetic_inputs import random_inputs
     from pipeswitch.programs.spec import BuildSpec
 
     shapes = dict(model.inputs)
@@ -219,11 +219,11 @@ def _model() -> tuple[str, ...]:
 
 def _tax(client: Any, folder: Path) -> None:
     """Plain and as a job, in turns; commits as by default."""
-    found: dict[str, list[float]] = {"plain": [], "job": []}
+    times_ms: dict[str, list[float]] = {"plain": [], "job": []}
     steps = 40 if is_fake() else 80
     device = ["--device", "cpu" if is_fake() else "cuda"]
     for number in range(TAX_ROUNDS):
-        for arm in found:
+        for arm in times_ms:
             record = folder / f"{arm}-{number}.json"
             words = ["--steps", str(steps), "--record", str(record), *_model()]
             words += ["--warm-up", str(WARM_UP_STEPS)]
@@ -232,11 +232,11 @@ def _tax(client: Any, folder: Path) -> None:
             else:
                 command = [sys.executable, "-m", TRAIN_MODULE, *words, *device]
                 subprocess.run(command, check=True, timeout=120)
-            told = json.loads(record.read_text())
-            took_ms = told["ended_ms"] - told["instants_ms"][WARM_UP_STEPS]
-            found[arm].append(took_ms / (steps - WARM_UP_STEPS))
-    tax = min(found["job"]) / min(found["plain"]) - 1
-    put(training_step_ms=found, training_tax=round(tax, 4), target=0.01)
+            record_read = json.loads(record.read_text())
+            took_ms = record_read["ended_ms"] - record_read["instants_ms"][WARM_UP_STEPS]
+            times_ms[arm].append(took_ms / (steps - WARM_UP_STEPS))
+    tax = min(times_ms["job"]) / min(times_ms["plain"]) - 1
+    put(training_step_ms=times_ms, training_tax=round(tax, 4), target=0.01)
 
 
 def _preemption(client: Any) -> None:

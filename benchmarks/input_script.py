@@ -98,8 +98,8 @@ def _measure(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) ->
         _step(model, optimizer, x, y)
         load_ms.append(loaded_ms - began_ms)
         train_ms.append(time.monotonic() * 1000 - loaded_ms)
-    found = {"train_ms": float(np.median(train_ms)), "load_ms": float(np.median(load_ms))}
-    sys.stdout.write(json.dumps(found) + "\n")
+    figures = {"train_ms": float(np.median(train_ms)), "load_ms": float(np.median(load_ms))}
+    sys.stdout.write(json.dumps(figures) + "\n")
 
 
 def _options() -> argparse.Namespace:

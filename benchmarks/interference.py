@@ -75,11 +75,11 @@ def _one_model(bench: Run, setting: Setting) -> None:
 
 def _take_turns(bench: Run, case: str, arms: Sequence[Arm]) -> None:
     """Add one record per request, and one more per segment."""
-    for arm, number, found in interleave(arms, bench.rounds(ROUNDS, QUICK_ROUNDS), warmup=1):
-        for index, latency_ms in enumerate(found["latencies_ms"]):
+    for arm, number, numbers in interleave(arms, bench.rounds(ROUNDS, QUICK_ROUNDS), warmup=1):
+        for index, latency_ms in enumerate(numbers["latencies_ms"]):
             request = number * REQUESTS + index
             bench.record(case, arm.name, request, {"latency_ms": latency_ms})
-        speed = {"steps_per_s": found["steps"] / found["seconds"]}
+        speed = {"steps_per_s": numbers["steps"] / numbers["seconds"]}
         bench.record(case, f"{arm.name}: training", number, speed)
 
 
@@ -107,11 +107,11 @@ class _Ours:
         """Send each request when it is due, whatever has become of the ones before."""
         began_s, first = time.monotonic(), self._step()
         ended_s: list[float] = [0.0] * len(due_s)
-        futures, told = [], threading.Semaphore(0)  # a result is there before its callback ran
+        futures, is_done = [], threading.Semaphore(0)  # a result is there before its callback ran
 
         def keep(index: int, future: Future[Any]) -> None:
             ended_s[index] = time.monotonic()
-            told.release()
+            is_done.release()
 
         for index, instant_s in enumerate(due_s):
             time.sleep(max(0.0, began_s + instant_s - time.monotonic()))
@@ -120,7 +120,7 @@ class _Ours:
             futures.append(future)
         for future in futures:
             future.result()
-            told.acquire()
+            is_done.acquire()
         steps, seconds = self._step() - first, time.monotonic() - began_s
         latencies = [
             (ended - began_s - due) * 1000 for ended, due in zip(ended_s, due_s, strict=True)
@@ -133,11 +133,11 @@ class _Ours:
 
 def _findings(bench: Run, case: str, arms: Sequence[str]) -> None:
     for share, what in ((0.5, "p50"), (0.95, "p95"), (0.99, "p99")):
-        found = {arm: bench.p50(case, arm, "latency_ms", share) for arm in arms}
-        for arm, value in found.items():
+        values = {arm: bench.p50(case, arm, "latency_ms", share) for arm in arms}
+        for arm, value in values.items():
             bench.find(f"{case}: {arm}, {what}", value, "ms")
             if arm not in ("pipeswitch", "alone"):
-                bench.find(f"{case}: {arm} / pipeswitch, {what}", value / found["pipeswitch"])
+                bench.find(f"{case}: {arm} / pipeswitch, {what}", value / values["pipeswitch"])
     for arm in arms:
         speeds = bench.values(case, f"{arm}: training", "steps_per_s")
         bench.find(f"{case}: {arm}, training", quantile(speeds, 0.5), "steps/s")

@@ -134,9 +134,9 @@ class Peer(Foreign):
         """Ask, and add ``cpu_ms``: also of this process, which asks."""
         root = self.process.pid if self.process else self.root
         before_ms, own_s = used_ms(root), time.process_time()
-        found = self.ask(model, prompts, new)
+        costs = self.ask(model, prompts, new)
         own_s = time.process_time() - own_s
-        return found | {"cpu_ms": used_ms(root) - before_ms + own_s * 1e3}
+        return costs | {"cpu_ms": used_ms(root) - before_ms + own_s * 1e3}
 
 
 @dataclass
@@ -165,8 +165,8 @@ class Lines(Peer):
     def ask(self, model: int, prompts: Prompts, new: int) -> Numbers:
         assert self.child is not None
         assert self.child.stdin is not None
-        asked = {"model": model, "prompts": prompts, "ids": prompts, "new": new}
-        self.child.stdin.write(json.dumps(asked) + "\n")
+        order = {"model": model, "prompts": prompts, "ids": prompts, "new": new}
+        self.child.stdin.write(json.dumps(order) + "\n")
         return read_line(self.child)
 
 
@@ -174,9 +174,9 @@ def side_by_side(ask: Asking, count: int) -> Numbers:
     """Ask for all prompts at once, each by a thread of its own."""
     with ThreadPoolExecutor(count) as pool:
         began_ms = now_ms()
-        found = [*pool.map(ask, range(count))]
+        answers = [*pool.map(ask, range(count))]
         took_ms = now_ms() - began_ms
-    tokens, firsts_ms = zip(*found, strict=True)
+    tokens, firsts_ms = zip(*answers, strict=True)
     return {"tokens": [*tokens], "took_ms": took_ms, "first_ms": max(firsts_ms)}
 
 
@@ -187,21 +187,21 @@ def speed(bench: Run, size: Size, peers: Sequence[Peer], rounds: int) -> Iterato
     """
     right = peers[0]
     for count in (1, MANY):
-        case, told, seeds = f"{size.name}, {count} at once", dict[str, Any](), itertools.count()
+        case, facts, seeds = f"{size.name}, {count} at once", dict[str, Any](), itertools.count()
         bench.say(f"{case}: measuring")
 
-        def prepare(peer: Peer, count: int = count, told: Any = told, seeds: Any = seeds) -> None:
+        def prepare(peer: Peer, count: int = count, facts: Any = facts, seeds: Any = seeds) -> None:
             if peer is right:
-                told["prompts"] = size.prompts(count, PROMPT, count << 16 | next(seeds))
+                facts["prompts"] = size.prompts(count, PROMPT, count << 16 | next(seeds))
 
-        def measure(peer: Peer, told: Any = told) -> Numbers:
-            found, tokens = peer.costing(0, told["prompts"], NEW), len(told["prompts"]) * NEW
+        def measure(peer: Peer, facts: Any = facts) -> Numbers:
+            costs, tokens = peer.costing(0, facts["prompts"], NEW), len(facts["prompts"]) * NEW
             if peer is right:
-                told["tokens"] = found["tokens"]
+                facts["tokens"] = costs["tokens"]
             return {
-                "tokens_per_s": tokens / found["took_ms"] * 1e3,
-                "cpu_per_token_ms": found["cpu_ms"] / tokens,
-                **_agreement(found["tokens"], told["tokens"]),
+                "tokens_per_s": tokens / costs["took_ms"] * 1e3,
+                "cpu_per_token_ms": costs["cpu_ms"] / tokens,
+                **_agreement(costs["tokens"], facts["tokens"]),
             }
 
         bench.trial_loop(case, arms_of(peers, measure, prepare), rounds)
@@ -217,11 +217,11 @@ def speed(bench: Run, size: Size, peers: Sequence[Peer], rounds: int) -> Iterato
         bench.find(f"{size.name}: answers with all of generate()'s tokens, {one.name}", share)
 
 
-def _agreement(found: Prompts, right: Prompts) -> Numbers:
+def _agreement(actual: Prompts, right: Prompts) -> Numbers:
     """Count the token-identical answers, and the shortest common beginning of any answer."""
     same = [
         next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
-        for one, other in zip(found, right, strict=True)
+        for one, other in zip(actual, right, strict=True)
     ]
     return {
         "answers": len(right),

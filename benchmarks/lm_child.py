@@ -46,15 +46,15 @@ def letters(count: int) -> Any:
     import transformers
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    made: Any = Tokenizer(
+    tokenizer: Any = Tokenizer(
         models.WordLevel(
             {chr(FIRST_LETTER + token): token for token in range(count)},
             unk_token=chr(FIRST_LETTER),
         )
     )
-    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    made.decoder = decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def serve(order: dict[str, Any]) -> None:
@@ -66,14 +66,14 @@ def serve(order: dict[str, Any]) -> None:
     torch.set_num_threads(order["threads"])
     model = transformers.GPT2LMHeadModel.from_pretrained(order["folders"][0]).eval()
     for line in sys.stdin:
-        asked = json.loads(line)
-        ids = torch.tensor(asked["ids"])
+        request = json.loads(line)
+        ids = torch.tensor(request["ids"])
         began_ms = now_ms()
         with torch.no_grad():
-            made = model.generate(ids, max_new_tokens=asked["new"], do_sample=False)
+            output = model.generate(ids, max_new_tokens=request["new"], do_sample=False)
         took_ms = now_ms() - began_ms
         say(
-            tokens=made[:, ids.shape[1] :].tolist(),
+            tokens=output[:, ids.shape[1] :].tolist(),
             took_ms=took_ms,
             since_start_ms=now_ms() - STARTED_AT_MS,
         )

@@ -61,12 +61,12 @@ class Others:
 
 def warnings_of(load_1m: float, others_share: float) -> list[str]:
     """Return reasons to trust the numbers less; empty on a quiet machine."""
-    found = []
+    warnings = []
     if load_1m > QUIET_LOAD:
-        found.append(f"the machine was not quiet when this began: load average {load_1m:g}")
+        warnings.append(f"the machine was not quiet when this began: load average {load_1m:g}")
     if others_share > QUIET_SHARE:
-        found.append(f"other programs took {others_share:.0%} of all cores' time meanwhile")
-    return found
+        warnings.append(f"other programs took {others_share:.0%} of all cores' time meanwhile")
+    return warnings
 
 
 def own_s() -> float:

@@ -26,12 +26,12 @@ class Number:
     high: float = math.inf
     above: str = ""  # another finding, for a lower bound
 
-    def holds(self, found: Mapping[str, float]) -> bool | None:
+    def holds(self, values: Mapping[str, float]) -> bool | None:
         """Return whether the claim holds here; None: the number decides nothing."""
-        value = found.get(self.finding)
+        value = values.get(self.finding)
         if value is None or (self.low, self.high, self.above) == (-math.inf, math.inf, ""):
             return None
-        return max(self.low, found.get(self.above, -math.inf)) <= value <= self.high
+        return max(self.low, values.get(self.above, -math.inf)) <= value <= self.high
 
 
 @dataclass(frozen=True)
@@ -268,24 +268,24 @@ def _row(claim: Claim, results: Results) -> list[str]:
         from .thesis import example
 
         source, quick = "", False
-        found = {str(row["way"]): float(row["total_ms"]) for row in example()}
+        values = {str(row["way"]): float(row["total_ms"]) for row in example()}
     else:
         if claim.benchmark not in results:
             why = "no number, because no result of this benchmark is kept"
             return [claim.figure, claim.claim, f"`{claim.command}`", why, "", claim.differs]
         file, document = results[claim.benchmark]
         source, quick = f" ([{file}](../benchmarks/results/{file}))", document["is_quick"]
-        found = {row["name"]: float(row["value"]) for row in document["findings"]}
+        values = {row["name"]: float(row["value"]) for row in document["findings"]}
     numbers = [
-        f"{one.label}: {found[one.finding]:.5g}"
-        if one.finding in found
+        f"{one.label}: {values[one.finding]:.5g}"
+        if one.finding in values
         else f"{one.label}: not in the newest result"
         for one in claim.numbers
     ]
-    held = {one.label: one.holds(found) for one in claim.numbers}
-    missed = [label for label, is_held in held.items() if is_held is False]
-    holds = "yes" if True in held.values() else "not decided"
+    verdicts = {one.label: one.holds(values) for one in claim.numbers}
+    missed = [label for label, is_held in verdicts.items() if is_held is False]
+    holds = "yes" if True in verdicts.values() else "not decided"
     if missed:
-        holds = f"partly, not: {'; '.join(missed)}" if True in held.values() else "**no**"
+        holds = f"partly, not: {'; '.join(missed)}" if True in verdicts.values() else "**no**"
     shown = "; ".join(numbers) + (" (a quick run)" if quick else "") + source
     return [claim.figure, claim.claim, f"`{claim.command}`", shown, holds, claim.differs]

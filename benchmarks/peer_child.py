@@ -66,10 +66,10 @@ def tensors(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the tensors of a safetensors file in float32."""
     data = np.memmap(path, np.uint8, "r")
     size = int(data[:8].view(np.uint64)[0])
-    for name, told in json.loads(bytes(data[8 : 8 + size])).items():
+    for name, entry in json.loads(bytes(data[8 : 8 + size])).items():
         if name != "__metadata__":
-            begin, end = (8 + size + offset for offset in told["data_offsets"])
-            yield name, data[begin:end].view(np.float32).reshape(told["shape"])
+            begin, end = (8 + size + offset for offset in entry["data_offsets"])
+            yield name, data[begin:end].view(np.float32).reshape(entry["shape"])
 
 
 def renamed(name: str, values: Any) -> tuple[str, Any]:
@@ -110,15 +110,15 @@ class LlamaCpp:
             for at, token in enumerate(prompt)
         ]
         tokens = self._decode(rows, len(prompts))
-        first_s, made = time.monotonic(), [tokens]
-        while len(made) < new:
+        first_s, own_tokens = time.monotonic(), [tokens]
+        while len(own_tokens) < new:
             rows = [
-                (number, len(prompts[number]) + len(made) - 1, token)
+                (number, len(prompts[number]) + len(own_tokens) - 1, token)
                 for number, token in enumerate(tokens)
             ]
-            made.append(tokens := self._decode(rows, len(prompts)))
+            own_tokens.append(tokens := self._decode(rows, len(prompts)))
         return {
-            "tokens": [[*sequence] for sequence in zip(*made, strict=True)],
+            "tokens": [[*sequence] for sequence in zip(*own_tokens, strict=True)],
             "first_ms": (first_s - began_s) * 1e3,
             "load_ms": (loaded_s - began_s) * 1e3,
         }
@@ -136,8 +136,8 @@ class LlamaCpp:
         return [int(self._logits(last[number]).argmax()) for number in range(count)]
 
     def _logits(self, row: int) -> Any:
-        found = self._lib.llama_get_logits_ith(self._context, row)
-        return np.ctypeslib.as_array(found, (self._vocabulary,))
+        logits = self._lib.llama_get_logits_ith(self._context, row)
+        return np.ctypeslib.as_array(logits, (self._vocabulary,))
 
     def _load(self, model: int, room: int) -> None:
         """Load a model with room for ``room`` sequences: clearing keys and values takes time."""
@@ -176,8 +176,8 @@ class Vllm:
     def ask(self, model: int, prompts: list[list[int]], new: int) -> dict[str, Any]:
         assert model == 0
         how = self._sampling(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        answers = self._model.generate(asked, how, use_tqdm=False)
+        prompts_of = [{"prompt_token_ids": prompt} for prompt in prompts]
+        answers = self._model.generate(prompts_of, how, use_tqdm=False)
         return {"tokens": [[*one.outputs[0].token_ids] for one in answers]}
 
 
@@ -185,11 +185,11 @@ def answer(engine: Engine, out: Any) -> None:
     """Lines, until nobody asks."""
     print(json.dumps({"ready": True}), file=out, flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
+        order = json.loads(line)
         began_s = time.monotonic()
-        told = engine.ask(asked["model"], asked["prompts"], asked["new"])
+        reply = engine.ask(order["model"], order["prompts"], order["new"])
         took_ms = (time.monotonic() - began_s) * 1e3
-        print(json.dumps({"first_ms": took_ms, **told, "took_ms": took_ms}), file=out, flush=True)
+        print(json.dumps({"first_ms": took_ms, **reply, "took_ms": took_ms}), file=out, flush=True)
 
 
 def main(verb: str, order: dict[str, Any]) -> None:

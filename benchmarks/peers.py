@@ -34,10 +34,10 @@ F32: Final = 0  # ggml's number; the default for keys and values is float16
 
 def run(bench: Run, _: Sequence[str] = ()) -> None:
     """Measure for each size: tokens a second, first tokens, and a switch to another model."""
-    found = usable(bench, PEERS_FOLDER, PEERS)
+    present = usable(bench, PEERS_FOLDER, PEERS)
     for size in lm.SIZES[:1] if bench.is_quick else lm.SIZES:
         with lm.placed(bench, size, TWO, has_letters=True) as place:
-            if "llama_cpp" in found:
+            if "llama_cpp" in present:
                 files = [*zip(place.folders, _files(place), strict=True)]
                 subprocess.run(
                     _child_command("gguf", {"files": files}),
@@ -47,12 +47,12 @@ def run(bench: Run, _: Sequence[str] = ()) -> None:
                 )
             with contextlib.ExitStack() as stack:
                 peers = [
-                    peer for one in _everyone(place, found) for peer in stack.enter_context(one)
+                    peer for one in _everyone(place, present) for peer in stack.enter_context(one)
                 ]
                 for case in lm.speed(bench, size, peers, bench.rounds(ROUNDS, QUICK_ROUNDS)):
                     _compare(bench, case, peers, "tokens_per_s", "cpu_per_token_ms")
                 _first(place, peers)
-            if "vllm" in found:
+            if "vllm" in present:
                 _processes(place)
     bench.notes.append(
         "another model wanted: ours holds one of two in its arena; llama.cpp frees one and loads "
@@ -118,8 +118,8 @@ def _stream(address: str, body: str) -> tuple[str, float]:
             raise RuntimeError(f"{answer.status}: {answer.read(300)!r}")
         for line in answer:
             if line.startswith(b"data: {"):
-                told = json.loads(line[6:])
-                texts += [choice["text"] for choice in told["choices"]]
+                chunk = json.loads(line[6:])
+                texts += [choice["text"] for choice in chunk["choices"]]
                 if not first_ms and any(texts):
                     first_ms = now_ms() - began_ms
         return "".join(texts), first_ms
@@ -128,13 +128,13 @@ def _stream(address: str, body: str) -> tuple[str, float]:
 
 
 def _everyone(
-    place: lm.Place, found: Sequence[str]
+    place: lm.Place, present: Sequence[str]
 ) -> Iterator[contextlib.AbstractContextManager[list[lm.Peer]]]:
     """Yield each peer; the one with the reference answers comes first."""
     yield _transformers(place)
     yield _ours(place)
     for name, start in (("llama_cpp", _llama_server), ("vllm", _vllm_server)):
-        if name in found:
+        if name in present:
             place.bench.say(f"{place.size.name}: starting {name}")
             yield start(place)
             yield _library(place, name)
@@ -228,7 +228,7 @@ def _library(place: lm.Place, name: str) -> Iterator[list[lm.Peer]]:
         "context": place.size.context,
         "together": lm.MANY,
     }
-    told = {"llama_cpp": "llama.cpp, in process", "vllm": "vLLM, in process"}
+    titles = {"llama_cpp": "llama.cpp, in process", "vllm": "vLLM, in process"}
     with started(
         _child_command(name, order),
         read_line,
@@ -236,17 +236,14 @@ def _library(place: lm.Place, name: str) -> Iterator[list[lm.Peer]]:
         has_lines=True,
         folder=place.folder,
     ) as child:
-        yield [lm.Lines(told[name], child, child=child)]
+        yield [lm.Lines(titles[name], child, child=child)]
 
 
 def _first(place: lm.Place, peers: Sequence[lm.Peer]) -> None:
     """Measure the first token of a new prompt, after a request for this or the other model."""
     bench, size = place.bench, place.size
     holders = [one for one in peers if not one.name.startswith(("vLLM", RIGHT))]
-    for words, before, chosen in (
-        ("first token", 0, peers),
-        ("another model wanted", 1, holders),
-    ):
+    for words, before, chosen in (("first token", 0, peers), ("another model wanted", 1, holders)):
         for count in lm.PROMPTS:
             case = f"{size.name}, {words}, prompt of {count}"
             seeds = itertools.count(count << 16 | before << 15)  # no prompt twice
@@ -256,10 +253,10 @@ def _first(place: lm.Place, peers: Sequence[lm.Peer]) -> None:
                 peer.ask(before, size.prompts(1, lm.PROMPT, next(seeds)), 1)
 
             def measure(peer: lm.Peer, count: int = count, seeds: Any = seeds) -> Numbers:
-                found = peer.costing(0, size.prompts(1, count, next(seeds)), 1)
-                assert [len(tokens) for tokens in found["tokens"]] == [1]
-                first_ms = found.get("first_ms", found["took_ms"])
-                return {"first_ms": first_ms, "cpu_ms": found["cpu_ms"]}
+                costs = peer.costing(0, size.prompts(1, count, next(seeds)), 1)
+                assert [len(tokens) for tokens in costs["tokens"]] == [1]
+                first_ms = costs.get("first_ms", costs["took_ms"])
+                return {"first_ms": first_ms, "cpu_ms": costs["cpu_ms"]}
 
             rounds = bench.rounds(2 * ROUNDS, QUICK_ROUNDS)
             bench.trial_loop(case, arms_of(chosen, measure, prepare), rounds)

@@ -115,16 +115,16 @@ def _simple_plans(rig: Rig) -> dict[str, Plan]:
 
 def _calibrate(rig: Rig) -> LayerCosts:
     """Measure each layer's current cost beside a copy: medians of some switches."""
-    found: dict[str, list[Switch]] = {"per-layer": [], "one-shot": []}
+    switches_of: dict[str, list[Switch]] = {"per-layer": [], "one-shot": []}
     plans = _simple_plans(rig)
     for number in range(CALIBRATIONS + 1):
-        for name, switches in found.items():
+        for name, switches in switches_of.items():
             rig.set_plan(plans[name])
             rig.prefault()
             switch = rig.switch(plans[name])
             if number:  # the first one warms up
                 switches.append(switch)
-    return costs_of(rig.layer_bytes, found["per-layer"], found["one-shot"])
+    return costs_of(rig.layer_bytes, switches_of["per-layer"], switches_of["one-shot"])
 
 
 def costs_of(
@@ -150,8 +150,8 @@ def _one_ratio(bench: Run, case: str, rig: Rig) -> None:
     bench.trial_loop(
         case, [arms.arm(name) for name in arms.plans], bench.rounds(ROUNDS, QUICK_ROUNDS), warmup=1
     )
-    seen = costs_of(rig.layer_bytes, arms.switches["per-layer"], arms.switches["one-shot"])
-    min_ms = bound(seen)
+    costs = costs_of(rig.layer_bytes, arms.switches["per-layer"], arms.switches["one-shot"])
+    min_ms = bound(costs)
     bench.find(f"{case}: M*, from this run's layers", min_ms, "ms")
     p50 = {name: bench.p50(case, name, "makespan_ms") for name in arms.plans}
     for name in arms.plans:

@@ -59,12 +59,7 @@ def answer(module: nn.Module, tensors: Sequence[Mapping[str, Any]]) -> list[dict
     with torch.inference_mode():
         outputs = flatten_outputs(module(*inputs))
     return [
-        {
-            "name": name,
-            "datatype": "FP32",
-            "shape": list(y.shape),
-            "data": y.flatten().tolist(),
-        }
+        {"name": name, "datatype": "FP32", "shape": list(y.shape), "data": y.flatten().tolist()}
         for name, y in outputs.items()
     ]
 

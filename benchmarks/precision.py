@@ -83,9 +83,9 @@ def _measure(bench: Run, name: str, case: Case) -> None:
     bench.say(f"{name}: building {', '.join(arms)}")
     child = spawn("serve", order | {"arms": arms}, module="precision_child")
     try:
-        told = read_line(child)
-        bench.skip({f"{name}, {arm}": why for arm, why in told["skipped"].items()})
-        arms = [arm for arm in ("eager", *arms) if arm not in told["skipped"]]
+        answer = read_line(child)
+        bench.skip({f"{name}, {arm}": why for arm, why in answer["skipped"].items()})
+        arms = [arm for arm in ("eager", *arms) if arm not in answer["skipped"]]
         for batch, limit in case.limits.items():
             title = f"{name}, batch {batch}"
 
@@ -96,7 +96,7 @@ def _measure(bench: Run, name: str, case: Case) -> None:
             turns = [Arm(arm, partial(measure, arm, batch)) for arm in arms]
             bench.trial_loop(title, turns, bench.rounds(ROUNDS, QUICK_ROUNDS))
             _findings(bench, title, arms, limit)
-        for arm, facts in told["facts"].items():
+        for arm, facts in answer["facts"].items():
             bench.find(f"{name}, {arm}: bytes", facts["bytes"])
             bench.find(f"{name}, {arm}: copy", facts["copy_ms"], "ms")
             bench.notes += [f"{name}, {arm}: {note}" for note in facts["notes"]]

@@ -20,8 +20,8 @@ from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.verify import load_image
 from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.running.executor import GraphProgram
+from pipeswitch.programs.running.tensor_views import tensor_over
 from pipeswitch.programs.running.values import flatten_outputs
-from pipeswitch.programs.running.views import tensor_over
 from pipeswitch.programs.spec import BuildSpec, weights_file
 
 from . import plain
@@ -52,8 +52,8 @@ def serve(order: Mapping[str, Any]) -> None:
     say(skipped=skipped, facts=facts)
     with torch.inference_mode():
         for line in sys.stdin:
-            asked = json.loads(line)
-            _answer(runners, asked["arm"], _inputs(order, asked["batch"]))
+            request = json.loads(line)
+            _answer(runners, request["arm"], _inputs(order, request["batch"]))
 
 
 def _answer(runners: Mapping[str, Runner], arm: str, inputs: Sequence[torch.Tensor]) -> None:

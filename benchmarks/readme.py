@@ -42,10 +42,10 @@ def newest(folder: Path) -> dict[str, tuple[str, Document]]:
 
     Names are ``<what>_cpu_<date>.json``. Other devices' results have a page of their own.
     """
-    found: dict[str, tuple[str, Document]] = {}
+    results: dict[str, tuple[str, Document]] = {}
     for path in sorted(folder.glob("*_cpu_*.json"), key=lambda each: each.stem.rpartition("_")[2]):
-        found[path.stem.partition("_")[0]] = (path.name, json.loads(path.read_text("utf-8")))
-    return found
+        results[path.stem.partition("_")[0]] = (path.name, json.loads(path.read_text("utf-8")))
+    return results
 
 
 def front_page(results: Results) -> list[str]:
@@ -168,8 +168,8 @@ def switch_table(file: str, document: Document) -> str:
         f"{_where(document)}. *Ready* has nothing beside it; *resident* and *cold* are "
         "PipeSwitch with the model on the device, and not."
     )
-    found = [(arm, *(_p50_p99(rows.get((case, arm))) for case in cases)) for arm in arms]
-    return "\n".join([about, "", *_columns(cases, found), "", f"([{file}]({file}))"])
+    rows_shown = [(arm, *(_p50_p99(rows.get((case, arm))) for case in cases)) for arm in arms]
+    return "\n".join([about, "", *_columns(cases, rows_shown), "", f"([{file}]({file}))"])
 
 
 def peers_table(file: str, document: Document) -> str:
@@ -189,12 +189,12 @@ def peers_table(file: str, document: Document) -> str:
     )
     rows = []
     for case in dict.fromkeys(case for case, _ in p50):
-        found = {arm: p50[case, arm] for arm in arms if (case, arm) in p50}
+        values = {arm: p50[case, arm] for arm in arms if (case, arm) in p50}
         is_speed = "at once" in case
-        best = (max if is_speed else min)(found.values())
+        best = (max if is_speed else min)(values.values())
         cells = []
         for arm in arms:
-            value = found.get(arm)
+            value = values.get(arm)
             if value is None:
                 cell = ""
             else:
@@ -230,7 +230,7 @@ def findings_table(file: str, document: Document) -> str:
 
 
 def _measured(results: Results) -> Results:
-    return {name: found for name, found in results.items() if "findings" in found[1]}
+    return {name: result for name, result in results.items() if "findings" in result[1]}
 
 
 def _judged(document: Document) -> list[Mapping[str, Any]]:

@@ -151,10 +151,10 @@ def bare_server(largest_bytes: int) -> Iterator[list[Dealer]]:
 
 def _reply_bytes() -> int:
     """Return the size of a reply header of ours with a full bill."""
-    bill = RequestTiming(**dict.fromkeys(PARTS, 1.5), resident=True, worker=0, op_id=1000)  # type: ignore[arg-type]
+    timing = RequestTiming(**dict.fromkeys(PARTS, 1.5), resident=True, worker=0, op_id=1000)  # type: ignore[arg-type]
     output = WireTensor(name="y", dtype="float32", shape=(1,), frame=0)
     header = ReplyHeader(
-        v=1, id="00000000-1", status="ok", session="0" * 32, timing=bill, outputs=(output,)
+        v=1, id="00000000-1", status="ok", session="0" * 32, timing=timing, outputs=(output,)
     )
     return len(encode_header(header))
 

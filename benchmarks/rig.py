@@ -1,6 +1,6 @@
 """The parts of a switch without a server: our device memory here, our worker's view in a child.
 
-Copy engine, arrival words, doorbells and grouped execution are the product's (``devices/cpu``,
+Copy engine, fences, doorbells and grouped execution are the product's (``devices/cpu``,
 ``programs/executor``); this module only says which groups there are and when the copy starts, so
 that a benchmark can change one thing at a time. No torch here: the child has it.
 """
@@ -25,7 +25,7 @@ from .lane import fill, packed
 from .setting import Setting, end, read_line, spawn, tell
 from .trials import Numbers, now_ms
 
-WORDS: Final = 4096  # more than any model has layers
+FENCE_COUNT: Final = 4096  # more than any model has layers
 REGION_BYTES: Final = REGION_ALIGN_BYTES  # where the model's region begins, after the words
 MODEL: Final = ModelName("rig")
 
@@ -92,7 +92,7 @@ class Engine:
             device="cpu",
             arena_bytes=REGION_BYTES + self.store_bytes,
             store_bytes=self.store_bytes,
-            words=WORDS,
+            fence_count=FENCE_COUNT,
             link_bytes_per_s=link_gbps * 1e9,
         )
         return CpuDeviceMemory(settings, store=self.store, doorbells=[self.doorbell])
@@ -104,9 +104,9 @@ class Engine:
                 store_offset_bytes=offset_bytes,
                 arena_offset_bytes=REGION_BYTES + offset_bytes,
                 size_bytes=size_bytes,
-                word=word,
+                fence=fence,
             )
-            for word, (offset_bytes, size_bytes) in enumerate(groups)
+            for fence, (offset_bytes, size_bytes) in enumerate(groups)
         )
         order = TransmitModel(
             model=MODEL,
@@ -166,7 +166,7 @@ class Rig(Engine):
             **order,
             doorbell=self.doorbell,
             control_page=self._control_page,
-            words=WORDS,
+            fence_count=FENCE_COUNT,
             arena_bytes=self.memory.arena_bytes,
             region_bytes=REGION_BYTES,
         )
@@ -205,14 +205,14 @@ class Rig(Engine):
         self.op_id += 1
         began_at_ms = began_at_ms or now_ms()
         last = len(groups) - 1
-        tell(self._child, verb="run", op_id=self.op_id, first_word=0 if is_pipelined else last)
+        tell(self._child, verb="run", op_id=self.op_id, first_fence=0 if is_pipelined else last)
         self.transmit(
             (group.offset_bytes, 0 if index < resident else group.size_bytes)
             for index, group in enumerate(groups)
         )
-        found = read_line(self._child)
+        record = read_line(self._child)
         ended = self.ended.get()
-        begins = found["begins_ms"]
+        begins = record["begins_ms"]
         arrivals = [min(a, b) for a, b in zip(ended.group_ends_at_ms, begins, strict=True)]
         if not is_pipelined:
             arrivals = list(ended.group_ends_at_ms)
@@ -220,8 +220,8 @@ class Rig(Engine):
             began_at_ms,
             tuple(arrivals),
             tuple(begins),
-            tuple(found["ends_ms"]),
-            found["checksum"],
+            tuple(record["ends_ms"]),
+            record["checksum"],
             ended.started_at_ms,
         )
 

@@ -65,7 +65,7 @@ class Runner:
             slot=Slot(0),
             device="cpu",
             arena_bytes=numbers["arena_bytes"],
-            words=numbers["words"],
+            fence_count=numbers["words"],
             pool_bytes=0,
             threads=1,
             doorbell_count=1,
@@ -99,20 +99,20 @@ class Runner:
         self._pool.prefault(self._region_bytes, self._manifest.total_bytes)
         say()
 
-    def run(self, op_id: int, first_word: int) -> None:
-        """Compute as the groups of ``op_id`` arrive; the first waits for ``first_word``."""
+    def run(self, op_id: int, first_fence: int) -> None:
+        """Compute as the groups of ``op_id`` arrive; the first waits for ``first_fence``."""
         pool, bound = self._pool, self._bound[self._plan]
         assert pool is not None
         begins_ms: list[float] = []
         ends_ms: list[float] = []
         tensors, groups = self._manifest.tensors, bound.manifest.groups
-        last_word = max(first_word, len(groups) - 1)
-        pool.enter(self._region_bytes, self._manifest.total_bytes, last_word, op_id)
+        last_fence = max(first_fence, len(groups) - 1)
+        pool.enter(self._region_bytes, self._manifest.total_bytes, last_fence, op_id)
 
         def before(index: int) -> None:
             if begins_ms:
                 ends_ms.append(now_ms())
-            pool.wait_group(first_word if not begins_ms else index, OpId(op_id))
+            pool.wait_group(first_fence if not begins_ms else index, OpId(op_id))
             for number in groups[index].tensors[-1:]:
                 pool.show(tensors[number].offset_bytes + tensors[number].size_bytes)
             begins_ms.append(now_ms())

@@ -113,8 +113,8 @@ def coordinate(order: dict[str, Any], style: Style, client: Connection) -> None:
     coordinator = Coordinator(order, style)
     client.send("ready")
     try:
-        while (asked := _next_order(client)) is not None:
-            verb, inputs = asked
+        while (command := _next_order(client)) is not None:
+            verb, inputs = command
             if verb == "train":
                 coordinator.train()
                 client.send("training")

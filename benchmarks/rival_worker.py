@@ -15,7 +15,7 @@ from torch import nn
 from pipeswitch.devices.cpu.page_protection import MADV_POPULATE_READ
 from pipeswitch.programs.interface.layout import TensorSpec
 from pipeswitch.programs.running.executor import ModuleProgram
-from pipeswitch.programs.running.views import bytes_over, tensor_over
+from pipeswitch.programs.running.tensor_views import bytes_over, tensor_over
 
 from . import plain
 from .lane import bytes_of, copy_in_pieces, open_mapping, packed
@@ -155,10 +155,10 @@ class ServedModel:
 
     def _made_anew(self, spec: TensorSpec) -> torch.Tensor:
         """Allocate, copy: ``.to(device)`` of one tensor."""
-        made = torch.empty(spec.size_bytes, dtype=torch.uint8)
+        tensor = torch.empty(spec.size_bytes, dtype=torch.uint8)
         end = spec.offset_bytes + spec.size_bytes
-        copy_in_pieces(self._store[spec.offset_bytes : end], made.numpy(), 0, len(made))
-        return made.view(getattr(torch, spec.dtype)).view(spec.shape)
+        copy_in_pieces(self._store[spec.offset_bytes : end], tensor.numpy(), 0, len(tensor))
+        return tensor.view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
 def _go_on(index: int) -> None:

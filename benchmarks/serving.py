@@ -21,7 +21,7 @@ from .models import MIB, BenchModel
 from .trials import Numbers, nothing, now_ms
 
 TRAIN_ENTRY: Final = "benchmarks.train_script:main"
-SLICE_ROOM_BYTES: Final = 40 * MIB  # arrival words and the training job's slice
+SLICE_ROOM_BYTES: Final = 40 * MIB  # fences and the training job's slice
 WAIT_S: Final = 60.0
 POLL_S: Final = 0.01
 SETTLE_S: Final = 1.0  # a held job's worker is replaced, and the new one prepares its models
@@ -112,17 +112,17 @@ def window(
     began_ms = now_ms()
 
     def ask(name: str) -> list[float]:
-        found = []
+        times_ms = []
         with running.client() as client:
             while (asked_ms := now_ms()) < began_ms + seconds * 1000:
                 client.infer(name, inputs)
-                found.append(now_ms() - asked_ms)
-        return found
+                times_ms.append(now_ms() - asked_ms)
+        return times_ms
 
     with ThreadPoolExecutor(len(names)) as pool:
         answers = pool.map(ask, names)
         meanwhile()
-        told_ms = [took_ms for found in answers for took_ms in found]
+        told_ms = [took_ms for times_ms in answers for took_ms in times_ms]
     return {
         "throughput_per_s": len(told_ms) / (now_ms() - began_ms) * 1000,
         "median_ms": quantile(told_ms, 0.5),

@@ -53,10 +53,10 @@ class Setting:
 
 
 def settings(
-    bench: Run, asked: Sequence[str], full: Sequence[str], quick: Sequence[str]
+    bench: Run, names: Sequence[str], full: Sequence[str], quick: Sequence[str]
 ) -> Iterator[Setting]:
     """Yield each model that can be measured here, its files written, with a folder of its own."""
-    for name in bench.usable(asked or (quick if bench.is_quick else full)):
+    for name in bench.usable(names or (quick if bench.is_quick else full)):
         with tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder:
             setting = Setting(MODELS[name], Path(folder), bench.threads, bench.seed)
             bench.say(f"{name}: writing weights, starting")
@@ -104,12 +104,7 @@ def spawn(
     name = f"{__package__}.{module}"
     command = [sys.executable, "-P", "-m", name, verb, json.dumps(order)]
     return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        bufsize=1,
-        pass_fds=keep,
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, pass_fds=keep
     )
 
 

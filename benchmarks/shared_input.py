@@ -83,8 +83,10 @@ def run(bench: Run, _: Any = ()) -> None:
 def _measured(units: int, width: int) -> Numbers:
     options = ["--measure", "--units", str(units), "--width", str(width)]
     command = [sys.executable, "-P", "-m", MODULE, *options]
-    found: Numbers = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    return found
+    numbers: Numbers = json.loads(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+    )
+    return numbers
 
 
 class _Jobs:

@@ -16,7 +16,7 @@ from pipeswitch.cli import views
 from pipeswitch.planning import windows
 
 
-def johnson(jobs: Sequence[windows.Job]) -> windows.Order:
+def johnson(jobs: Sequence[windows.WindowJob]) -> windows.Order:
     """Johnson's rule: jobs that load shorter than they compute first, the shortest load first;
     then the others, the longest compute first. The optimum where all models fit."""
 
@@ -29,43 +29,43 @@ def johnson(jobs: Sequence[windows.Job]) -> windows.Order:
 
 
 def exhaustive(
-    jobs: Sequence[windows.Job], memory: windows.Memory = windows.UNLIMITED
+    jobs: Sequence[windows.WindowJob], memory: windows.Memory = windows.UNLIMITED
 ) -> windows.Order:
     """Return the best of all orders; at most for ten jobs, since the time is factorial."""
     best: tuple[float, windows.Order] = (math.inf, ())
 
-    def extend(order: windows.Order, left: tuple[int, ...]) -> None:
+    def extend(order: windows.Order, remaining: tuple[int, ...]) -> None:
         nonlocal best
-        if not left:
+        if not remaining:
             best = min(best, (windows.makespan_ms(jobs, order, memory), order))
-        for index in left:
-            if _is_ready(jobs, index, left):
-                extend((*order, index), tuple(i for i in left if i != index))
+        for index in remaining:
+            if _is_ready(jobs, index, remaining):
+                extend((*order, index), tuple(i for i in remaining if i != index))
 
     extend((), tuple(range(len(jobs))))
     return best[1]
 
 
-def _is_ready(jobs: Sequence[windows.Job], index: int, left: Sequence[int]) -> bool:
+def _is_ready(jobs: Sequence[windows.WindowJob], index: int, remaining: Sequence[int]) -> bool:
     """Return True if no earlier job of the same model is left."""
-    return not any(i < index and jobs[i].model == jobs[index].model for i in left)
+    return not any(i < index and jobs[i].model == jobs[index].model for i in remaining)
 
 
 EXAMPLE: Final = (
-    windows.Job(model="A", load_ms=120.0, compute_ms=500.0),
-    windows.Job(model="B", load_ms=125.0, compute_ms=400.0),
-    windows.Job(model="C", load_ms=125.0, compute_ms=560.0),
-    windows.Job(model="D", load_ms=62.5, compute_ms=482.5),
+    windows.WindowJob(model="A", load_ms=120.0, compute_ms=500.0),
+    windows.WindowJob(model="B", load_ms=125.0, compute_ms=400.0),
+    windows.WindowJob(model="C", load_ms=125.0, compute_ms=560.0),
+    windows.WindowJob(model="D", load_ms=62.5, compute_ms=482.5),
 )
 """Four clients; the thesis' figures are pictures, these numbers give its three totals."""
 
 
 def example() -> list[dict[str, Any]]:
     """Return the totals: serial, with prefetch, and with prefetch in the order of each rule."""
-    given: windows.Order = tuple(range(len(EXAMPLE)))
+    order: windows.Order = tuple(range(len(EXAMPLE)))
     ways: dict[str, tuple[windows.Order, windows.Memory]] = {
-        "serial": (given, windows.Memory(is_prefetching=False)),
-        "prefetch, fifo": (given, windows.UNLIMITED),
+        "serial": (order, windows.Memory(is_prefetching=False)),
+        "prefetch, fifo": (order, windows.UNLIMITED),
         "prefetch, alternating": (windows.alternating(EXAMPLE), windows.UNLIMITED),
         "prefetch, johnson": (johnson(EXAMPLE), windows.UNLIMITED),
         "prefetch, all orders tried": (exhaustive(EXAMPLE), windows.UNLIMITED),

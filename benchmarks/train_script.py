@@ -30,8 +30,10 @@ def main() -> None:
     options = _options()
     torch.set_num_threads(options.threads)
     device = options.device or job.device
-    made = resnet50() if options.resnet50 else network(options.width, options.layers, options.batch)
-    model, x, y = made[0].to(device), made[1].to(device), made[2].to(device)
+    parts = (
+        resnet50() if options.resnet50 else network(options.width, options.layers, options.batch)
+    )
+    model, x, y = parts[0].to(device), parts[1].to(device), parts[2].to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     gaps = Gaps(model) if options.gaps else None
     instants_ms: list[float] = []
@@ -61,10 +63,10 @@ def main() -> None:
     if options.record:
         ended_ms = time.monotonic() * 1000
         rows = gaps.rows if gaps is not None else []
-        found = {"instants_ms": instants_ms, "ended_ms": ended_ms, "cpu_ms": cpu_ms}
-        found |= {"gaps_ms": rows}
+        content = {"instants_ms": instants_ms, "ended_ms": ended_ms, "cpu_ms": cpu_ms}
+        content |= {"gaps_ms": rows}
         part = Path(f"{options.record}.part")
-        part.write_text(json.dumps(found))
+        part.write_text(json.dumps(content))
         os.replace(part, options.record)
 
 

@@ -131,12 +131,12 @@ class _Steps:
 
 
 def _read(path: Path) -> _Steps:
-    found = json.loads(path.read_text())
+    record = json.loads(path.read_text())
     wall, cpu = (
-        [after - before for before, after in pairwise(found[key][WARM_STEPS:])]
+        [after - before for before, after in pairwise(record[key][WARM_STEPS:])]
         for key in ("instants_ms", "cpu_ms")
     )
-    return _Steps(wall, cpu, found["gaps_ms"][WARM_STEPS:])
+    return _Steps(wall, cpu, record["gaps_ms"][WARM_STEPS:])
 
 
 def _numbers(steps: _Steps) -> Numbers:
@@ -195,12 +195,12 @@ def _latency(bench: Run, shape: str, runs: _Runs, client: Client) -> None:
     limit_ms = layer_ms + MAX_OVER_LAYER_MS
     bench.find(f"{shape}: longest layer, median", layer_ms, "ms")
     for where in ("forward", "backward", "boundary", "loader"):
-        found = bench.values(shape, f"stop-{where}", "stop_ms")
-        if not found:
+        values = bench.values(shape, f"stop-{where}", "stop_ms")
+        if not values:
             continue
         limit = limit_ms if where in ("forward", "backward") else None  # the optimizer is apart
         for what, share in (("p50", 0.5), ("p99", 0.99)):
-            stop_ms = quantile(found, share)
+            stop_ms = quantile(values, share)
             bench.find(f"{shape}: stop in {where}, {what}", stop_ms, "ms", at_most=limit)
 
 

@@ -185,9 +185,9 @@ class Run:
         """Note how quiet the machine was; called once, when no process of ours is left."""
         share = self.others.share()
         self.facts = self.facts | {"others_share": round(share, 3)}
-        found = warnings_of(float(self.facts.get("load_1m", 0.0)), share)
-        self.warnings += found
-        for text in found:
+        warnings = warnings_of(float(self.facts.get("load_1m", 0.0)), share)
+        self.warnings += warnings
+        for text in warnings:
             self.say(f"warning: {text}")
 
     def summary(self) -> list[dict[str, Any]]:
@@ -238,11 +238,11 @@ class Run:
         lines = [f"# {self.what} on {self.facts['device']}", "", f"`{self.command}`", "", facts, ""]
         lines += [*(f"**Warning:** {text}." for text in self.warnings), ""] if self.warnings else []
         met = {True: "yes", False: "**no**", None: ""}
-        found = [
+        cells = [
             (one.name, f"{one.value:.4g} {one.unit}".strip(), one.target, met[one.is_met])
             for one in self.findings
         ]
-        lines += table("finding | value | target | met", found)
+        lines += table("finding | value | target | met", cells)
         rows = [
             [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()]
             for row in self.summary()

@@ -28,8 +28,8 @@ def with_diagrams(text: str) -> str:
     """``text`` with each table's diagram as the table stands now."""
     for name, table in TABLES.items():
         block = f"```mermaid\n{states.diagram(name, table)}\n```"
-        found = re.compile(rf"```mermaid\n%% {name}: .*?\n```", re.DOTALL)
-        text, count = found.subn(lambda _, block=block: block, text)  # type: ignore[misc]
+        pattern = re.compile(rf"```mermaid\n%% {name}: .*?\n```", re.DOTALL)
+        text, count = pattern.subn(lambda _, block=block: block, text)  # type: ignore[misc]
         if count != 1:
             raise ValueError(f"{DOCUMENT.name} has {count} diagrams of {name}")
     return text

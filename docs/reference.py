@@ -38,8 +38,8 @@ def commands() -> str:
             if isinstance(p, click.Argument)
         ]
         text = (command.help or "").split("\n\n")[0].replace("\n", " ")
-        called = " ".join([path, *arguments]).replace("|", "\\|")
-        rows.append(f"| `{called}` | {text} |")
+        usage = " ".join([path, *arguments]).replace("|", "\\|")
+        rows.append(f"| `{usage}` | {text} |")
     return _page("Commands", COMMANDS, "\n".join(rows))
 
 
@@ -50,9 +50,9 @@ def _commands(command: click.Command, path: str) -> Iterator[tuple[str, click.Co
     if command.invoke_without_command and path:
         yield path, command
     for name in command.list_commands(click.Context(command)):
-        found = command.get_command(click.Context(command), name)
-        assert found is not None
-        yield from _commands(found, f"{path} {name}".strip())
+        subcommand = command.get_command(click.Context(command), name)
+        assert subcommand is not None
+        yield from _commands(subcommand, f"{path} {name}".strip())
 
 
 def settings() -> str:
@@ -83,10 +83,7 @@ def _page(title: str, head: str, *parts: str) -> str:
     return "\n\n".join([f"# {title}", MARK, head, *parts]) + "\n"
 
 
-PAGES: Final[dict[str, Callable[[], str]]] = {
-    "commands.md": commands,
-    "settings.md": settings,
-}
+PAGES: Final[dict[str, Callable[[], str]]] = {"commands.md": commands, "settings.md": settings}
 
 
 if __name__ == "__main__":

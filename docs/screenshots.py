@@ -29,7 +29,7 @@ VIEWS = {
 LOOK_S = 25.0  # until the lanes and the loss have something to show
 PER_S = 1.0  # requests
 CHOOSE = """
-    [...document.querySelectorAll("#bills button")]
+    [...document.querySelectorAll("#timings button")]
         .find((row) => row.textContent.includes("resnet50") && row.textContent.includes("cold"))
         ?.click();
 """

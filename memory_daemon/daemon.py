@@ -17,37 +17,31 @@ from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.base.failpoints import reach
 from pipeswitch.base.worker_thread import WorkerThread
 from pipeswitch.devices.memory import DeviceMemory
-from pipeswitch.devices.orders import check_range
+from pipeswitch.devices.order_checks import check_range
 from pipeswitch.devices.worker_device import now_ms
 from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages import daemon as daemon_msg
 from pipeswitch.ipc.messages.base import Exit, Message, OpId, Ping, Pong
 
-from .commits import Commits
+from .commit_areas import CommitAreas
 from .store import UnusableModel, load_model
 from .transmit import TransmitGuard
 
 log = logging.getLogger(__name__)
 
 
-class Daemon:
+class MemoryDaemon:
     """Serves one controller over one device's memory."""
 
-    def __init__(
-        self,
-        device: DeviceMemory,
-        control: Channel,
-        *,
-        words: int,
-    ) -> None:
+    def __init__(self, device: DeviceMemory, control: Channel, *, fence_count: int) -> None:
         self._device = device
         self._control = control
         control.point = "daemon.send"
         self._guard = TransmitGuard(
-            arena_bytes=device.arena_bytes, store_bytes=device.store_bytes, words=words
+            arena_bytes=device.arena_bytes, store_bytes=device.store_bytes, fence_count=fence_count
         )
-        self._commits = Commits(device)
-        self._store_lane, self._to_host_lane, self._disk_lane = self._lanes = [
+        self._commits = CommitAreas(device)
+        self._store_thread, self._to_host_thread, self._disk_thread = self._threads = [
             WorkerThread(name) for name in ("store", "to-host", "disk")
         ]
 
@@ -92,11 +86,11 @@ class Daemon:
             case daemon_msg.CancelTransmit(op_id=op_id):
                 self._device.cancel(op_id)
             case daemon_msg.StoreModel():
-                self._put(self._store_lane, message.op_id, lambda: self._store(message))
+                self._put(self._store_thread, message.op_id, lambda: self._store(message))
             case daemon_msg.Scrub():
                 limit_bytes = self._device.arena_bytes
                 check_range("scrub", message.offset_bytes, message.size_bytes, limit_bytes)
-                self._put(self._to_host_lane, message.op_id, lambda: self._scrub(message))
+                self._put(self._to_host_thread, message.op_id, lambda: self._scrub(message))
             case daemon_msg.OpenCommits():
                 if len(descriptors) != 1:
                     raise RemoteProtocolError(f"OpenCommits came with {len(descriptors)} memfds")
@@ -110,7 +104,7 @@ class Daemon:
             case daemon_msg.PersistCommit():
                 area = self._commits.area_for(message)
                 persist = functools.partial(self._commits.persist, message, area)
-                self._put(self._disk_lane, message.op_id, persist)
+                self._put(self._disk_thread, message.op_id, persist)
             case _:
                 raise RemoteProtocolError(f"a memory daemon takes no {type(message).__name__}")
 
@@ -121,11 +115,11 @@ class Daemon:
             log.warning("job=%s epoch=%d number=%d repeated", order.job, order.op_id, order.number)
             return
         area = self._commits.area_for(order)
-        self._put(self._to_host_lane, order.op_id, lambda: self._commits.copy(order, area))
+        self._put(self._to_host_thread, order.op_id, lambda: self._commits.copy(order, area))
 
-    def _put(self, lane: WorkerThread, op_id: OpId, work: Callable[[], Message]) -> None:
+    def _put(self, thread: WorkerThread, op_id: OpId, work: Callable[[], Message]) -> None:
         """Run work on a lane and send its answer, or a fault if it fails."""
-        lane.put(lambda: self._send(work()), lambda error: self._refuse(op_id, error.message))
+        thread.put(lambda: self._send(work()), lambda error: self._refuse(op_id, error.message))
 
     def _transmit(self, order: daemon_msg.TransmitModel) -> None:
         self._guard.accept(order)
@@ -174,6 +168,6 @@ class Daemon:
 
     def _finish(self) -> None:
         """Finish commits and stores that were accepted, and cut transmissions short."""
-        for lane in self._lanes:
-            lane.shutdown()
+        for thread in self._threads:
+            thread.shutdown()
         self._device.close()

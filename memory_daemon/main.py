@@ -16,18 +16,14 @@ from pipeswitch.devices.registry import kind_of
 from pipeswitch.ipc.channel import Channel, name_event
 from pipeswitch.ipc.messages.daemon import DaemonSettings
 
-from .daemon import Daemon
+from .daemon import MemoryDaemon
 
 log = logging.getLogger(__name__)
 
 PROCESS_NAME = "pipeswitch-mem"  # the kernel keeps 15 characters
 
 
-def run(
-    settings: DaemonSettings,
-    control: Channel,
-    descriptors: Sequence[int],
-) -> None:
+def run(settings: DaemonSettings, control: Channel, descriptors: Sequence[int]) -> None:
     """Serve until Exit, then return; exit with status 1 if the controller is gone or sends
     invalid messages.
 
@@ -46,7 +42,7 @@ def run(
     threading.excepthook = _leave
     store, control_page, *doorbells = descriptors
     device = kind_of(settings.device).open_memory(settings, store, control_page, doorbells)
-    daemon = Daemon(device, control, words=settings.words)
+    daemon = MemoryDaemon(device, control, fence_count=settings.fence_count)
     if not daemon.run():
         # Threads may be deep in a copy or an fsync: no process is left to wait for them.
         os._exit(1)

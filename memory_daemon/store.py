@@ -59,10 +59,10 @@ def load_model(directory: Path, image: memoryview) -> Manifest:
     finally:
         os.close(descriptor)
     if manifest.weights_sha256:
-        found = image_digest(image[: manifest.total_bytes])
-        if found != manifest.weights_sha256:
+        digest = image_digest(image[: manifest.total_bytes])
+        if digest != manifest.weights_sha256:
             raise UnusableModel(
-                f"{file_name} is corrupt: sha256 is {found}, "
+                f"{file_name} is corrupt: sha256 is {digest}, "
                 f"the manifest says {manifest.weights_sha256}"
             )
     return manifest

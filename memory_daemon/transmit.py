@@ -10,7 +10,7 @@ import threading
 from typing import NamedTuple
 
 from pipeswitch.base.errors import RemoteProtocolError
-from pipeswitch.devices.orders import check_order
+from pipeswitch.devices.order_checks import check_order
 from pipeswitch.ipc.messages.base import OpId
 from pipeswitch.ipc.messages.daemon import TransmitModel
 
@@ -30,10 +30,10 @@ class TransmitGuard:
     ``accept`` is called by the control thread, ``end`` by the device's.
     """
 
-    def __init__(self, *, arena_bytes: int, store_bytes: int, words: int) -> None:
+    def __init__(self, *, arena_bytes: int, store_bytes: int, fence_count: int) -> None:
         self._arena_bytes = arena_bytes
         self._store_bytes = store_bytes
-        self._words = words
+        self._fence_count = fence_count
         self._lock = threading.Lock()
         self._live: dict[OpId, TransmitModel] = {}
         self._accepted: list[_Span] = []  # disjoint; later ones cut earlier ones
@@ -48,7 +48,7 @@ class TransmitGuard:
             order,
             arena_bytes=self._arena_bytes,
             store_bytes=self._store_bytes,
-            words=self._words,
+            fence_count=self._fence_count,
         )
         start, end = order.arena_offset_bytes, order.arena_offset_bytes + order.region_bytes
         with self._lock:
@@ -86,9 +86,9 @@ class TransmitGuard:
     def _refuse_live(self, order: TransmitModel, start: int, end: int) -> None:
         if order.op_id in self._live:
             raise RemoteProtocolError(f"epoch {order.op_id} is being transmitted already")
-        words = {group.word for group in order.groups}
-        if len(words) != len(order.groups):
-            raise RemoteProtocolError("two groups raise the same word")
+        fences = {group.fence for group in order.groups}
+        if len(fences) != len(order.groups):
+            raise RemoteProtocolError("two groups raise the same fence")
         for live in self._live.values():
             live_end = live.arena_offset_bytes + live.region_bytes
             if live.arena_offset_bytes < end and start < live_end:
@@ -96,8 +96,8 @@ class TransmitGuard:
                     f"{start}…{end} overlaps epoch {live.op_id}, which is being transmitted "
                     f"to {live.arena_offset_bytes}…{live_end}"
                 )
-            if any(group.word in words for group in live.groups):
-                raise RemoteProtocolError(f"epoch {live.op_id} raises one of these words")
+            if any(group.fence in fences for group in live.groups):
+                raise RemoteProtocolError(f"epoch {live.op_id} raises one of these fences")
 
 
 def _without(span: _Span, start: int, end: int) -> list[_Span]:

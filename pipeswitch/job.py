@@ -64,7 +64,7 @@ class NonFiniteLossWarning(UserWarning):
     """A logged value is NaN or infinite. Training goes on and the step counts as any other."""
 
 
-class Session(Protocol):
+class JobSession(Protocol):
     """Implementation behind ``job`` inside the server (``workers/training/session.py``)."""
 
     @property
@@ -173,9 +173,9 @@ def trainer(trainer: _Trainer) -> _Trainer:
         if kind.__name__ == "Trainer" and library in LIBRARIES:
             _session.trainer(trainer, LIBRARIES[library])
             return trainer
-    given = trainer.__name__ if isinstance(trainer, type) else f"a {type(trainer).__name__}"
+    type_name = trainer.__name__ if isinstance(trainer, type) else f"a {type(trainer).__name__}"
     raise InvalidInput(
-        f"job.trainer: {given} is not a Trainer of transformers or Lightning",
+        f"job.trainer: {type_name} is not a Trainer of transformers or Lightning",
         hint="pass a Trainer object: job.trainer(Trainer(...)); in your own loop wrap the loader: "
         "for batch in job.steps(loader, model=model, optimizer=optimizer)",
     )
@@ -305,10 +305,10 @@ class _PlainSession:
         _logger.info("step=%d would publish as %r: no server runs this script", self.step, name)
 
 
-_session: Session = _PlainSession()
+_session: JobSession = _PlainSession()
 
 
-def _install(session: Session | None) -> None:
+def _install(session: JobSession | None) -> None:
     """Put the worker's session behind ``job`` before the script runs; None removes it."""
     global _session
     _session = _PlainSession() if session is None else session

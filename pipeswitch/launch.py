@@ -33,8 +33,8 @@ from .ipc.messages.daemon import DaemonSettings
 from .ipc.messages.fork_server import ChildExited, Fork, Forked, ForkServerReady
 from .ipc.messages.processor import CheckStage, StageSettings
 from .ipc.messages.worker import WorkerSettings
-from .sandbox.calls import PR_SET_NAME
 from .sandbox.environment import take_environment
+from .sandbox.system_calls import PR_SET_NAME
 
 KEEP_BELOW: Final = 3  # stdin, stdout, stderr
 
@@ -43,7 +43,7 @@ FIRST: Final = (
     "torch.fx.experimental.symbolic_shapes",  # as a program's kernels are checked
     "pipeswitch.workers.main",
     "pipeswitch.workers.processor",
-    "pipeswitch.programs.build.builder",
+    "pipeswitch.programs.build.build_process",
     "pipeswitch.programs.build.program",
 )
 GRAMMAR: Final = "llguidance"  # of the extra ``grammar``; a confined worker can open no file
@@ -70,7 +70,7 @@ def rehearsal_command(
     out: Path, device: str, link_bytes_per_s: float, entry: str, args: Sequence[str]
 ) -> list[str]:
     """Return the command line that measures a training script's first steps."""
-    module = [sys.executable, "-P", "-m", "pipeswitch.workers.training.dry_run"]
+    module = [sys.executable, "-P", "-m", "pipeswitch.workers.training.script_dry_run"]
     return [*module, str(out), device, str(link_bytes_per_s), entry, *args]
 
 
@@ -119,7 +119,7 @@ class ForkServer:
         reach("fork.order")
         settings = decode_message(order.settings)
         if isinstance(settings, BuildSettings) and not self._is_whole:
-            from .programs.build.builder import exports
+            from .programs.build.build_process import exports
 
             if exports(settings):
                 self._import_later()
@@ -195,9 +195,9 @@ def _leave(status: int) -> NoReturn:
 def close_others(descriptors: Sequence[int]) -> None:
     """Close all descriptors but these and the standard ones."""
     lowest = KEEP_BELOW
-    for kept in sorted(descriptors):
-        os.closerange(lowest, kept)
-        lowest = kept + 1
+    for descriptor in sorted(descriptors):
+        os.closerange(lowest, descriptor)
+        lowest = descriptor + 1
     os.closerange(lowest, os.sysconf("SC_OPEN_MAX"))
 
 
@@ -213,7 +213,7 @@ def _run(settings: Message, descriptors: Sequence[int]) -> int:
             run_daemon(settings, channel_from(descriptors[0]), descriptors[1:])
             return 0
         case BuildSettings():
-            from .programs.build.builder import run as run_builder
+            from .programs.build.build_process import run as run_builder
 
             channel, *environment = descriptors
             for descriptor in environment:
@@ -246,12 +246,7 @@ def main(descriptor: int) -> None:
     began = time.monotonic()
     has_library = importlib.util.find_spec(GRAMMAR) is not None
     import_for_children((*FIRST, GRAMMAR) if has_library else FIRST)
-    channel.send(
-        ForkServerReady(
-            pid=os.getpid(),
-            import_ms=(time.monotonic() - began) * 1000.0,
-        )
-    )
+    channel.send(ForkServerReady(pid=os.getpid(), import_ms=(time.monotonic() - began) * 1000.0))
     status = 70
     try:
         ForkServer(channel).run()

@@ -46,8 +46,8 @@ def _maker(name: str) -> Maker:
         maker: Maker = getattr(importlib.import_module(module), attribute)
         return maker
     (point,) = metadata.entry_points(group=POLICY_GROUP, name=name)
-    found: Maker = point.load()
-    return found
+    loaded: Maker = point.load()
+    return loaded
 
 
 CALLS: Final = {

@@ -172,8 +172,8 @@ def _wait_until_ready(process: subprocess.Popen[str], root: Path) -> RunningServ
 
 def _after(words: list[str], scheme: str) -> str:
     """Return the address of this scheme; empty if there is none."""
-    found = [word.removeprefix(scheme) for word in words if word.startswith(scheme)]
-    return found[0] if found else ""
+    addresses = [word.removeprefix(scheme) for word in words if word.startswith(scheme)]
+    return addresses[0] if addresses else ""
 
 
 __all__ = ["RunningServer", "check_policy", "server"]

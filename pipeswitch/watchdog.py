@@ -45,7 +45,7 @@ class Notifier:
             with contextlib.suppress(ValueError):  # a third: two may be lost
                 self._beat_every_s = int(environ.get("WATCHDOG_USEC", "0")) / 3e6
 
-    def tell(self, **fields: object) -> None:
+    def notify(self, **fields: object) -> None:
         """``tell(READY=1, STATUS="…")``. Never fails; waits for a manager that does not read."""
         self._is_watched = self._is_watched or "READY" in fields
         self._send(fields, TELL_WAIT_S)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeswitch.wire import frames
-from pipeswitch.wire.stream import Message, Stream
+from pipeswitch.wire.stream import Stream, WireMessage
 
 DEADLINE_S = 10.0
 
@@ -44,12 +44,12 @@ class RawPeer:
             assert time.monotonic() < give_up_at_s, "the server does not read"
             select.select([], [self.sock], [], 0.1)
 
-    def next_message(self, within_s: float = DEADLINE_S) -> Message | None:
+    def next_message(self, within_s: float = DEADLINE_S) -> WireMessage | None:
         """None: none came. EOFError: it was cut."""
         give_up_at_s = time.monotonic() + within_s
         while True:
-            if found := self.stream.receive(1):
-                return found[0]
+            if messages := self.stream.receive(1):
+                return messages[0]
             left_s = give_up_at_s - time.monotonic()
             if (
                 not self.stream.has_more
@@ -57,7 +57,7 @@ class RawPeer:
             ):
                 return None
 
-    def next(self) -> Message:
+    def next(self) -> WireMessage:
         """EOFError: it was cut."""
         message = self.next_message()
         assert message is not None, "nothing came"
@@ -73,11 +73,11 @@ class RawPeer:
 
 @contextlib.contextmanager
 def raw_peer(address: str, receive_bytes: int = 0) -> Iterator[RawPeer]:
-    made = RawPeer(address, receive_bytes)
+    peer = RawPeer(address, receive_bytes)
     try:
-        yield made
+        yield peer
     finally:
-        made.close()
+        peer.close()
 
 
 def ask(peer: RawPeer, *tensors: bytes, **fields: Any) -> Any:

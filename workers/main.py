@@ -29,7 +29,7 @@ from pipeswitch.ipc.messages.base import Exit, Message, Ping, Pong, StepCommitte
 from pipeswitch.sandbox.confine import confine_worker
 from pipeswitch.sandbox.environment import take_environment
 
-from .inference.pool import RequestPool
+from .inference.pool import MappedPool
 from .inference.task import Programs, infer, warm_up
 from .training.activation_budget import ActivationBudget
 from .training.hooks import use_pace
@@ -58,7 +58,7 @@ def run(settings: worker_msg.WorkerSettings, descriptors: Sequence[int]) -> int:
     _log_to_stderr(settings.slot)
     control_page, *others = descriptors[2:]
     doorbells, shared = others[: settings.doorbell_count], others[settings.doorbell_count :]
-    worker = Worker(settings, task, control, control_page, doorbells)
+    worker = WorkerProcess(settings, task, control, control_page, doorbells)
     if shared:
         worker.map_memory(shared)
     worker.start()
@@ -77,7 +77,7 @@ def _log_to_stderr(slot: int) -> None:
     ours.propagate = False
 
 
-class Worker:
+class WorkerProcess:
     """The two threads' common ground: channels, gate, and the job's host."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Worker:
         self._control_page = control_page
         self._bells = doorbells
         self._view: WorkerDevice  # ``map_memory`` sets these three
-        self._pool: RequestPool
+        self._pool: MappedPool
         self._programs: Programs
         self._gate = Gate(self._on_parked)
         self._host: JobHost | None = None
@@ -113,7 +113,7 @@ class Worker:
             self._settings, arena, control_page=self._control_page, doorbells=self._bells
         )
         is_hidden = kind.is_host
-        self._pool = RequestPool(pool, self._settings.pool_bytes, is_hidden=is_hidden)
+        self._pool = MappedPool(pool, self._settings.pool_bytes, is_hidden=is_hidden)
         self._view.pin(self._pool.address, self._pool.size_bytes)
         self._programs = Programs(self._view)
 
@@ -158,7 +158,7 @@ class Worker:
                     self._make_ready_for(message, descriptors)
                     self._prepare(message)
                 case worker_msg.ForgetModel(model=model):
-                    self._programs.forget(model)
+                    self._programs.remove(model)
                 case worker_msg.RunJob():
                     return self._run_job(message, descriptors)
                 case Exit():
@@ -194,10 +194,7 @@ class Worker:
             error = f"{type(problem).__name__}: {problem}"[:2000]
         self._task.send(
             worker_msg.ModelPrepared(
-                model=message.model,
-                digest=message.digest,
-                plan=message.plan,
-                error=error,
+                model=message.model, digest=message.digest, plan=message.plan, error=error
             )
         )
 
@@ -211,7 +208,7 @@ class Worker:
             raise ValueError(f"{message.job} is a script, but this worker is in the sandbox")
         self._programs.clear()
         self._view.leave()
-        self._view.take_back()
+        self._view.unmap_inputs()
         *descriptors, environment = descriptors
         take_environment(environment)
         self._host = JobHost(message, self._task, self._view, descriptors)
@@ -233,8 +230,7 @@ class Worker:
         return 0
 
     def _keep_in_step(self) -> None:
-        """Limit run-ahead on a device that computes on its own, and run backward in this thread,
-        where the gate can park it."""
+        """Limit run-ahead on the device, and run backward in this thread."""
         pace = self._view.pacer()
         use_pace(pace)
         if pace is not None:
@@ -304,7 +300,7 @@ class Worker:
 
     def _on_parked(self, turn: int, next_turn: int, where: Where) -> None:
         """Pass the device on; called by the thread that parks, with the gate's lock held."""
-        self._view.settle()  # wait for queued work, at most two groups
+        self._view.synchronize()  # wait for queued work, at most two groups
         reach("job.park")
         parked_at_ms = now_ms()  # before the wake-up: its worker may take this thread's core
         if next_turn:

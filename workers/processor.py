@@ -82,8 +82,8 @@ def check(settings: stage_msg.CheckStage, channel: Channel) -> int:
     except Unusable as problem:
         answer = stage_msg.StageFailed(op_id=OpId(0), reason=f"{name}: {problem}")
     except TypeError as error:
-        given = ", ".join(settings.inputs)
-        reason = f"{name}: it cannot be called with {given}, which --raw names: {error}"
+        arguments = ", ".join(settings.inputs)
+        reason = f"{name}: it cannot be called with {arguments}, which --raw names: {error}"
         answer = stage_msg.StageFailed(op_id=OpId(0), reason=reason)
     channel.send(answer)
     return 0
@@ -94,20 +94,20 @@ def _load(name: str) -> Function:
     """Import ``package.module:function``."""
     module, _, attribute = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        owner: Any = importlib.import_module(module)
     except BaseException as error:
         raise Unusable(
             f"it cannot be imported: {_said(error)}; the server looks in its "
             "PYTHONPATH: PYTHONPATH=FOLDER pipeswitch serve"
         ) from error
     try:
-        function: Function = functools.reduce(getattr, attribute.split("."), found)
+        function: Function = functools.reduce(getattr, attribute.split("."), owner)
     except AttributeError:
-        functions = (name for name, value in vars(found).items() if inspect.isfunction(value))
+        functions = (name for name, value in vars(owner).items() if inspect.isfunction(value))
         public = [name for name in functions if name[0] != "_"]
         has = ", ".join(public[:4]) or "no function"
-        told = nearest(attribute, public) or f"; it has {has}"
-        raise Unusable(f"{module} has no {attribute}{told}"[:1000]) from None
+        advice = nearest(attribute, public) or f"; it has {has}"
+        raise Unusable(f"{module} has no {attribute}{advice}"[:1000]) from None
     if not callable(function):
         raise Unusable("it is not callable")
     return function

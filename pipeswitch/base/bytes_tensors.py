@@ -28,21 +28,21 @@ def unpack(data: Any, count: int) -> list[bytes]:
     Raises:
         InvalidInput: the buffer does not hold exactly ``count`` elements.
     """
-    found: list[bytes] = []
+    items: list[bytes] = []
     view, at = memoryview(data), 0
     while at < len(view):
         begin = at + LENGTH_BYTES
-        if len(found) == count or begin > len(view):
+        if len(items) == count or begin > len(view):
             break
         at = begin + _LENGTH.unpack_from(view, at)[0]
         if at > len(view):
             break
-        found.append(bytes(view[begin:at]))
-    if len(found) != count or at != len(view):
+        items.append(bytes(view[begin:at]))
+    if len(items) != count or at != len(view):
         raise InvalidInput(
             f"{len(view)} bytes are not {count} byte strings, each after its length in four bytes"
         )
-    return found
+    return items
 
 
 def packed(value: Any) -> tuple[tuple[int, ...], bytes] | None:
@@ -75,7 +75,7 @@ def unpacked(data: Any, shape: Sequence[int]) -> Any:
     """
     import numpy as np
 
-    found = unpack(data, math.prod(shape))
-    array = np.empty(len(found), dtype=object)
-    array[:] = found
+    items = unpack(data, math.prod(shape))
+    array = np.empty(len(items), dtype=object)
+    array[:] = items
     return array.reshape(tuple(shape))

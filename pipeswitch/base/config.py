@@ -111,7 +111,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise ConfigError(f"{type(self).__name__}.{item.name}: {problem}") from None
 
 
-class Setting(msgspec.Struct, frozen=True):
+class ConfigKey(msgspec.Struct, frozen=True):
     """Key of a table: field, type, help, and the default as a user writes it."""
 
     name: str
@@ -122,15 +122,15 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 @functools.cache
-def settings(cls: type[Section]) -> dict[str, Setting]:
+def settings(cls: type[Section]) -> dict[str, ConfigKey]:
     """Return the settings of a section by their key in the file."""
-    found = re.findall(r"^(\w+): (.+(?:\n +.+)*)", inspect.getdoc(cls) or "", re.MULTILINE)
-    texts = {key: " ".join(text.split()) for key, text in found}
+    entries = re.findall(r"^(\w+): (.+(?:\n +.+)*)", inspect.getdoc(cls) or "", re.MULTILINE)
+    texts = {key: " ".join(text.split()) for key, text in entries}
     result = {}
     for item in msgspec.structs.fields(cls):
         key = item.name.removesuffix("_bytes").removesuffix("_ms")
         shown = "" if item.required else _shown(item.default, _rules(item.type)[1])
-        result[key] = Setting(item.name, item.type, shown, texts.get(key, ""), item.required)
+        result[key] = ConfigKey(item.name, item.type, shown, texts.get(key, ""), item.required)
     return result
 
 
@@ -148,16 +148,16 @@ def _shown(value: Any, rules: Mapping[str, Any]) -> Any:
     return str(value) if "read" in rules else value
 
 
-def _read(kind: Any, given: Any, *, is_read: bool = False) -> Any:
+def _read(kind: Any, raw: Any, *, is_read: bool = False) -> Any:
     """Return a setting's value, given by a file, a variable, a flag or code.
 
     Raises:
         ValueError: the value is not allowed; the text names it and the allowed values.
     """
     info, rules = _rules(kind)
-    value = rules["read"](given) if "read" in rules and not is_read else given
-    if isinstance(info, types.VarTupleType) and isinstance(given, str):
-        value = [part.strip() for part in given.split(",") if part.strip()]
+    value = rules["read"](raw) if "read" in rules and not is_read else raw
+    if isinstance(info, types.VarTupleType) and isinstance(raw, str):
+        value = [part.strip() for part in raw.split(",") if part.strip()]
     is_text = isinstance(value, str | float)  # a variable is always text; 2.0 counts as an integer
     try:
         return msgspec.convert(value, kind, strict=not is_text, from_attributes=True)
@@ -165,7 +165,7 @@ def _read(kind: Any, given: Any, *, is_read: bool = False) -> Any:
         pass
     if isinstance(info, types.LiteralType):
         choices = get_args(kind)
-        raise ValueError(f"{given!r} is none of {', '.join(choices)}{nearest(str(given), choices)}")
+        raise ValueError(f"{raw!r} is none of {', '.join(choices)}{nearest(str(raw), choices)}")
     if isinstance(info, types.VarTupleType) and isinstance(value, list | tuple):
         for one in value:  # the first wrong item raises
             _read(get_args(kind)[0], one)
@@ -173,7 +173,7 @@ def _read(kind: Any, given: Any, *, is_read: bool = False) -> Any:
     for word, bound in ((" of at least", "ge"), (" and at most", "le")):
         if getattr(info, bound, None) is not None:
             allowed += f"{word} {_shown(getattr(info, bound), rules)}"
-    raise ValueError(f"{given!r} is not {allowed}")
+    raise ValueError(f"{raw!r} is not {allowed}")
 
 
 class ServerConfig(Section, frozen=True):
@@ -224,18 +224,18 @@ class ServerConfig(Section, frozen=True):
     runtime_dir: str = ""
 
 
-def _device_names(given: object) -> str:
+def _device_names(text: object) -> str:
     """One or more devices, each once, with commas between them."""
-    names = [part.strip() for part in str(given).split(",")]
+    names = [part.strip() for part in str(text).split(",")]
     if names == ["auto"]:
         return "auto"
     places = []
     for name in names:
-        found = re.fullmatch(r"(cpu|cuda)(?::([0-9]{1,3}))?", name)
-        if found is None:
+        match = re.fullmatch(r"(cpu|cuda)(?::([0-9]{1,3}))?", name)
+        if match is None:
             alone = ", which goes alone" if name == "auto" else ""
             raise ValueError(f"{name!r} is none of auto, cpu, cpu:0, cpu:1, cuda:0, …{alone}")
-        places.append(f"{found[1]}:{int(found[2] or 0)}")
+        places.append(f"{match[1]}:{int(match[2] or 0)}")
     for name in places:
         if places.count(name) > 1:
             raise ValueError(f"{name} appears twice")
@@ -249,7 +249,7 @@ class DeviceConfig(Section, frozen=True):
     arena: device memory for models and jobs: auto, 20GiB or a fraction
     link_gbps: cpu device: simulate a host link of this many GB/s; 0: full speed
     waits: cuda: whether the CPU or the GPU waits for layer groups: auto, cpu or gpu
-    words: cuda: how arrival words are written: auto, copy or write
+    words: cuda: how fences are written: auto, copy or write
     activations: cuda: where activations are: auto, private or slice (of the arena)
     slice: cuda: size of that slice: auto, 4GiB or a fraction
     graphs: cuda: replay layer groups as CUDA graphs: auto, off or on
@@ -542,13 +542,13 @@ class _Reader:
         origin = self._origins.get(place, self._where)
         self.errors.append(f"{origin}: {text}" if origin else text)
 
-    def table(self, cls: type[Section], title: str, section: str, given: Any) -> dict[str, Any]:
+    def table(self, cls: type[Section], title: str, section: str, raw: Any) -> dict[str, Any]:
         """Return the values of a section, by field name."""
         known, values = settings(cls), dict[str, Any]()
-        if not isinstance(given, Mapping):
-            self.complain(f"{section}: {given!r} is not a table", section)
+        if not isinstance(raw, Mapping):
+            self.complain(f"{section}: {raw!r} is not a table", section)
             return values
-        for key, value in given.items():
+        for key, value in raw.items():
             try:
                 if key not in known:
                     raise ValueError(f"unknown key{_elsewhere(key) or nearest(key, known)}")
@@ -556,7 +556,7 @@ class _Reader:
             except ValueError as problem:
                 self.complain(f"{title} {key}: {problem}", f"{section}.{key}")
         for key, item in known.items():
-            if item.is_required and key not in given:
+            if item.is_required and key not in raw:
                 self.complain(f"{title} {key}: is required", section)
         return values
 
@@ -745,7 +745,7 @@ def example() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _example_line(key: str, item: Setting, shown: str | None = None) -> str:
+def _example_line(key: str, item: ConfigKey, shown: str | None = None) -> str:
     return f"{key} = {json.dumps(shown or item.default)}  # {item.help}"
 
 

@@ -180,10 +180,10 @@ class TaskPreempted(BaseException):
 
 
 def _tree(root: type[PipeSwitchError]) -> dict[str, type[PipeSwitchError]]:
-    found = {root.__name__: root}
+    classes = {root.__name__: root}
     for child in root.__subclasses__():
-        found.update(_tree(child))
-    return found
+        classes.update(_tree(child))
+    return classes
 
 
 ERRORS_BY_NAME: Mapping[str, type[PipeSwitchError]] = _tree(PipeSwitchError)

@@ -130,14 +130,14 @@ def _come_by(folder: str, name: str) -> str:
         with contextlib.suppress(OSError):  # the test has ended and taken its folder away
             os.close(os.open(os.path.join(folder, REACHED, name), os.O_CREAT | os.O_WRONLY, 0o600))
     armed = os.path.join(folder, name)
-    taken = f"{armed}.{os.getpid()}"
+    own_path = f"{armed}.{os.getpid()}"
     try:
-        os.rename(armed, taken)  # one process wins
+        os.rename(armed, own_path)  # one process wins
     except OSError:
         return ""
-    with open(taken) as file:
+    with open(own_path) as file:
         action = file.read().strip()
-    os.unlink(taken)
+    os.unlink(own_path)
     if action != "garbage":
         act(action, name)
     return action

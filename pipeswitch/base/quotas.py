@@ -17,9 +17,9 @@ from .errors import QueueFull
 ALPHA: Final = 3
 
 
-def left(size: int, held: int, own: int) -> int:
-    """Return how much more a holder of ``own`` may take if ``held`` of ``size`` is in use."""
-    return max(0, (ALPHA * (size - held) - own) // (ALPHA + 1))
+def left(size: int, used: int, own: int) -> int:
+    """Return how much more a holder of ``own`` may take if ``used`` of ``size`` is in use."""
+    return max(0, (ALPHA * (size - used) - own) // (ALPHA + 1))
 
 
 class FairQuota:

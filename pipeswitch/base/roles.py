@@ -28,7 +28,7 @@ class Role(enum.StrEnum):
 
 
 ALL_ROLES: Final = frozenset(Role)
-LEAST: Final = frozenset({Role.INFER})
+DEFAULT_ROLES: Final = frozenset({Role.INFER})
 
 URGENT_PRIORITY: Final = "high"  # priority that needs ``urgent``
 
@@ -56,7 +56,7 @@ class Principal:
     """Identity and roles of a client."""
 
     tenant: str  # its key's name; ANYONE without a key; empty: the server's owner
-    roles: frozenset[Role] = LEAST
+    roles: frozenset[Role] = DEFAULT_ROLES
 
     @property
     def is_owner(self) -> bool:
@@ -73,13 +73,13 @@ class Principal:
 
     def refusal(self, role: Role, what: str) -> PermissionDenied:
         """Return the error that names the missing role, the client, and the granting command."""
-        wanted = in_order({*self.roles, role})
+        roles = in_order({*self.roles, role})
         if self.tenant == ANYONE:
             who = "a TCP client without a key"
-            hint = f"start it with --tcp-roles {','.join(wanted)}"
+            hint = f"start it with --tcp-roles {','.join(roles)}"
         else:
             who = f'key "{self.tenant}"'
-            options = " ".join(f"--role {one}" for one in wanted)
+            options = " ".join(f"--role {one}" for one in roles)
             hint = f"on its machine: pipeswitch keys roles {self.tenant} {options}"
         has = ", ".join(in_order(self.roles)) or "none"
         return PermissionDenied(
@@ -101,7 +101,7 @@ def parse_roles(names: Iterable[str]) -> frozenset[Role]:
         InvalidInput: a name is not a role.
     """
     try:
-        return LEAST.union(Role(name) for name in names)
+        return DEFAULT_ROLES.union(Role(name) for name in names)
     except ValueError as error:
         raise InvalidInput(f"{error}: roles are {', '.join(Role)}") from None
 
@@ -113,5 +113,5 @@ def address_roles(names: Sequence[str]) -> frozenset[Role]:
 
 def in_order(roles: Iterable[Role]) -> list[str]:
     """Return the names in the usual order."""
-    found = set(roles)
-    return [role.value for role in Role if role in found]
+    roles_set = set(roles)
+    return [role.value for role in Role if role in roles_set]

@@ -61,10 +61,10 @@ class Chat:
             PipeSwitchError: the server refused the message, or the answer was cut off. A message
                 without any answer does not stay in the chat.
         """
-        asked, pieces, tokens = {"role": "user", "content": text}, list[str](), 0
+        question, pieces, tokens = {"role": "user", "content": text}, list[str](), 0
         began_s = first_s = time.monotonic()
         try:
-            with contextlib.closing(self._events([*self.messages, asked])) as events:
+            with contextlib.closing(self._events([*self.messages, question])) as events:
                 for event in events:
                     tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
                     for choice in event["choices"]:
@@ -75,7 +75,7 @@ class Chat:
         finally:
             self.summary, took_s = "", time.monotonic() - first_s
             if pieces:
-                self.messages += [asked, {"role": "assistant", "content": "".join(pieces)}]
+                self.messages += [question, {"role": "assistant", "content": "".join(pieces)}]
                 count = tokens or len(pieces)  # an estimate if the answer was stopped
                 self.summary = (
                     f"{count} tokens, {(count - 1) / max(took_s, 1e-3):.1f} tokens/s, "
@@ -121,8 +121,8 @@ class Chat:
 
 def _error_of(body: bytes) -> PipeSwitchError:
     try:
-        told = json.loads(body)["error"]
-        message, code = str(told["message"]), told["code"]
+        error = json.loads(body)["error"]
+        message, code = str(error["message"]), error["code"]
     except (ValueError, KeyError, TypeError):
         return PipeSwitchError(f"this is not a PipeSwitch server: {body[:80]!r}")
     if code == "context_length_exceeded":
@@ -151,7 +151,7 @@ def options(command: Any) -> Any:
 @common.name_argument
 @click.argument("prompt", default="")
 @options
-def chat(name: str, prompt: str, http: str, token: str, **asked: Any) -> None:
+def chat(name: str, prompt: str, http: str, token: str, **fields: Any) -> None:
     """Chat with a registered language model.
 
     With PROMPT, or with text on standard input, print one answer.
@@ -160,8 +160,8 @@ def chat(name: str, prompt: str, http: str, token: str, **asked: Any) -> None:
         with common.connected() as client:
             _check(client, name)
             http, token = http_of(client.about(), "chat")
-    given = {key: value for key, value in asked.items() if value not in (None, "")}
-    talk = Chat(http.rstrip("/").removesuffix("/v1"), token, name, given)
+    settings = {key: value for key, value in fields.items() if value not in (None, "")}
+    talk = Chat(http.rstrip("/").removesuffix("/v1"), token, name, settings)
     if prompt or not sys.stdin.isatty():
         text = prompt or sys.stdin.read()
         if not text.strip():
@@ -178,7 +178,7 @@ def chat(name: str, prompt: str, http: str, token: str, **asked: Any) -> None:
 @click.argument("prompt", default="")
 @click.option("--name", default="", help="Name of the model (default: the end of SOURCE).")
 @options
-def run(source: str, prompt: str, name: str, **asked: Any) -> None:
+def run(source: str, prompt: str, name: str, **fields: Any) -> None:
     """Register a language model, unless it is registered, and chat with it.
 
     SOURCE is hf:NAME (from the hub), hf:FOLDER (configuration, weights and tokenizer), or the name
@@ -190,7 +190,7 @@ def run(source: str, prompt: str, name: str, **asked: Any) -> None:
         name = name or name_of(source)
         with common.connected() as client:
             _register(client, name, local_folder(source))
-    click.get_current_context().invoke(chat, name=name, prompt=prompt, **asked)
+    click.get_current_context().invoke(chat, name=name, prompt=prompt, **fields)
 
 
 def name_of(source: str) -> str:

@@ -13,7 +13,7 @@ import click
 
 from ..base.config import Config
 from ..base.errors import InvalidInput, ModelNotFound
-from ..client.cluster import connect_ray, need_ray, placement_of, told
+from ..client.cluster_client import answer_of, connect_ray, need_ray, placement_of
 from ..wire.private import check_secret
 from . import views
 from .common import Group, json_option, print_done
@@ -146,15 +146,15 @@ def _wait_for_its_end(ray: Any) -> None:
 def status(address: str, as_json: bool) -> None:
     """Show the nodes, and where each model is served."""
     ray = connect_ray(address)
-    found = told(ray, placement_of(ray).status.remote())
+    facts = answer_of(ray, placement_of(ray).status.remote())
     if as_json:
-        views.print_json(found)
+        views.print_json(facts)
         return
     columns = ("name", "address", "owners", "http", "grpc", "waiting", "jobs")
-    views.console().print(views.Listing(found["nodes"], columns))
+    views.console().print(views.Listing(facts["nodes"], columns))
     rows = [
         {"model": name, "serving": one["serving"], "nodes": ", ".join(one["nodes"])}
-        for name, one in found["models"].items()
+        for name, one in facts["models"].items()
     ]
     views.console().print(views.Listing(rows, ("model", "serving", "nodes")))
 
@@ -185,7 +185,7 @@ def drain(node: str, address: str, as_json: bool) -> None:
     from ..cluster.ray_nodes import stop_nodes
 
     ray = connect_ray(address)
-    missed = told(ray, placement_of(ray).drain.remote(node))
+    missed = answer_of(ray, placement_of(ray).drain.remote(node))
     if missed:
         raise ModelNotFound(f"{node} stays: {'; '.join(missed)}", hint="pipeswitch cluster status")
     stop_nodes(ray, [node], STOP_S)

@@ -75,9 +75,9 @@ class Group(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         rows = [
-            (name, command.get_short_help_str(limit=1000)) for name, command in found if command
+            (name, command.get_short_help_str(limit=1000)) for name, command in commands if command
         ]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
@@ -123,9 +123,9 @@ def _names_of(verb: str) -> Callable[[click.Context, click.Parameter, str], list
     def complete(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
         from ..client.client import Client
 
-        given = ctx.find_root().params
-        host = given.get("host")
-        keys: Any = {name: given.get(name) for name in ("key", "server_key")}
+        flags = ctx.find_root().params
+        host = flags.get("host")
+        keys: Any = {name: flags.get(name) for name in ("key", "server_key")}
         try:
             with Client(full_address(host) if host else None, timeout_s=0.5, **keys) as client:
                 rows = getattr(client, verb)()

@@ -68,17 +68,17 @@ def examine(config: Config) -> list[Finding]:
 
 
 def _software() -> list[Finding]:
-    found = [Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}")]
+    findings = [Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}")]
     for package in ("torch", "torchvision", "numpy", "pyzmq"):
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found.append(Finding(package, "fail", "not installed", f"pip install {package}"))
+            findings.append(Finding(package, "fail", "not installed", f"pip install {package}"))
             continue
         is_old = package == "torch" and tuple(map(int, version.split(".")[:2])) < OLD_TORCH
         advice = "pip install -U torch torchvision (2.11 or newer)" if is_old else ""
-        found.append(Finding(package, "fail" if is_old else "ok", version, advice))
-    return found
+        findings.append(Finding(package, "fail" if is_old else "ok", version, advice))
+    return findings
 
 
 def _gpu() -> list[Finding]:
@@ -96,11 +96,11 @@ def _gpu() -> list[Finding]:
                 )
             ]
         return [Finding("gpu", "ok", "no NVIDIA device: the cpu device is used")]
-    found = [Finding("driver", "ok", version.read_text().splitlines()[0])]
+    findings = [Finding("driver", "ok", version.read_text().splitlines()[0])]
     for card in cards:
         facts = dict(line.split(":", 1) for line in card.read_text().splitlines() if ":" in line)
-        found.append(Finding("gpu", "ok", facts.get("Model", "unknown").strip()))
-    return found
+        findings.append(Finding("gpu", "ok", facts.get("Model", "unknown").strip()))
+    return findings
 
 
 def _cuda(config: Config) -> list[Finding]:
@@ -118,12 +118,12 @@ def _cuda_device(config: DeviceConfig, name: str) -> list[Finding]:
     title = name if len(config.names) > 1 else "cuda"
     index = index_of(name)
     try:
-        found = selftest.examine(config.bindings, index, tests=cuda_ladder.TESTS)
+        outcomes = selftest.examine(config.bindings, index, tests=cuda_ladder.TESTS)
     except PipeSwitchError as error:
         return [
             Finding(title, "fail" if name.startswith("cuda") else "warn", error.message, error.hint)
         ]
-    device = found.pop("device")
+    device = outcomes.pop("device")
     versions = f"driver for CUDA {device['driver'] // 1000}, runtime {device['runtime'] // 1000}"
     size = f"{format_bytes(device['free_bytes'])} of {format_bytes(device['device_bytes'])} free"
     findings = [Finding(title, "ok", f"{device['name']}, {size}, {versions}")]
@@ -131,7 +131,7 @@ def _cuda_device(config: DeviceConfig, name: str) -> list[Finding]:
         advice = "nvidia-smi says who; a smaller --arena leaves them room"
         findings.append(Finding(f"{title} neighbours", "warn", "others use this GPU too", advice))
     for test in cuda_ladder.TESTS:
-        outcome = found[test]
+        outcome = outcomes[test]
         is_needed = test in cuda_ladder.REQUIRED
         bad: Literal["warn", "fail"] = "fail" if is_needed else "warn"
         advice = "" if outcome["is_ok"] else _cuda_advice(test)
@@ -162,16 +162,18 @@ def _memory() -> list[Finding]:
 
 def _kernel() -> list[Finding]:
     """Check the features that shared memory rests on: memfd, seals, windows, eventfd, pidfd."""
-    found = []
+    findings = []
     descriptors: list[int] = []
     try:
         descriptors.append(control_page.sealed_memfd("doctor", 1 << 20))
         control_page.seal_against_writers(descriptors[0])
-        found.append(Finding("memfd and seals", "ok", "work"))
+        findings.append(Finding("memfd and seals", "ok", "work"))
     except (OSError, AttributeError) as error:
-        found.append(Finding("memfd and seals", "fail", str(error), "Linux 5.1 or newer is needed"))
+        findings.append(
+            Finding("memfd and seals", "fail", str(error), "Linux 5.1 or newer is needed")
+        )
     else:
-        found.append(_windows(descriptors[0]))
+        findings.append(_windows(descriptors[0]))
     makers: dict[str, Callable[[], int]] = {
         "eventfd": lambda: os.eventfd(0),
         "pidfd": lambda: os.pidfd_open(os.getpid()),
@@ -179,12 +181,12 @@ def _kernel() -> list[Finding]:
     for name, make in makers.items():
         try:
             descriptors.append(make())
-            found.append(Finding(name, "ok", "works"))
+            findings.append(Finding(name, "ok", "works"))
         except (OSError, AttributeError) as error:
-            found.append(Finding(name, "fail", str(error), "Linux 5.3 or newer is needed"))
+            findings.append(Finding(name, "fail", str(error), "Linux 5.3 or newer is needed"))
     for descriptor in descriptors:
         os.close(descriptor)
-    return found
+    return findings
 
 
 def _windows(descriptor: int) -> Finding:
@@ -215,10 +217,10 @@ def _ports(config: Config) -> list[Finding]:
             probe.bind((host, port))
         except OSError as error:
             advice = "a server runs there already, or choose --listen"
-            found = Finding(f"port {port}", "warn", f"{error.strerror}", advice)
+            finding = Finding(f"port {port}", "warn", f"{error.strerror}", advice)
         else:
-            found = Finding(f"port {port}", "ok", "free")
-    return [found, Finding("client address", "ok", default_address(os.environ))]
+            finding = Finding(f"port {port}", "ok", "free")
+    return [finding, Finding("client address", "ok", default_address(os.environ))]
 
 
 def _copy_speed() -> list[Finding]:
@@ -239,7 +241,7 @@ def _copy_speed() -> list[Finding]:
 def _limits() -> list[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     cores = cpu_count()
-    found = [
+    findings = [
         Finding(
             "cores",
             "ok" if cores > 1 else "warn",
@@ -249,7 +251,7 @@ def _limits() -> list[Finding]:
     ]
     if soft < LOW_FILES:
         advice = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
-        found.append(Finding("open files", "warn", str(soft), advice))
+        findings.append(Finding("open files", "warn", str(soft), advice))
     else:
-        found.append(Finding("open files", "ok", str(soft)))
-    return found
+        findings.append(Finding("open files", "ok", str(soft)))
+    return findings

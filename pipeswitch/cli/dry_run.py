@@ -23,10 +23,10 @@ UNLIMITED: Final = 1 << 62
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurement that ``workers/training/dry_run.py`` writes."""
+    """Measurement that ``workers/training/script_dry_run.py`` writes."""
 
     step: swaps.Step
-    lanes: swaps.Lanes
+    links: swaps.Links
     compute_ms: float
     min_bytes: int = 0  # minimum for a job's first steps, which have no plan yet
 
@@ -64,7 +64,7 @@ def report(entry: str, measured: Measured, budget_bytes: int | None) -> dict[str
     Raises:
         OutOfDeviceMemory: no plan keeps to ``budget_bytes``; the error has the smallest one.
     """
-    unlimited = swaps.forecast(measured.step, (), UNLIMITED, measured.lanes)
+    unlimited = swaps.forecast(measured.step, (), UNLIMITED, measured.links)
     assert unlimited is not None
     needed = unlimited.peak_bytes
     least = min(needed, max(_least_bytes(measured, needed), measured.min_bytes))
@@ -88,17 +88,17 @@ def _least_bytes(measured: Measured, needed: int) -> int:
     low, high = 0, -(-needed >> 10)
     while low < high:
         middle = (low + high) // 2
-        is_kept = swaps.plan(measured.step, middle << 10, measured.lanes, lambda: True)
+        is_kept = swaps.plan(measured.step, middle << 10, measured.links, lambda: True)
         low, high = (low, middle) if is_kept else (middle + 1, high)
     return min(low << 10, needed)
 
 
 def _row(measured: Measured, budget_bytes: int) -> dict[str, Any]:
-    step, lanes = measured.step, measured.lanes
-    plan = swaps.plan(step, budget_bytes, lanes)
+    step, links = measured.step, measured.links
+    plan = swaps.plan(step, budget_bytes, links)
     if plan is None:
         return {"memory_bytes": budget_bytes, "why": "no plan keeps to it"}
-    layer_wise = [one.wait_ms for one in swaps.hiding(step, budget_bytes, lanes)]
+    layer_wise = [one.wait_ms for one in swaps.hiding(step, budget_bytes, links)]
     fetched = dict(plan.fetches)
     return {
         "memory_bytes": budget_bytes,
@@ -117,13 +117,13 @@ def _row(measured: Measured, budget_bytes: int) -> dict[str, Any]:
 
 def show(entry: str, args: Sequence[str], budget_bytes: int | None, as_json: bool) -> None:
     """Measure, plan, print."""
-    made = report(entry, rehearse(entry, args), budget_bytes)
+    figures = report(entry, rehearse(entry, args), budget_bytes)
     if as_json:
-        views.print_json(made)
+        views.print_json(figures)
         return
     views.echo(
-        f"{entry}: a step saves {format_bytes(made['needed_bytes'])} for backward; at least "
-        f"{format_bytes(made['min_bytes'])} of it must be on the device at once"
+        f"{entry}: a step saves {format_bytes(figures['needed_bytes'])} for backward; at least "
+        f"{format_bytes(figures['min_bytes'])} of it must be on the device at once"
     )
     rows = [
         {
@@ -132,6 +132,6 @@ def show(entry: str, args: Sequence[str], budget_bytes: int | None, as_json: boo
             "offloaded": format_bytes(row.get("offloaded_bytes", 0)),
             "speed": f"{row['speed']:.0%}" if "speed" in row else "",
         }
-        for row in made["plans"]
+        for row in figures["plans"]
     ]
     views.console().print(views.Listing(printed(rows), COLUMNS))

@@ -1,4 +1,4 @@
-"""The ``infer`` verb: inputs from files or made up, one request or a stream, and the bill."""
+"""The ``infer`` verb: inputs from files or made up, one request or a stream, and the timing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..base.bytes_tensors import BYTES
 from ..base.errors import InvalidInput, PipeSwitchError
 from ..base.units import escape_control_chars
 from ..planning.fit import percentile
-from ..wire.request_timing import PARTS, SELDOM, RequestTiming
+from ..wire.request_timing import OPTIONAL, PARTS, RequestTiming
 from . import views
 from .common import connected, json_option, milliseconds, name_argument
 
@@ -81,7 +81,7 @@ def infer(
         options["deadline_ms"] = milliseconds("--deadline", deadline)
     with connected() as client:
         inputs = list(texts) if texts else load_inputs(path, client.signature(name), seed)
-        on_done = (lambda outcome: None) if as_json else _bill_printer(count)
+        on_done = (lambda outcome: None) if as_json else _timing_printer(count)
         dues_s = [*instants(*pace, count, seed)] if pace else [0.0] * count
         outcomes = run_requests(client, name, inputs, dues_s, options, on_done, is_paced=bool(pace))
     results = [outcome.result for outcome in outcomes if outcome.result]
@@ -106,11 +106,11 @@ def infer(
         raise errors[0]
 
 
-def _bill_printer(count: int) -> Callable[[Any], None]:
+def _timing_printer(count: int) -> Callable[[Any], None]:
     width = len(str(count))
-    titles = "".join(f"{title.removesuffix('_ms'):>10}" for title in views.BILL_COLUMNS)
+    titles = "".join(f"{title.removesuffix('_ms'):>10}" for title in views.TIMING_COLUMNS)
 
-    def show_bill(outcome: Any) -> None:
+    def show_timing(outcome: Any) -> None:
         number = f"{outcome.number + 1:>{width}}"
         if count == 1 and outcome.error is not None:  # it is all there is to say, once
             return
@@ -119,23 +119,25 @@ def _bill_printer(count: int) -> Callable[[Any], None]:
         if outcome.error is not None:
             views.echo(f"{number}  {type(outcome.error).__name__}: {outcome.error.message}")
             return
-        bill = outcome.result.timing
-        for step, part in bill.steps.items():
+        timing = outcome.result.timing
+        for step, part in timing.steps.items():
             views.echo(f"{'':{width}}{_numbers(part)}{'':10}   {step}")
-        numbers = _numbers(bill)
-        said = {name.removesuffix("_ms"): getattr(bill, name) for name in PARTS if name in SELDOM}
-        notes = "".join(f"{name} {ms:.2f} " for name, ms in said.items() if ms)
-        notes += "resident " * bill.resident
-        notes += f"preempted {bill.preempted}" if bill.preempted else ""
+        numbers = _numbers(timing)
+        costs = {
+            name.removesuffix("_ms"): getattr(timing, name) for name in PARTS if name in OPTIONAL
+        }
+        notes = "".join(f"{name} {ms:.2f} " for name, ms in costs.items() if ms)
+        notes += "resident " * timing.resident
+        notes += f"preempted {timing.preempted}" if timing.preempted else ""
         if outcome.is_late:
             notes += f" late: {outcome.deadline_ms:g} ms were given"
         views.echo(f"{number}{numbers}{outcome.total_ms:10.2f}   {notes}")
 
-    return show_bill
+    return show_timing
 
 
-def _numbers(bill: RequestTiming) -> str:
-    return "".join(f"{getattr(bill, column):10.2f}" for column in views.BILL_COLUMNS)
+def _numbers(timing: RequestTiming) -> str:
+    return "".join(f"{getattr(timing, column):10.2f}" for column in views.TIMING_COLUMNS)
 
 
 def texts_of(outputs: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -154,13 +156,13 @@ def _print_texts(outputs: Mapping[str, Any]) -> None:
 
 
 def _summary(outcomes: list[Any]) -> dict[str, Any]:
-    """Return counts, and p50 and p99 of the client's own clock and of the bill."""
+    """Return counts, and p50 and p99 of the client's own clock and of the timing."""
     good = [outcome for outcome in outcomes if outcome.result]
     summary: dict[str, Any] = {"ok": len(good), "failed": len(outcomes) - len(good)}
     if any(outcome.deadline_ms is not None for outcome in outcomes):
         summary["late"] = sum(outcome.is_late for outcome in good)
     columns = {"client_ms": [outcome.total_ms for outcome in good]}
-    for column in views.BILL_COLUMNS:
+    for column in views.TIMING_COLUMNS:
         columns[column] = [getattr(outcome.result.timing, column) for outcome in good]
     for column, values in columns.items():
         if values:
@@ -289,7 +291,7 @@ def instants(kind: str, per_s: float, count: int, seed: int) -> Iterator[float]:
         at_s += source.expovariate(per_s) if kind == "poisson" else 1 / per_s
 
 
-class Outcome:
+class RequestOutcome:
     """Outcome of one request. ``total_ms`` is the client's own clock."""
 
     def __init__(self, number: int, deadline_ms: float | None = None) -> None:
@@ -307,12 +309,12 @@ class Outcome:
 
     def row(self) -> dict[str, Any]:
         """Return the row that ``--json`` prints."""
-        bill = self.result.timing.as_dict() if self.result else {}
+        timing = self.result.timing.as_dict() if self.result else {}
         error = {"error": type(self.error).__name__, "text": str(self.error)} if self.error else {}
         late = {"late": self.is_late} if self.deadline_ms is not None else {}
-        texts = {"texts": found} if self.result and (found := texts_of(self.result.outputs)) else {}
+        texts = {"texts": rows} if self.result and (rows := texts_of(self.result.outputs)) else {}
         told_ms = {"client_ms": round(self.total_ms, 3)}
-        return {"n": self.number, **bill, **told_ms, **late, **texts, **error}
+        return {"n": self.number, **timing, **told_ms, **late, **texts, **error}
 
 
 def run_requests(
@@ -321,18 +323,18 @@ def run_requests(
     inputs: Any,
     dues_s: Sequence[float],
     options: dict[str, Any],
-    on_done: Callable[[Outcome], None],
+    on_done: Callable[[RequestOutcome], None],
     *,
     is_paced: bool,
-) -> list[Outcome]:
+) -> list[RequestOutcome]:
     """Send a request at each of these instants; if not paced, each after the previous answer.
     Return fewer outcomes after Ctrl-C.
 
     Paced instants are fixed in advance (an open loop), so a slow answer does not delay the next
     request, and the time in the server's queue is visible.
     """
-    outcomes = [Outcome(number, options.get("deadline_ms")) for number in range(len(dues_s))]
-    waiting: deque[tuple[Outcome, Future[Result], float]] = deque()
+    outcomes = [RequestOutcome(number, options.get("deadline_ms")) for number in range(len(dues_s))]
+    waiting: deque[tuple[RequestOutcome, Future[Result], float]] = deque()
     begin_s = time.perf_counter()
     with contextlib.suppress(KeyboardInterrupt):  # what has been answered is shown all the same
         for outcome, due_s in zip(outcomes, dues_s, strict=True):
@@ -351,7 +353,7 @@ def run_requests(
     return [outcome for outcome in outcomes if outcome.result or outcome.error]
 
 
-def _stamper(outcome: Outcome, at_s: float) -> Callable[[Future[Result]], None]:
+def _stamper(outcome: RequestOutcome, at_s: float) -> Callable[[Future[Result]], None]:
     def stamp(_: Future[Result]) -> None:
         outcome.total_ms = (time.perf_counter() - at_s) * 1000
 
@@ -359,7 +361,10 @@ def _stamper(outcome: Outcome, at_s: float) -> Callable[[Future[Result]], None]:
 
 
 def _watch(
-    outcome: Outcome, future: Future[Result], at_s: float, on_done: Callable[[Outcome], None]
+    outcome: RequestOutcome,
+    future: Future[Result],
+    at_s: float,
+    on_done: Callable[[RequestOutcome], None],
 ) -> None:
     try:
         outcome.result = future.result()
@@ -382,13 +387,13 @@ def _watch(
 @json_option
 def generate(name: str, prompt: str, ids: bool, as_json: bool, **options: Any) -> None:
     """Generate text and print it token by token. PROMPT - reads standard input."""
-    given: Any = sys.stdin.read() if prompt == "-" else prompt
+    content: Any = sys.stdin.read() if prompt == "-" else prompt
     if ids:
-        parts = given.replace(",", " ").split()
+        parts = content.replace(",", " ").split()
         if not all(part.isdecimal() for part in parts):
             raise click.UsageError("with --ids, PROMPT must be token ids: 1,2,3")
-        given = [int(part) for part in parts]
-    with connected() as client, client.generate(name, given, **options) as answer:
+        content = [int(part) for part in parts]
+    with connected() as client, client.generate(name, content, **options) as answer:
         for token in answer if not as_json else ():
             click.echo(
                 f"{token.id} " if ids else escape_control_chars(token.text, keep="\n\t"), nl=False

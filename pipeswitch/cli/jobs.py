@@ -112,12 +112,12 @@ def jobs_ls(as_json: bool, watch: bool) -> None:
     """List jobs."""
 
     def shown(rows: list[dict[str, Any]]) -> Any:
-        told = [
+        shown_rows = [
             {**row, "why": _why(row), "bytes": row["lease_bytes"]} for row in views.busy_first(rows)
         ]
         name, *others = views.JOB_COLUMNS
         is_cluster = any("node" in row for row in rows)
-        return views.Listing(told, (name, *["node"] * is_cluster, *others))
+        return views.Listing(shown_rows, (name, *["node"] * is_cluster, *others))
 
     common.listing(lambda c: c.jobs(), shown, as_json, watch)
 

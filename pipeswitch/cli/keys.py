@@ -13,7 +13,7 @@ import click
 
 from ..base.errors import ConfigError
 from ..base.roles import Role, in_order
-from ..wire.keys import KEY_CHARACTERS, KeyFolder, make_pair, read_public
+from ..wire.curve_keys import KEY_CHARACTERS, KeyFolder, make_pair, read_public
 from . import views
 from .common import Group, json_option, print_done
 
@@ -62,10 +62,10 @@ def _folder_for(out: str) -> Path:
 def keys_server(show: bool, as_json: bool) -> None:
     """Create the server's key pair, once, and print the public key, which clients need."""
     folder = _folder()
-    found = folder.server() if show else folder.make_server()
-    if found is None:
+    pair = folder.server() if show else folder.make_server()
+    if pair is None:
         raise ConfigError(f"{folder.path} has no server key", hint="pipeswitch keys server")
-    public = found.public.decode()
+    public = pair.public.decode()
     print_done({"server_key": public, "folder": str(folder.path)}, public, as_json)
 
 
@@ -145,9 +145,9 @@ def keys_admit(name: str, key: str, roles: tuple[str, ...], as_json: bool) -> No
     public = read_public(key)
     folder = _folder()
     folder.admit(name, public, roles)
-    found = _roles(folder, name)
-    row = {"client": name, "key": public.decode(), "roles": found}
-    print_done(row, f"{name} is admitted with {', '.join(found)}", as_json)
+    roles_now = _roles(folder, name)
+    row = {"client": name, "key": public.decode(), "roles": roles_now}
+    print_done(row, f"{name} is admitted with {', '.join(roles_now)}", as_json)
 
 
 @keys.command("roles")
@@ -161,8 +161,8 @@ def keys_roles(name: str, roles: tuple[str, ...], as_json: bool) -> None:
     """
     folder = _folder()
     folder.give_roles(name, roles)
-    found = _roles(folder, name)
-    print_done({"client": name, "roles": found}, f"{name} has {', '.join(found)}", as_json)
+    roles_now = _roles(folder, name)
+    print_done({"client": name, "roles": roles_now}, f"{name} has {', '.join(roles_now)}", as_json)
 
 
 def _roles(folder: KeyFolder, name: str) -> list[str]:

@@ -12,7 +12,7 @@ import click
 
 from ..base.errors import PipeSwitchError, to_wire
 from ..wire.addresses import full_address
-from . import chat, infer, jobs, machine, models, server, views
+from . import chat, infer, jobs, local_verbs, models, server, views
 from .common import EXIT_INTERRUPTED, EXIT_OK, Group, part
 from .keys import keys
 
@@ -66,8 +66,8 @@ def _open_standard_streams() -> None:
 
 def _die(error: PipeSwitchError, *, as_json: bool) -> NoReturn:
     if as_json:
-        said = to_wire(error)
-        views.print_json({"error": {key: said[key] for key in ("type", "message", "hint")}})
+        fields = to_wire(error)
+        views.print_json({"error": {key: fields[key] for key in ("type", "message", "hint")}})
         sys.exit(error.exit_code)
     views.echo(f"Error: {error.message}", err=True)
     if error.hint:
@@ -135,12 +135,12 @@ VERBS = (
     jobs.train,
     jobs.jobs,
     keys,
-    machine.demo,
-    machine.doctor,
-    machine.config,
-    machine.completion,
-    machine.backup,
-    machine.restore,
+    local_verbs.demo,
+    local_verbs.doctor,
+    local_verbs.config,
+    local_verbs.completion,
+    local_verbs.backup,
+    local_verbs.restore,
 )
 for verb in VERBS:
     main.add_command(verb)

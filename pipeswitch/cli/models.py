@@ -49,13 +49,13 @@ def _states(_: click.Context, option: click.Parameter, pairs: tuple[str, ...]) -
 
 
 def _pairs(texts: Sequence[str]) -> dict[str, str]:
-    found = {}
+    pairs = {}
     for text in filter(None, texts):
         name, _, value = text.partition("=")
-        if not (name and value) or name in found:
+        if not (name and value) or name in pairs:
             raise click.UsageError(f"{text!r} is not of the form x=encoder.y, or appears twice")
-        found[name] = value
-    return found
+        pairs[name] = value
+    return pairs
 
 
 @click.command()
@@ -197,8 +197,8 @@ def register(
 
     if as_version:  # these have a default here
         options |= {"priority": "", "precision": ""}
-    given = {key: value for key, value in options.items() if value} | {"as_version": as_version}
-    request = RegisterRequest(source=source, **given)
+    fields = {key: value for key, value in options.items() if value} | {"as_version": as_version}
+    request = RegisterRequest(source=source, **fields)
     check_program_options(source, request.weights, request.inputs)
     if example and source.endswith(FILES):
         raise click.UsageError("--example is only for package.module:factory; give --input")
@@ -206,8 +206,8 @@ def register(
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(views.progress_bar(is_shown, name))
         if source.endswith(FILES):
-            source = _converted(source, given.pop("inputs", {}), stack)
-            request = RegisterRequest(source=source, **given)
+            source = _converted(source, fields.pop("inputs", {}), stack)
+            request = RegisterRequest(source=source, **fields)
         client = stack.enter_context(common.connected())
         local = LocalSource(source, _arrays(example) if example else None)
         row = client._register(name, request, local, report)
@@ -231,8 +231,8 @@ def _registered(name: str, row: dict[str, Any]) -> str:
         if precision["is_batch_invariant"]:
             notes += "\n  a row has the same bits in any batch"
     version = row.get("version", 1)
-    called = f"registered {name}" if version == 1 else f"{name} is version {version} now"
-    return f"{called}{size}{groups}, {row.get('mode', 'graph')} mode{why}{notes}"
+    intro = f"registered {name}" if version == 1 else f"{name} is version {version} now"
+    return f"{intro}{size}{groups}, {row.get('mode', 'graph')} mode{why}{notes}"
 
 
 @click.command()
@@ -255,8 +255,8 @@ def chain(name: str, steps: tuple[str, ...], outputs: tuple[str, ...], as_json: 
     declared = []
     for step in steps:
         which, _, inputs = step.partition(":")
-        called, _, model = which.rpartition("=")
-        declared.append({"name": called, "model": model, "inputs": _pairs(inputs.split(","))})
+        alias, _, model = which.rpartition("=")
+        declared.append({"name": alias, "model": model, "inputs": _pairs(inputs.split(","))})
     with common.connected() as client:
         row = client.register_chain(name, declared, _pairs(outputs))
     text = f"{name}: {', '.join(row['inputs'])} > {' > '.join(s['name'] for s in row['steps'])}"
@@ -346,8 +346,8 @@ def models(ctx: click.Context, versions: bool, as_json: bool, watch: bool) -> No
 
         def shown(rows: list[dict[str, Any]]) -> Any:
             more = [name for name in ("aliases", "reason") if any(row.get(name) for row in rows)]
-            found = {key for row in rows for key in row} or {*columns}  # that the role may see
-            return views.Listing(rows, (*(one for one in columns if one in found), *more))
+            visible = {key for row in rows for key in row} or {*columns}  # that the role may see
+            return views.Listing(rows, (*(one for one in columns if one in visible), *more))
 
         common.listing(lambda c: c.models(versions=versions), shown, as_json, watch)
 
@@ -369,14 +369,14 @@ def models_rollback(name: str, version: int | None, as_json: bool) -> None:
 @common.json_option
 def models_split(name: str, share: str, as_json: bool) -> None:
     """Send a share of the requests to a version: 2=10% a tenth of them, 2=0% ends it."""
-    found = re.fullmatch(r"(\d{1,9})=(\d{1,3})%", share)
-    if found is None or int(found[2]) > 100:
+    match = re.fullmatch(r"(\d{1,9})=(\d{1,3})%", share)
+    if match is None or int(match[2]) > 100:
         raise click.BadParameter(
             f"{share!r} is not of the form 2=10%", param_hint="VERSION=PERCENT%"
         )
     with common.connected() as client:
-        row = client.split(name, int(found[1]), int(found[2]))
-    common.print_done(row, f"{name}: {found[2]} % to version {found[1]}", as_json)
+        row = client.split(name, int(match[1]), int(match[2]))
+    common.print_done(row, f"{name}: {match[2]} % to version {match[1]}", as_json)
 
 
 @click.command()
@@ -432,7 +432,7 @@ def profile(names: tuple[str, ...], is_all: bool, batches: tuple[int, ...], as_j
 
 
 def _profiled(client: Any, name: str, batches: tuple[int, ...], as_json: bool) -> dict[str, Any]:
-    from . import profile as cli_profile
+    from . import profile_report as cli_profile
 
     with views.progress_bar(not as_json and sys.stderr.isatty(), name) as report:
         row: dict[str, Any] = client.profile(name, batches, progress=report)
@@ -482,7 +482,7 @@ def plan(
 
     With --train the arguments after -- go to the script, and no server is needed.
     """
-    from . import profile as cli_profile
+    from . import profile_report as cli_profile
 
     if script is None and memory:
         raise click.UsageError("--memory needs --train SCRIPT.py")
@@ -494,12 +494,12 @@ def plan(
         dry_run.show(script, args, common.size_option("--memory", memory), as_json)
         return
     try:
-        wanted = cli_profile.parse_deadlines(deadlines)
+        limits = cli_profile.parse_deadlines(deadlines)
     except InvalidInput as error:
         raise click.BadParameter(error.message, param_hint="--deadline") from None
 
     def fetch(client: Any) -> dict[str, Any]:
         jobs = [] if args else cli_profile.jobs_of(client.jobs())
-        return {**cli_profile.report(client.plan(), wanted, args), "jobs": jobs}
+        return {**cli_profile.report(client.plan(), limits, args), "jobs": jobs}
 
     common.listing(fetch, cli_profile.report_view, as_json, watch)

@@ -142,11 +142,11 @@ def _flag_tree(flags: Mapping[str, Any], *, no_http: bool = False) -> dict[str, 
     tree: dict[str, Any] = {"gateway": dict.fromkeys(("http", "grpc"), "off") if no_http else {}}
     for name, value in flags.items():
         section, _, key = name.partition("__")
-        given = list(value) or None if isinstance(value, tuple) else value
+        setting = list(value) or None if isinstance(value, tuple) else value
         if not key:
-            tree[section] = given
-        elif given is not None:
-            tree.setdefault(section, {})[key] = given
+            tree[section] = setting
+        elif setting is not None:
+            tree.setdefault(section, {})[key] = setting
     return tree
 
 
@@ -159,15 +159,15 @@ def stop(drain: str, as_json: bool) -> None:
     with connected() as client, contextlib.ExitStack() as stack:
         pid = int(client.about()["pid"])
         exit_of = _exit_watcher(pid, stack) if client.address.startswith("ipc://") else None
-        lost = client.stop_server(drain_s)
+        losses = client.stop_server(drain_s)
         if exit_of is not None and not select.select([exit_of], [], [], EXIT_WAIT_S)[0]:
             raise PipeSwitchError(
                 f"server {pid} agreed to stop but still runs after {EXIT_WAIT_S:g} s",
                 hint=f"see its log; kill {pid}",
             )
-    if lost:
+    if losses:
         raise PipeSwitchError(
-            f"server {pid} stopped, but {'; '.join(lost)}",
+            f"server {pid} stopped, but {'; '.join(losses)}",
             hint="free space on the disk of its state directory before you start it again",
         )
     print_done({"stopped": pid}, f"server {pid} stopped", as_json)
@@ -202,16 +202,16 @@ def stats(as_json: bool) -> None:
 @json_option
 def top(as_json: bool) -> None:
     """Show a live view of the server (Ctrl-C quits)."""
-    seen: deque[tuple[float, dict[str, int]]] = deque(maxlen=RATE_LOOKS)
+    samples: deque[tuple[float, dict[str, int]]] = deque(maxlen=RATE_LOOKS)
 
     def look(client: Any) -> dict[str, Any]:
         about, rows, stats = client.about(), client.ps(), client.stats()
         tokens = {row["name"]: row["tokens"] for row in rows if "tokens" in row}
-        seen.append((stats["up_s"], tokens))
-        views.add_rates(rows, seen[0][1], stats["up_s"] - seen[0][0])
+        samples.append((stats["up_s"], tokens))
+        views.add_rates(rows, samples[0][1], stats["up_s"] - samples[0][0])
         return {"about": about, "rows": rows, "stats": stats}
 
-    listing(look, lambda found: views.dashboard(**found), as_json, watch=True)
+    listing(look, lambda state: views.dashboard(**state), as_json, watch=True)
 
 
 @click.command()

@@ -235,30 +235,30 @@ class _Comparison:
     """The options, checked, and what they name: a trace, models, jobs, a device or a cluster."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        given: Any = SimpleNamespace(**options)
-        self.given = given
-        if given.plot is not None:
-            given.plot = checked_plot(Path(given.plot))
-        if given.timeline is not None:
-            check_folder("--timeline", Path(given.timeline))
-        self.policies = _words(given.policies)
-        self.max_wait_ms = _read("--max-wait", given.max_wait, parse_ms)
+        args: Any = SimpleNamespace(**options)
+        self.given = args
+        if args.plot is not None:
+            args.plot = checked_plot(Path(args.plot))
+        if args.timeline is not None:
+            check_folder("--timeline", Path(args.timeline))
+        self.policies = _words(args.policies)
+        self.max_wait_ms = _read("--max-wait", args.max_wait, parse_ms)
         is_serial = SERIAL in self.policies
         for policy in self.policies:
             if policy != SERIAL:
                 _read("--policy", policy, policy_name)
                 find_policy(policy, max_wait_ms=self.max_wait_ms)
-        self.slo_ms, self.jobs = _read("--slo", given.slo, parse_ms), _jobs(given.jobs)
-        self.orders = _orders(given.training)[: None if self.jobs else 1]
+        self.slo_ms, self.jobs = _read("--slo", args.slo, parse_ms), _jobs(args.jobs)
+        self.orders = _orders(args.training)[: None if self.jobs else 1]
         if self.jobs and is_serial:
             raise InvalidInput(f"{SERIAL} does not simulate jobs", hint="leave out that policy")
-        speed_up = given.speed_up or str(SPEED_UPS.get(name, 1.0))
+        speed_up = args.speed_up or str(SPEED_UPS.get(name, 1.0))
         self.speed_up = _read("--speed-up", speed_up, _positive)
-        if given.has_tokens and (name != "azure-llm" or is_serial):
+        if args.has_tokens and (name != "azure-llm" or is_serial):
             raise InvalidInput("--tokens is only for azure-llm, without the policy serial")
-        self.prompt_share = _read("--prompt-token", given.prompt_token, _share)
-        self.cluster = _cluster(given)
-        if self.cluster and (self.jobs or given.timeline or is_serial or name == "none"):
+        self.prompt_share = _read("--prompt-token", args.prompt_token, _share)
+        self.cluster = _cluster(args)
+        if self.cluster and (self.jobs or args.timeline or is_serial or name == "none"):
             raise InvalidInput(
                 f"--nodes excludes --job, --timeline, {SERIAL} and the trace none",
                 hint="pipeswitch simulate azure --nodes 3",
@@ -267,14 +267,14 @@ class _Comparison:
 
     def _load(self, name: str) -> None:
         """Read the trace, and choose a model for each of its models."""
-        given, cluster = self.given, self.cluster
+        args, cluster = self.given, self.cluster
         trace, names = _trace(
-            name, self.speed_up, given.seed, given.requests, has_tokens=given.has_tokens
+            name, self.speed_up, args.seed, args.requests, has_tokens=args.has_tokens
         )
-        self.hardware, model_count = _hardware(given.device), trace.model_count
+        self.hardware, model_count = _hardware(args.device), trace.model_count
         if cluster:
-            trace = arrivals.tiled(trace, cluster.tiles, given.requests or REQUESTS, given.seed)
-        self.trace_name, self.requests = trace.name, trace.arrivals[: given.requests]
+            trace = arrivals.tiled(trace, cluster.tiles, args.requests or REQUESTS, args.seed)
+        self.trace_name, self.requests = trace.name, trace.arrivals[: args.requests]
         if not self.requests and not self.jobs:
             raise InvalidInput(
                 "there is nothing to simulate",
@@ -285,22 +285,22 @@ class _Comparison:
             factor = self.hardware.compute_factor
             known = (
                 _served()
-                if given.from_server
-                else _models(given.models, model_count, factor, given.seed)
+                if args.from_server
+                else _models(args.models, model_count, factor, args.seed)
             )
             used = _assigned(known, names, model_count)
-        self.models = _joined(used, given.batch, given.batch_delay, given.batch_row)
+        self.models = _joined(used, args.batch, args.batch_delay, args.batch_row)
         self.sizes = {model.name: model.size_bytes for model in self.models}
 
     def settings(self) -> list[tuple[str, Setting]]:
         """Yield each memory, policy and order of jobs, with the memory as it was written."""
-        given, link = self.given, self.hardware.link
+        args, link = self.given, self.hardware.link
         needed = {**self.sizes, **{f"job {job.name}": job.memory_bytes for job in self.jobs}}
-        if given.memory is None:
+        if args.memory is None:
             percents = (100,) if self.jobs else SHARES[bool(self.cluster) :]
             memories = _shares(percents, needed)
         else:
-            memories = _words(given.memory)
+            memories = _words(args.memory)
         return [
             (
                 label,
@@ -310,12 +310,12 @@ class _Comparison:
                     training=order,
                     policy=policy,
                     slo_ms=self.slo_ms,
-                    look_ahead=given.look_ahead,
+                    look_ahead=args.look_ahead,
                     own=partial(find_policy, policy, max_wait_ms=self.max_wait_ms),
-                    has_deadlines=given.deadlines or given.admission,
-                    admission="deadline" if given.admission else "off",
+                    has_deadlines=args.deadlines or args.admission,
+                    admission="deadline" if args.admission else "off",
                     max_wait_ms=self.max_wait_ms,
-                    prompt_share=self.prompt_share if given.has_tokens else 0.0,
+                    prompt_share=self.prompt_share if args.has_tokens else 0.0,
                 ),
             )
             for label, size_bytes in (_memory(text, needed) for text in memories)
@@ -345,10 +345,10 @@ class _Comparison:
 
     def show(self, rows: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
         """Print the tables."""
-        cluster, has_requests, given = self.cluster, bool(self.requests), self.given
+        cluster, has_requests, args = self.cluster, bool(self.requests), self.given
         views.console().print(_headline(facts))
         table = _table(
-            rows, has_requests=has_requests, has_jobs=bool(self.jobs), has_tokens=given.has_tokens
+            rows, has_requests=has_requests, has_jobs=bool(self.jobs), has_tokens=args.has_tokens
         )
         views.console().print(table)
         for row in rows:
@@ -359,7 +359,7 @@ class _Comparison:
         if self.jobs:
             views.console().print()
             views.console().print(_jobs_table(rows, has_requests=has_requests))
-        for path in filter(None, (given.plot, given.timeline)):
+        for path in filter(None, (args.plot, args.timeline)):
             views.echo(f"wrote {path}")
 
 
@@ -384,38 +384,39 @@ def _compare(name: str, as_json: bool, options: Mapping[str, Any]) -> None:
 
 def _replayed(of: _Comparison, drawn: Timeline | None, *, is_watched: bool) -> list[Run]:
     """Run the same arrivals on each server or cluster; each run has the label of its memory."""
-    settings, models, asked = of.settings(), of.models, of.requests
+    settings, models, requests = of.settings(), of.models, of.requests
     runs: list[Run] = []
-    with views.progress_bar(is_watched, f"{len(asked)} requests") as bar:
+    with views.progress_bar(is_watched, f"{len(requests)} requests") as bar:
         for number, (label, setting) in enumerate(settings):
 
             def watch(count: int, what: str = f"{setting.policy} {label}", n: int = number) -> None:
                 if bar is not None:
-                    bar(what, (n + count / len(asked)) / len(settings))
+                    bar(what, (n + count / len(requests)) / len(settings))
 
             take_span = drawn.add if drawn is not None else None
             placed: dict[str, Any] = {}
             if of.cluster is not None:
-                found = place(of.cluster, setting, models, asked, watch)
-                outcome = found.outcome
-                placed = {name: getattr(found, name) for name in OF_NODES}
+                result = place(of.cluster, setting, models, requests, watch)
+                outcome = result.outcome
+                placed = {name: getattr(result, name) for name in OF_NODES}
             elif setting.policy == SERIAL:
-                outcome = serial(setting, models, asked)
+                outcome = serial(setting, models, requests)
             else:
-                outcome = replay(setting, models, asked, of.jobs, watch=watch, take_span=take_span)
+                outcome = replay(
+                    setting, models, requests, of.jobs, watch=watch, take_span=take_span
+                )
             runs.append((label, setting, outcome, placed))
     return runs
 
 
-def _cluster(given: Any) -> Cluster | None:
+def _cluster(args: Any) -> Cluster | None:
     """Return the checked options of a cluster, or None if no cluster was requested."""
-    nodes, devices, tiles = given.nodes, given.devices, given.tiles
-    if nodes is None and (devices or tiles or given.failures or given.need):
+    nodes, devices, tiles = args.nodes, args.devices, args.tiles
+    if nodes is None and (devices or tiles or args.failures or args.need):
         raise InvalidInput(
-            "--devices, --tiles, --failures and --need need --nodes",
-            hint="add --nodes 1",
+            "--devices, --tiles, --failures and --need need --nodes", hint="add --nodes 1"
         )
-    dying = _read("--failures", given.failures or "0%", _share)
+    dying = _read("--failures", args.failures or "0%", _share)
     if dying == 1.0:
         raise InvalidInput("--failures must be less than 100%", hint="--failures 1%")
     return (
@@ -426,8 +427,8 @@ def _cluster(given: Any) -> Cluster | None:
             devices or 1,
             tiles or nodes * (devices or 1),
             dying,
-            _read("--need", given.need or "0%", _share),
-            given.seed,
+            _read("--need", args.need or "0%", _share),
+            args.seed,
         )
     )
 
@@ -517,17 +518,17 @@ def _hardware(name: str) -> Hardware:
             hint=f"{', '.join(known)}, or a file that `pipeswitch profile MODEL --json` wrote",
         )
     try:
-        found = profiles.decode(_file(name).encode())
+        profile = profiles.decode(_file(name).encode())
     except profiles.ProfileError as error:
         raise InvalidInput(f"{name} is not a profile: {error}") from None
-    return Hardware(found.identity.name, link_of(found), 1.0, is_estimate=False)
+    return Hardware(profile.identity.name, link_of(profile), 1.0, is_estimate=False)
 
 
 def _models(text: str, count: int, factor: float, seed: int) -> list[PaperModel]:
     kind, _, number = text.partition(":")
     if kind == "random":
-        wanted = _number(number) if number else count
-        if not 1 <= wanted <= 10_000 or wanted % 1:
+        amount = _number(number) if number else count
+        if not 1 <= amount <= 10_000 or amount % 1:
             raise InvalidInput(f"--models {text}: from 1 to 10000 models")
         chance = random.Random(f"models {seed}")
         return [
@@ -537,7 +538,7 @@ def _models(text: str, count: int, factor: float, seed: int) -> list[PaperModel]
                 factor * RANDOM_MS * math.exp(chance.gauss(0.0, SPREAD)),
                 LAYERS,
             )
-            for i in range(int(wanted))
+            for i in range(int(amount))
         ]
     try:
         rows = msgspec.json.decode(_file(text), type=list[_Row])
@@ -564,14 +565,14 @@ def _served() -> list[PaperModel]:
     """Return the running server's models that have a profile."""
     with connected() as client:
         rows = client.plan()["models"]
-    found = [
+    models = [
         paper_model(row["name"], msgspec.convert(row["profile"], profiles.Profile))
         for row in rows
         if row["profile"] is not None
     ]
-    if not found:
+    if not models:
         raise InvalidInput("no model of the server has a profile", hint="pipeswitch profile --all")
-    return found
+    return models
 
 
 def _assigned(known: Sequence[PaperModel], names: Sequence[str], count: int) -> list[PaperModel]:
@@ -590,7 +591,7 @@ def _assigned(known: Sequence[PaperModel], names: Sequence[str], count: int) -> 
 
 
 def _jobs(texts: Sequence[str]) -> list[PaperJob]:
-    found: dict[str, PaperJob] = {}
+    jobs_by_name: dict[str, PaperJob] = {}
     for text in texts:
         what, _, at = text.partition("@")
         try:
@@ -598,11 +599,11 @@ def _jobs(texts: Sequence[str]) -> list[PaperJob]:
                 raise ValueError("four parts are expected")
             name, steps, step, memory = what.split(":")
             size_bytes = parse_size(memory)
-            if not name or name in found:
+            if not name or name in jobs_by_name:
                 raise ValueError("each job needs a different name")
             if not steps.isdecimal() or not 1 <= float(steps) <= MAX_NUMBER or not size_bytes:
                 raise ValueError("a number of steps and some memory are expected")
-            found[name] = PaperJob(
+            jobs_by_name[name] = PaperJob(
                 name=name,
                 steps=int(steps),
                 step_ms=parse_ms(step),
@@ -613,7 +614,7 @@ def _jobs(texts: Sequence[str]) -> list[PaperJob]:
             raise InvalidInput(
                 f"--job {text}: {error}", hint=f"{JOB}, as in long:400:10ms:1GiB@2s"
             ) from None
-    return list(found.values())
+    return list(jobs_by_name.values())
 
 
 def _orders(text: str) -> list[str]:
@@ -658,8 +659,8 @@ def _shares(percents: Sequence[int], sizes: Mapping[str, int]) -> list[str]:
     largest, least = _least(sizes)
     for percent in percents:
         if percent < least:
-            told = f'"{largest}" has {format_bytes(sizes[largest])}'
-            views.echo(f"memory is {least}% instead of {percent}%: {told}", err=True)
+            detail = f'"{largest}" has {format_bytes(sizes[largest])}'
+            views.echo(f"memory is {least}% instead of {percent}%: {detail}", err=True)
     return list(dict.fromkeys(f"{max(percent, least)}%" for percent in percents))
 
 
@@ -687,10 +688,10 @@ def _memory(text: str, sizes: Mapping[str, int]) -> tuple[str, int]:
     return label, size_bytes
 
 
-def _load(models: Sequence[PaperModel], asked: Sequence[arrivals.Arrival]) -> float:
+def _load(models: Sequence[PaperModel], requests: Sequence[arrivals.Arrival]) -> float:
     """Return the computing time of all requests, prompts aside, over the trace's length."""
-    length_ms = asked[-1].at_ms - asked[0].at_ms if asked else 0.0
-    took_ms = sum(models[a.model % len(models)].compute_ms * a.tokens for a in asked)
+    length_ms = requests[-1].at_ms - requests[0].at_ms if requests else 0.0
+    took_ms = sum(models[a.model % len(models)].compute_ms * a.tokens for a in requests)
     return took_ms / length_ms if length_ms else math.inf
 
 

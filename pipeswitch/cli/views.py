@@ -23,14 +23,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.units import escape_control_chars, format_bytes, printed
-from ..wire.request_timing import PARTS, SELDOM
+from ..wire.request_timing import OPTIONAL, PARTS
 
 PIPE_COLUMNS: Final = 240
 ELASTIC: Final = ("why", "source", "reason")  # long texts wrap on a narrow screen
 ELASTIC_WIDTH: Final = 20
 NAMES: Final = ("name", "model", "job", "nodes")
 NAME_WIDTH: Final = 16
-LEAST: Final = (
+DROPPED_FIRST: Final = (
     *(
         "groups",
         "mode",
@@ -130,7 +130,7 @@ JOB_COLUMNS: Final = (
     *("name", "state", "on", "step", "steps_per_s", "persisted_step", "why"),
     *("committed_step", "bytes", "suspensions", "evictions", "restarts"),
 )
-BILL_COLUMNS: Final = tuple(name for name in PARTS if name not in SELDOM)
+TIMING_COLUMNS: Final = tuple(name for name in PARTS if name not in OPTIONAL)
 
 
 def console() -> Console:
@@ -187,7 +187,7 @@ class Listing:
     """Table of rows that fits its screen; a missing value is an empty cell.
 
     If the table is too wide, titles wrap first. Then names are shortened in the middle. Then the
-    columns of ``LEAST`` are dropped in their order, and a line below the table names them.
+    columns of ``DROPPED_FIRST`` are dropped in their order, and a line below the table names them.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class Listing:
         for one in NAMES:
             if one in widths and (over := _total(widths) - width) > 0:
                 widths[one] = min(widths[one], max(NAME_WIDTH, widths[one] - over))
-        for one in LEAST:
+        for one in DROPPED_FIRST:
             if one in widths and _total(widths) > width:
                 del widths[one]
                 dropped.append(self._titles[one])
@@ -289,8 +289,8 @@ def add_rates(rows: Sequence[dict[str, Any]], since: Mapping[str, int], took_s: 
     """
     for row in rows:
         if took_s > 0 and row.get("tokens"):
-            made = row["tokens"] - since.get(row["name"], 0)
-            row["tokens_per_s"] = max(0, made) / took_s  # a new registration counts from 0
+            token_count = row["tokens"] - since.get(row["name"], 0)
+            row["tokens_per_s"] = max(0, token_count) / took_s  # a new registration counts from 0
 
 
 def cell(column: str, value: Any) -> Text:
@@ -435,15 +435,15 @@ def dashboard(about: Mapping[str, Any], rows: Any, stats: Mapping[str, Any]) -> 
     of_jobs = sum(int(row["device"] or 0) for row in rows if row["kind"] == "job")
     arena = _memory("arena", stats, of_jobs, "of jobs")
     store = _memory("store", stats, int(stats.get("store_offloaded_bytes", 0)), "offloaded")
-    kept = sum(row.get("sequence_bytes", 0) + row.get("spare_bytes", 0) for row in rows)
-    pool = _memory("pool", stats, kept, "of sequences")
+    sequences_bytes = sum(row.get("sequence_bytes", 0) + row.get("spare_bytes", 0) for row in rows)
+    pool = _memory("pool", stats, sequences_bytes, "of sequences")
     return Group(head, arena, store, pool, Text(""), ps_table(rows))
 
 
 def _memory(name: str, stats: Mapping[str, Any], part: int, what: str) -> Text:
     capacity, free = (int(stats.get(f"{name}_{of}_bytes", 0)) for of in ("capacity", "free"))
-    told = f"{name} {_bar(capacity - free, capacity)} {format_bytes(capacity - free)} of "
-    return Text(told + format_bytes(capacity) + (f", {format_bytes(part)} {what}" if part else ""))
+    text = f"{name} {_bar(capacity - free, capacity)} {format_bytes(capacity - free)} of "
+    return Text(text + format_bytes(capacity) + (f", {format_bytes(part)} {what}" if part else ""))
 
 
 def _bar(used: int, capacity: int, width: int = 30) -> str:

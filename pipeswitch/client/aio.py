@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from .client import CONNECT_TIMEOUT_S, Client, Task
-from .sequence import Sequenced
+from .sequence import RequestSequence
 from .tensors import Result
-from .verbs import AwaitableVerbs, AwaitedVerbs, awaited
+from .verbs import AsyncVerbs, AsyncWrapper, as_async
 
 if TYPE_CHECKING:
     from ..programs.decoding.model_config import Token
 
 
-class AsyncClient(AwaitedVerbs[Client]):
+class AsyncClient(AsyncVerbs[Client]):
     """Connection to a server for asyncio. Arguments and errors are those of ``Client``.
 
     If you cancel a task that awaits ``infer``, the server cancels the request.
@@ -47,13 +47,13 @@ class AsyncClient(AwaitedVerbs[Client]):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    close = awaited(Client.close)
-    register = awaited(Client.register)
-    upload = awaited(Client.upload)
-    profile = awaited(Client.profile)
-    subscribe = awaited(Client.subscribe)
-    sequences = awaited(Client.sequences)
-    end_sequence = awaited(Client.end_sequence)
+    close = as_async(Client.close)
+    register = as_async(Client.register)
+    upload = as_async(Client.upload)
+    profile = as_async(Client.profile)
+    subscribe = as_async(Client.subscribe)
+    sequences = as_async(Client.sequences)
+    end_sequence = as_async(Client.end_sequence)
 
     def submit(self, model: str, /, *inputs: Any, **options: Any) -> asyncio.Future[Result]:
         """Send a request now; await the future for its Result."""
@@ -63,9 +63,9 @@ class AsyncClient(AwaitedVerbs[Client]):
         """Send a request and await its result."""
         return await self.submit(model, *inputs, **options)
 
-    def sequence(self, model: str, *, id: str = "", version: int = 0) -> AsyncSequenced:
+    def sequence(self, model: str, *, id: str = "", version: int = 0) -> AsyncRequestSequence:
         """Return a sequence, like ``Client.sequence``. Use ``async with`` and await ``infer``."""
-        return AsyncSequenced(self._awaits.sequence(model, id=id, version=version))
+        return AsyncRequestSequence(self._awaits.sequence(model, id=id, version=version))
 
     async def generate(self, model: str, prompt: Any, **options: Any) -> AsyncIterator[Token]:
         """Yield tokens, as ``Client.generate`` does, until the caller stops."""
@@ -107,35 +107,35 @@ class AsyncClient(AwaitedVerbs[Client]):
             await asyncio.to_thread(subscription.close)
 
 
-class AsyncSequenced(AwaitableVerbs[Sequenced]):
+class AsyncRequestSequence(AsyncWrapper[RequestSequence]):
     """Sequence that ``AsyncClient.sequence`` returns."""
 
-    infer = awaited(Sequenced.infer)
-    close = awaited(Sequenced.close)
+    infer = as_async(RequestSequence.infer)
+    close = as_async(RequestSequence.close)
 
-    async def __aenter__(self) -> AsyncSequenced:
+    async def __aenter__(self) -> AsyncRequestSequence:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 
-class AsyncTask(AwaitableVerbs[Task]):
+class AsyncTask(AsyncWrapper[Task]):
     """Handle of a training job for asyncio."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         self.name = task.name
 
-    status = awaited(Task.status)
-    pause = awaited(Task.pause)
-    move = awaited(Task.move)
-    resume = awaited(Task.resume)
-    cancel = awaited(Task.cancel)
-    wait = awaited(Task.wait)
-    history = awaited(Task.history)
-    export = awaited(Task.export)
-    remove = awaited(Task.remove)
+    status = as_async(Task.status)
+    pause = as_async(Task.pause)
+    move = as_async(Task.move)
+    resume = as_async(Task.resume)
+    cancel = as_async(Task.cancel)
+    wait = as_async(Task.wait)
+    history = as_async(Task.history)
+    export = as_async(Task.export)
+    remove = as_async(Task.remove)
 
     async def logs(self, follow: bool = False) -> AsyncIterator[str]:
         """Yield the log from its start, in pieces, as ``Task.logs`` does."""

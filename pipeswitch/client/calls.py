@@ -1,7 +1,7 @@
 """Protocol of one connection: hello, table of calls, retries, a new link after a break.
 
 Two subclasses drive it: for threads (``connection``) and for an event loop (``looped``). They call
-``_receive`` when the link has something to read, and ``_look`` at ``_look_at_s``. One thread at a
+``_receive`` when the link has something to read, and ``_poll`` at ``_poll_at_s``. One thread at a
 time may use it; it never blocks.
 """
 
@@ -46,7 +46,7 @@ MAX_TRIES: Final = 3  # of a safe call over broken connections
 MAX_WAIT_S: Final = 2_000_000.0  # a poll counts milliseconds in 31 bits; longer is for ever
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
+class FinalReply(msgspec.Struct, frozen=True, kw_only=True):
     """A final answer."""
 
     request_id: str
@@ -83,7 +83,7 @@ class Call(msgspec.Struct, kw_only=True, eq=False):
     error: Exception | None = None
     frames: Sequence[Any] = ()
     is_safe: bool = False  # sending it twice does the same as sending it once
-    convert: Callable[[Reply], Any] | None = None  # the future's value; None: the final reply
+    convert: Callable[[FinalReply], Any] | None = None  # the future's value; None: the final reply
     on_progress: Callable[[dict[str, Any]], None] | None = None  # gets each progress reply's body
     is_sent: bool = False
     tries: int = 0
@@ -124,7 +124,7 @@ class Calls:
         self._was_connected = False  # a server has answered hello
         self._began_s = 0.0  # when the search for a server began
         self._listened_s = 0.0  # when somebody last listened at the address, in this search
-        self._look_at_s = math.inf  # when ``_look`` is due; inf: no search is under way
+        self._poll_at_s = math.inf  # when ``_poll`` is due; inf: no search is under way
 
     # ---- overridden by the subclasses ----------------------------------------------------------
 
@@ -137,8 +137,8 @@ class Calls:
         return StreamLink.open(self.address, hello_id, may_share=self._may_share)
 
     def _due(self, at_s: float) -> None:
-        """Schedule ``_look`` for this time of the monotonic clock."""
-        self._look_at_s = at_s
+        """Schedule ``_poll`` for this time of the monotonic clock."""
+        self._poll_at_s = at_s
 
     # ---- one call ------------------------------------------------------------------------------
 
@@ -173,11 +173,11 @@ class Calls:
             return
         self._calls[call.header["id"]] = call
         if self._link is None:
-            if self._look_at_s == math.inf:
+            if self._poll_at_s == math.inf:
                 self._open()
         elif self._link.session:
             self._send(self._link, call)
-        elif (at_s := max(call.until_s, self._began_s + self._timeout_s)) < self._look_at_s:
+        elif (at_s := max(call.until_s, self._began_s + self._timeout_s)) < self._poll_at_s:
             self._due(at_s)
 
     def _send(self, link: AnyLink, call: Call) -> None:
@@ -268,7 +268,7 @@ class Calls:
         latest_s = self._began_s + max(self._timeout_s, self._return_s)
         return min(self._listened_s + self._timeout_s, latest_s)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Continue the search; after ``timeout_s``, fail the calls whose deadline has passed."""
         now_s, gives_up_at_s = time.monotonic(), self._gives_up_at_s()
         if now_s >= gives_up_at_s:
@@ -284,7 +284,7 @@ class Calls:
 
     def _shut(self, linger_ms: int = 0) -> None:
         link, self._link = self._link, None
-        self._look_at_s = math.inf
+        self._poll_at_s = math.inf
         if link is not None:
             self._listened_s = max(self._listened_s, link.listened_s)
             link.detach(self._watcher)
@@ -348,7 +348,7 @@ class Calls:
             self._fail_all(_error(header))
             return
         link.session, link.facts = header.session, header.body
-        self._look_at_s, self._was_connected = math.inf, True
+        self._poll_at_s, self._was_connected = math.inf, True
         now_s = time.monotonic()
         for call in list(self._calls.values()):
             if call.is_sent:
@@ -398,12 +398,12 @@ def _error(header: ReplyHeader) -> errors.PipeSwitchError:
     return errors.from_wire(error.type, error.message, error.hint, error.data, header.id)
 
 
-def _reply(header: ReplyHeader, frames: Sequence[Any]) -> Reply:
+def _reply(header: ReplyHeader, frames: Sequence[Any]) -> FinalReply:
     body = header.body
     outputs = header.outputs
     if len(outputs) == 1 and not body and outputs[0].name == BODY_TENSOR and not header.timing:
         body, outputs = _large_body(frames[outputs[0].frame]), ()
-    return Reply(
+    return FinalReply(
         request_id=header.id, body=body, timing=header.timing, outputs=outputs, frames=frames
     )
 

@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..base.errors import InvalidInput, ModelNotFound
 from ..wire.addresses import default_address, full_address
+from ..wire.curve_keys import keys_from
 from ..wire.frames import CHUNK_BYTES
-from ..wire.keys import keys_from
 from ..wire.register_request import RegisterRequest
 from ..wire.tracing import Traced, open_tracer
-from .calls import Reply, as_wait_s
+from .calls import FinalReply, as_wait_s
 from .connection import Connection
-from .events import Subscription
 from .holders import RETURN_S
 from .model_sources import Dynamic, Inputs, LocalSource, declared
-from .sequence import Sequenced
+from .sequence import RequestSequence
+from .subscription import Subscription
 from .tensors import Result, from_reply, to_frames
 from .verbs import Progress, Verbs, progress_caller
 
@@ -79,7 +79,7 @@ class Client(Verbs):
         self.address = full_address(address) if address else default_address(os.environ)
         keys = None
         if self.address.startswith("ray://"):
-            from .cluster import ClusterConnection
+            from .cluster_client import ClusterConnection
 
             self._connection: Connection | ClusterConnection = ClusterConnection(
                 self.address, timeout_s
@@ -135,9 +135,11 @@ class Client(Verbs):
             version: version of the model; 0: the current one. ``result.timing.version`` reports it.
             **named: inputs by name, instead of ``inputs`` or after them.
         """
-        asked = self._request(model, inputs, deadline_ms, priority, version, named)
+        request = self._request(model, inputs, deadline_ms, priority, version, named)
         send = self._connection.request
-        return send("infer", **asked) if self._tracer is None else self._traced(send, model, asked)
+        return (
+            send("infer", **request) if self._tracer is None else self._traced(send, model, request)
+        )
 
     def infer(
         self,
@@ -153,20 +155,20 @@ class Client(Verbs):
 
         If no other call is under way, this saves the two thread switches of ``submit``.
         """
-        asked = self._request(model, inputs, deadline_ms, priority, version, named)
+        request = self._request(model, inputs, deadline_ms, priority, version, named)
         send = self._connection.call
         result: Result = (
-            send("infer", **asked) if self._tracer is None else self._traced(send, model, asked)
+            send("infer", **request) if self._tracer is None else self._traced(send, model, request)
         )
         return result
 
-    def _traced(self, send: Callable[..., Any], model: str, asked: dict[str, Any]) -> Any:
+    def _traced(self, send: Callable[..., Any], model: str, request: dict[str, Any]) -> Any:
         """Call ``send`` within a span of the request; return its future or result."""
         traced = Traced(self._tracer, model)
         if traced.traceparent:
-            asked["body"] = {**(asked["body"] or {}), "traceparent": traced.traceparent}
+            request["body"] = {**(request["body"] or {}), "traceparent": traced.traceparent}
         try:
-            answer = send("infer", **asked)
+            answer = send("infer", **request)
         except BaseException as error:
             traced.failed(error)
             raise
@@ -186,12 +188,12 @@ class Client(Verbs):
         named: Mapping[str, Any],
     ) -> dict[str, Any]:
         """Return the arguments of ``Connection.request`` for an inference."""
-        given = inputs[0] if len(inputs) == 1 else inputs or None
-        if given is None:
-            given = named
+        values = inputs[0] if len(inputs) == 1 else inputs or None
+        if values is None:
+            values = named
         elif named or len(inputs) > 1:
-            given = _arguments(inputs, named)
-        tensors, frames, wants_torch = to_frames(given)
+            values = _arguments(inputs, named)
+        tensors, frames, wants_torch = to_frames(values)
         if not isinstance(priority or "", str):
             raise InvalidInput(f"priority must be a text, got {priority!r:.80}")
         try:
@@ -231,14 +233,16 @@ class Client(Verbs):
         Raises:
             DeviceBusy: other requests or a job use the device, at the start or later.
         """
-        from .measuring import Requests, measure
+        from .profile_requests import MeasuringRequests, measure
 
         body = {"batches": list(batches)}
         begin = partial(self._connection.request, "profile", model=name, body=body)
-        requests = Requests(partial(self.infer, name), partial(self.signature, name), inputs)
+        requests = MeasuringRequests(
+            partial(self.infer, name), partial(self.signature, name), inputs
+        )
         return measure(begin, requests, progress)
 
-    def sequence(self, model: str, *, id: str = "", version: int = 0) -> Sequenced:
+    def sequence(self, model: str, *, id: str = "", version: int = 0) -> RequestSequence:
         """Return a sequence of requests to a model with a ``state``.
 
         Use ``with client.sequence("cell") as s: s.infer(x)``. The server keeps the state between
@@ -248,11 +252,13 @@ class Client(Verbs):
             id: id of the sequence, as in ``pipeswitch sequences``; empty: a random one.
             version: version of the model for the whole sequence; 0: the current one at its start.
         """
-        return Sequenced(self._step, self.end_sequence, model, id or uuid.uuid4().hex, version)
+        return RequestSequence(
+            self._step, self.end_sequence, model, id or uuid.uuid4().hex, version
+        )
 
-    def _step(self, model: str, *asked: Any, **sequence: Any) -> Result:
+    def _step(self, model: str, *options: Any, **sequence: Any) -> Result:
         """Send a step of a sequence. It is not safe to repeat: that would be a second step."""
-        request = self._request(model, *asked)
+        request = self._request(model, *options)
         request |= {"is_safe": False, "body": {**(request["body"] or {}), **sequence}}
         future = (
             self._connection.request("infer", **request)
@@ -491,7 +497,7 @@ class Client(Verbs):
     ) -> None:
         body = {"digest": digest, "size_bytes": size, "kind": kind}
         first = self._connection.request("put", body={**body, "offset_bytes": 0}).result().body
-        waiting: list[Future[Reply]] = []
+        waiting: list[Future[FinalReply]] = []
         file.seek(0)
         offset = 0
         while offset < size and not first["complete"]:
@@ -582,9 +588,9 @@ class Client(Verbs):
 
     def subscribe(self, *topics: str, on_news: Callable[[], None] = lambda: None) -> Subscription:
         """Return a ``Subscription``, which explains ``on_news``. Close it when you are done."""
-        made = Subscription(self._connection.another(), topics, on_news)
-        self._subscriptions.add(made)
-        return made
+        subscription = Subscription(self._connection.another(), topics, on_news)
+        self._subscriptions.add(subscription)
+        return subscription
 
 
 class Task:
@@ -697,8 +703,8 @@ class Task:
                 file.write(piece["data"])
             file.flush()
             every = files.weights_of(files.read_image(Path(file.name)))
-            found = files.of_part(every, part) if part else files.for_anybody(every)
-            files.save_weights(found, target)
+            weights = files.of_part(every, part) if part else files.for_anybody(every)
+            files.save_weights(weights, target)
         return row
 
     def remove(self) -> dict[str, Any]:

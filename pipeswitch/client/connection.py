@@ -21,28 +21,28 @@ from functools import partial
 from typing import Any, Final
 
 from ..base import errors
-from ..wire.keys import ClientKeys
+from ..wire.curve_keys import ClientKeys
 from .calls import AnyLink, Call, Calls
 
 CLOSE_FLUSH_MS: Final = 200
 
 
-class _Answer(Future[Any]):
+class _CancellableFuture(Future[Any]):
     """Future that raises an error if the thread that reads the replies waits for it.
 
     That wait would never end, because no other thread could read the reply. Callbacks run in the
     thread that reads the replies, as in any executor.
     """
 
-    def __init__(self, check_thread: Callable[[], None], taken_back: Callable[[], None]) -> None:
+    def __init__(self, check_thread: Callable[[], None], on_cancel: Callable[[], None]) -> None:
         super().__init__()
         self._check_thread = check_thread
-        self._taken_back = taken_back
+        self._on_cancel = on_cancel
 
     def cancel(self) -> bool:
         is_cancelled = super().cancel()
         if is_cancelled:
-            self._taken_back()
+            self._on_cancel()
         return is_cancelled
 
     def result(self, timeout: float | None = None) -> Any:
@@ -108,8 +108,8 @@ class Connection(Calls):
         """
         self._check_process()
         call = self._call(op, **options)
-        future = call.future = _Answer(
-            self._check_thread, partial(self._take_back, call.header["id"])
+        future = call.future = _CancellableFuture(
+            self._check_thread, partial(self._send_cancel, call.header["id"])
         )
         self._post(partial(self._begin, call))
         return future
@@ -177,7 +177,7 @@ class Connection(Calls):
             if self._is_closing:
                 return
             self._is_closing = True
-            self._rouse()
+            self._wake_reader()
         if self._holder == threading.get_ident():
             return
         self._thread.join()
@@ -187,15 +187,15 @@ class Connection(Calls):
             if self._is_closing:
                 raise errors.Cancelled("this client is closed")
             self._posts.append(action)
-            self._rouse()
+            self._wake_reader()
 
-    def _rouse(self) -> None:
+    def _wake_reader(self) -> None:
         """Wake the thread that polls, or the idle background thread if none polls."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._wake, 1)
         self._needed.set()
 
-    def _take_back(self, request_id: str) -> None:
+    def _send_cancel(self, request_id: str) -> None:
         with contextlib.suppress(errors.Cancelled):
             self._post(partial(self._cancel, request_id))
 
@@ -213,7 +213,7 @@ class Connection(Calls):
     def _run(self) -> None:
         """Run the background thread: send hello at once, then do I/O while calls are under way."""
         with self._holding():
-            if self._link is None and self._look_at_s == math.inf:  # no caller has opened it
+            if self._link is None and self._poll_at_s == math.inf:  # no caller has opened it
                 self._guard(self._open)
         while True:
             with self._holding():
@@ -242,7 +242,7 @@ class Connection(Calls):
     @property
     def _is_idle(self) -> bool:
         """Return True if there is nothing to send, and no reply or server to wait for."""
-        return self._look_at_s == math.inf and not self._calls and not self._posts
+        return self._poll_at_s == math.inf and not self._calls and not self._posts
 
     def _turn(self) -> None:
         """Do one round of I/O as the role's holder; block until something happens.
@@ -252,17 +252,17 @@ class Connection(Calls):
         """
         if self._posts:
             wait_ms: int | None = 0
-        elif self._look_at_s == math.inf:
+        elif self._poll_at_s == math.inf:
             wait_ms = None
         else:
-            wait_ms = max(0, round((self._look_at_s - time.monotonic()) * 1000)) + 1
+            wait_ms = max(0, round((self._poll_at_s - time.monotonic()) * 1000)) + 1
         ready = dict(self._poller.poll(wait_ms))
         if ready.pop(self._wake, 0):
             os.eventfd_read(self._wake)
         if ready and self._link is not None:
             self._receive(self._link)
-        if time.monotonic() >= self._look_at_s:
-            self._look()
+        if time.monotonic() >= self._poll_at_s:
+            self._poll()
         while self._posts:
             self._posts.popleft()()
 

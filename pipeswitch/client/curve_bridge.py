@@ -14,8 +14,8 @@ import zmq
 
 from ..base.errors import PermissionDenied
 from ..wire import sockets
-from ..wire.keys import ClientKeys
-from .links import MAX_REPLY_BYTES, Link, Watcher
+from ..wire.curve_keys import ClientKeys
+from .links import MAX_REPLY_BYTES, ServerLink, Watcher
 
 MAX_EVENTS: Final = 16  # of a connection, at one look
 MAX_BROKEN_HANDSHAKES: Final = 3  # in a row: it is not a server that just restarts
@@ -41,7 +41,7 @@ REFUSALS: Final = {
 
 
 @dataclass(kw_only=True, eq=False)
-class ZmqLink(Link):
+class ZmqLink(ServerLink):
     """libzmq connects, and tries again by itself."""
 
     sock: zmq.Socket[bytes]

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ..base.errors import Cancelled, InvalidInput
-from ..programs.decoding.generation import IDS
+from ..programs.decoding.generation_settings import IDS
 from ..programs.decoding.model_config import LanguageModelConfig, Token, ending_of, tokenizer_of
 from ..programs.decoding.output import Decode, OutputProcessor, StopCriteria
 from ..programs.decoding.sampling import Sampling
@@ -68,7 +68,7 @@ class GenerationStream(Iterator[Token]):
     """Answer that ``Client.generate`` returns: iterate over it, or read ``text``.
 
     ``reason`` says why it ended: ``stop`` or ``length``; None while it continues. After the end,
-    ``timing`` is its bill and ``usage`` counts tokens.
+    ``timing`` is its timing and ``usage`` counts tokens.
     """
 
     def __init__(
@@ -178,8 +178,8 @@ def generated(
     decode: Decode | None = None
     if isinstance(prompt, str):
         if facts.digest not in client.tokenizers:
-            found = facts_with(tokenizer=True, version=facts.version)
-            client.tokenizers[facts.digest] = tokenizer_of(found)
+            full_facts = facts_with(tokenizer=True, version=facts.version)
+            client.tokenizers[facts.digest] = tokenizer_of(full_facts)
         encode, decode = client.tokenizers[facts.digest]
     try:
         chosen = msgspec.convert(sampling, Sampling)
@@ -191,10 +191,10 @@ def generated(
     whole = ending_of(facts, ids, ending)
 
     def begin(put: Callable[[Mapping[str, Any]], None]) -> Any:
-        asked = GenerateRequest(ids, chosen, whole, put)
-        asked.body["version"] = facts.version
+        request = GenerateRequest(ids, chosen, whole, put)
+        request.body["version"] = facts.version
         return client._connection.request(
-            "generate", model=model, priority=priority, **asked.options
+            "generate", model=model, priority=priority, **request.options
         )
 
     return GenerationStream(OutputProcessor(whole, decode, ids), begin)

@@ -57,23 +57,23 @@ class Table(msgspec.Struct, frozen=True):
 
     def untried(self, model: str, tried: Collection[str] = ()) -> list[str]:
         """Return the model's holders that were not tried: this node first, then the serving one."""
-        held = self.holders.get(model, ())
+        nodes = self.holders.get(model, ())
         return [
             node
-            for node in dict.fromkeys((self.here, self.models.get(model, ""), *held))
-            if node in held
+            for node in dict.fromkeys((self.here, self.models.get(model, ""), *nodes))
+            if node in nodes
             and (node in self.nodes or node == self.here)
             and self.address(node) not in tried
         ]
 
 
-def lost(sequence: str) -> errors.SequenceNotFound:
+def no_sequence(sequence: str) -> errors.SequenceNotFound:
     """Return the error of a sequence whose node is gone."""
     text = f'no node still has sequence "{sequence}"'
     return errors.SequenceNotFound(text, hint="open a new sequence")
 
 
-class Step(Enum):
+class Retry(Enum):
     """Action of a request that does not know its next node yet."""
 
     RENEW = 1  # fetch the newest table
@@ -109,14 +109,14 @@ class Failover:
         self._error, self._is_renewed = error, False
         self._tried.add(address)
         if self._bound_to:
-            raise lost(self._bound_to) from error
+            raise no_sequence(self._bound_to) from error
 
     @property
     def is_dead(self) -> bool:
         """Return True if the last node did not answer at all."""
         return isinstance(self._error, errors.ServerUnavailable)
 
-    def next(self, table: Table, now_s: float) -> list[str] | Step:
+    def next(self, table: Table, now_s: float) -> list[str] | Retry:
         """Return the nodes that are left to try, the preferred one first, or a step to perform.
 
         Raises:
@@ -127,11 +127,11 @@ class Failover:
             return nodes
         if not self._is_renewed:
             self._is_renewed = True
-            return Step.RENEW
+            return Retry.RENEW
         if not (self.is_dead or table.may_come) or now_s + self._look_s > self._until_s:
             raise self._error
         self._is_renewed = False
-        return Step.WAIT
+        return Retry.WAIT
 
     def options(self, options: dict[str, Any], now_s: float) -> dict[str, Any]:
         """Return a request's options with the rest of its deadline."""
@@ -198,11 +198,11 @@ def home_of(sequence: str, holders: Iterable[str]) -> str:
 
 def models_of(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the models that nodes list, each once, with the names of its nodes."""
-    found: dict[tuple[str, int], dict[str, Any]] = {}
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
     for node, answer in answers.items():
         for row in answer["models"]:
-            kept = found.setdefault((row["name"], row["version"]), {**row, "nodes": []})
-            kept["nodes"].append(node)
-            if kept["nodes"] != [node]:
-                kept["requests"] += row["requests"]
-    return list(found.values())
+            entry = rows.setdefault((row["name"], row["version"]), {**row, "nodes": []})
+            entry["nodes"].append(node)
+            if entry["nodes"] != [node]:
+                entry["requests"] += row["requests"]
+    return list(rows.values())

@@ -36,7 +36,7 @@ class Watcher(Protocol):
 
 
 @dataclass(kw_only=True, eq=False)
-class Link:
+class ServerLink:
     """A connection or the try at one; thrown away whole when it breaks."""
 
     hello_id: str
@@ -53,7 +53,7 @@ class Link:
 
 
 @dataclass(kw_only=True, eq=False)
-class StreamLink(Link):
+class StreamLink(ServerLink):
     """Plain socket; at the owner's socket it requests shared memory with the first large tensor."""
 
     stream: Stream
@@ -212,10 +212,10 @@ class StreamLink(Link):
         """Copy a part of the share, which the server will write again."""
         import numpy as np
 
-        kept: Any = np.empty(len(part), dtype=np.uint8)
-        _copy(kept, part)
+        copied: Any = np.empty(len(part), dtype=np.uint8)
+        _copy(copied, part)
         self._taken_count += 1
-        return memoryview(kept)
+        return memoryview(copied)
 
     def answered(self, request_id: str) -> None:
         """Free the shared memory of a request that the server has read."""

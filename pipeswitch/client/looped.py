@@ -160,5 +160,5 @@ class LoopConnection(Calls):
         asyncio.get_running_loop().call_at(at_s, self._on_time, at_s)
 
     def _on_time(self, at_s: float) -> None:
-        if self._look_at_s == at_s:  # otherwise the search ended or has a new time
-            self._guard(self._look)
+        if self._poll_at_s == at_s:  # otherwise the search ended or has a new time
+            self._guard(self._poll)

@@ -145,21 +145,22 @@ class LocalSource:
         import numpy as np
         from safetensors.numpy import save_file
 
-        given = self.example_inputs
-        if not isinstance(given, Mapping):
+        example_arrays = self.example_inputs
+        if not isinstance(example_arrays, Mapping):
             raise InvalidInput(
                 "example_inputs of a named model must be a dict by argument name",
                 hint='example_inputs={"x": x}',
             )
-        given = {str(name): value for name, value in given.items()}  # 0: the first argument
-        tree, found = flatten(given, "input", lambda value: hasattr(value, "__array__"))
-        arrays = {name: np.ascontiguousarray(value) for name, value in found.items()}
+        # 0: the first argument
+        example_arrays = {str(name): value for name, value in example_arrays.items()}
+        tree, leaves = flatten(example_arrays, "input", lambda value: hasattr(value, "__array__"))
+        arrays = {name: np.ascontiguousarray(value) for name, value in leaves.items()}
         save_file(arrays, self._folder / "example.safetensors")
         example = self.upload(self._folder / "example.safetensors", "safetensors", None)
         inputs, takes = request.inputs, request.takes
         if not inputs:
             inputs = {name: (a.shape, str(a.dtype)) for name, a in arrays.items()}
-            takes = tree if list(arrays) != list(given) else None
+            takes = tree if list(arrays) != list(example_arrays) else None
         return msgspec.structs.replace(request, example=example, inputs=inputs, takes=takes)
 
     def _bundle(self) -> Path:
@@ -169,8 +170,8 @@ class LocalSource:
 
     @cached_property
     def _folder(self) -> Path:
-        made = tempfile.TemporaryDirectory(prefix="pipeswitch-export-")
-        return Path(self.stack.enter_context(made))
+        folder = tempfile.TemporaryDirectory(prefix="pipeswitch-export-")
+        return Path(self.stack.enter_context(folder))
 
 
 def here(source: str) -> str:
@@ -212,10 +213,10 @@ def declared(inputs: Inputs | None, *, nests: bool = True) -> tuple[Tree, dict[s
         InvalidInput: they are not ``{name: (shape, dtype)}``, or must not nest.
     """
     try:
-        tree, found = flatten(dict(inputs or {}), "input", _is_declared)
+        tree, leaves = flatten(dict(inputs or {}), "input", _is_declared)
         flat = {
             key: [[n if isinstance(n, int) else list(n) for n in shape], dtype]
-            for key, (shape, dtype) in found.items()
+            for key, (shape, dtype) in leaves.items()
         }
     except (TypeError, ValueError, AttributeError, RegistrationRefused) as error:
         raise InvalidInput(

@@ -10,7 +10,7 @@ from ..base.errors import InvalidInput, PipeSwitchError, SequenceNotFound, Serve
 from .tensors import Result
 
 
-class Sequenced:
+class RequestSequence:
     """Sequence that ``Client.sequence`` returns; it takes one request at a time."""
 
     def __init__(
@@ -26,12 +26,7 @@ class Sequenced:
         self._is_started = self._is_over = False
 
     def infer(
-        self,
-        /,
-        *inputs: Any,
-        deadline_ms: float | None = None,
-        priority: str = "",
-        **named: Any,
+        self, /, *inputs: Any, deadline_ms: float | None = None, priority: str = "", **named: Any
     ) -> Result:
         """Send the next step and wait for its result, as ``Client.infer`` does. Omit state inputs.
 
@@ -44,8 +39,8 @@ class Sequenced:
         if self._is_over:
             raise InvalidInput(f'sequence "{self.id}" has ended', hint="open another one")
         first = {} if self._is_started else {"start": True}
-        asked = (inputs, deadline_ms, priority, self._version, named)
-        result = self._step(self.model, *asked, sequence=self.id, **first)
+        arguments = (inputs, deadline_ms, priority, self._version, named)
+        result = self._step(self.model, *arguments, sequence=self.id, **first)
         self._is_started = True
         return result
 
@@ -56,7 +51,7 @@ class Sequenced:
                 self._end(self.id)
         self._is_over = True
 
-    def __enter__(self) -> Sequenced:
+    def __enter__(self) -> RequestSequence:
         return self
 
     def __exit__(self, kind: object, error: object, _: object) -> None:

@@ -24,7 +24,7 @@ from ..wire.frames import MAX_DIMS, MAX_TENSORS, WireTensor
 from ..wire.request_timing import RequestTiming
 
 if TYPE_CHECKING:
-    from .calls import Reply
+    from .calls import FinalReply
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,14 @@ class Signature:
             seed: the same inputs for the same seed.
             extents: of other dimensions, by name (``length=7``); default: 128, or the nearest.
         """
-        from ..programs.interface.requests import random_value
+        from ..programs.interface.synthetic_inputs import random_value
 
         chosen = {**at_batch(self.dims, batch or self.batch_min), **extents}
         values = [(spec, random_value(spec, chosen, seed)) for spec in self.inputs]
         return [Bits(v, s.dtype) if s.dtype == "bfloat16" else v for s, v in values]
 
 
-def to_frames(given: Any) -> tuple[tuple[WireTensor, ...], list[Any], bool]:
+def to_frames(inputs: Any) -> tuple[tuple[WireTensor, ...], list[Any], bool]:
     """Return headers and buffers of the inputs, and whether torch tensors were among them.
 
     Nothing is copied unless an array is not contiguous. A mapping names its arguments; a list or
@@ -114,7 +114,7 @@ def to_frames(given: Any) -> tuple[tuple[WireTensor, ...], list[Any], bool]:
         InvalidInput: an unsupported dtype, or too many inputs.
     """
     try:
-        named = _named(given)
+        named = _named(inputs)
     except RecursionError:  # a list that is in itself
         raise InvalidInput("the inputs contain themselves") from None
     if len(named) > MAX_TENSORS:
@@ -129,16 +129,16 @@ def to_frames(given: Any) -> tuple[tuple[WireTensor, ...], list[Any], bool]:
     return tuple(headers), frames, wants_torch
 
 
-def _named(given: Any) -> list[tuple[str, Any]]:
+def _named(inputs: Any) -> list[tuple[str, Any]]:
     """Return flat inputs: by name, by position if arguments are nested, else in call order."""
-    if hasattr(given, "dtype"):
-        return [("", given)]
-    if isinstance(given, list | tuple) and all(hasattr(v, "dtype") for v in given):
-        return [("", value) for value in given]
-    is_nested = isinstance(given, list | tuple) and _nests(given)
-    arguments = dict(enumerate(given)) if is_nested else given
+    if hasattr(inputs, "dtype"):
+        return [("", inputs)]
+    if isinstance(inputs, list | tuple) and all(hasattr(v, "dtype") for v in inputs):
+        return [("", value) for value in inputs]
+    is_nested = isinstance(inputs, list | tuple) and _nests(inputs)
+    arguments = dict(enumerate(inputs)) if is_nested else inputs
     if not isinstance(arguments, Mapping):
-        return [("", given)]
+        return [("", inputs)]
     by_name = {str(name): value for name, value in arguments.items()}
     if len(by_name) != len(arguments):  # 1 and "1"
         raise InvalidInput("two inputs have the same name; a name is a text or a position")
@@ -224,7 +224,7 @@ def _torch_as_numpy(tensor: Any) -> Any:
     return tensor.numpy()
 
 
-def from_reply(model: str, wants_torch: bool, reply: Reply) -> Result:
+def from_reply(model: str, wants_torch: bool, reply: FinalReply) -> Result:
     """Return outputs as the caller's kind of array; numpy ones share the message's memory.
 
     Raises:

@@ -44,7 +44,7 @@ Progress = Callable[[str, float], None]
 """Callback that gets a stage's name and the completed fraction of the whole work, 0 to 1."""
 
 
-class Link(Protocol):
+class VerbConnection(Protocol):
     """Connection to a server or a cluster."""
 
     def call(self, op: str, **options: Any) -> Any: ...
@@ -56,7 +56,7 @@ class Verbs:
     """Verbs over a connection to a server or a cluster."""
 
     address: str
-    _connection: Link
+    _connection: VerbConnection
 
     def _ask(
         self, op: str, *, model: str = "", body: dict[str, Any] | None = None, is_safe: bool = True
@@ -225,8 +225,8 @@ class Verbs:
         """
         with contextlib.suppress(ServerUnavailable):
             body = {"drain_ms": drain_s * 1000}
-            lost: list[str] = self._ask("stop", body=body, is_safe=False).get("lost", [])
-            return lost
+            losses: list[str] = self._ask("stop", body=body, is_safe=False).get("lost", [])
+            return losses
         return []
 
 
@@ -243,52 +243,52 @@ S = TypeVar("S", covariant=True)
 V = TypeVar("V", bound=Verbs, covariant=True)
 
 
-class AwaitableVerbs(Generic[S]):
+class AsyncWrapper(Generic[S]):
     """Base for awaitable versions of an SDK object's verbs."""
 
     def __init__(self, awaits: S) -> None:
         self._awaits = awaits
 
 
-def awaited(
+def as_async(
     verb: Callable[Concatenate[S, P], R],
-) -> Callable[Concatenate[AwaitableVerbs[S], P], Coroutine[Any, Any, R]]:
+) -> Callable[Concatenate[AsyncWrapper[S], P], Coroutine[Any, Any, R]]:
     """Return an awaitable verb that runs in a thread; ``progress`` is called on the event loop."""
     signature = inspect.signature(verb)
 
     @functools.wraps(verb)
-    async def call(self: AwaitableVerbs[S], /, *args: P.args, **options: P.kwargs) -> R:
+    async def call(self: AsyncWrapper[S], /, *args: P.args, **options: P.kwargs) -> R:
         if "progress" not in signature.parameters:
             return await asyncio.to_thread(verb, self._awaits, *args, **options)
-        given = signature.bind(self._awaits, *args, **options)
-        given.arguments["progress"] = _on_this_loop(given.arguments.get("progress"))
-        return await asyncio.to_thread(verb, *given.args, **given.kwargs)
+        bound = signature.bind(self._awaits, *args, **options)
+        bound.arguments["progress"] = _on_this_loop(bound.arguments.get("progress"))
+        return await asyncio.to_thread(verb, *bound.args, **bound.kwargs)
 
     return call
 
 
-class AwaitedVerbs(AwaitableVerbs[V]):
+class AsyncVerbs(AsyncWrapper[V]):
     """Awaitable versions of all ``Verbs``."""
 
-    register_chain = awaited(Verbs.register_chain)
-    publish = awaited(Verbs.publish)
-    rollback = awaited(Verbs.rollback)
-    split = awaited(Verbs.split)
-    unregister = awaited(Verbs.unregister)
-    load = awaited(Verbs.load)
-    unload = awaited(Verbs.unload)
-    models = awaited(Verbs.models)
-    show = awaited(Verbs.show)
-    plan = awaited(Verbs.plan)
-    signature = awaited(Verbs.signature)
-    jobs = awaited(Verbs.jobs)
-    job = awaited(Verbs.job)
-    ps = awaited(Verbs.ps)
-    stats = awaited(Verbs.stats)
-    trace = awaited(Verbs.trace)
-    about = awaited(Verbs.about)
-    ping = awaited(Verbs.ping)
-    stop_server = awaited(Verbs.stop_server)
+    register_chain = as_async(Verbs.register_chain)
+    publish = as_async(Verbs.publish)
+    rollback = as_async(Verbs.rollback)
+    split = as_async(Verbs.split)
+    unregister = as_async(Verbs.unregister)
+    load = as_async(Verbs.load)
+    unload = as_async(Verbs.unload)
+    models = as_async(Verbs.models)
+    show = as_async(Verbs.show)
+    plan = as_async(Verbs.plan)
+    signature = as_async(Verbs.signature)
+    jobs = as_async(Verbs.jobs)
+    job = as_async(Verbs.job)
+    ps = as_async(Verbs.ps)
+    stats = as_async(Verbs.stats)
+    trace = as_async(Verbs.trace)
+    about = as_async(Verbs.about)
+    ping = as_async(Verbs.ping)
+    stop_server = as_async(Verbs.stop_server)
 
 
 def _on_this_loop(progress: Progress | None) -> Progress | None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 class JobReplica(NamedTuple):
     """State of a job that one node keeps."""
 
-    life: int
+    incarnation: int
     state: str  # home: it lives here; replica; over: it ended here; gone: it was removed
     step: int = -1  # of the commit on disk; -1: none yet
     is_paused: bool = False  # by its user
@@ -27,7 +27,7 @@ class JobAction(NamedTuple):
     node: str
     verb: str
     job: str
-    life: int = 0
+    incarnation: int = 0
     to: str = ""  # for ``send``: the node that gets the replica
 
 
@@ -37,13 +37,13 @@ Claims = Mapping[str, Mapping[str, int]]  # by starting node: the life of each j
 
 def rows_of(job: str, copies: Copies) -> dict[str, JobReplica]:
     """Return what each node keeps of a job."""
-    return {node: kept[job] for node, kept in copies.items() if job in kept}
+    return {node: records[job] for node, records in copies.items() if job in records}
 
 
-def last_life(job: str, copies: Copies, claims: Claims) -> int:
+def last_incarnation(job: str, copies: Copies, claims: Claims) -> int:
     """Return the highest life number that any node knows; 0: none."""
-    lives = [copy.life for copy in rows_of(job, copies).values()]
-    return max(lives + [one[job] for one in claims.values() if job in one], default=0)
+    incarnations = [copy.incarnation for copy in rows_of(job, copies).values()]
+    return max(incarnations + [one[job] for one in claims.values() if job in one], default=0)
 
 
 def homes_of(job: str, copies: Copies) -> list[str]:
@@ -52,35 +52,37 @@ def homes_of(job: str, copies: Copies) -> list[str]:
     return [
         node
         for _, node in sorted(
-            ((copy.life, node) for node, copy in rows if copy.state == "home"), reverse=True
+            ((copy.incarnation, node) for node, copy in rows if copy.state == "home"), reverse=True
         )
     ]
 
 
-def homeless(copies: Copies, claims: Claims) -> set[str]:
+def jobs_without_home(copies: Copies, claims: Claims) -> set[str]:
     """Return the jobs that have only replicas left."""
     claimed = {job for one in claims.values() for job in one}
     return {
         job
-        for kept in copies.values()
-        for job in kept
+        for records in copies.values()
+        for job in records
         if job not in claimed
         and all(copy.state == "replica" for copy in rows_of(job, copies).values())
     }
 
 
-def lost(node: str, copies: Copies, claims: Claims) -> set[str]:
+def superseded_jobs(node: str, copies: Copies, claims: Claims) -> set[str]:
     """Return the jobs that a starting node would continue, but that live elsewhere by now."""
-    others = [(lives, one) for one, lives in claims.items() if one != node]
+    others = [(incarnations, one) for one, incarnations in claims.items() if one != node]
     return {
         job
-        for job, life in claims[node].items()
+        for job, incarnation in claims[node].items()
         if {*homes_of(job, copies)} - {node}
-        or any((lives.get(job, -1), one) > (life, node) for lives, one in others)
+        or any(
+            (incarnations.get(job, -1), one) > (incarnation, node) for incarnations, one in others
+        )
     }
 
 
-def orders(
+def plan_actions(
     copies: Copies, claims: Claims, targets: Sequence[str], given_up: Collection[str]
 ) -> Iterator[JobAction]:
     """Yield the actions that are due now, job by job.
@@ -91,12 +93,12 @@ def orders(
         given_up: jobs whose home has been gone for too long to wait for it.
     """
     claimed = {job for one in claims.values() for job in one}  # a starting node will continue these
-    for job in sorted({job for kept in copies.values() for job in kept} - claimed):
+    for job in sorted({job for records in copies.values() for job in records} - claimed):
         rows, homes = rows_of(job, copies), homes_of(job, copies)
-        last = last_life(job, copies, claims)
+        last = last_incarnation(job, copies, claims)
         over = [node for node in rows if rows[node].state in ("over", "gone")]
         if homes:
-            older = [node for node in over if rows[node].life < rows[homes[0]].life]
+            older = [node for node in over if rows[node].incarnation < rows[homes[0]].incarnation]
             yield from (JobAction(node, "drop", job, last) for node in homes[1:] + older)
             yield from _replicate(job, homes[0], rows, targets)
         elif over:
@@ -106,7 +108,7 @@ def orders(
             gone = [node for node in over if rows[node].state == "gone" and is_known]
             yield from (JobAction(node, "drop", job, last) for node in replicas + gone)
         elif job in given_up:
-            best = max(rows, key=lambda node: (rows[node].life, rows[node].step))
+            best = max(rows, key=lambda node: (rows[node].incarnation, rows[node].step))
             yield JobAction(best, "take_over", job)
 
 
@@ -116,7 +118,7 @@ def _replicate(
     """Keep one replica as new as the home's commit on disk; then drop the other replicas."""
     copy = rows[home]
     if copy.is_held:
-        yield JobAction(home, "go_on", job)
+        yield JobAction(home, "resume_if_paused", job)
     there = [node for node in targets if node in rows and rows[node].state == "replica"]
     others = [node for node in targets if node != home]
     if not others:
@@ -126,4 +128,4 @@ def _replicate(
         yield JobAction(home, "send", job, to=target)
         return
     more = (node for node in rows if rows[node].state == "replica" and node != target)
-    yield from (JobAction(node, "drop", job, copy.life) for node in more)
+    yield from (JobAction(node, "drop", job, copy.incarnation) for node in more)

@@ -21,23 +21,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ..base.errors import (
-    ConfigError,
-    PipeSwitchError,
-    ServerUnavailable,
-)
+from ..base.errors import ConfigError, PipeSwitchError, ServerUnavailable
 from ..base.roles import Role
 from ..client.client import FINAL_JOB_STATES, Client
-from ..client.cluster import connect_ray, why_of
-from ..wire.keys import GATEWAY_KEY, ClientKeys, KeyFolder, client_keys, make_pair
-from .jobs import NodeJobs, write_whole
+from ..client.cluster_client import connect_ray, why_of
+from ..wire.curve_keys import GATEWAY_KEY, ClientKeys, KeyFolder, client_keys, make_pair
+from .node_jobs import NodeJobs, write_whole
 
 log = logging.getLogger(__name__)
 LEASE_S: Final = 6.0  # so long a node's jobs go on after an answer that placement has heard
 START_S: Final = 60.0  # for its server's start, before the first of them
 CHILD: Final = """\
 import pathlib, sys, threading
-from pipeswitch.cluster.leases import watch
+from pipeswitch.cluster.node_lease import watch
 threading.Thread(target=watch, args=(pathlib.Path(sys.argv.pop(1)),), daemon=True).start()
 from pipeswitch.cli.main import main
 main()
@@ -57,7 +53,7 @@ def starts_again(*, is_tried: bool = True) -> Iterator[None]:
         os._exit(1)
 
 
-class Node(NodeJobs):
+class NodeActor(NodeJobs):
     """One machine's server. If that ends so does this process, and Ray starts both again: the
     server's journal knows its models and jobs."""
 
@@ -262,12 +258,12 @@ class Node(NodeJobs):
             body = {**body, "source": source, "weights": "", "inputs": {}}
             body.pop("takes", None)
             body.pop("example", None)
-        found = _program(self._tenant._ask("register", model=model, body=body))
-        if found != digest:  # code of another release there: its answers would differ
+        made_digest = _program(self._tenant._ask("register", model=model, body=body))
+        if made_digest != digest:  # code of another release there: its answers would differ
             self._tenant.unregister(model)
-            raise PipeSwitchError(f"{self._name} built another program of {model}: {found}")
+            raise PipeSwitchError(f"{self._name} built another program of {model}: {made_digest}")
         self.remember(model, body)
-        return str(found)
+        return str(made_digest)
 
     def unregister(self, model: str) -> None:
         self._tenant.unregister(model)
@@ -293,13 +289,12 @@ def _wait_for_the_one_before(state: Path) -> None:
 
 
 def _keys(state: Path) -> tuple[KeyFolder, Path, ClientKeys, tuple[str, ...]]:
-    """Return the folder, the key file of the cluster's clients, their key pair, and the key pair of
-    the other nodes' gateways; each is created once."""
+    """Return the folder, key file, clients' keys and gateways' keys; create each once."""
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = KeyFolder(state / "keys").open()
     if folder.server() is None:
         folder.make_server()
-    made = []
+    pairs = []
     for name, roles in (("cluster", [role.value for role in Role]), (GATEWAY_KEY, [])):
         secret = folder.path / f"{name}.key_secret"
         if not secret.exists():
@@ -307,7 +302,7 @@ def _keys(state: Path) -> tuple[KeyFolder, Path, ClientKeys, tuple[str, ...]]:
         keys = client_keys(str(secret), str(folder.path / "server.key"))
         assert keys is not None
         folder.admit(name, keys.public, roles)
-        made.append(keys)
-    clients, gateways = made
-    told = (gateways.public.decode(), gateways.secret.decode(), gateways.server.decode())
-    return folder, folder.path / "cluster.key_secret", clients, told
+        pairs.append(keys)
+    clients, gateways = pairs
+    texts = (gateways.public.decode(), gateways.secret.decode(), gateways.server.decode())
+    return folder, folder.path / "cluster.key_secret", clients, texts

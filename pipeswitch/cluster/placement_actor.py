@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any, Final
 
 from ..base.errors import AlreadyExists, ModelNotFound, PipeSwitchError, ServerUnavailable
-from ..client.cluster import PLACEMENT, connect_ray, node_of, told, why_of
-from . import job_reconciler, placement
+from ..client.cluster_client import PLACEMENT, answer_of, connect_ray, node_of, why_of
+from . import choice, job_reconciler
+from .choice import COPIES, MISSED_S, ROUND_S
 from .node_actor import START_S, starts_again
-from .placement import COPIES, MISSED_S, ROUND_S
 from .ray_nodes import detached, machines, node_names, request_machines, start_node, stop_nodes
 from .scaling import LONG_MS, Scale
 
@@ -31,7 +31,7 @@ class Overview:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._nodes = placement.Nodes()
+        self._nodes = choice.Nodes()
         self._facts: dict[str, dict[str, Any]] = {}  # of the living, by node
         self._serving: dict[str, str] = {}  # by model: the node that requests go to
         self._leaving: set[str] = set()
@@ -46,11 +46,11 @@ class Overview:
     def table(self) -> dict[str, Any]:
         """Return the table of nodes and of the models that each serves."""
         with self._lock:
-            holders = {name: sorted(held) for name, held in self._nodes.holders.items()}
+            holders = {name: sorted(nodes) for name, nodes in self._nodes.holders.items()}
             names = self._names()
 
-            def of_names(found: dict[str, Any]) -> dict[str, Any]:
-                return found | {name: found[model] for name, model in names if model in found}
+            def of_names(table: dict[str, Any]) -> dict[str, Any]:
+                return table | {name: table[model] for name, model in names if model in table}
 
             return {
                 "version": self._version,
@@ -89,13 +89,13 @@ class Overview:
             if table != self._shared:
                 self._shared, self._shared_number = table, self._shared_number + 1
             table = {**table, "number": self._shared_number}
-        asked = [
+        answers = [
             node_of(ray, name).learn.remote(table)
             for name, one in facts.items()
             if one["learned"] != table["number"]
         ]
-        if asked and wait_s:
-            ray.wait(asked, num_returns=len(asked), timeout=wait_s)
+        if answers and wait_s:
+            ray.wait(answers, num_returns=len(answers), timeout=wait_s)
 
     def report_unreachable(self, node: str, address: str) -> None:
         """Exclude a node that did not answer a client at that address, until the next check. A node
@@ -114,34 +114,34 @@ class Overview:
     def _copies(self) -> dict[str, dict[str, job_reconciler.JobReplica]]:
         return {name: facts["copies"] for name, facts in self._facts.items()}
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Ask every node how it is; who does not say so is gone."""
         ray, names = connect_ray(), node_names(connect_ray())
         with self._lock:
             heard = {name: facts["number"] for name, facts in self._facts.items()}
-        asked = {}
+        answers = {}
         for name in names:
             with contextlib.suppress(ValueError):  # Ray has given it up meanwhile
-                asked[name] = node_of(ray, name).summary.remote(heard.get(name, 0))
+                answers[name] = node_of(ray, name).summary.remote(heard.get(name, 0))
         ready, _ = (
-            ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)
-            if asked
+            ray.wait(list(answers.values()), num_returns=len(answers), timeout=ANSWER_S)
+            if answers
             else ([], [])
         )
-        found = {}
-        for name, answer in asked.items():
+        summaries = {}
+        for name, answer in answers.items():
             if answer in ready:
                 with contextlib.suppress(Exception):  # it died, or its server did
-                    found[name] = ray.get(answer)
+                    summaries[name] = ray.get(answer)
         with self._lock:
             now_s = time.monotonic()
             self._silent_since = {
-                name: self._silent_since.get(name, now_s) for name in names if name not in found
+                name: self._silent_since.get(name, now_s) for name in names if name not in summaries
             }
-            self._leaving &= set(asked)  # one of its name may be started later
-            for name in set(self._facts) - set(found):
+            self._leaving &= set(answers)  # one of its name may be started later
+            for name in set(self._facts) - set(summaries):
                 self._forget(name)
-            for name, facts in found.items():
+            for name, facts in summaries.items():
                 self._heard(name, facts)
             self._place()
 
@@ -152,14 +152,14 @@ class Overview:
         self._claims.pop(name, None)
         if name in self._leaving:
             return
-        for held in self._nodes.holders.values():
-            held.discard(name)
+        for holders in self._nodes.holders.values():
+            holders.discard(name)
         for model, (digest, _) in facts["models"].items():
             others = self._nodes.holders[model]
             if all(self._facts[one]["models"][model][0] == digest for one in others):
                 others.add(name)  # else it is about to be told that its name is taken
         self._nodes.put(
-            placement.Node(
+            choice.NodeLoad(
                 name,
                 facts["free_bytes"],
                 facts["queue_ms"],
@@ -179,9 +179,9 @@ class Overview:
     def _place(self) -> None:
         """Choose for each model the holder that requests go to; renew the table if one changed."""
         serving = {}
-        for model, held in self._nodes.holders.items():
-            if held:
-                size_bytes = self._facts[next(iter(held))]["models"][model][1]
+        for model, holders in self._nodes.holders.items():
+            if holders:
+                size_bytes = self._facts[next(iter(holders))]["models"][model][1]
                 at = self._serving.get(model, "")
                 serving[model] = self._nodes.serving(model, size_bytes, at)
         self._serving = serving
@@ -189,11 +189,11 @@ class Overview:
         if shown != self._shown:
             self._shown, self._version = shown, self._version + 1
 
-    def _trouble(self, what: str, work: Callable[[], Any]) -> None:
+    def _log_once(self, what: str, work: Callable[[], Any]) -> None:
         """Do it; why it cannot be done is logged once, until that changes."""
         try:
-            found = work()
-            now = "; ".join(found) if isinstance(found, list) else ""
+            trouble = work()
+            now = "; ".join(trouble) if isinstance(trouble, list) else ""
         except Exception as error:  # Ray's are of no one class; there is another round
             now = why_of(error)
         if now and now != self._troubles.get(what):
@@ -220,11 +220,11 @@ class JobPlacement(Overview):
         with self._lock:
             if self.is_alive(job):
                 raise AlreadyExists(f'there is a job "{job}"', hint="choose another --name")
-            over = [node for node, kept in self._copies().items() if job in kept]
-            node, life = over[0] if over else self._idle(), self._next_life(job)
+            over = [node for node, records in self._copies().items() if job in records]
+            node, incarnation = over[0] if over else self._idle(), self._next_incarnation(job)
             self._moving.add(job)
         try:
-            return dict(self._order(node, "train", body, script, life))
+            return dict(self._order(node, "train", body, script, incarnation))
         finally:
             with self._lock:
                 self._moving.discard(job)
@@ -240,11 +240,11 @@ class JobPlacement(Overview):
                 raise ModelNotFound(f'job "{job}": {why}', hint="pipeswitch cluster status")
             if to == homes[0]:
                 return
-            life = self._next_life(job)
+            incarnation = self._next_incarnation(job)
             self._moving.add(job)
         try:
-            self._order(homes[0], "hand_over", job, to, life)
-            self._order(to, "take_over", job, life)
+            self._order(homes[0], "hand_over", job, to, incarnation)
+            self._order(to, "take_over", job, incarnation)
         finally:
             with self._lock:
                 self._moving.discard(job)
@@ -266,21 +266,21 @@ class JobPlacement(Overview):
             silent = (one for one in names if one not in self._facts and one not in self._claims)
             if self._may_come(silent) or claimed.keys() & self._busy():
                 return None
-            gone = job_reconciler.lost(node, self._copies(), self._claimed())
-            kept = {job: life for job, life in claimed.items() if job not in gone}
-            self._claims[node] = (now_s, kept)
+            gone = job_reconciler.superseded_jobs(node, self._copies(), self._claimed())
+            own = {job: incarnation for job, incarnation in claimed.items() if job not in gone}
+            self._claims[node] = (now_s, own)
             return gone
 
     def _idle(self) -> str:
         """Return the node with the fewest jobs."""
         with self._lock:
-            found = min(self._targets(), key=lambda name: self._facts[name]["jobs"], default="")
-            if not found:
+            target = min(self._targets(), key=lambda name: self._facts[name]["jobs"], default="")
+            if not target:
                 raise ServerUnavailable(
                     "the cluster has no node left", hint="pipeswitch cluster up"
                 )
-            self._facts[found]["jobs"] += 1  # until the next look at it
-            return found
+            self._facts[target]["jobs"] += 1  # until the next look at it
+            return target
 
     def _targets(self) -> list[str]:
         """Return the nodes for something new, the one that keeps the least first."""
@@ -296,10 +296,11 @@ class JobPlacement(Overview):
             if now_s - at_s < START_S
         }
 
-    def _next_life(self, job: str) -> int:
+    def _next_incarnation(self, job: str) -> int:
         """Above those of older jobs of its name, too: a node that is away may have a replica."""
         return max(
-            job_reconciler.last_life(job, self._copies(), self._claimed()) + 1, int(time.time())
+            job_reconciler.last_incarnation(job, self._copies(), self._claimed()) + 1,
+            int(time.time()),
         )
 
     def _busy(self) -> set[str]:
@@ -310,30 +311,30 @@ class JobPlacement(Overview):
     def _order(self, node: str, verb: str, *args: Any) -> Any:
         """Return a node's answer to an order; the node's new state is known on return."""
         ray = connect_ray()
-        answer = told(ray, getattr(node_of(ray, node), verb).remote(*args), ORDER_S)
-        self._look()
+        answer = answer_of(ray, getattr(node_of(ray, node), verb).remote(*args), ORDER_S)
+        self._poll()
         return answer
 
-    def _tend(self) -> None:
+    def _reconcile(self) -> None:
         """Replicate, start again elsewhere, clear away: one order for a job at a time."""
         ray, now_s = connect_ray(), time.monotonic()
         for (node, job), answer in list(self._ordered.items()):
             if ray.wait([answer], timeout=0)[0]:
                 with self._lock:
                     del self._ordered[node, job]
-                self._trouble(f"job {job}", partial(ray.get, answer))
+                self._log_once(f"job {job}", partial(ray.get, answer))
         with self._lock:
             copies, claims, busy = self._copies(), self._claimed(), self._busy()
-            alone = job_reconciler.homeless(copies, claims) - busy
+            alone = job_reconciler.jobs_without_home(copies, claims) - busy
             self._homeless_since = {job: self._homeless_since.get(job, now_s) for job in alone}
             given_up = {job for job in alone if now_s - self._homeless_since[job] > MISSED_S}
-            for node, verb, job, life, to in job_reconciler.orders(
+            for node, verb, job, incarnation, to in job_reconciler.plan_actions(
                 copies, claims, self._targets(), given_up
             ):
                 if job in busy or (node, job) in self._ordered:
                     continue
-                life = self._next_life(job) if verb == "take_over" else life
-                args = [to] if to else [life] if life else []
+                incarnation = self._next_incarnation(job) if verb == "take_over" else incarnation
+                args = [to] if to else [incarnation] if incarnation else []
                 answer = getattr(node_of(ray, node), verb).remote(job, *args)
                 self._ordered[node, job] = answer
 
@@ -351,9 +352,9 @@ class Placement(JobPlacement):
         self._copying: Future[None] = Future()  # models that have too few copies
         self._copying.set_result(None)
         with starts_again():
-            self._look()
+            self._poll()
             self._scale = Scale(*scale, len(node_names(connect_ray()))) if scale else None
-            threading.Thread(target=self._rounds, daemon=True).start()
+            threading.Thread(target=self._reconcile_loop, daemon=True).start()
 
     def home(self, size_bytes: int) -> str:
         """Return the node on which a new model is to be registered."""
@@ -368,7 +369,7 @@ class Placement(JobPlacement):
         """
         ray = connect_ray()
         with self._deciding:  # who comes first has the name
-            self._look()
+            self._poll()
             with self._lock:
                 known = [
                     (facts["models"][model][0], name == node or model in facts["bodies"])
@@ -376,29 +377,29 @@ class Placement(JobPlacement):
                     if model in facts["models"]
                 ]
             if len({digest for digest, counts in known if counts}) > 1:
-                told(ray, node_of(ray, node).unregister.remote(model))
+                answer_of(ray, node_of(ray, node).unregister.remote(model))
                 raise AlreadyExists(
                     f'another client has registered a model "{model}" in the meantime',
                     hint="choose another name",
                 )
             own, is_known = (model, *body.get("aliases", ())), model in self._facts[node]["bodies"]
-            if taken := dict(one for one in self._names() if one[0] in own and one[1] != model):
-                for name in taken if is_known else [model]:  # of a known model its new aliases
-                    told(ray, node_of(ray, node).unregister.remote(name))
-                words = f"{', '.join(taken)}: already a name of {', '.join(taken.values())}"
+            if clashes := dict(one for one in self._names() if one[0] in own and one[1] != model):
+                for name in clashes if is_known else [model]:  # of a known model its new aliases
+                    answer_of(ray, node_of(ray, node).unregister.remote(name))
+                words = f"{', '.join(clashes)}: already a name of {', '.join(clashes.values())}"
                 raise AlreadyExists(words, hint="choose another name")
             ray.get(node_of(ray, node).remember.remote(model, body))
-            self._look()
+            self._poll()
         missed = self._copy(model)
         self._share(ANSWER_S)
         return missed
 
     def forgotten(self, model: str) -> None:
         ray, names = connect_ray(), list(self._facts)
-        asked = [node_of(ray, name).remember.remote(model, None) for name in names]
-        for answer in asked:
-            told(ray, answer, ORDER_S)
-        self._look()
+        answers = [node_of(ray, name).remember.remote(model, None) for name in names]
+        for answer in answers:
+            answer_of(ray, answer, ORDER_S)
+        self._poll()
 
     def drain(self, node: str) -> list[str]:
         """Move what a node alone holds and place nothing new there; return what stayed."""
@@ -408,13 +409,13 @@ class Placement(JobPlacement):
             jobs = [job for job, one in self._copies()[node].items() if one.state == "home"]
             if self._facts[node]["jobs"] > len(jobs):
                 return ["the node has jobs that were not started through the cluster"]
-            held = [name for name, one in self._nodes.holders.items() if node in one]
+            names_held = [name for name, one in self._nodes.holders.items() if node in one]
             self._leaving.add(node)
             self._nodes.remove(node)
         is_empty = False
         try:
             missed = [note for job in jobs for note in self._move_away(job)]
-            missed += [note for name in held for note in self._copy(name, leaving=node)]
+            missed += [note for name in names_held for note in self._copy(name, leaving=node)]
             is_empty = not missed
         finally:
             with self._lock:
@@ -424,7 +425,7 @@ class Placement(JobPlacement):
                     self._forget(node)
                     if self._scale:  # else another would be started there
                         self._scale.wanted = min(self._scale.wanted, len(self._facts))
-        self._look()
+        self._poll()
         return missed
 
     def _move_away(self, job: str) -> list[str]:
@@ -435,13 +436,13 @@ class Placement(JobPlacement):
         return []
 
     def status(self) -> dict[str, Any]:
-        self._look()
+        self._poll()
         with self._lock:
             hidden, copies = (
                 ("keys", "gateway_keys", "learned", "bodies", "copies", "number"),
                 self._copies(),
             )
-            kept = {
+            jobs = {
                 job: {node: one[job].state for node, one in copies.items() if job in one}
                 for job in {job for one in copies.values() for job in one}
             }
@@ -452,22 +453,22 @@ class Placement(JobPlacement):
                     for one in self._facts.values()
                 ],
                 "models": {
-                    name: {"serving": self._serving.get(name, ""), "nodes": sorted(held)}
-                    for name, held in self._nodes.holders.items()
-                    if held
+                    name: {"serving": self._serving.get(name, ""), "nodes": sorted(nodes)}
+                    for name, nodes in self._nodes.holders.items()
+                    if nodes
                 },
-                "jobs": kept,
+                "jobs": jobs,
             }
 
-    def _rounds(self) -> None:
+    def _reconcile_loop(self) -> None:
         while True:
             time.sleep(ROUND_S)  # a load is looked at, not told
-            self._trouble("look", self._look)
-            self._trouble("share", self._share)
-            self._trouble("jobs", self._tend)
+            self._log_once("look", self._poll)
+            self._log_once("share", self._share)
+            self._log_once("jobs", self._reconcile)
             if self._scale:
-                self._trouble("scale", partial(self._follow, self._scale))
-            self._trouble("copies", self._copy_short)
+                self._log_once("scale", partial(self._follow, self._scale))
+            self._log_once("copies", self._copy_short)
 
     def _follow(self, scale: Scale) -> None:
         """Start a server on a machine that has come, or leave one that is too many; tell Ray."""
@@ -480,19 +481,19 @@ class Placement(JobPlacement):
                 of["queue_ms"] * max(0, of["waiting"] - 1) / max(1, of["waiting"])
                 for of in facts.values()
             ]
-            wanted = scale.look(queues_ms, jobs)
+            target = scale.look(queues_ms, jobs)
             spare = min(
                 facts, key=lambda one: (facts[one]["jobs"], len(facts[one]["models"])), default=""
             )
-            is_over = len(facts) > wanted and not self._leaving
-        if wanted != self._requested:
-            request_machines(wanted)
-            self._requested = wanted
+            is_over = len(facts) > target and not self._leaving
+        if target != self._requested:
+            request_machines(target)
+            self._requested = target
         come = sorted(free.keys() - names)
-        if len(names) < wanted and come:
+        if len(names) < target and come:
             start_node(ray, come[0], free[come[0]], hosts[come[0]], *self._started_with, holds=True)
         if is_over:  # beside the rounds: nodes want to be heard
-            leave = partial(self._trouble, f"leave {spare}", partial(self._leave, scale, spare))
+            leave = partial(self._log_once, f"leave {spare}", partial(self._leave, scale, spare))
             thread = threading.Thread(target=leave, daemon=True)
             with self._lock:
                 thread.start()
@@ -518,14 +519,14 @@ class Placement(JobPlacement):
         machines come as they are wanted, also those whose nodes are all behind."""
         now_s = time.monotonic()
         with self._lock:
-            wanted = min(COPIES, len(self._facts) - len(self._leaving))
+            copy_count = min(COPIES, len(self._facts) - len(self._leaving))
             behind = {name for name, facts in self._facts.items() if facts["queue_ms"] > LONG_MS}
             if not self._scale or len(behind) == len(self._facts):
                 behind = set()
             short = {
                 name
-                for name, held in self._nodes.holders.items()
-                if 0 < len(held) < wanted or (held and held <= behind)
+                for name, nodes in self._nodes.holders.items()
+                if 0 < len(nodes) < copy_count or (nodes and nodes <= behind)
             }
             since = {name: self._short_since.get(name, now_s) for name in short}
             self._short_since = since
@@ -536,21 +537,21 @@ class Placement(JobPlacement):
         short = self._short()
         if short and self._copying.done():
             copy = partial(self._copy, short[0], is_short=True)
-            self._copying = self._copier.submit(self._trouble, short[0], copy)
+            self._copying = self._copier.submit(self._log_once, short[0], copy)
 
     def _copy(self, model: str, leaving: str = "", *, is_short: bool = False) -> list[str]:
         """Another copy, from a node that has one, if there are too few; what could not be done."""
         with self._lock:
-            held = self._nodes.holders.get(model, set()) - self._leaving
-            others = [name for name in self._facts if name not in held | self._leaving]
-            source = min(held) if held else leaving
-            if (len(held) >= COPIES and not is_short) or not others or not source:
-                return [] if held else [f"{model}: no other node"]
+            holders = self._nodes.holders.get(model, set()) - self._leaving
+            others = [name for name in self._facts if name not in holders | self._leaving]
+            source = min(holders) if holders else leaving
+            if (len(holders) >= COPIES and not is_short) or not others or not source:
+                return [] if holders else [f"{model}: no other node"]
             facts = self._facts.get(source, {"models": {}})
             if model not in facts["models"]:
                 return [f"{model} was lost with {source}"]
             digest, size_bytes = facts["models"][model]
-            body, without = facts["bodies"].get(model), held | self._leaving
+            body, without = facts["bodies"].get(model), holders | self._leaving
             try:
                 target = self._nodes.choose(model, size_bytes, without=without).node
             except ServerUnavailable:
@@ -564,7 +565,7 @@ class Placement(JobPlacement):
             ray.get(answer, timeout=COPY_S)
         except Exception as error:
             return [f"{model} has no copy on {target}: {why_of(error)}"]
-        self._look()
+        self._poll()
         return []
 
 
@@ -584,10 +585,10 @@ def start_nodes(
         scale: as many as are wanted, between these; placement starts others.
     """
     here = ray.get_runtime_context().get_node_id()  # no machine that Ray takes away
-    made = detached(ray, Placement, PLACEMENT, here, soft=True).remote(folder, flags, scale)
+    actor = detached(ray, Placement, PLACEMENT, here, soft=True).remote(folder, flags, scale)
     handles = [  # they ask it whether their jobs are still theirs
         start_node(ray, name, where, hosts[name], folder, flags, holds=scale is not None)
         for name, where in names.items()
     ]
-    told(ray, [handle.summary.remote() for handle in handles])
-    told(ray, made.status.remote())
+    answer_of(ray, [handle.summary.remote() for handle in handles])
+    answer_of(ray, actor.status.remote())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Final
 
-from ..client.cluster import NAMESPACE, NODE, node_of
-from .node_actor import Node
+from ..client.cluster_client import NAMESPACE, NODE, node_of
+from .node_actor import NodeActor
 
 RESOURCE: Final = "pipeswitch"  # 1 of each machine that Ray brings for us; a node holds it
 
@@ -63,7 +63,7 @@ def start_node(
 ) -> Any:
     """On Ray's node of that id; it is there already, or its machine ``holds``: Ray keeps it."""
     resources = {RESOURCE: 1} if holds else {}
-    actor = detached(ray, Node, NODE + name, where, soft=False, resources=resources)
+    actor = detached(ray, NodeActor, NODE + name, where, soft=False, resources=resources)
     return actor.remote(name, folder, host, flags)
 
 

@@ -14,9 +14,9 @@ FEWER_ROUNDS: Final = 60  # a machine takes minutes to come back
 class Scale:
     """Scale of a cluster whose machines Ray adds and removes."""
 
-    def __init__(self, least: int, most: int, wanted: int) -> None:
+    def __init__(self, least: int, most: int, target: int) -> None:
         self._least, self._most = least, most
-        self.wanted = max(least, min(most, wanted))
+        self.wanted = max(least, min(most, target))
         self._run = 0  # rounds in a row that spoke for more; below zero: for fewer
 
     def look(self, queues_ms: Sequence[float], jobs: int) -> int:

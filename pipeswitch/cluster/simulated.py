@@ -21,7 +21,7 @@ from ..client.holders import choose, left_ms
 from ..ipc.messages.base import ModelName
 from ..simulator.arrivals import Arrival
 from ..simulator.replay import Asked, Models, Outcome, PaperModel, Replay, Setting, outcome
-from .placement import COPIES, MISSED_S, ROUND_S, Decision, Node, Nodes
+from .choice import COPIES, MISSED_S, ROUND_S, Decision, NodeLoad, Nodes
 
 ROUND_MS: Final = ROUND_S * 1e3
 SILENT_MS: Final = 2500.0  # so long a client waits for a node that is dead (CONNECT_TIMEOUT_S)
@@ -56,7 +56,7 @@ def place(
     cluster: Cluster,
     setting: Setting,
     models: Sequence[PaperModel],
-    asked: Sequence[Arrival],
+    arrivals: Sequence[Arrival],
     watch: Callable[[int], None] | None = None,
 ) -> Placed:
     """All requests, on all nodes or on the fewest that answer as many in time as are needed.
@@ -65,16 +65,16 @@ def place(
 
     def on(nodes: int) -> Placed:
         known = Models(models, cluster.tiles)
-        return _Run(replace(cluster, nodes=nodes), setting, known).run(asked, watch)
+        return _ClusterRun(replace(cluster, nodes=nodes), setting, known).run(arrivals, watch)
 
-    found, least = on(cluster.nodes), 1
-    while cluster.need and found.outcome.share_in_slo >= cluster.need and least < found.nodes:
-        tried = on((least + found.nodes) // 2)
+    run, least = on(cluster.nodes), 1
+    while cluster.need and run.outcome.share_in_slo >= cluster.need and least < run.nodes:
+        tried = on((least + run.nodes) // 2)
         if tried.outcome.share_in_slo >= cluster.need:
-            found = tried
+            run = tried
         else:
             least = tried.nodes + 1
-    return found
+    return run
 
 
 class _Placing(Nodes):
@@ -84,13 +84,13 @@ class _Placing(Nodes):
 
     def choose(self, *args: Any, **options: Any) -> Decision:
         began_s = time.perf_counter()
-        found = super().choose(*args, **options)
+        choice = super().choose(*args, **options)
         self.decided_s += time.perf_counter() - began_s
         self.decisions += 1
-        return found
+        return choice
 
 
-class _Run:
+class _ClusterRun:
     """All nodes, and what goes on between them."""
 
     def __init__(self, cluster: Cluster, setting: Setting, models: Models) -> None:
@@ -98,7 +98,7 @@ class _Run:
         self._setting = replace(setting, devices=cluster.devices, prepares=False)
         self._cluster, self._models = cluster, models
         self._placing, self._now_ms = _Placing(), 0.0
-        self._told: dict[str, Node] = {}  # what placement knows of the living
+        self._told: dict[str, NodeLoad] = {}  # what placement knows of the living
         self._servers: dict[str, Replay] = {}  # of all that were ever asked
         self._busy: set[str] = set()  # who has requests to answer
         self._holds: defaultdict[str, list[int]] = defaultdict(list)  # models, by node
@@ -113,7 +113,7 @@ class _Run:
         self._short: list[tuple[float, int]] = []  # models to copy again, and when
         self._lost = self._moved_bytes = self._resent = 0
         for number in range(cluster.nodes):
-            self._tell(Node(f"node-{number}", setting.memory_bytes * cluster.devices, 0.0, 0))
+            self._tell(NodeLoad(f"node-{number}", setting.memory_bytes * cluster.devices, 0.0, 0))
         chance = Random(f"failures {cluster.seed}")
         rate = -math.log1p(-cluster.failures) / HOUR_MS
         self._deaths = sorted((chance.expovariate(rate), name) for name in self._told if rate)
@@ -126,11 +126,11 @@ class _Run:
             if watch is not None:
                 watch(len(arrivals) - len(self._coming))
         count = self._cluster.nodes
-        found = outcome(list(self._servers.values()), len(arrivals), count * self._cluster.devices)
+        result = outcome(list(self._servers.values()), len(arrivals), count * self._cluster.devices)
         if self._lost:
-            found = replace(found, refused={**found.refused, "ModelNotFound": self._lost})
+            result = replace(result, refused={**result.refused, "ModelNotFound": self._lost})
         return Placed(
-            found,
+            result,
             count,
             self._moved_bytes,
             count - len(self._told),
@@ -153,14 +153,14 @@ class _Run:
             self._send(*heapq.heappop(self._coming))
         for name in sorted(self._busy):
             self._servers[name].run(until_ms)
-            self._look(name)
+            self._poll(name)
         self._now_ms = until_ms
 
     # ---- clients -------------------------------------------------------------------------------
 
-    def _send(self, at_ms: float, number: int, asked: Asked) -> None:
+    def _send(self, at_ms: float, number: int, request: Asked) -> None:
         """Send a request to the node that its client believes to have the model."""
-        model = asked.arrival.model
+        model = request.arrival.model
         tile = model // self._models.per_tile
         if tile not in self._tables:
             self._register(tile)
@@ -170,32 +170,31 @@ class _Run:
             if node in self._told:
                 begin_ms = max(at_ms, self._done_ms[tile, node])
                 self._done_ms[tile, node] = begin_ms + self._each_ms.get(node, 0.0)
-                return self._ask(node, at_ms, asked)
+                return self._ask(node, at_ms, request)
             knows_ms = self._knows_ms.setdefault((tile, node), at_ms + SILENT_MS)
             if at_ms < knows_ms:
-                return self._again(knows_ms, asked)
+                return self._again(knows_ms, request)
             table[model].remove(node)
             if not table[model]:
                 self._fetch(tile)
         self._lost += 1
 
     def _finish_ms(self, tile: int, at_ms: float, node: str) -> float:
-        """Return how long a client expects a node to need from that time on. A dead node reports
-        nothing, and is dropped when it does not answer."""
+        """Return how long a client expects a node to need; a dead node reports nothing."""
         queue_ms = self._told[node].queue_ms if node in self._told else 0.0
         return left_ms(queue_ms, at_ms - self._now_ms, self._done_ms[tile, node] - at_ms)
 
-    def _again(self, at_ms: float, asked: Asked) -> None:
+    def _again(self, at_ms: float, request: Asked) -> None:
         self._resent += 1
-        heapq.heappush(self._coming, (at_ms, asked.number, asked))
+        heapq.heappush(self._coming, (at_ms, request.number, request))
 
-    def _ask(self, node: str, at_ms: float, asked: Asked) -> None:
+    def _ask(self, node: str, at_ms: float, request: Asked) -> None:
         if node not in self._servers:
             self._servers[node] = Replay(self._setting, self._models)
-        server, model = self._servers[node], self._models[asked.arrival.model]
+        server, model = self._servers[node], self._models[request.arrival.model]
         if ModelName(model.name) not in server.scene.programs:  # it was there on paper
             server.serve([model], self._now_ms)
-        server.clock.at(at_ms, partial(server.ask, asked))
+        server.clock.at(at_ms, partial(server.ask, request))
         self._busy.add(node)
 
     def _register(self, tile: int) -> None:
@@ -214,11 +213,11 @@ class _Run:
         """Give the client the current table of placement."""
         for number in self._tables[tile]:
             model = self._models[number]
-            held, at = self._placing.holders[model.name], self._serving[model.name]
-            if held:
+            nodes, at = self._placing.holders[model.name], self._serving[model.name]
+            if nodes:
                 node = self._placing.serving(model.name, model.size_bytes, at)
                 self._serve(node, number)
-                self._tables[tile][number] = [node, *sorted(held - {node})]
+                self._tables[tile][number] = [node, *sorted(nodes - {node})]
 
     # ---- placement -----------------------------------------------------------------------------
 
@@ -238,17 +237,17 @@ class _Run:
     def _copy(self, number: int) -> None:
         """Another one, if there are too few."""
         model = self._models[number]
-        held = self._placing.holders[model.name]
-        if 0 < len(held) < min(COPIES, len(self._told)):
-            found = self._placing.choose(model.name, model.size_bytes, without=held)
-            self._hold(found.node, number)
+        nodes = self._placing.holders[model.name]
+        if 0 < len(nodes) < min(COPIES, len(self._told)):
+            choice = self._placing.choose(model.name, model.size_bytes, without=nodes)
+            self._hold(choice.node, number)
             self._moved_bytes += model.size_bytes
 
-    def _tell(self, summary: Node) -> None:
+    def _tell(self, summary: NodeLoad) -> None:
         self._told[summary.name] = summary
         self._placing.put(summary)
 
-    def _look(self, name: str) -> None:
+    def _poll(self, name: str) -> None:
         """Report a node's state, as a node does."""
         server, waiting = self._servers[name], len(self._servers[name].asked)
         each_ms = server.busy_ms / max(1, len(server.latency_ms))
@@ -270,6 +269,6 @@ class _Run:
         self._busy.discard(name)
         due_ms = self._now_ms + MISSED_S * 1e3
         self._short += [(due_ms, number) for number in self._holds.pop(name, ())]
-        for asked in self._servers[name].asked.values() if name in self._servers else ():
-            client = asked.arrival.model // self._models.per_tile, name
-            self._again(self._knows_ms.setdefault(client, self._now_ms + SILENT_MS), asked)
+        for request in self._servers[name].asked.values() if name in self._servers else ():
+            client = request.arrival.model // self._models.per_tile, name
+            self._again(self._knows_ms.setdefault(client, self._now_ms + SILENT_MS), request)

@@ -110,8 +110,8 @@ class CommitArea:
         if is_writer and self._words[_MAGIC_WORD] == 0:
             self._words[_SLOT_BYTES_WORD] = slot_bytes
             self._words[_MAGIC_WORD] = MAGIC
-        found = (self._words[_MAGIC_WORD], self._words[_SLOT_BYTES_WORD])
-        if found != (MAGIC, slot_bytes):
+        header = (self._words[_MAGIC_WORD], self._words[_SLOT_BYTES_WORD])
+        if header != (MAGIC, slot_bytes):
             self.close()
             raise RemoteProtocolError(f"not a commit area with slots of {slot_bytes} bytes")
 
@@ -128,8 +128,8 @@ class CommitArea:
             sequence = self._words[_SEQUENCE_WORD]
             if sequence == 0:
                 return None
-            for wanted in (sequence, sequence - 1):
-                commit = self._record(wanted)
+            for number in (sequence, sequence - 1):
+                commit = self._record(number)
                 if commit is None or checksum_of(self.image(commit)) != commit.checksum:
                     continue
                 if self.is_current(commit):  # the writer may have come round to it meanwhile
@@ -145,12 +145,7 @@ class CommitArea:
         """Return True if the slot still holds that commit, so that what was read of it is whole."""
         return self._record(commit.sequence) == commit
 
-    def write(
-        self,
-        step: int,
-        size_bytes: int,
-        fill: Callable[[memoryview], None],
-    ) -> Commit:
+    def write(self, step: int, size_bytes: int, fill: Callable[[memoryview], None]) -> Commit:
         """Write a commit as told above; ``fill`` puts the image into the view it is given.
 
         Raises:
@@ -205,8 +200,8 @@ class CommitArea:
     def _record(self, sequence: int) -> Commit | None:
         """Return the record of commit ``sequence``, or None if its slot holds something else."""
         first = _RECORD_WORDS[sequence % SLOT_COUNT]
-        found, step, size_bytes, checksum = self._words[first : first + 4].tolist()
-        if sequence == 0 or found != sequence or size_bytes > self.slot_bytes:
+        own_sequence, step, size_bytes, checksum = self._words[first : first + 4].tolist()
+        if sequence == 0 or own_sequence != sequence or size_bytes > self.slot_bytes:
             return None
         return Commit(sequence=sequence, step=step, size_bytes=size_bytes, checksum=checksum)
 

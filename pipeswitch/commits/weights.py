@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ..base.errors import InvalidInput, RemoteProtocolError
 from ..ipc.sparse import open_plain
-from .files import CommitRecord, read_record
+from .commit_files import CommitRecord, read_record
 from .image import LENGTH, SAFETENSORS_DTYPES, packed_head, parse_image
 
 OPTIMIZER: Final = "optimizer."  # begins the names of state that belongs to no model
@@ -43,13 +43,13 @@ def weights_of(image: memoryview) -> dict[str, Weight]:
     """
     content, ranges = parse_image(image)
     tensors = content["tensors"]
-    found = {}
+    weights = {}
     for name, entry in tensors.items():
         is_gradient = name.endswith(GRADIENT) and name.removesuffix(GRADIENT) in tensors
         if not is_gradient and not name.startswith(OPTIMIZER):
             start, size = ranges[name]
-            found[name] = _weight(name, entry, image[start : start + size])
-    return found
+            weights[name] = _weight(name, entry, image[start : start + size])
+    return weights
 
 
 def for_anybody(weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
@@ -66,13 +66,13 @@ def of_part(weights: Mapping[str, Weight], part: str) -> Mapping[str, Weight]:
     Raises:
         InvalidInput: the job has no such part.
     """
-    found = {n.partition(".")[2]: w for n, w in weights.items() if n.startswith(f"{part}.")}
-    if not found:
+    own_weights = {n.partition(".")[2]: w for n, w in weights.items() if n.startswith(f"{part}.")}
+    if not own_weights:
         parts = sorted({name.partition(".")[0] for name in weights})
         raise InvalidInput(f"the job has no part {part[:80]!r}", hint=f"one of {', '.join(parts)}")
-    if found.pop(AVERAGES, None) is not None:
-        return {name.removeprefix("module."): weight for name, weight in found.items()}
-    return found
+    if own_weights.pop(AVERAGES, None) is not None:
+        return {name.removeprefix("module."): weight for name, weight in own_weights.items()}
+    return own_weights
 
 
 def _weight(name: str, entry: Mapping[str, Any], data: memoryview) -> Weight:
@@ -121,7 +121,8 @@ def save_weights(weights: Mapping[str, Weight], path: Path) -> None:
 
 
 def load_weights(directory: Path) -> tuple[CommitRecord, dict[str, Weight]]:
-    """Return the mapped weights and the record of the commit in a folder of ``commits/files.py``.
+    """Return the mapped weights and the record of the commit in a folder of
+    ``commits/commit_files.py``.
 
     Raises:
         InvalidInput: there is no commit, or it is damaged.
@@ -136,7 +137,7 @@ def load_weights(directory: Path) -> tuple[CommitRecord, dict[str, Weight]]:
 
 
 def read_image(path: Path) -> memoryview:
-    """Return the image in a file of ``commits/files.py``, mapped.
+    """Return the image in a file of ``commits/commit_files.py``, mapped.
 
     Raises:
         InvalidInput: the file is no such file.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from ..base.errors import InvalidInput, PipeSwitchError, RemoteProtocolError, ServerUnavailable
-from ..commits.files import read_record
+from ..commits.commit_files import read_record
 from ..programs.spec import MANIFEST_FILE
 from .entries import EntryCopies
 from .folders import StateDir

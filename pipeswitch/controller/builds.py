@@ -22,8 +22,8 @@ from ..base.failpoints import reach
 from ..ipc.messages.base import Message
 from ..ipc.messages.builder import BuildDone, BuildFailed, BuildProgress, BuildSettings
 from ..ipc.messages.processor import CheckStage, StageFailed, StageReady
-from ..planning import files as profile_files
-from ..programs.build.builder import work_prefix
+from ..planning import profile_files as profile_files
+from ..programs.build.build_process import work_prefix
 from ..programs.graphs.manifest_check import check_claims
 from ..programs.interface.layout import Manifest
 from ..programs.interface.processors import Processor
@@ -33,14 +33,14 @@ from ..programs.spec import (
     is_batched_as_requested,
     is_checked,
     is_same_content,
-    kept,
     load_manifest,
     needs_more,
+    processor_of,
+    rebuild_spec,
     save_manifest,
-    stage_of,
 )
 from ..scheduler.events import Address, Exited, Received, StartBuild, SweepPrograms
-from .device import ServerContext
+from .device_effects import ServerContext
 from .folders import DIGEST
 
 log = logging.getLogger(__name__)
@@ -48,11 +48,11 @@ log = logging.getLogger(__name__)
 
 def _copied_bytes(spec: bytes) -> int:
     """Return the number of bytes that a build copies before it looks at them; at least one."""
-    found = 1
+    total_bytes = 1
     for path in files_of(spec):
         with contextlib.suppress(OSError):  # the builder says it better
-            found += path.stat().st_size
-    return found
+            total_bytes += path.stat().st_size
+    return total_bytes
 
 
 _FOLDERS = re.compile(r"(?<![\w./])(?:/[^\s/'\"]+)+/(?=[^\s/'\"])")
@@ -79,11 +79,11 @@ def _builder(command: StartBuild | BuildDone) -> Address:
 class Builds:
     """One builder process a registration, and what it leaves on the disk."""
 
-    def __init__(self, ground: ServerContext, profile_folders: Sequence[Path]) -> None:
-        self._sizes, self._places, self._children = ground.sizes, ground.places, ground.children
-        self._take = ground.take  # an event, to be handled after the running one
-        self._memory = ground.memory
-        self._disk, self._remove_files = ground.frontend.disk, ground.frontend.uploads.remove
+    def __init__(self, context: ServerContext, profile_folders: Sequence[Path]) -> None:
+        self._sizes, self._places, self._children = context.sizes, context.places, context.children
+        self._take = context.take  # an event, to be handled after the running one
+        self._memory = context.memory
+        self._disk, self._remove_files = context.frontend.disk, context.frontend.uploads.remove
         self._profile_folders = profile_folders
         self.built_before: dict[bytes, str] = {}  # spec -> digest, from the journal
 
@@ -99,24 +99,25 @@ class Builds:
                 # No process, no exit; but the next build waits for it.
                 self._take(Exited(_builder(command), 0))
                 return
-            spec = kept(spec, self._places.models / digest)
+            spec = rebuild_spec(spec, self._places.models / digest)
         elif refusal := self._disk.refusal(command.tenant, _copied_bytes(spec), "a program"):
             self._refuse(command, refusal)
             self._take(Exited(_builder(command), 0))
             return
-        stage = stage_of(spec) if digest is None else None  # what the journal knows was looked at
-        if stage is None:
+        # what the journal knows was looked at
+        processor = processor_of(spec) if digest is None else None
+        if processor is None:
             self._build(command, spec)
         else:
-            self._check(command, spec, stage)
+            self._check(command, spec, processor)
 
-    def _check(self, command: StartBuild, spec: bytes, stage: Processor) -> None:
+    def _check(self, command: StartBuild, spec: bytes, processor: Processor) -> None:
         """Build, if the function can be called: a process like those that will call it says so."""
-        said: list[Message] = []
-        functions = tuple(one for one in (stage.function, stage.after) if one)
+        messages: list[Message] = []
+        functions = tuple(one for one in (processor.function, processor.after) if one)
 
         def on_exit(status: int) -> None:
-            match said:
+            match messages:
                 case [StageReady()] if status == 0:
                     self._build(command, spec)
                     return
@@ -128,14 +129,14 @@ class Builds:
                     reason = f"importing it ended the process with status {status}"
             if reason:
                 text = f"{' and '.join(functions)}: {reason}"
-            is_first = stage.function and text.startswith(stage.function)
+            is_first = processor.function and text.startswith(processor.function)
             part = "preprocess" if is_first else "postprocess"
             self._refuse(command, RegistrationRefused(part, text))
             self._take(Exited(_builder(command), status))
 
         settings = CheckStage(
             functions=functions,
-            inputs=tuple(one.name for one in stage.inputs),
+            inputs=tuple(one.name for one in processor.inputs),
             timeout_s=self._sizes.stage_timeout_s,
         )
         self._children.fork(
@@ -143,7 +144,7 @@ class Builds:
             "pipeswitch-chk",
             settings,
             [self._memory.environment],
-            lambda message, _: said.append(message),
+            lambda message, _: messages.append(message),
             on_exit,
             "stage",
         )
@@ -169,8 +170,8 @@ class Builds:
         def on_exit(status: int) -> None:
             if done:
                 self._publish(command, done[0], spec)
-            for left in self._places.models.glob(work_prefix(command.op_id) + "*"):
-                shutil.rmtree(left, ignore_errors=True)  # it was killed
+            for path in self._places.models.glob(work_prefix(command.op_id) + "*"):
+                shutil.rmtree(path, ignore_errors=True)  # it was killed
             self._take(Exited(_builder(command), status))
 
         settings = BuildSettings(
@@ -280,13 +281,13 @@ class Builds:
             )
             self._take(Received(builder, failed))
             return
-        found = tuple(profile_files.find(self._profile_folders, manifest.digest))
-        self._take(Received(builder, message, manifest, found))
+        profiles = tuple(profile_files.find(self._profile_folders, manifest.digest))
+        self._take(Received(builder, message, manifest, profiles))
 
     def sweep(self, command: SweepPrograms) -> None:
         """Programs that neither a model nor the journal names.
 
         The loop renames, another thread removes: a large file takes its time.
         """
-        wanted = command.digests | self._disk.digests()
-        self._remove_files(self._places.take_away(wanted))
+        digests = command.digests | self._disk.digests()
+        self._remove_files(self._places.take_away(digests))

@@ -21,18 +21,18 @@ from ..base import failpoints
 from ..base.errors import PipeSwitchError, RemoteProtocolError, ServerUnavailable
 from ..base.failpoints import reach
 from ..base.worker_thread import WorkerThread
-from ..commits.files import load_commit, read_record, remove_unnamed
+from ..commits.commit_files import load_commit, read_record, remove_unnamed
 from ..commits.progress import HANDED_ON, SUFFIX
 from ..ipc.messages.base import JobName, ModelName
-from ..planning import files as profile_files
+from ..planning import profile_files as profile_files
 from ..planning.profile import Profile
 from ..scheduler import events as ev
 from ..scheduler.timeline import Timeline
 from ..wire.frames import pack_dict
 from .builds import Builds
-from .device import DeviceEffects, ServerContext
+from .device_effects import DeviceEffects, ServerContext
 from .journal import JournalFile
-from .preprocessors import StageEffects
+from .preprocessors import PreprocessEffects
 
 log = logging.getLogger(__name__)
 
@@ -44,19 +44,27 @@ class Effects:
 
     def __init__(
         self,
-        ground: ServerContext,
+        context: ServerContext,
         devices: Sequence[DeviceEffects],
-        stages: StageEffects,
+        preprocessors: PreprocessEffects,
         *,
         journal: JournalFile,
         profiles_dir: Path,
     ) -> None:
-        self._devices, self._stages, self._children = devices, stages, ground.children
-        self._places, self._memory, self._frontend = ground.places, ground.memory, ground.frontend
+        self._devices, self._preprocessors, self._children = (
+            devices,
+            preprocessors,
+            context.children,
+        )
+        self._places, self._memory, self._frontend = (
+            context.places,
+            context.memory,
+            context.frontend,
+        )
         # What was measured here before what came along.
-        self.builds = Builds(ground, (self._places.profiles, profiles_dir))
+        self.builds = Builds(context, (self._places.profiles, profiles_dir))
         self._journal = journal
-        self._take = ground.take  # an event, to be handled after the running one
+        self._take = context.take  # an event, to be handled after the running one
         self._refused: dict[ev.Token, PipeSwitchError] = {}  # their good answer is on its way here
         self._disk = self._frontend.disk
         for name, known in journal.models.items():
@@ -70,7 +78,7 @@ class Effects:
     def perform(self, command: ev.Command) -> None:
         match command:
             case ev.TakeResult() | ev.Send(ev.Address("stage")) | ev.Spawn(ev.Address("stage")):
-                self._stages.perform(command)
+                self._preprocessors.perform(command)
             case ev.Send() | ev.Spawn() | ev.RaiseTurn() | ev.Interrupt():
                 self._devices[command.target.device].perform(command)
             case ev.Kill(target, reason):
@@ -255,18 +263,18 @@ class Tracer:
         """``answer`` may be called from any thread."""
         self._timeline = timeline
         self._answer = answer
-        self._lane = WorkerThread("pipeswitch-trace")
+        self._thread = WorkerThread("pipeswitch-trace")
 
     def ask(self, token: ev.Token, since_ms: float) -> None:
         """Never blocks; ``since_ms`` as of ``Timeline.chrome_trace``."""
-        self._lane.put(
+        self._thread.put(
             functools.partial(self._tell, token, since_ms),
             lambda error: self._answer(ev.Reply(token=token, error=error)),
         )
 
     def stop(self) -> None:
         """Answer what is asked, join."""
-        self._lane.shutdown()
+        self._thread.shutdown()
 
     def _tell(self, token: ev.Token, since_ms: float) -> None:
         trace = pack_dict(self._timeline.chrome_trace(since_ms))

@@ -105,9 +105,9 @@ def check(entry: Entry) -> None:
         raise ValueError(f"invalid name {str(name)[:80]!r}")
     if not isinstance(kind, str) or (kind not in FIELDS and kind not in ENDS):
         raise ValueError(f"unknown kind {str(kind)[:80]!r}")
-    for field, wanted in FIELDS.get(kind, {}).items():
-        if not isinstance(entry.get(field), wanted):
-            raise ValueError(f"{kind} {name}: {field} is not of type {wanted.__name__}")
+    for field, kind_of_field in FIELDS.get(kind, {}).items():
+        if not isinstance(entry.get(field), kind_of_field):
+            raise ValueError(f"{kind} {name}: {field} is not of type {kind_of_field.__name__}")
     if kind == "job" and not all(isinstance(one, str) for one in entry["args"] + entry["devices"]):
         raise ValueError(f"job {name}: an argument or a device is not text")
     if kind == "serving" and any([*map(type, pair)] != [int, int] for pair in entry["shares"]):
@@ -184,8 +184,8 @@ def _unpacked(path: Path) -> list[Entry]:
     content = data[_DIGEST_CHARS:]
     if hashlib.sha256(content).hexdigest().encode() != data[:_DIGEST_CHARS]:
         return []
-    found: list[Entry] = msgspec.msgpack.decode(content)
-    return found
+    entry: list[Entry] = msgspec.msgpack.decode(content)
+    return entry
 
 
 def _content(path: Path) -> bytes:

@@ -45,8 +45,8 @@ class StateDir:
         """Return the programs and commits that no model and no job names."""
         programs = [path for path in self.models.glob("*") if re.fullmatch(DIGEST, path.name)]
         commits = [path for path in self.commits.glob("[!.]*") if path.is_dir()]
-        found = [path for path in programs if path.name not in digests]
-        return found + [path for path in commits if path.name not in jobs]
+        paths = [path for path in programs if path.name not in digests]
+        return paths + [path for path in commits if path.name not in jobs]
 
     def set_aside(self, digests: Collection[str], jobs: Collection[str], folder: str) -> list[Path]:
         """Move what no entry names to a folder under ``root``; return the new places."""
@@ -109,7 +109,7 @@ class StateDir:
                 os.close(opened.pop())
         return opened
 
-    def take_away(self, kept: Collection[str]) -> list[Path]:
+    def take_away(self, digests: Collection[str]) -> list[Path]:
         """Programs of other digests, under names that no build asks for; the caller removes them.
 
         No builder may run: it may have found its program there already.
@@ -118,7 +118,7 @@ class StateDir:
             names = [path.name for path in self.models.iterdir()]
         except OSError:  # no descriptor is left: they stay, until the next sweep
             return []
-        gone = [name for name in names if re.fullmatch(DIGEST, name) and name not in kept]
+        gone = [name for name in names if re.fullmatch(DIGEST, name) and name not in digests]
         return [path for name in gone for path in self.take_away_program(name)]
 
     def take_away_program(self, digest: str) -> list[Path]:

@@ -150,19 +150,22 @@ class JournalFile:
             self._rewrite(problem, _merged(saved, sound, copies))
         else:
             self._put(missed)
-        found, _ = _entries(self._database)
+        entries, _ = _entries(self._database)
         if problem or missed:
-            replaced = {key for entry in found.values() for key in superseded_by(entry)}
-            lost = sorted(bad - found.keys() - replaced)
-            self.lost = [(kind, name) for kind, name in lost if is_name(name)]
-            for what, keys in (("read from copies", found.keys() & missed.keys()), ("lost", lost)):
+            replaced = {key for entry in entries.values() for key in superseded_by(entry)}
+            lost_keys = sorted(bad - entries.keys() - replaced)
+            self.lost = [(kind, name) for kind, name in lost_keys if is_name(name)]
+            for what, keys in (
+                ("read from copies", entries.keys() & missed.keys()),
+                ("lost", lost_keys),
+            ):
                 if names := ", ".join(f"{kind} {name!r:.80}" for kind, name in sorted(keys)):
                     self.losses.append(
                         f"entries were missing from the journal and are {what}: {names}"
                     )
-            orphans = self._places.set_aside(_digests(found), _jobs(found), f"orphans/{stamp}")
+            orphans = self._places.set_aside(_digests(entries), _jobs(entries), f"orphans/{stamp}")
             self.losses += [f"no entry names {path.name}: moved to {path}" for path in orphans]
-        return found
+        return entries
 
     def _rewrite(self, problem: str, entries: dict[Key, Entry]) -> None:
         """Rename the damaged file and create a new one in its place."""
@@ -463,12 +466,12 @@ def _entries(
     return sound, {key for key, entry in rows if entry is None}
 
 
-def _digests(found: dict[Key, Entry]) -> set[str]:
-    return {entry["digest"] for (kind, _), entry in found.items() if kind == "model"}
+def _digests(entries: dict[Key, Entry]) -> set[str]:
+    return {entry["digest"] for (kind, _), entry in entries.items() if kind == "model"}
 
 
-def _jobs(found: dict[Key, Entry]) -> set[str]:
-    return {name for kind, name in found if kind in ("job", "ended")}
+def _jobs(entries: dict[Key, Entry]) -> set[str]:
+    return {name for kind, name in entries if kind in ("job", "ended")}
 
 
 def _errno(problem: sqlite3.Error) -> int:

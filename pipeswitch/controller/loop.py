@@ -59,23 +59,23 @@ class Loop:
             if 0.0 < timeout_s < EXACT_BELOW_S:
                 select.select([selector], (), (), timeout_s)
                 timeout_s = 0.0
-            found = selector.select(timeout_s)
-            for key, _ in found:
+            events = selector.select(timeout_s)
+            for key, _ in events:
                 key.data()
             self._server.frontend.step()
             self.handle_inbox()
             watchdog.turned()
             now_s = time.monotonic()
             if now_s >= look_at_s:
-                look_at_s = now_s + self._look(now_s)
-            elif found:  # what was found may want a look sooner
+                look_at_s = now_s + self._poll(now_s)
+            elif events:  # what was found may want a look sooner
                 look_at_s = min(look_at_s, now_s + URGENT_LOOK_EVERY_S)
-        left = self._effects.left
-        self._notifier.tell(STOPPING=1, STATUS=left.reason)
-        log.info("leaving status=%d: %s", left.status, left.reason)
-        if left.status == os.EX_IOERR:
-            sys.stderr.write(f"Error: {left.reason}\n")
-        return left.status
+        exit_order = self._effects.left
+        self._notifier.notify(STOPPING=1, STATUS=exit_order.reason)
+        log.info("leaving status=%d: %s", exit_order.status, exit_order.reason)
+        if exit_order.status == os.EX_IOERR:
+            sys.stderr.write(f"Error: {exit_order.reason}\n")
+        return exit_order.status
 
     def _timeout_s(self, look_at_s: float) -> float:
         """Return the seconds until input, the scheduler's clock or a look is due."""
@@ -87,7 +87,7 @@ class Loop:
         wait_s = max(0.0, at_s - time.monotonic())
         return wait_s if clients_s is None else min(wait_s, clients_s)
 
-    def _look(self, now_s: float) -> float:
+    def _poll(self, now_s: float) -> float:
         """At what no descriptor tells of; for how many seconds that will do."""
         processes, gateway = self._server.processes, self._server.gateway
         since_ms = self._scheduler.waited_since_ms
@@ -107,7 +107,7 @@ class Loop:
             self._handle(inbox.popleft())
         while self._signals_seen < self._signals:
             self._signals_seen += 1
-            self._notifier.tell(STOPPING=1, STATUS="draining")
+            self._notifier.notify(STOPPING=1, STATUS="draining")
             self._handle(
                 DrainRequest(token=None, grace_ms=self._server.config.server.drain_grace_ms)
             )
@@ -124,16 +124,16 @@ class Loop:
             reach("controller.event")
         for command in self._scheduler.decide(event, _now_ms()):
             self._effects.perform(command)
-        for command in self._scheduler.settle():
+        for command in self._scheduler.run_deferred():
             self._effects.perform(command)
         while self._effects.refused_models:
-            self._scheduler.registry.names.lost(*self._effects.refused_models.pop())
+            self._scheduler.registry.names.mark_lost(*self._effects.refused_models.pop())
         if not self._is_announced and self._scheduler.is_whole and self._server.is_ready:
             self._is_announced = True
             gc.collect()
             gc.freeze()  # what is there now stays: no full collection walks it during a request
             line = self._ready_line()
-            self._notifier.tell(READY=1, STATUS=line)
+            self._notifier.notify(READY=1, STATUS=line)
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
 

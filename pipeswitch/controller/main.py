@@ -28,7 +28,7 @@ from ..watchdog import LoopWatchdog
 from ..wire.addresses import parse_listen
 from ..wire.private import check_trusted
 from .folders import StateDir
-from .gateway import Keyed, check_doors
+from .gateway_process import Keyed, check_doors
 from .loop import Loop
 from .restore import configured, restore
 from .server import LOG_NAME, Server
@@ -62,9 +62,9 @@ def serve(config: Config) -> int:
     except OSError as error:
         raise ConfigError(f"state directory {places.root}: {error.strerror}") from None
     _raise_open_files_limit()
-    with _locked(places.root), contextlib.ExitStack() as held:
+    with _locked(places.root), contextlib.ExitStack() as stack:
         for device in devices:
-            held.enter_context(device.kind.held(device))
+            stack.enter_context(device.kind.reserve(device))
         places.sweep()
         _log_to(places.logs / LOG_NAME, config.log.max_bytes)
         for device in devices:
@@ -198,6 +198,6 @@ def _log_to(path: Path, max_bytes: int) -> None:
 def _raise_open_files_limit() -> None:
     """Every connection is a descriptor; the usual soft limit of 1024 is a flood of idle ones."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -10,18 +10,18 @@ from ..ipc.control_page import sealed_memfd
 from ..ipc.messages.base import Slot
 from ..ipc.messages.processor import StageSettings
 from ..scheduler.events import Address, Exited, Send, Spawn, TakeResult
-from .device import ServerContext
+from .device_effects import ServerContext
 
 _GONE: Final = -9  # the status of a process that there was no memory for
 
 
-class StageEffects:
+class PreprocessEffects:
     """One method per command. Results of a slot lie in one file, whichever process it has."""
 
-    def __init__(self, ground: ServerContext, result_bytes: int) -> None:
-        self._ground = ground
+    def __init__(self, context: ServerContext, result_bytes: int) -> None:
+        self._context = context
         self._result_bytes = result_bytes
-        self._children = ground.children
+        self._children = context.children
         self._results: dict[Slot, tuple[int, mmap.mmap]] = {}
 
     def perform(self, command: Spawn | Send | TakeResult) -> None:
@@ -31,7 +31,7 @@ class StageEffects:
             case Send():
                 self._send(command)
             case TakeResult(slot=slot):
-                self._ground.frontend.inference.take_result(
+                self._context.frontend.inference.take_result(
                     command, memoryview(self._results[slot][1])
                 )
 
@@ -39,17 +39,17 @@ class StageEffects:
         slot = target.slot
         try:
             if slot not in self._results:
-                made = sealed_memfd("pipeswitch-stage", self._result_bytes)
-                self._results[slot] = made, mmap.mmap(made, self._result_bytes)
+                fd = sealed_memfd("pipeswitch-stage", self._result_bytes)
+                self._results[slot] = fd, mmap.mmap(fd, self._result_bytes)
         except OSError:  # as where it cannot be forked: it is tried again
-            self._ground.take(Exited(target, _GONE))
+            self._context.take(Exited(target, _GONE))
             return
         settings = StageSettings(result_bytes=self._result_bytes)
-        descriptors = [self._results[slot][0], self._ground.memory.environment]
+        descriptors = [self._results[slot][0], self._context.memory.environment]
         self._children.fork(target, f"pipeswitch-stg-{slot}", settings, descriptors)
 
     def _send(self, command: Send) -> None:
-        memory, child = self._ground.memory, self._children.by_address.get(command.target)
+        memory, child = self._context.memory, self._children.by_address.get(command.target)
         if child is None:
             return
         try:

@@ -423,10 +423,10 @@ class Processes:
                 self.kill(child)
         deadline = time.monotonic() + timeout_s
         while (self._by_pid or self._by_ticket) and self._server_channel is not None:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
                 break
-            for key, _ in self._selector.select(left):
+            for key, _ in self._selector.select(left_s):
                 if callable(key.data):
                     key.data()
         for child in list(self._by_pid.values()):

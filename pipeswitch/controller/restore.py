@@ -15,7 +15,7 @@ from ..frontend.registration import registration
 from ..ipc.messages.base import JobName, ModelName
 from ..programs.interface.chains import Chain
 from ..programs.interface.signature import parse_input, parse_states
-from ..programs.spec import devices_of, stage_of
+from ..programs.spec import devices_of, processor_of
 from ..scheduler.events import ChainRequest, Event, RegisterModelRequest, Reply, Token
 from ..scheduler.state.records import JobSpec
 from ..scheduler.state.versions import split_name
@@ -73,7 +73,7 @@ def _show_lost(server: Server, kind: str, name: str, now_s: float) -> None:
     """List the models and jobs that cannot be restored, as failed."""
     reason = "its entry in the journal is damaged and has no copy"
     if kind == "model":
-        server.scheduler.registry.names.lost(ModelName(name), reason)
+        server.scheduler.registry.names.mark_lost(ModelName(name), reason)
     elif kind in ("job", "ended"):
         record = {
             "state": "failed",
@@ -103,7 +103,7 @@ def _restore_model(server: Server, name: str, entry: Entry, token: Token) -> Non
         is_pinned=entry["pin"],
         tenant=entry["tenant"],
         devices=devices_of(spec),
-        stage=stage_of(spec),
+        processor=processor_of(spec),
         aliases=tuple(ModelName(alias) for alias, one in aliases if one["model"] == base),
         is_known=True,
         restored=builds.manifest_of(entry["digest"]),
@@ -131,7 +131,7 @@ def _restore_job(server: Server, job: str, entry: Entry, _: Token) -> None:
         log.error("job=%s %s", name, why)
         server.journal.losses.append(f"job {name} {why}")
     life = read_life(server.places.logs / f"job-{name}{SUFFIX}").continued()
-    found = RestoredJob(
+    restored = RestoredJob(
         slot_bytes,
         step,
         is_paused=name in server.journal.holds,
@@ -141,7 +141,7 @@ def _restore_job(server: Server, job: str, entry: Entry, _: Token) -> None:
         last_step=life.step,
         why=why,
     )
-    server.scheduler.machine.jobs.restore(JobSpec.from_row(name, entry), found)
+    server.scheduler.machine.jobs.restore(JobSpec.from_row(name, entry), restored)
 
 
 def _restore_ended(server: Server, name: str, entry: Entry, _: Token) -> None:

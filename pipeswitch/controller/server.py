@@ -19,15 +19,15 @@ from ..devices.registry import facts_of
 from ..frontend.frontend import Frontend
 from ..scheduler.events import Event, Shutdown
 from .children import Children
-from .device import DeviceEffects, ServerContext
+from .device_effects import DeviceEffects, ServerContext
 from .effects import Effects, Tracer
 from .folders import StateDir
-from .gateway import Gateway
+from .gateway_process import Gateway
 from .journal import FILE_NAME, JournalFile
-from .preprocessors import StageEffects
+from .preprocessors import PreprocessEffects
 from .processes import Processes
+from .server_memory import DeviceShare, ServerMemory
 from .setup import make_scheduler, sizes_of
-from .shared_memory import DeviceShare, Memory
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Server:
         self.sizes = sizes_of(config, devices)
         self.scheduler = make_scheduler(config, devices, self.sizes, places)
         sizes = self.sizes[0]
-        self.memory = Memory(sizes, reserves_pool=any(one.options for one in self.sizes))
+        self.memory = ServerMemory(sizes, reserves_pool=any(one.options for one in self.sizes))
         self.shares = [DeviceShare(one) for one in self.sizes]
         self.frontend = self._make_frontend()
         self.journal = _open_journal(places.root / FILE_NAME)
@@ -67,7 +67,7 @@ class Server:
             config.server.allow_code,
             config.workers.restart_backoff_ms / 1000.0,
         )
-        ground = ServerContext(
+        context = ServerContext(
             sizes=sizes,
             places=places,
             memory=self.memory,
@@ -76,14 +76,14 @@ class Server:
             frontend=self.frontend,
             take=self.inbox.append,
         )
-        self.stages = StageEffects(ground, config.server.max_message_bytes)
+        self.preprocessors = PreprocessEffects(context, config.server.max_message_bytes)
         self.effects = Effects(
-            ground,
+            context,
             [
-                DeviceEffects(ground, index, self.sizes[index], device.kind.opened)
+                DeviceEffects(context, index, self.sizes[index], device.kind.opened)
                 for index, device in enumerate(devices)
             ],
-            self.stages,
+            self.preprocessors,
             journal=self.journal,
             profiles_dir=Path(config.profiles_dir or SHIPPED_PROFILES),
         )
@@ -148,7 +148,7 @@ class Server:
         """Give back what was taken when this was made."""
         self.journal.close()
         self.memory.close()
-        self.stages.close()
+        self.preprocessors.close()
         for share in self.shares:
             share.close()
         self.selector.close()

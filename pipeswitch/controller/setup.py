@@ -21,11 +21,11 @@ from ..sandbox.confine import missing
 from ..scheduler.processes.worker_pool import max_workers
 from ..scheduler.scheduler import Scheduler, SchedulerSettings
 from .folders import StateDir
-from .shared_memory import ResourceLimits
+from .server_memory import ResourceLimits
 
 log = logging.getLogger(__name__)
 
-WORDS: Final = 16384  # arrival words: 64 KiB of a 2 MiB region
+FENCE_COUNT: Final = 16384  # fences: 64 KiB of a 2 MiB region
 MAX_BUILDS: Final = 2  # of two clients: one that never ends leaves the other its turn
 
 
@@ -44,7 +44,7 @@ def sizes_of(config: Config, devices: Sequence[ChosenDevice]) -> list[ResourceLi
         store_bytes=max(store, 1 << 20) & -4096,
         pool_bytes=config.server.pool_bytes & -4096,
         input_bytes=config.jobs.shared_input_bytes & -4096,
-        words=WORDS,
+        fence_count=FENCE_COUNT,
         doorbell_count=max_workers(config.workers.standby) + 1,  # and the memory daemon's
         threads=config.workers.threads or max(1, (cores - 1) // sharers),
         build_threads=config.workers.threads or max(1, cores - 1),
@@ -76,16 +76,16 @@ def _check_room(
     Raises:
         ConfigError: the machine, or this process's cgroup, has less than the server would take.
     """
-    wanted = {"host store": sizes[0].store_bytes, "request pool": sizes[0].pool_bytes}
+    needs = {"host store": sizes[0].store_bytes, "request pool": sizes[0].pool_bytes}
     arenas = [
         one.arena_bytes for one, device in zip(sizes, devices, strict=True) if device.kind.is_host
     ]
     if arenas:
-        wanted["arena" if len(arenas) == 1 else "arenas"] = sum(arenas)
-    if sum(wanted.values()) > available_bytes:
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in wanted.items())
+        needs["arena" if len(arenas) == 1 else "arenas"] = sum(arenas)
+    if sum(needs.values()) > available_bytes:
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in needs.items())
         raise ConfigError(
-            f"the server needs {format_bytes(sum(wanted.values()))} of memory ({parts}); "
+            f"the server needs {format_bytes(sum(needs.values()))} of memory ({parts}); "
             f"{format_bytes(available_bytes)} are available",
             hint="reduce --arena or --host-store, or raise the container's limit",
         )
@@ -97,21 +97,21 @@ def _is_sandboxed(config: Config, devices: Sequence[ChosenDevice]) -> bool:
     Raises:
         ConfigError: it is required, and this machine does not have all of it.
     """
-    wanted = config.security.sandbox
+    mode = config.security.sandbox
     open_ones = [device.name for device in devices if not device.kind.can_confine]
     lacks = tuple(f"a sandbox on {name}" for name in open_ones) or missing()
-    if wanted == "off":
+    if mode == "off":
         log.warning("sandbox=off: clients' programs run without a sandbox")
     elif lacks:
         text = f"this machine lacks {' and '.join(lacks)}"
-        if wanted == "require":
+        if mode == "require":
             raise ConfigError(f"[security] sandbox is required, and {text}")
         log.warning("sandbox=incomplete: %s", text)
     elif failpoints.are_enabled():
         log.warning(
             "sandbox=off: failpoints are on, and a sandboxed process cannot open their files"
         )
-    return wanted != "off" and not open_ones and "seccomp" not in lacks
+    return mode != "off" and not open_ones and "seccomp" not in lacks
 
 
 def _separates_tenants(
@@ -158,21 +158,21 @@ def make_scheduler(
     places: StateDir,
 ) -> Scheduler:
     """Return a scheduler with the settings of the machine and of each device."""
-    given, machine = config.scheduler, sizes[0]
+    options, machine = config.scheduler, sizes[0]
     known = {field.name for field in dataclasses.fields(SchedulerSettings)}
     of_section = {
-        name: getattr(given, name) for name in known.intersection(given.__struct_fields__)
+        name: getattr(options, name) for name in known.intersection(options.__struct_fields__)
     }
     settings = SchedulerSettings(
         **of_section,
         store_bytes=machine.store_bytes,
-        words=machine.words,
+        fence_count=machine.fence_count,
         standby=config.workers.standby,
         max_builds=MAX_BUILDS,
         max_models_per_client=config.server.max_models_per_client,
         weights=config.tenants,
         restart_backoff_ms=config.workers.restart_backoff_ms,
-        stages=config.preprocess.processes,
+        preprocess_processes=config.preprocess.processes,
         max_stage_ms=config.preprocess.max_time_ms,
         keep_versions=config.jobs.keep_versions,
         keep_jobs=config.jobs.keep.count,
@@ -186,7 +186,7 @@ def make_scheduler(
         commits_dir=str(places.commits),
         published_dir=str(places.published),
     )
-    policy = find_policy(given.policy, max_wait_ms=given.max_wait_ms)
+    policy = find_policy(options.policy, max_wait_ms=options.max_wait_ms)
     each = [
         dataclasses.replace(
             settings,
@@ -196,4 +196,4 @@ def make_scheduler(
         )
         for device, one in zip(devices, sizes, strict=True)
     ]
-    return Scheduler(settings, policy, given.max_wait_ms, each)
+    return Scheduler(settings, policy, options.max_wait_ms, each)

@@ -16,8 +16,8 @@ SECOND_MS: Final = 1000.0
 
 def mean(values: Iterable[float]) -> float:
     """Arithmetic mean; 0 of nothing."""
-    held = list(values)
-    return sum(held) / len(held) if held else 0.0
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else 0.0
 
 
 def latency(values_ms: Sequence[float]) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def latency(values_ms: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def bill(timings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def timing_summary(timings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Averages of the replies' bills, and how many answers needed a copy or a preemption."""
     return {
         **{name: round(mean(float(t[name]) for t in timings), 3) for name in BILL},

@@ -31,7 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .. import __version__
 from ..base.errors import PipeSwitchError, TaskFailed
 from ..base.machine import processor_name
-from ..cli.infer import Outcome, instants
+from ..cli.infer import RequestOutcome, instants
 from ..cli.page import open_page, page_url
 from ..client.client import Client, Task
 from ..testing import RunningServer, server
@@ -60,8 +60,7 @@ class DemoModel:
 
 
 BERT: Final = DemoModel(
-    "hf:bert-base-uncased",
-    {"input_ids": ((1, 32), "int64"), "attention_mask": ((1, 32), "int64")},
+    "hf:bert-base-uncased", {"input_ids": ((1, 32), "int64"), "attention_mask": ((1, 32), "int64")}
 )
 VIT: Final = DemoModel("torchvision:vit_b_16", {"x": ((1, 3, 224, 224), "float32")})
 
@@ -188,9 +187,9 @@ class Demo:
             self._say("transformers is not installed: vit_b_16 stands in for bert-base")
         self._console.print("starting a server on the cpu device …")
         with contextlib.ExitStack() as stack:
-            made = server(arena=plan.arena, host_store=plan.host_store, http=http)
+            context = server(arena=plan.arena, host_store=plan.host_store, http=http)
             try:
-                running = stack.enter_context(made)
+                running = stack.enter_context(context)
             except RuntimeError as error:  # carries what the server said
                 raise PipeSwitchError(str(error).strip()) from None
             stack.enter_context(self._log_on_failure(running))
@@ -332,7 +331,7 @@ class Demo:
 
     def _send(
         self, client: Client, due: list[float], suffix: str = ""
-    ) -> list[tuple[str, Outcome]]:
+    ) -> list[tuple[str, RequestOutcome]]:
         """Send the requests in an open loop: a slow answer does not delay the next request.
 
         ``suffix``: of the registered models' names.
@@ -346,7 +345,7 @@ class Demo:
             begin_s = time.perf_counter()
             for index, (due_s, name) in enumerate(zip(due, self._turns(), strict=True)):
                 time.sleep(max(0.0, begin_s + due_s - time.perf_counter()))
-                outcome = Outcome(index)
+                outcome = RequestOutcome(index)
                 at_s = time.perf_counter()
                 future = client.submit(name + suffix, self._inputs[name])
                 future.add_done_callback(_keeper(outcome, at_s, advance))
@@ -356,14 +355,14 @@ class Demo:
                     future.result()
         return [(name, outcome) for name, outcome, _ in sent]
 
-    def _change(self, name: str, outcome: Outcome) -> float:
+    def _change(self, name: str, outcome: RequestOutcome) -> float:
         """Return the distance of an answer from that to the same input before there was a job."""
         if outcome.result is None:
             return 0.0  # told as an error
         answer = next(iter(outcome.result.outputs.values()))
         return float(np.abs(answer - self._expected[name]).max())
 
-    def _error(self, name: str, outcome: Outcome) -> float:
+    def _error(self, name: str, outcome: RequestOutcome) -> float:
         """Return an answer's error relative to the largest output of the exact model."""
         largest = float(np.abs(self._expected[name]).max())
         return self._change(name, outcome) / (largest or 1.0)
@@ -434,7 +433,9 @@ class Demo:
             raise
 
 
-def _keeper(outcome: Outcome, at_s: float, advance: Callable[[], None]) -> Callable[[Any], None]:
+def _keeper(
+    outcome: RequestOutcome, at_s: float, advance: Callable[[], None]
+) -> Callable[[Any], None]:
     """Return a callback for the client's own thread, called when an answer is there."""
 
     def keep(future: Any) -> None:
@@ -470,16 +471,16 @@ def _latencies(pairs: list[tuple[str, float]]) -> dict[str, Any]:
     }
 
 
-def _answers(outcomes: list[tuple[str, Outcome]]) -> dict[str, Any]:
+def _answers(outcomes: list[tuple[str, RequestOutcome]]) -> dict[str, Any]:
     good = [(name, o) for name, o in outcomes if o.result is not None]
     errors = [str(o.error) for _, o in outcomes if o.error is not None]
     if not good:
         raise TaskFailed(f"no request was answered: {errors[0]}")
-    bills = [o.result.timing.as_dict() for _, o in good if o.result is not None]
+    timings = [o.result.timing.as_dict() for _, o in good if o.result is not None]
     latencies = _latencies([(name, o.total_ms) for name, o in good])
     requests = [{"model": name, **o.row()} for name, o in outcomes]
     return {
-        "pipeswitch": {**latencies, **demo_report.bill(bills)},
+        "pipeswitch": {**latencies, **demo_report.timing_summary(timings)},
         "errors": errors,
         "requests": requests,
     }
@@ -490,7 +491,7 @@ def _training(
     before: tuple[float, int],
     under: tuple[float, int],
     after: tuple[float, int],
-    outcomes: list[tuple[str, Outcome]],
+    outcomes: list[tuple[str, RequestOutcome]],
 ) -> dict[str, Any]:
     timings = [o.result.timing for _, o in outcomes if o.result is not None]
     busy_ms = sum(timing.compute_ms + timing.stall_ms for timing in timings)  # with the turn
@@ -517,17 +518,19 @@ def _accuracy_percent(job: Task) -> float:
 def _problems(result: Mapping[str, Any]) -> list[str]:
     """Return everything in the result that must not happen in a demo."""
     training = result["training"]
-    found = [f"request failed: {text}" for text in result["errors"]]
+    problems = [f"request failed: {text}" for text in result["errors"]]
     if training["state"] != "done":
-        found.append(f"the training job is {training['state']}: {training['error']}")
+        problems.append(f"the training job is {training['state']}: {training['error']}")
     if training["steps_lost"]:
-        found.append(f"{training['steps_lost']} training steps had to be recomputed")
-    found += [f"request failed in precision fast: {text}" for text in result["fast"]["errors"]]
+        problems.append(f"{training['steps_lost']} training steps had to be recomputed")
+    problems += [f"request failed in precision fast: {text}" for text in result["fast"]["errors"]]
     if not result["fast"]["largest_error"] <= FAST_TOLERANCE:
-        found.append(f"precision fast: the error is {result['fast']['largest_error']}")
+        problems.append(f"precision fast: the error is {result['fast']['largest_error']}")
     if not result["largest_difference"] <= TOLERANCE:
-        found.append(f"an answer differs from the plain model's by {result['largest_difference']}")
-    return found
+        problems.append(
+            f"an answer differs from the plain model's by {result['largest_difference']}"
+        )
+    return problems
 
 
 def _baseline(*arguments: str | Path) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class DeviceKind(Protocol):
         """
         ...
 
-    def held(self, device: ChosenDevice) -> AbstractContextManager[None]:
+    def reserve(self, device: ChosenDevice) -> AbstractContextManager[None]:
         """Hold the device for this server while the context is open.
 
         Raises:

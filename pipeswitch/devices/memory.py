@@ -11,7 +11,7 @@ from ..base.errors import RemoteProtocolError
 from ..ipc.control_page import Board, ring
 from ..ipc.messages.base import ByteRange, OpId
 from ..ipc.messages.daemon import DaemonSettings, TransmitEnded, TransmitModel
-from .orders import WORD_BYTES, check_range
+from .order_checks import FENCE_BYTES, check_range
 from .worker_device import now_ms
 
 OnEnd = Callable[[TransmitEnded], None]
@@ -47,8 +47,8 @@ class Transmission:
 class DeviceMemory:
     """The arena the memory daemon owns on one device. Sizes and offsets are bytes.
 
-    Orders are the daemon's, which has checked them (``orders.py``). Transmissions run one after the
-    other, on the copy thread; ``close`` ends it.
+    Orders are the daemon's, which has checked them (``order_checks.py``). Transmissions run one
+    after the other, on the copy thread; ``close`` ends it.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class DeviceMemory:
             RemoteProtocolError: sizes that contradict each other.
         """
         self.arena_bytes, self.store_bytes = settings.arena_bytes, settings.store_bytes
-        if settings.words * WORD_BYTES > self.arena_bytes:
-            text = f"{settings.words} words do not fit in {self.arena_bytes} bytes"
+        if settings.fence_count * FENCE_BYTES > self.arena_bytes:
+            text = f"{settings.fence_count} words do not fit in {self.arena_bytes} bytes"
             raise RemoteProtocolError(text)
         check_range("store", 0, self.store_bytes, os.fstat(store).st_size)
         self._bells = tuple(doorbells)
@@ -125,7 +125,7 @@ class DeviceMemory:
     # -- host to device ------------------------------------------------------------------------
 
     def transmit(self, order: TransmitModel, on_end: OnEnd) -> None:
-        """Copy groups in order; after each, its arrival word becomes the operation id, then
+        """Copy groups in order; after each, its fence becomes the operation id, then
         doorbells ring.
 
         Returns at once; ``on_end`` comes exactly once, on the copy thread.

@@ -13,7 +13,7 @@ from ..base.errors import PipeSwitchError, RemoteProtocolError
 from ..ipc.control_page import Board, ring
 from ..ipc.messages.base import OpId
 from ..programs.interface.layout import TensorSpec
-from .orders import WORD_BYTES, WORD_MASK
+from .order_checks import FENCE_BYTES, FENCE_MASK
 
 if TYPE_CHECKING:
     import torch
@@ -51,8 +51,8 @@ class Signals:
 
     def __init__(
         self,
-        words_descriptor: int,
-        words: int,
+        fences_descriptor: int,
+        fence_count: int,
         *,
         control_page: int,
         doorbell: int,
@@ -61,23 +61,23 @@ class Signals:
         """Set up; the descriptors stay the caller's; doorbells must outlive this object.
 
         Args:
-            words_descriptor: the arrival words lie at its start.
+            fences_descriptor: the fences lie at its start.
             doorbell: this worker's own eventfd; ``doorbells`` are all of them, by slot, and the
                 memory daemon's.
         """
         self.control_page = Board(control_page)
         self._doorbell, self._bells = doorbell, tuple(doorbells)
-        self._words_bytes = words * WORD_BYTES
-        self._words_map = mmap.mmap(words_descriptor, self._words_bytes, prot=mmap.PROT_READ)
-        self._words = memoryview(self._words_map).cast("I")
+        self._fences_bytes = fence_count * FENCE_BYTES
+        self._fences_map = mmap.mmap(fences_descriptor, self._fences_bytes, prot=mmap.PROT_READ)
+        self._fences = memoryview(self._fences_map).cast("I")
 
-    def wait_group(self, word: int, op_id: OpId) -> float:
+    def wait_group(self, fence: int, op_id: OpId) -> float:
         """Return when the word carries ``op_id``, or the device waits for it by itself.
 
         Milliseconds this thread was blocked.
         """
-        words, wanted = self._words, op_id & WORD_MASK
-        return self._wait(lambda: words[word] == wanted)
+        fences, value = self._fences, op_id & FENCE_MASK
+        return self._wait(lambda: fences[fence] == value)
 
     def wait_turn(self, turn: int) -> float:
         """Return when the control page's turn word is exactly ``turn``; milliseconds blocked."""
@@ -94,7 +94,7 @@ class Signals:
             os.eventfd_read(self._doorbell)
         return now_ms() - began_at_ms
 
-    def tell_computed(self, op_id: OpId, count: int) -> None:
+    def report_computed(self, op_id: OpId, count: int) -> None:
         """Report that ``count`` groups of a copy have computed: others may land in their places."""
         self.quiesce()
         self.control_page.write_computed(op_id, count)
@@ -110,7 +110,7 @@ class Signals:
 
 
 class WorkerDevice(Signals):
-    """The device's memory, mapped by one worker. Used by its main thread, but for ``settle``.
+    """The device's memory, mapped by one worker. Used by its main thread, but for ``synchronize``.
 
     A device overrides what it has need of: the rest does nothing, as on a device that computes in
     this very thread.
@@ -124,10 +124,10 @@ class WorkerDevice(Signals):
     def prefault(self, offset_bytes: int, size_bytes: int) -> None:
         """Take a region's page faults now (standby), not in its first inference."""
 
-    def enter(self, offset_bytes: int, size_bytes: int, last_word: int, op_id: OpId) -> None:
+    def enter(self, offset_bytes: int, size_bytes: int, last_fence: int, op_id: OpId) -> None:
         """Open this region for a task: no kernel can reach another region any more.
 
-        Of the region itself it can reach what ``show`` says, all when ``last_word`` has risen. A
+        Of the region itself it can reach what ``show`` says, all when ``last_fence`` has risen. A
         task for the same region and operation id finds it as the last one left it.
         """
 
@@ -144,13 +144,12 @@ class WorkerDevice(Signals):
         """Close the regions: no kernel can reach one until the next ``enter``."""
 
     def pin(self, pointer: int, size_bytes: int) -> None:
-        """Prepare the mapped request pool: on cuda, make copies from and to it asynchronous; on
-        cpu, protect all of it but lent parts."""
+        """Prepare the request pool: asynchronous copies on cuda, protected pages on cpu."""
 
-    def lend(self, slabs: tuple[tuple[int, int], ...], *, writable: bool) -> None:
+    def map_inputs(self, slabs: tuple[tuple[int, int], ...], *, writable: bool) -> None:
         """Let kernels reach these ranges of the pool, begin and end in bytes, and no others."""
 
-    def take_back(self) -> None:
+    def unmap_inputs(self) -> None:
         """Close the slabs: no kernel can reach one."""
 
     # -- tensors -------------------------------------------------------------------------------
@@ -159,13 +158,11 @@ class WorkerDevice(Signals):
         """Return a read-only tensor over a model's region.
 
         Raises:
-            RemoteProtocolError, LocalProtocolError: out of bounds, over the arrival words, or a
+            RemoteProtocolError, LocalProtocolError: out of bounds, over the fences, or a
                 wrong size.
         """
-        if region_offset_bytes < self._words_bytes:
-            raise RemoteProtocolError(
-                f"a region at {region_offset_bytes} overlaps the arrival words"
-            )
+        if region_offset_bytes < self._fences_bytes:
+            raise RemoteProtocolError(f"a region at {region_offset_bytes} overlaps the fences")
         return self._tensor(spec, region_offset_bytes)
 
     def _tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
@@ -224,7 +221,7 @@ class WorkerDevice(Signals):
 
     # -- the whole process ---------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Return when nothing that this process enqueued anywhere runs any more. Any thread."""
 
     def pacer(self) -> Callable[[], None] | None:

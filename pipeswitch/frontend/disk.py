@@ -69,8 +69,7 @@ class Disk:
         return min(limit - used for _, used, limit in self._budgets(tenant, program))
 
     def refusal(self, tenant: str, size_bytes: int, what: str) -> HostStoreFull | None:
-        """Return the error if ``size_bytes`` more may not be written, else None.
-        ``data["tenant"]`` names the exhausted budget; empty: the total."""
+        """Return the error if ``size_bytes`` more may not be written, else None."""
         for whose, used_bytes, limit_bytes in self._budgets(tenant):
             left_bytes = max(0, limit_bytes - used_bytes)
             if size_bytes > left_bytes:
@@ -109,17 +108,17 @@ class Disk:
         with self._lock:
             for gone in known:
                 self._uploads.pop(gone, None)
-        found = [("", used_bytes, all_bytes)]
+        budgets = [("", used_bytes, all_bytes)]
         if tenant:
             limit_bytes = of_a_tenant.resolve(all_bytes, int(AUTO_TENANT_SHARE * all_bytes))
-            found.append((tenant, own_bytes, limit_bytes))
-        return found
+            budgets.append((tenant, own_bytes, limit_bytes))
+        return budgets
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
     try:
-        with os.scandir(folder) as found:
-            return [entry for entry in found if not entry.name.startswith(GIVEN_BACK)]
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if not entry.name.startswith(GIVEN_BACK)]
     except FileNotFoundError:
         return []
 

@@ -37,26 +37,26 @@ from ..base.errors import (
 from ..base.failpoints import reach
 from ..base.roles import Principal, Role, in_order
 from ..base.units import nearest
-from ..commits.files import load_commit
+from ..commits.commit_files import load_commit
 from ..commits.progress import HANDED_ON, read_life
 from ..scheduler import events as ev
 from ..wire.frames import VERSION, RequestHeader, decode_request
-from ..wire.stream import Message
+from ..wire.stream import WireMessage
 from . import validation
 from .disk import Disk
 from .generations import Generations
 from .inference import Inference
 from .job_files import read_piece
 from .own_verbs import OwnVerbs
-from .request_log import RequestLog, tell
+from .request_log import RequestLog, log_published
 from .request_pool import RequestPool
 from .requests import INFERS, Requests
 from .sequences.caches import Caches
 from .sequences.manager import longest
-from .transport.clients import Client
+from .transport.clients import Session
 from .transport.connection_manager import POOL_PARTS, ClientConnection, ClientSegments
 from .transport.listeners import Listeners, open_listeners
-from .transport.replies import envelope_id, told, wrong_version
+from .transport.replies import envelope_id, redact, wrong_version
 from .transport.sessions import Sessions, caller_of
 from .uploads import CREDIT_CHUNKS, Uploads
 from .verbs import VERBS, LogPiece, Rules, ask
@@ -116,7 +116,7 @@ class Frontend:
             config.server,
             ClientSegments(self.pool.capacity_bytes // POOL_PARTS if config.server.shares else 0),
             self.pool.share_bytes,
-            hear=self._hear,
+            hear=self._on_message,
             ended=self._ended,
             now_ms=now_ms,
         )
@@ -194,7 +194,7 @@ class Frontend:
             waits_s = idle_s if waits_s is None else min(waits_s, idle_s)
         if not self._outbox.backlogged:
             return waits_s
-        if self._outbox.wants_turn:
+        if self._outbox.needs_poll:
             return 0.0
         return BACKLOG_LOOK_S if waits_s is None else min(waits_s, BACKLOG_LOOK_S)
 
@@ -220,15 +220,15 @@ class Frontend:
             case ev.RunEnded():
                 self._generations.run_ended(posted)
             case ev.Publish():
-                self.sessions.readers.tell(posted)
-                tell(posted)
+                self.sessions.readers.publish(posted)
+                log_published(posted)
             case ev.ModelAvailable():
                 self.inference.models.announce(posted)
             case ev.ModelRemoved(model=model):
                 self.inference.models.retract(model)
                 self.sequences.retract(model)
-            case ev.LoadCommits(asked=asked):
-                self._load(asked, self._state_directory / "commits" / asked.job)
+            case ev.LoadCommits(request=request):
+                self._load(request, self._state_directory / "commits" / request.job)
 
     def answer_soon(self, answer: ev.Reply) -> None:
         """Send an answer like ``perform``, from any thread; never blocks."""
@@ -245,12 +245,12 @@ class Frontend:
 
     # ---- in ------------------------------------------------------------------------------------
 
-    def _hear(self, peer: ClientConnection, message: Message) -> None:
+    def _on_message(self, peer: ClientConnection, message: WireMessage) -> None:
         """Handle one message. No message of a client may raise an error out of here."""
         if failpoints.is_on:
             reach("frontend.message")
         parts, request_id = message.parts, ""
-        client: Client | None = None
+        client: Session | None = None
         try:
             try:
                 header = decode_request(parts)
@@ -282,7 +282,7 @@ class Frontend:
                 )
             if message.shared and op not in INFERS:  # its sender can still change them
                 raise RemoteProtocolError("only an inference may put tensors into shared memory")
-            if header.id in client.requests or header.id in client.readings:
+            if header.id in client.requests or header.id in client.subscriptions:
                 raise InvalidInput(f"request id {header.id!r} is already in use")
             if len(client.requests) >= MAX_CLIENT_REQUESTS:
                 raise QueueFull(
@@ -299,7 +299,11 @@ class Frontend:
             self._refuse(peer, client, request_id, error)
 
     def _refuse(
-        self, peer: ClientConnection, client: Client | None, request_id: str, error: PipeSwitchError
+        self,
+        peer: ClientConnection,
+        client: Session | None,
+        request_id: str,
+        error: PipeSwitchError,
     ) -> None:
         """Reply with a typed error if there is a request id; else count and drop the message."""
         if isinstance(error, RemoteProtocolError):
@@ -330,56 +334,60 @@ class Frontend:
             **(self.owner_facts if principal.is_owner else {}),
         }
 
-    def _ask(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+    def _ask(self, client: Session, header: RequestHeader, _: Sequence[Any]) -> None:
         """Handle a verb that is one event for the scheduler."""
         token = self.requests.next_token
-        asked = ask(header, token, client.principal, self._rules)
-        if isinstance(asked, LogPiece):  # the only one that is answered here
-            piece = read_piece(self._state_directory, asked.job, asked.kind, asked.offset_bytes)
+        request = ask(header, token, client.principal, self._rules)
+        if isinstance(request, LogPiece):  # the only one that is answered here
+            piece = read_piece(
+                self._state_directory, request.job, request.kind, request.offset_bytes
+            )
             self._outbox.reply(client, header.id, body=piece)
         else:
             pending = self.requests.accept(client, header)
-            if isinstance(asked, ev.RegisterModelRequest | ev.VersionRequest):
-                pending.uploads = self.uploads.pin(asked.spec)
-            if isinstance(asked, ev.RegisterModelRequest):
-                asked = msgspec.structs.replace(asked, client=asked.tenant or client.session)
-            if isinstance(asked, ev.TrainRequest) and asked.resumes:
-                self._load(asked, self._state_directory / "jobs" / asked.job / "commit")
+            if isinstance(request, ev.RegisterModelRequest | ev.VersionRequest):
+                pending.uploads = self.uploads.pin(request.spec)
+            if isinstance(request, ev.RegisterModelRequest):
+                request = msgspec.structs.replace(request, client=request.tenant or client.session)
+            if isinstance(request, ev.TrainRequest) and request.resumes:
+                self._load(request, self._state_directory / "jobs" / request.job / "commit")
                 return
-            self._take(asked)
+            self._take(request)
 
-    def _load(self, asked: ev.TrainRequest | ev.JobRequest, folder: Path) -> None:
+    def _load(self, request: ev.TrainRequest | ev.JobRequest, folder: Path) -> None:
         """Read a commit on another thread, because it may be large; then continue."""
         self.uploads.run_later(
-            functools.partial(self._read_commit, asked, folder),
-            lambda error: self.answer_soon(ev.Reply(token=asked.token, error=error)),
+            functools.partial(self._read_commit, request, folder),
+            lambda error: self.answer_soon(ev.Reply(token=request.token, error=error)),
         )
 
-    def _read_commit(self, asked: ev.TrainRequest | ev.JobRequest, folder: Path) -> None:
-        pending = self.requests.find(asked.token)
+    def _read_commit(self, request: ev.TrainRequest | ev.JobRequest, folder: Path) -> None:
+        pending = self.requests.find(request.token)
         if pending is None:
             return
         try:
-            found = load_commit(folder)
-            if found is None and isinstance(asked, ev.JobRequest):
+            commit = load_commit(folder)
+            if commit is None and isinstance(request, ev.JobRequest):
                 raise FileNotFoundError(f"there is none in {folder}")
         except (RemoteProtocolError, OSError) as error:
-            refusal = ServerUnavailable(f'the commit of job "{asked.job}" cannot be read: {error}')
-            self.answer_soon(ev.Reply(token=asked.token, error=refusal))
+            refusal = ServerUnavailable(
+                f'the commit of job "{request.job}" cannot be read: {error}'
+            )
+            self.answer_soon(ev.Reply(token=request.token, error=refusal))
             return
-        if found is not None:
-            pending.commit, slot_bytes, record = found
+        if commit is not None:
+            pending.commit, slot_bytes, record = commit
             loaded = ev.LoadedCommit(slot_bytes, record.step, pending.commit)
-            asked = msgspec.structs.replace(asked, loaded=loaded)
-        if isinstance(asked, ev.TrainRequest):
+            request = msgspec.structs.replace(request, loaded=loaded)
+        if isinstance(request, ev.TrainRequest):
             before = read_life(folder.with_name(HANDED_ON))
-            asked = msgspec.structs.replace(
-                asked,
+            request = msgspec.structs.replace(
+                request,
                 restarts=before.restarts,
                 steps_recomputed=before.steps_recomputed,
                 last_step=before.step,
             )
-        self._call_soon(lambda: self._take(asked))
+        self._call_soon(lambda: self._take(request))
 
     # ---- out -----------------------------------------------------------------------------------
 
@@ -388,11 +396,11 @@ class Frontend:
         pending = self.requests.find(answer.token)
         if pending is None:
             return  # it had its final answer
-        if pending.op == "infer" and (pending.after or pending.bill or pending.run):
-            found = self.inference.go_on(pending, answer)
-            if found is None:
+        if pending.op == "infer" and (pending.after or pending.timing or pending.run):
+            outcome = self.inference.advance(pending, answer)
+            if outcome is None:
                 return
-            answer = found
+            answer = outcome
         if pending.generation is not None:
             answer = self._generations.ended(pending, answer)
         client, verb = pending.client, VERBS[pending.op]
@@ -404,7 +412,7 @@ class Frontend:
             self._note_lengths(answer.body)
         if verb.is_cut and not client.is_gone:
             body = self._completed(answer.body) if pending.op == "stats" else answer.body
-            body = told(pending.op, body, client.principal, client.counts.as_dict())
+            body = redact(pending.op, body, client.principal, client.counts.as_dict())
             answer = msgspec.structs.replace(answer, body=body)
         if verb.of_owner and isinstance(answer.error, PermissionDenied):
             what = f'{pending.op} of "{pending.model}", which is another client\'s,'
@@ -458,10 +466,10 @@ class Frontend:
             **self.sessions.peers.shares.as_dict(),
         }
 
-    def _ended(self, client: Client) -> None:
+    def _ended(self, client: Session) -> None:
         """Cancel the pending requests of a client that is gone."""
-        self.uploads.forget(client.session)
-        self.sequences.forget(client)
+        self.uploads.remove_session(client.session)
+        self.sequences.remove_client(client)
         for token in client.requests.values():
             pending = self.requests.waiting(token)
             if VERBS[pending.op].ends_with_client:

@@ -19,7 +19,7 @@ from typing import Any, Final, cast
 
 from ..base.errors import PipeSwitchError, QueueFull, TaskFailed
 from ..ipc.messages.base import OpId, SlabTensor
-from ..programs.decoding.generation import CACHE, COUNT, IDS, MOST_STEPS, USED
+from ..programs.decoding.generation_settings import CACHE, COUNT, IDS, MOST_STEPS, USED
 from ..programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
 from ..scheduler.events import (
     CancelRequest,
@@ -35,8 +35,8 @@ from .inference import Inference
 from .request_pool import PoolAllocation
 from .requests import Pending
 from .sequences.blocks import BlockTable, tokens_of
-from .sequences.generation import GenerateRequest, Generation, generation_of
-from .transport.clients import Client, Outgoing
+from .sequences.generation_state import GenerateBody, Generation, generation_of
+from .transport.clients import Outgoing, Session
 from .transport.replies import reply_frames
 from .validation import Body
 
@@ -48,7 +48,7 @@ MAX_SPARE: Final = 4  # a room is kept for the next run if it has at most this t
 class Generations:
     """All generations. Used by the loop's thread."""
 
-    def __init__(self, inference: Inference, send: Callable[[Client, Outgoing], None]) -> None:
+    def __init__(self, inference: Inference, send: Callable[[Session, Outgoing], None]) -> None:
         """``send`` sends a reply."""
         self._inference, self._send, self._requests = inference, send, inference.requests
         self._pool, self._sequences = inference.requests.pool, inference.requests.sequences
@@ -58,22 +58,22 @@ class Generations:
         self._waiting: dict[int, Pending] = {}  # those of them that wait for room
         self._is_looking = False  # or will soon
 
-    def generate(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
+    def generate(self, client: Session, header: RequestHeader, tensors: Sequence[Any]) -> None:
         """Accept a request of verb ``generate``, and answer that it was accepted."""
         arrival, body = self._inference.arrival_of(client), Body("generate", header.body)
         arrival.read_asker(body)
         caller = arrival.caller
         announced = self._inference.models.find(header.model, arrival.version)
-        asked: GenerateRequest = body.rest(GenerateRequest)
+        request: GenerateBody = body.rest(GenerateBody)
         share_bytes = self._pool.share_bytes
-        found = generation_of(client, caller, header, tensors, asked, announced, share_bytes)
-        found.began_at_ms = arrival.at_ms
+        generation = generation_of(client, caller, header, tensors, request, announced, share_bytes)
+        generation.began_at_ms = arrival.at_ms
         self._inference.read_urgency(arrival, header, announced)
         if any(one.caller == caller for one in self._waiting.values()):
             raise QueueFull("running answers already wait for memory in the pool", hint=AGAIN)
-        run = self._prepared(found, self._requests.next_token)
+        run = self._prepared(generation, self._requests.next_token)
         pending = self._requests.accept(client, header)
-        pending.generation, pending.caller, pending.trace_id = found, caller, arrival.trace_id
+        pending.generation, pending.caller, pending.trace_id = generation, caller, arrival.trace_id
         pending.bytes_in = sum(map(len, tensors))
         self._live[pending.token] = pending
         event = InferArrived(
@@ -95,15 +95,15 @@ class Generations:
             leader=run.leader,
             arrived_at_ms=arrival.at_ms,
         )
-        accepted = {"prompt_tokens": found.prompt_count, "max_tokens": found.most}
-        self._call_soon(functools.partial(self._tell, [(pending, accepted)]))
+        accepted = {"prompt_tokens": generation.prompt_count, "max_tokens": generation.most}
+        self._call_soon(functools.partial(self._send_replies, [(pending, accepted)]))
         self._take(event)
 
     # ---- one run after the other ---------------------------------------------------------------
 
     def run_ended(self, command: RunEnded) -> None:
         """Note the results of a run, and send the next runs of its generations."""
-        runs, tell = [], []
+        runs, replies = [], []
         for answer in command.answers:
             pending = self._live.get(answer.token)
             if pending is None:
@@ -117,10 +117,10 @@ class Generations:
                 self._answer(Reply(token=pending.token, error=error))
                 continue
             if answer.body.get("tokens"):
-                tell.append((pending, answer.body))
+                replies.append((pending, answer.body))
             runs.append(self._next(generation, pending))
         self._take(NextRuns(runs=tuple(runs)))
-        self._call_soon(functools.partial(self._tell, tell))
+        self._call_soon(functools.partial(self._send_replies, replies))
 
     def _next(self, generation: Generation, pending: Pending) -> NextRun:
         """Return the next run; without inputs, the generation waits for room."""
@@ -128,8 +128,8 @@ class Generations:
             return self._prepared(generation, pending.token)
         except QueueFull:
             self._give_room_back(generation)
-            if generation.held is not None:
-                self._sequences.fit(generation.held, 0)  # nothing ahead of its rows
+            if generation.sequence is not None:
+                self._sequences.fit(generation.sequence, 0)  # nothing ahead of its rows
             self._waiting[pending.token] = pending
             self._pool.on_release = self.wake_at
             self.wake_at()
@@ -142,27 +142,27 @@ class Generations:
         Raises:
             QueueFull: the cache or the run has no room.
         """
-        held, announced = generation.held, generation.announced
-        is_new = held is None
-        if held is None:
-            held = self._sequences.open(generation.client, generation.caller, announced, token)
+        sequence, announced = generation.sequence, generation.announced
+        is_new = sequence is None
+        if sequence is None:
+            sequence = self._sequences.open(generation.client, generation.caller, announced, token)
         try:
             if is_new:
-                generation.reused = self._sequences.reuse(held, generation.ids, generation.rows)
-            used = held.used
+                generation.reused = self._sequences.reuse(sequence, generation.ids, generation.rows)
+            used = sequence.used
             sampling_params = generation.next(used)
             self._sequences.fit(
-                held, used + generation.new_rows(sampling_params.steps), sampling_params.steps
+                sequence, used + generation.new_rows(sampling_params.steps), sampling_params.steps
             )
-            room = self._fit_room(generation)
+            allocation = self._fit_room(generation)
         except PipeSwitchError:
             if is_new:
-                self._sequences.drop(held)
+                self._sequences.drop(sequence)
             raise
-        generation.held, generation.number = held, generation.number or held.number
-        memory, count = held.memory(self._pool), generation.count
-        at = room.input_offset_bytes
-        found = {CACHE: held.values[CACHE]}
+        generation.sequence, generation.number = sequence, generation.number or sequence.number
+        memory, count = sequence.memory(self._pool), generation.count
+        at = allocation.input_offset_bytes
+        inputs = {CACHE: sequence.values[CACHE]}
         values = (
             (IDS, (1, count), generation.ids[used : used + count]),
             (COUNT, (1,), (count,)),
@@ -171,19 +171,19 @@ class Generations:
         for name, shape, numbers in values:
             size = WORD_BYTES * len(numbers)
             memory[at : at + size] = array("q", numbers).tobytes()
-            found[name] = SlabTensor(
+            inputs[name] = SlabTensor(
                 name=name, dtype="int64", shape=shape, offset_bytes=at, size_bytes=size
             )
             at += aligned(size, TENSOR_ALIGN_BYTES)
         return NextRun(
             token=token,
-            inputs=tuple([found[one.name] for one in announced.manifest.inputs]),
-            reply_offset_bytes=room.reply_offset_bytes,
-            reply_bytes=room.reply_bytes,
+            inputs=tuple([inputs[one.name] for one in announced.manifest.inputs]),
+            reply_offset_bytes=allocation.reply_offset_bytes,
+            reply_bytes=allocation.reply_bytes,
             sampling_params=sampling_params,
-            sequence=held.number,
-            after=held.op_id,
-            leader=self._leader(generation, held.grown[CACHE]) if count > 1 else None,
+            sequence=sequence.number,
+            after=sequence.op_id,
+            leader=self._leader(generation, sequence.grown[CACHE]) if count > 1 else None,
         )
 
     def _leader(self, generation: Generation, table: BlockTable) -> Token | None:
@@ -193,7 +193,7 @@ class Generations:
         for token, pending in self._live.items():
             if (other := _of(pending)) is generation:
                 break
-            own = None if other.held is None else other.held.grown[CACHE]
+            own = None if other.sequence is None else other.sequence.grown[CACHE]
             if own and own.space is table.space and own.used < end and other.ids[:end] == start:
                 return Token(token)
         return None
@@ -202,47 +202,51 @@ class Generations:
         """Return room for the next run's inputs: the last one's, if it is large enough."""
         input_bytes = 2 * TENSOR_ALIGN_BYTES
         input_bytes += aligned(WORD_BYTES * generation.count, TENSOR_ALIGN_BYTES)
-        room = generation.room
-        if room is not None:
-            if input_bytes <= room.held_bytes <= MAX_SPARE * input_bytes:
-                return room
+        allocation = generation.allocation
+        if allocation is not None:
+            if input_bytes <= allocation.held_bytes <= MAX_SPARE * input_bytes:
+                return allocation
             self._give_room_back(generation)
         tenant = generation.announced.tenant
-        room = generation.room = self._pool.reserve(generation.caller, input_bytes, 0, tenant)
-        return room
+        allocation = generation.allocation = self._pool.reserve(
+            generation.caller, input_bytes, 0, tenant
+        )
+        return allocation
 
     def _give_room_back(self, generation: Generation) -> None:
         """Release the run's inputs."""
-        room, generation.room = generation.room, None
-        if room is not None:
-            self._pool.release_inputs(room)
-            self._pool.release_reply(room)
+        allocation, generation.allocation = generation.allocation, None
+        if allocation is not None:
+            self._pool.release_inputs(allocation)
+            self._pool.release_reply(allocation)
 
     def _keep(
         self, generation: Generation, pending: Pending, answer: Reply
     ) -> PipeSwitchError | None:
         """Note a run's rows and tokens; return an error if the worker's claims are impossible."""
-        held, tokens = generation.held, answer.body["tokens"]
+        sequence, tokens = generation.sequence, answer.body["tokens"]
         vocabulary = generation.announced.manifest.extra["generation"]["vocabulary"]
         if (
-            held is None
+            sequence is None
             or answer.outputs
             or not generation.sampling_params.allows(tokens)
             or not all(0 <= one < vocabulary for one in tokens)
             or not generation.has_chances(answer.body)
         ):
             return TaskFailed(f'"{pending.model}": the worker reported invalid rows or tokens')
-        fed = generation.ids[held.used : held.used + generation.count] + tokens_of(tokens[:-1])
+        fed = generation.ids[sequence.used : sequence.used + generation.count] + tokens_of(
+            tokens[:-1]
+        )
         op_id = OpId(answer.timing.op_id if answer.timing is not None else 0)
-        self._sequences.append(held, fed, op_id, len(tokens))
-        if tokens and not generation.made:
+        self._sequences.append(sequence, fed, op_id, len(tokens))
+        if tokens and not generation.token_count:
             generation.first_token_ms = self._inference.now_ms() - generation.began_at_ms
         generation.ids.extend(tokens)
         if generation.count == 1:
             generation.ahead = min(2 * len(tokens), MOST_STEPS)
         return None
 
-    def _tell(self, replies: Sequence[tuple[Pending, dict[str, Any]]]) -> None:
+    def _send_replies(self, replies: Sequence[tuple[Pending, dict[str, Any]]]) -> None:
         """Send replies that others follow."""
         for pending, body in replies:
             client = pending.client
@@ -268,7 +272,7 @@ class Generations:
                 **answer.body,
                 "reason": generation.sampling_params.ends_with(tokens),
                 "prompt_tokens": generation.prompt_count,
-                "completion_tokens": generation.made,
+                "completion_tokens": generation.token_count,
                 "reused_tokens": generation.reused,
                 "first_token_ms": generation.first_token_ms,
             },
@@ -282,9 +286,9 @@ class Generations:
             self._pool.on_release = None
         elif not self._is_looking:
             self._is_looking = True
-            self._call_soon(self._look)
+            self._call_soon(self._poll)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Try each caller's generations in the order in which they began. The first one without
         room takes the cache of the youngest that waits, which computes its tokens again later. The
         oldest always continues, so all end."""
@@ -315,8 +319,7 @@ class Generations:
         return True
 
     def _give_up_for(self, one: Pending) -> bool:
-        """Take the cache of the youngest waiting generation, if it is younger than this one.
-        Otherwise take this one's own if no other can make room."""
+        """Take the cache of the youngest waiting generation, if necessary this one's own."""
         began = _began(one)[0]
         waiting = self._waiting.values()
         younger = [two for two in waiting if began < _began(two)[0] < math.inf]
@@ -332,9 +335,9 @@ class Generations:
         return True
 
     def _drop_cache(self, generation: Generation) -> None:
-        held, generation.held = generation.held, None
-        if held is not None:
-            self._sequences.drop(held)
+        sequence, generation.sequence = generation.sequence, None
+        if sequence is not None:
+            self._sequences.drop(sequence)
 
 
 def _of(pending: Pending) -> Generation:
@@ -344,4 +347,4 @@ def _of(pending: Pending) -> Generation:
 def _began(one: Pending) -> tuple[float, int]:
     """Return the order in which generations get room: those without a cache come last."""
     generation = _of(one)
-    return (math.inf if generation.held is None else generation.number), one.token
+    return (math.inf if generation.sequence is None else generation.number), one.token

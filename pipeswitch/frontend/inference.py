@@ -31,36 +31,36 @@ from ..scheduler.events import (
 from ..scheduler.state.versions import split_name
 from ..wire.frames import VERSION, RequestHeader, WireTensor
 from ..wire.request_timing import RequestTiming
-from . import chains, validation
-from .models import Models
+from . import chain_requests, validation
+from .announced_models import AnnouncedModels
 from .request_pool import PoolAllocation
-from .requests import Pending, Requests, Run
-from .sequences.sequence import SequenceOptions, SequenceState, sequence_options
-from .transport.clients import Client
+from .requests import ChainRun, Pending, Requests
+from .sequences.sequence_state import SequenceOptions, SequenceState, sequence_options
+from .transport.clients import Session
 from .validation import Body, ValidatedRequest
 
 INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread and back costs
 _NO_RUN: Final = OpId(0)
 
 
-class Arrival(msgspec.Struct, kw_only=True, eq=False):
+class IncomingRequest(msgspec.Struct, kw_only=True, eq=False):
     """Request between its message and its event: sender, arrival time, and fields."""
 
-    client: Client
+    client: Session
     at_ms: float
     caller: str  # the client's tenant, or the one that the gateway names
     connection: str
     version: int = 0  # 0: the current one
     trace_id: str = ""
-    asked: SequenceOptions | None = None  # of its sequence
-    held: SequenceState | None = None  # that sequence
+    options: SequenceOptions | None = None  # of its sequence
+    sequence: SequenceState | None = None  # that sequence
     priority: int = 0
     deadline_at_ms: float | None = None
 
     def read(self, body: Body) -> None:
         """Read a request; raise InvalidInput or PermissionDenied."""
         self.read_asker(body)
-        self.asked = sequence_options(body)
+        self.options = sequence_options(body)
         body.done()
 
     def read_asker(self, body: Body) -> None:
@@ -97,11 +97,11 @@ class Inference:
         self.now_ms = now_ms
         self._deadline_ms = deadline_ms
         self.copier = WorkerThread("pipeswitch-copy")
-        self.models = Models(max_bytes)
+        self.models = AnnouncedModels(max_bytes)
 
-    def arrival_of(self, client: Client) -> Arrival:
+    def arrival_of(self, client: Session) -> IncomingRequest:
         """Return a request that comes now."""
-        return Arrival(
+        return IncomingRequest(
             client=client,
             at_ms=self.now_ms(),
             caller=client.principal.tenant,
@@ -109,7 +109,7 @@ class Inference:
         )
 
     def read_urgency(
-        self, arrival: Arrival, header: RequestHeader, announced: ModelAvailable
+        self, arrival: IncomingRequest, header: RequestHeader, announced: ModelAvailable
     ) -> None:
         """Read a request's priority and deadline. Raises InvalidInput, PermissionDenied."""
         arrival.priority = announced.priority
@@ -121,7 +121,7 @@ class Inference:
         if deadline_ms is not None:
             arrival.deadline_at_ms = validation.deadline_at_ms(deadline_ms, arrival.at_ms)
 
-    def infer(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
+    def infer(self, client: Session, header: RequestHeader, tensors: Sequence[Any]) -> None:
         """Accept a request."""
         arrival = self.arrival_of(client)
         if header.body:
@@ -130,32 +130,32 @@ class Inference:
         if announced is None or arrival.version:
             announced = self.models.find(header.model, arrival.version)
         if announced.chain is not None:
-            announced = chains.begins(announced, self.models.current)
+            announced = chain_requests.begins(announced, self.models.current)
         try:
-            if arrival.asked is not None:
+            if arrival.options is not None:
                 announced, header, tensors = self._with_state(
-                    arrival, arrival.asked, announced, header, tensors
+                    arrival, arrival.options, announced, header, tensors
                 )
             admitted = self.models.admit(header, [*map(len, tensors)], announced)
-            if arrival.held is not None:
-                admitted = arrival.held.apart(admitted)
+            if arrival.sequence is not None:
+                admitted = arrival.sequence.apart(admitted)
             arrival.priority = announced.priority
             if header.priority or (header.deadline_ms, self._deadline_ms) != (None, None):
                 self.read_urgency(arrival, header, announced)
-            room = self._pool.reserve(
+            allocation = self._pool.reserve(
                 arrival.caller, admitted.input_bytes, admitted.reply_bytes, announced.tenant
             )
         except PipeSwitchError:
-            if arrival.held is not None:
-                self._sequences.refused(arrival.held)
+            if arrival.sequence is not None:
+                self._sequences.refused(arrival.sequence)
             raise
-        pending = self.requests.accept(client, header, room)
-        self._begin(arrival, announced, header, pending, admitted, room, tensors)
+        pending = self.requests.accept(client, header, allocation)
+        self._begin(arrival, announced, header, pending, admitted, allocation, tensors)
 
     def _with_state(
         self,
-        arrival: Arrival,
-        asked: SequenceOptions,
+        arrival: IncomingRequest,
+        options: SequenceOptions,
         announced: ModelAvailable,
         header: RequestHeader,
         tensors: Sequence[Any],
@@ -166,28 +166,30 @@ class Inference:
         Raises:
             PipeSwitchError: it has no such sequence, or does not fit it.
         """
-        held = arrival.held = self._sequences.of(asked, arrival.client, arrival.caller, announced)
-        announced = self._of_sequence(held, arrival.version)
-        return announced, *self._sequences.given(held, asked, header, tensors)
+        sequence = arrival.sequence = self._sequences.of(
+            options, arrival.client, arrival.caller, announced
+        )
+        announced = self._of_sequence(sequence, arrival.version)
+        return announced, *self._sequences.with_state(sequence, options, header, tensors)
 
     def _begin(
         self,
-        arrival: Arrival,
+        arrival: IncomingRequest,
         announced: ModelAvailable,
         header: RequestHeader,
         pending: Pending,
         admitted: ValidatedRequest,
-        room: PoolAllocation,
+        allocation: PoolAllocation,
         tensors: Sequence[Any],
     ) -> None:
         """Give an accepted request to the scheduler when its inputs lie in the pool."""
-        held, payload = arrival.held, [tensors[item.frame] for item in admitted.inputs]
+        sequence, payload = arrival.sequence, [tensors[item.frame] for item in admitted.inputs]
         pending.caller, pending.trace_id = arrival.caller, arrival.trace_id
         pending.bytes_in = sum(map(len, payload))
-        if arrival.asked is not None and held is not None:
-            pending.sequence = held
-            self._sequences.begin(held, arrival.asked)
-        placed = room.place(admitted.inputs)
+        if arrival.options is not None and sequence is not None:
+            pending.sequence = sequence
+            self._sequences.begin(sequence, arrival.options)
+        placed = allocation.place(admitted.inputs)
         event = InferArrived(
             token=pending.token,
             request_id=header.id,
@@ -195,51 +197,53 @@ class Inference:
             digest=announced.manifest.digest,
             priority=arrival.priority,
             deadline_at_ms=arrival.deadline_at_ms,
-            inputs=placed if held is None else held.among(placed),
-            reply_offset_bytes=room.reply_offset_bytes,
-            reply_bytes=room.reply_bytes,
+            inputs=placed if sequence is None else sequence.among(placed),
+            reply_offset_bytes=allocation.reply_offset_bytes,
+            reply_bytes=allocation.reply_bytes,
             caller=arrival.caller,
             connection=arrival.connection,
-            tenant=room.tenant,
-            registration_id=0 if arrival.version or held is not None else announced.registration_id,
-            sequence=0 if held is None else held.number,
-            after=_NO_RUN if held is None else held.op_id,
+            tenant=allocation.tenant,
+            registration_id=0
+            if arrival.version or sequence is not None
+            else announced.registration_id,
+            sequence=0 if sequence is None else sequence.number,
+            after=_NO_RUN if sequence is None else sequence.op_id,
             arrived_at_ms=arrival.at_ms,
         )
-        if announced.stage is not None and announced.stage.after:
+        if announced.processor is not None and announced.processor.after:
             pending.after = event
         elif announced.chain is not None:
             own = arrival.priority if header.priority else None
-            pending.run = chains.run_of(announced.chain, event, own, pending)
-        state_bytes = 0 if held is None else held.copy_bytes
+            pending.run = chain_requests.run_of(announced.chain, event, own, pending)
+        state_bytes = 0 if sequence is None else sequence.copy_bytes
         if admitted.input_bytes + state_bytes > INLINE_COPY_BYTES:
             pending.is_copying = True
             first = event.model if pending.run is None else pending.run.chain.steps[0].model
             self.take(PrefetchHint(model=ModelName(first)))  # it need not wait for the copy
             copied = functools.partial(self._copied, pending, event)
-            self._copy(placed, payload, event.tenant, copied, held)
+            self._copy(placed, payload, event.tenant, copied, sequence)
             return
-        if held is not None and state_bytes:
-            held.copy(self._pool)
+        if sequence is not None and state_bytes:
+            sequence.copy(self._pool)
         self._pool.fill(placed, payload, event.tenant)
         if pending.run is None:
             self.take(event)
         else:
             self._next(pending, pending.run)
 
-    def _of_sequence(self, held: SequenceState, version: int) -> ModelAvailable:
+    def _of_sequence(self, sequence: SequenceState, version: int) -> ModelAvailable:
         """Return the version with which the sequence began, as it is now.
 
         Raises:
             InvalidInput: it is gone, or the request names another.
         """
-        began = held.announced
+        began = sequence.announced
         base = began.base or began.model
         if version not in (0, began.version):
-            raise InvalidInput(f'sequence "{held.key[1]}" began with version {began.version}')
+            raise InvalidInput(f'sequence "{sequence.key[1]}" began with version {began.version}')
         return self.models.version(base, began.version)
 
-    def prefetch(self, _: Client, header: RequestHeader, __: Sequence[Any]) -> None:
+    def prefetch(self, _: Session, header: RequestHeader, __: Sequence[Any]) -> None:
         """Handle a prefetch hint; it has no answer."""
         announced = self.models.current.get(header.model)
         if announced is not None:
@@ -253,7 +257,7 @@ class Inference:
         payload: Sequence[Any],
         tenant: str,
         then: Callable[[PipeSwitchError | None], None],
-        held: SequenceState | None = None,
+        sequence: SequenceState | None = None,
     ) -> None:
         """Copy a large payload into the pool, and what its sequence needs, on the copier's thread.
 
@@ -262,8 +266,8 @@ class Inference:
         """
 
         def copy() -> None:
-            if held is not None:
-                held.copy(self._pool)
+            if sequence is not None:
+                sequence.copy(self._pool)
             self._pool.fill(placed, payload, tenant)
             self.call_soon(functools.partial(then, None))
 
@@ -299,9 +303,9 @@ class Inference:
             tensors = [memory[one.offset_bytes :][: one.size_bytes] for one in command.outputs]
             admit = self._admit_answer if command.is_postprocess else self._admit_result
             admitted, announced = admit(command, [len(one) for one in tensors])
-            holder = pending.room.holder if pending.room is not None else ""
+            holder = pending.allocation.holder if pending.allocation is not None else ""
             self.requests.clear(pending)  # it holds its share no longer
-            room = pending.room = self._pool.reserve(
+            allocation = pending.allocation = self._pool.reserve(
                 holder, admitted.input_bytes, admitted.reply_bytes, announced.tenant
             )
         except PipeSwitchError as error:
@@ -309,21 +313,21 @@ class Inference:
             return
         prepared = msgspec.structs.replace(
             prepared,
-            inputs=room.place(admitted.inputs, in_reply=command.is_postprocess),
-            reply_offset_bytes=room.reply_offset_bytes,
-            reply_bytes=room.reply_bytes,
+            inputs=allocation.place(admitted.inputs, in_reply=command.is_postprocess),
+            reply_offset_bytes=allocation.reply_offset_bytes,
+            reply_bytes=allocation.reply_bytes,
             digest=announced.manifest.digest,
         )
         payload = [tensors[item.frame] for item in admitted.inputs]
 
-        def taken(error: PipeSwitchError | None) -> None:
+        def on_copied(error: PipeSwitchError | None) -> None:
             self.take(msgspec.structs.replace(prepared, error=error))
 
         if sum(map(len, payload)) <= INLINE_COPY_BYTES:
-            self._pool.fill(prepared.inputs, payload, room.tenant)
-            taken(None)
+            self._pool.fill(prepared.inputs, payload, allocation.tenant)
+            on_copied(None)
         else:
-            self._copy(prepared.inputs, payload, room.tenant, taken)
+            self._copy(prepared.inputs, payload, allocation.tenant, on_copied)
 
     def _admit_result(
         self, command: TakeResult, sizes: Sequence[int]
@@ -335,7 +339,7 @@ class Inference:
             InvalidInput: the model left in the meantime.
         """
         announced = self.models.version(*split_name(command.model))
-        announced = msgspec.structs.replace(announced, stage=None)
+        announced = msgspec.structs.replace(announced, processor=None)
         try:
             return self.models.admit(_as_request(command), sizes, announced), announced
         except InvalidInput as error:
@@ -355,12 +359,12 @@ class Inference:
         """
         name, version = split_name(command.model)
         announced = self.models.versions.get((name, version)) or self.models.current.get(name)
-        if announced is None or announced.stage is None or not announced.stage.after:
+        if announced is None or announced.processor is None or not announced.processor.after:
             raise TaskFailed(f'"{name}" was registered again in the meantime', hint="ask again")
-        declared = announced.stage.answer(announced.manifest)
-        as_model = msgspec.structs.replace(announced, stage=None, manifest=declared)
+        declared = announced.processor.answer(announced.manifest)
+        as_model = msgspec.structs.replace(announced, processor=None, manifest=declared)
         try:
-            found = validation.check_infer(
+            request = validation.check_infer(
                 _as_request(command), sizes, as_model, self.models.max_bytes
             )
         except InvalidInput as error:
@@ -368,55 +372,54 @@ class Inference:
                 f"postprocess {command.function} did not return what --returns declares: "
                 f"{error.message}"
             ) from None
-        return replace(found, input_bytes=0, reply_bytes=found.input_bytes), announced
+        return replace(request, input_bytes=0, reply_bytes=request.input_bytes), announced
 
-    def go_on(self, pending: Pending, answer: Reply) -> Reply | None:
-        """Pass a model's result to its postprocessing function, or to the next step of a chain.
-        None: the answer follows later."""
-        found = self._go_behind(pending, answer) if pending.after or pending.bill else answer
-        if found is None or pending.run is None:
-            return found
-        pending.bill = None
-        return self._step_done(pending, pending.run, found)
+    def advance(self, pending: Pending, answer: Reply) -> Reply | None:
+        """Pass a result to its postprocessing or next step; None: the answer follows later."""
+        outcome = self._go_behind(pending, answer) if pending.after or pending.timing else answer
+        if outcome is None or pending.run is None:
+            return outcome
+        pending.timing = None
+        return self._step_done(pending, pending.run, outcome)
 
-    def _step_done(self, pending: Pending, run: Run, answer: Reply) -> Reply | None:
+    def _step_done(self, pending: Pending, run: ChainRun, answer: Reply) -> Reply | None:
         """End a step of a chain: its outputs stay in the pool until their last use."""
-        step, number = run.chain.steps[len(run.bills)], len(run.bills) + 1
+        step, number = run.chain.steps[len(run.timings)], len(run.timings) + 1
         answer = self.requests.checked(pending, answer)
         error, is_last = answer.error, number == len(run.chain.steps)
         if error is None and not is_last and (pending.is_cancelled or pending.client.is_gone):
             error = Cancelled("cancelled by the caller")
         if error is not None:
             self.take(CancelRequest(token=pending.token))
-            return Reply(token=answer.token, error=chains.of_step(error, pending, step))
-        run.bills[step.name] = answer.timing or RequestTiming()
-        made = {f"{step.name}.{one.name}": one for one in answer.outputs}
-        run.values |= made
-        if pending.room is not None:
-            run.rooms.append((pending.room, made.keys()))
-            pending.room = None
+            return Reply(token=answer.token, error=chain_requests.of_step(error, pending, step))
+        run.timings[step.name] = answer.timing or RequestTiming()
+        outputs = {f"{step.name}.{one.name}": one for one in answer.outputs}
+        run.values |= outputs
+        if pending.allocation is not None:
+            run.allocations.append((pending.allocation, outputs.keys()))
+            pending.allocation = None
         self.requests.read(run, run.chain.needed(number))
         if is_last:
-            return chains.answer_of(pending.token, run)
+            return chain_requests.answer_of(pending.token, run)
         self._next(pending, run)
         return None
 
-    def _next(self, pending: Pending, run: Run) -> None:
+    def _next(self, pending: Pending, run: ChainRun) -> None:
         """Send the next step's request as a client would; its inputs lie in the pool.
 
         Only a module's own code may write to them: it gets copies of inputs that another step reads
         too.
         """
-        number = len(run.bills)
+        number = len(run.timings)
         step = run.chain.steps[number]
         try:
-            announced = chains.model_of(step, self.models.current, run.event.tenant)
+            announced = chain_requests.model_of(step, self.models.current, run.event.tenant)
             values = [run.values[source] for source in step.inputs.values()]
-            header = chains.as_request(step, values)
+            header = chain_requests.as_request(step, values)
             admitted = self.models.admit(header, [one.size_bytes for one in values], announced)
-            kept = run.chain.needed(number + 1).intersection(step.inputs.values())
-            is_copied = bool(kept) and announced.manifest.mode == "module"
-            room = pending.room = self._pool.reserve(
+            reused = run.chain.needed(number + 1).intersection(step.inputs.values())
+            is_copied = bool(reused) and announced.manifest.mode == "module"
+            allocation = pending.allocation = self._pool.reserve(
                 run.event.caller,
                 admitted.input_bytes if is_copied else 0,
                 admitted.reply_bytes,
@@ -426,37 +429,37 @@ class Inference:
             self._end_run(pending, error)
             return
         inputs = admitted.inputs
-        placed = room.place(inputs) if is_copied else _as_inputs(inputs, values)
+        placed = allocation.place(inputs) if is_copied else _as_inputs(inputs, values)
         event = msgspec.structs.replace(
             run.event,
             model=announced.model,
             digest=announced.manifest.digest,
             priority=announced.priority if run.priority is None else run.priority,
             inputs=tuple(placed),
-            reply_offset_bytes=room.reply_offset_bytes,
-            reply_bytes=room.reply_bytes,
+            reply_offset_bytes=allocation.reply_offset_bytes,
+            reply_bytes=allocation.reply_bytes,
             registration_id=announced.registration_id,
             arrived_at_ms=None if number else run.event.arrived_at_ms,
             is_chain_continuation=number > 0,
             follows=number + 1 < len(run.chain.steps),
         )
-        if announced.stage is not None and announced.stage.after:
+        if announced.processor is not None and announced.processor.after:
             pending.after = event
         if not is_copied:
             self.take(event)
             return
-        memory = self._pool.memory_of(room)
+        memory = self._pool.memory_of(allocation)
         payload = [
             memory[values[item.frame].offset_bytes :][: item.size_bytes] for item in admitted.inputs
         ]
 
-        def taken(error: PipeSwitchError | None) -> None:
+        def on_copied(error: PipeSwitchError | None) -> None:
             if error is None:
                 self.take(event)
             else:
                 self._end_run(pending, error)
 
-        self._copy(event.inputs, payload, event.tenant, taken)
+        self._copy(event.inputs, payload, event.tenant, on_copied)
 
     def _end_run(self, pending: Pending, error: PipeSwitchError) -> None:
         """Answer a request whose step is not possible."""
@@ -465,15 +468,15 @@ class Inference:
 
     def _go_behind(self, pending: Pending, answer: Reply) -> Reply | None:
         if pending.after is None:
-            if pending.bill is None or answer.timing is None:
+            if pending.timing is None or answer.timing is None:
                 return answer
             made_ms = answer.timing.postprocess_ms
-            bill = msgspec.structs.replace(
-                pending.bill, postprocess_ms=made_ms, total_ms=pending.bill.total_ms + made_ms
+            timing = msgspec.structs.replace(
+                pending.timing, postprocess_ms=made_ms, total_ms=pending.timing.total_ms + made_ms
             )
-            return msgspec.structs.replace(answer, timing=bill)
+            return msgspec.structs.replace(answer, timing=timing)
         answer = self.requests.checked(pending, answer)
-        event, pending.after, pending.bill = pending.after, None, answer.timing
+        event, pending.after, pending.timing = pending.after, None, answer.timing
         if answer.error is not None:
             self.take(CancelRequest(token=pending.token))  # if it is waited for there
             return answer

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..base.errors import ModelNotFound, RemoteProtocolError
-from ..commits.files import read_record
+from ..commits.commit_files import read_record
 from ..ipc.messages.base import JobName
 from ..ipc.sparse import kept_from, open_plain
 
@@ -21,8 +21,8 @@ def read_piece(state: Path, name: JobName, kind: str, offset_bytes: int) -> dict
     """Return the content from ``offset_bytes`` on, the next offset, and the end of the file.
 
     Returns:
-        ``text`` of a log or a history; ``data`` of a state (see ``commits/files.py``) and the
-        ``digest`` that all pieces of one file share: a newer commit replaces the file.
+        ``text`` of a log or a history; ``data`` of a state (see ``commits/commit_files.py``) and
+        the ``digest`` that all pieces of one file share: a newer commit replaces the file.
 
     Raises:
         ModelNotFound: no job of that name has written anything.

@@ -18,13 +18,13 @@ from . import validation
 from .generations import Generations
 from .inference import Inference
 from .requests import Pending
-from .sequences.generation import facts_of
-from .transport.clients import Client
+from .sequences.generation_state import facts_of
+from .transport.clients import Session
 from .transport.sessions import Sessions
 from .uploads import CREDIT_CHUNKS, Uploads
 from .validation import Body
 
-Handler = Callable[[Client, RequestHeader, Sequence[Any]], None]
+Handler = Callable[[Session, RequestHeader, Sequence[Any]], None]
 
 
 class OwnVerbs:
@@ -63,19 +63,19 @@ class OwnVerbs:
             pending.is_cancelled = pending.run is not None  # no step follows
             self._take(CancelRequest(token=pending.token))
 
-    def _cancel(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+    def _cancel(self, client: Session, header: RequestHeader, _: Sequence[Any]) -> None:
         body = Body("cancel", header.body)
         request_id = body.text("id")
         body.done()
         token = client.requests.get(request_id)
-        is_reading = client.readings.pop(request_id, None) is not None
+        is_reading = client.subscriptions.pop(request_id, None) is not None
         if token is not None:
             self.take_back(self._requests.waiting(token))
         elif is_reading:
             self._outbox.reply(client, request_id, error=Cancelled("these events were cancelled"))
         self._outbox.reply(client, header.id, body={"found": token is not None or is_reading})
 
-    def _ask_sequences(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+    def _ask_sequences(self, client: Session, header: RequestHeader, _: Sequence[Any]) -> None:
         body = Body("sequences", header.body)
         caller = validation.tenant_of(body, client.principal.tenant)
         ends = body.text("end", "")
@@ -88,7 +88,7 @@ class OwnVerbs:
         rows = self._sequences.rows(None if is_all else caller)
         self._outbox.reply(client, header.id, body={"sequences": rows})
 
-    def _ask_nodes(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+    def _ask_nodes(self, client: Session, header: RequestHeader, _: Sequence[Any]) -> None:
         """Reply with the cluster's table, without the keys of gateways."""
         Body("nodes", header.body).done()
         if not (path := self._config.gateway.cluster):
@@ -103,7 +103,7 @@ class OwnVerbs:
             del facts["gateway_keys"]
         self._outbox.reply(client, header.id, body=table)
 
-    def _ask_generation(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+    def _ask_generation(self, client: Session, header: RequestHeader, _: Sequence[Any]) -> None:
         body = Body("generation", header.body)
         version, wants_tokenizer = body.count("version", 0), body.flag("tokenizer")
         embeds = body.flag("embedding")
@@ -121,34 +121,32 @@ class OwnVerbs:
         else:
             share_bytes = self._requests.pool.share_bytes
             facts, context = facts_of(announced, header.model, share_bytes)[:2]
-        told: dict[str, Any] = {key: facts[key] for key in ("vocabulary", "eos_ids", "bos_id")}
-        told["context"] = context
+        result: dict[str, Any] = {key: facts[key] for key in ("vocabulary", "eos_ids", "bos_id")}
+        result["context"] = context
         digest = announced.manifest.digest
-        told |= {
+        result |= {
             key: facts[key] for key in ("sampling", "has_tokenizer", "pooling") if key in facts
         }
-        told |= {"version": announced.version, "digest": digest}
+        result |= {"version": announced.version, "digest": digest}
         file = Path(self._config.server.state_dir) / "models" / digest / BUNDLE_FILE
 
         def read() -> None:
             """Read it on the copier's thread: a tokenizer may have 30 MB."""
-            found = read_bundle(file).generation if wants_tokenizer else None
-            if found is not None:
-                told.update(
-                    tokenizer=found.tokenizer,
-                    chat_template=found.chat_template,
-                    special=found.special,
+            text = read_bundle(file).generation if wants_tokenizer else None
+            if text is not None:
+                result.update(
+                    tokenizer=text.tokenizer, chat_template=text.chat_template, special=text.special
                 )
             reply(None)
 
         def reply(error: PipeSwitchError | None) -> None:
             if error is not None:
                 error = ServerUnavailable(f'the tokenizer of "{header.model}" cannot be read')
-            self._call_soon(lambda: self._outbox.reply(client, header.id, body=told, error=error))
+            self._call_soon(lambda: self._outbox.reply(client, header.id, body=result, error=error))
 
         self._inference.copier.put(read, reply)
 
-    def _put(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
+    def _put(self, client: Session, header: RequestHeader, tensors: Sequence[Any]) -> None:
         if len(tensors) > 1:
             raise InvalidInput("put: a chunk must be one frame")
         if client.upload_chunks >= CREDIT_CHUNKS:

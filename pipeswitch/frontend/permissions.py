@@ -184,11 +184,10 @@ def check_function(
 
 
 def _matches(runs: str, pattern: str) -> bool:
-    """Return True if the pattern matches, as in a shell: no wildcard crosses a folder. ``*``
-    alone matches everything."""
-    parts, wanted = runs.split("/"), pattern.split("/")
+    """Return True if the pattern matches, as in a shell; ``*`` alone matches everything."""
+    parts, pattern_parts = runs.split("/"), pattern.split("/")
     return pattern == "*" or (
-        len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+        len(parts) == len(pattern_parts) and all(map(fnmatch.fnmatchcase, parts, pattern_parts))
     )
 
 

@@ -21,7 +21,7 @@ from ..ipc.messages.base import ModelName
 from ..programs.interface.layout import ITEM_BYTES
 from ..programs.interface.packing import PRECISIONS
 from ..programs.interface.pytree import check_takes
-from ..programs.spec import DEFAULT_MAX_BATCH, DEFAULT_SEQUENCES, BuildSpec, stage_of
+from ..programs.spec import DEFAULT_MAX_BATCH, DEFAULT_SEQUENCES, BuildSpec, processor_of
 from ..scheduler.events import RegisterModelRequest, Token, VersionRequest
 from ..wire.register_request import BuildRequest, Extent, RegisterRequest, Signature
 from .permissions import CheckedSource, Rules, check_function, check_source
@@ -147,5 +147,5 @@ def registration(
         tenant=principal.tenant,
         devices=request.devices,
         aliases=tuple(ModelName(one) for one in dict.fromkeys(request.aliases) if one != model),
-        stage=stage_of(spec),
+        processor=processor_of(spec),
     )

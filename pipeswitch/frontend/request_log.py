@@ -66,8 +66,8 @@ class RateLimitedLog:
             self._unsaid[kind] += 1
             return
         written.append(now_ms)
-        told = [escape_control_chars(one, keep="") if isinstance(one, str) else one for one in args]
-        _logger.warning(f"{text} unsaid=%d", *told, self._unsaid.pop(kind, 0))
+        safe = [escape_control_chars(one, keep="") if isinstance(one, str) else one for one in args]
+        _logger.warning(f"{text} unsaid=%d", *safe, self._unsaid.pop(kind, 0))
 
     def add(self, who: str, error: RemoteProtocolError) -> None:
         """Log a message that violates the protocol. ``who``: for the log."""
@@ -94,9 +94,11 @@ class RequestLog:
         if error is not None:
             outcome = type(error).__name__
             if not isinstance(error, Cancelled):
-                told = " ".join([f"{name}={value!s:.80}" for name, value in known.items() if value])
+                pairs = " ".join(
+                    [f"{name}={value!s:.80}" for name, value in known.items() if value]
+                )
                 kind = f"{known['op']} {outcome}"
-                self._complaints.warn(kind, "%s cause=%s: %.200s", told, outcome, error.message)
+                self._complaints.warn(kind, "%s cause=%s: %.200s", pairs, outcome, error.message)
         if random.random() >= self._share:
             return
         out = sum(one.size_bytes for one in answer.outputs)
@@ -110,9 +112,9 @@ class RequestLog:
         self._complaints.warn("lost", "%s: a line is lost cause=%r", FILE_NAME, sys.exception())
 
 
-def tell(published: Publish) -> None:
+def log_published(published: Publish) -> None:
     """Write an event to the server's log, if it belongs there."""
     topic, body = published.topic, published.body
     if topic in NEWS or topic in BAD_NEWS:
-        told = " ".join([f"{key}={value!s:.200}" for key, value in body.items() if key != "at_ms"])
-        _logger.log(logging.INFO if topic in NEWS else logging.WARNING, "%s %s", topic, told)
+        text = " ".join([f"{key}={value!s:.200}" for key, value in body.items() if key != "at_ms"])
+        _logger.log(logging.INFO if topic in NEWS else logging.WARNING, "%s %s", topic, text)

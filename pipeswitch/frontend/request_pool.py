@@ -107,9 +107,9 @@ class RequestPool:
         """File that tenants share, or the owner's."""
         return self._files[""].memory
 
-    def memory_of(self, room: PoolAllocation | None) -> memoryview:
+    def memory_of(self, allocation: PoolAllocation | None) -> memoryview:
         """Return the file with the room; None: any."""
-        return self._files[room.tenant if room is not None else ""].memory
+        return self._files[allocation.tenant if allocation is not None else ""].memory
 
     def memory_of_tenant(self, tenant: str) -> memoryview:
         """Return the file with the rooms of a tenant, which has had one."""
@@ -237,29 +237,29 @@ class RequestPool:
         worker may have touched more than its slabs. Also works after ``close``."""
         file = self._files.get(tenant)
         if self._file_of is not None and file is not None:
-            taken = [(start, start + size) for start, size in file.slabs.items()]
-            keep_only(file.descriptor, taken, len(file.memory))
+            ranges = [(start, start + size) for start, size in file.slabs.items()]
+            keep_only(file.descriptor, ranges, len(file.memory))
 
-    def release_inputs(self, room: PoolAllocation) -> None:
+    def release_inputs(self, allocation: PoolAllocation) -> None:
         """Free the inputs' slab: their last reader is done. KeyError: it was released before."""
-        offset, room.input_offset_bytes = room.input_offset_bytes, _RELEASED
+        offset, allocation.input_offset_bytes = allocation.input_offset_bytes, _RELEASED
         size_bytes = self._slabs.size_of(offset)
         self._slabs.free(offset)
-        room.counted_bytes -= size_bytes
-        self._shares.give(room.holder, size_bytes)
+        allocation.counted_bytes -= size_bytes
+        self._shares.give(allocation.holder, size_bytes)
         if self._file_of is not None:
-            self._give_back(room.tenant, offset)
+            self._give_back(allocation.tenant, offset)
 
-    def release_reply(self, room: PoolAllocation) -> None:
+    def release_reply(self, allocation: PoolAllocation) -> None:
         """Release the reply's slab, the last of its room, and the room's part of its share.
 
         KeyError: it was released before.
         """
-        offset, room.reply_offset_bytes = room.reply_offset_bytes, _RELEASED
+        offset, allocation.reply_offset_bytes = allocation.reply_offset_bytes, _RELEASED
         self._slabs.free(offset)
         if self._file_of is not None:
-            self._give_back(room.tenant, offset)
-        self._shares.give(room.holder, room.counted_bytes)
+            self._give_back(allocation.tenant, offset)
+        self._shares.give(allocation.holder, allocation.counted_bytes)
         if self.on_release is not None:
             self.on_release()
 

@@ -25,9 +25,9 @@ from ..wire.request_timing import RequestTiming
 from .request_log import RequestLog
 from .request_pool import PoolAllocation, RequestPool
 from .sequences.caches import Caches
-from .sequences.generation import Generation
-from .sequences.sequence import SequenceState
-from .transport.clients import Client, Counters, Outcome, Outgoing
+from .sequences.generation_state import Generation
+from .sequences.sequence_state import SequenceState
+from .transport.clients import Counters, Outcome, Outgoing, Session
 from .transport.replies import answer_frames, output_outside
 
 _logger = logging.getLogger(__name__)
@@ -36,15 +36,16 @@ MAX_NAME_CHARS: Final = 64  # of what may be no model's name
 INFERS: Final = ("infer", "generate")  # verbs that are counted and logged as inference
 
 
-class Run(msgspec.Struct, kw_only=True, eq=False):
-    """Request of a chain, from its first step on (``chains.py``)."""
+class ChainRun(msgspec.Struct, kw_only=True, eq=False):
+    """Request of a chain, from its first step on (``chain_requests.py``)."""
 
     chain: Chain
     event: InferArrived  # as it came; each step's is made of it
     priority: int | None  # that it asked for; None: each model's own
     values: dict[str, SlabTensor]  # that later steps read
-    rooms: list[tuple[PoolAllocation, Set[str]]]  # in the pool, each with the values that lie there
-    bills: dict[str, RequestTiming] = {}  # of the steps that are over
+    # in the pool, each with the values that lie there
+    allocations: list[tuple[PoolAllocation, Set[str]]]
+    timings: dict[str, RequestTiming] = {}  # of the steps that are over
 
 
 class Pending(msgspec.Struct, kw_only=True, eq=False):
@@ -54,9 +55,9 @@ class Pending(msgspec.Struct, kw_only=True, eq=False):
     request_id: str
     op: str
     model: ModelName
-    client: Client
+    client: Session
     counts: list[Counters]  # that it is counted in
-    room: PoolAllocation | None = None  # an inference's, in the pool
+    allocation: PoolAllocation | None = None  # an inference's, in the pool
     uploads: tuple[str, ...] = ()  # a registration's, which stay until it is answered
     commit: int = -1  # a descriptor: the area that a job from elsewhere is to have
     is_copying: bool = False  # its payload is on the way into the pool
@@ -65,8 +66,8 @@ class Pending(msgspec.Struct, kw_only=True, eq=False):
     bytes_in: int = 0
     trace_id: str = ""
     after: InferArrived | None = None  # its outputs go to a function, which makes the answer
-    bill: RequestTiming | None = None  # of the model, whose outputs are there
-    run: Run | None = None  # of a chain: how far it is
+    timing: RequestTiming | None = None  # of the model, whose outputs are there
+    run: ChainRun | None = None  # of a chain: how far it is
     sequence: SequenceState | None = None  # the sequence that the request continues
     generation: Generation | None = None
 
@@ -88,7 +89,7 @@ class Requests:
         return Token(self._last_token + 1)
 
     def accept(
-        self, client: Client, header: RequestHeader, room: PoolAllocation | None = None
+        self, client: Session, header: RequestHeader, allocation: PoolAllocation | None = None
     ) -> Pending:
         """Accept a request: from here on it needs exactly one final answer, and owns its room."""
         self._last_token += 1
@@ -104,7 +105,7 @@ class Requests:
             model=ModelName(header.model),
             client=client,
             counts=counts,
-            room=room,
+            allocation=allocation,
         )
         self._pending[pending.token] = pending
         client.requests[header.id] = pending.token
@@ -112,7 +113,7 @@ class Requests:
             reach("frontend.accepted")
         return pending
 
-    def reject(self, client: Client, header: RequestHeader, error: PipeSwitchError) -> None:
+    def reject(self, client: Session, header: RequestHeader, error: PipeSwitchError) -> None:
         """Count a request that was refused before its acceptance."""
         client.counts.rejected += 1
         self.counts.rejected += 1
@@ -143,23 +144,30 @@ class Requests:
 
     def clear(self, pending: Pending) -> None:
         """Release a request's room: its inputs were read, and it may get another room."""
-        if pending.room is not None:
-            self.pool.release_inputs(pending.room)
-            self.pool.release_reply(pending.room)
-            pending.room = None
+        if pending.allocation is not None:
+            self.pool.release_inputs(pending.allocation)
+            self.pool.release_reply(pending.allocation)
+            pending.allocation = None
 
-    def read(self, run: Run, needed: Set[str] = frozenset()) -> None:
+    def read(self, run: ChainRun, needed: Set[str] = frozenset()) -> None:
         """Free the rooms of a chain's run that have none of the needed values."""
-        for room, names in run.rooms:
+        for allocation, names in run.allocations:
             if needed.isdisjoint(names):
-                self.pool.release_inputs(room)
-                self.pool.release_reply(room)
-        run.rooms = [(room, names) for room, names in run.rooms if not needed.isdisjoint(names)]
+                self.pool.release_inputs(allocation)
+                self.pool.release_reply(allocation)
+        run.allocations = [
+            (allocation, names)
+            for allocation, names in run.allocations
+            if not needed.isdisjoint(names)
+        ]
 
     def progress(self, pending: Pending, answer: Reply) -> Outgoing:
         """Return the message of an answer that is not final."""
         frames = answer_frames(
-            pending.request_id, pending.client.session, answer, self.pool.memory_of(pending.room)
+            pending.request_id,
+            pending.client.session,
+            answer,
+            self.pool.memory_of(pending.allocation),
         )
         return Outgoing(frames=frames)
 
@@ -170,11 +178,11 @@ class Requests:
         """
         if failpoints.is_on:
             reach("frontend.reply")
-        client, room = pending.client, pending.room
+        client, allocation = pending.client, pending.allocation
         del self._pending[pending.token]
         client.requests.pop(pending.request_id, None)
-        if room is not None:
-            self.pool.release_inputs(room)
+        if allocation is not None:
+            self.pool.release_inputs(allocation)
         if client.is_gone:
             self._ended(pending, answer, is_sent=False)
             return None
@@ -183,9 +191,9 @@ class Requests:
         if pending.sequence is not None:
             answer = pending.sequence.answered(answer)
         self.queue_full_count += isinstance(answer.error, QueueFull)
-        if pending.run is not None and pending.run.rooms:  # all of one file
-            room = pending.run.rooms[0][0]
-        memory = self.pool.memory_of(room)
+        if pending.run is not None and pending.run.allocations:  # all of one file
+            allocation = pending.run.allocations[0][0]
+        memory = self.pool.memory_of(allocation)
         return Outgoing(
             frames=answer_frames(pending.request_id, client.session, answer, memory),
             on_end=functools.partial(self._ended, pending, answer),
@@ -193,8 +201,12 @@ class Requests:
 
     def checked(self, pending: Pending, answer: Reply) -> Reply:
         """Return the answer, or an error if it names bytes outside of its own reply."""
-        room = pending.room
-        at, size = (room.reply_offset_bytes, room.reply_bytes) if room is not None else (0, 0)
+        allocation = pending.allocation
+        at, size = (
+            (allocation.reply_offset_bytes, allocation.reply_bytes)
+            if allocation is not None
+            else (0, 0)
+        )
         if bad_output := output_outside(answer.outputs, at, size):
             _logger.error("request=%s output refused cause=%s", pending.request_id, bad_output)
             error = TaskFailed(f"{pending.model}: the worker's output is invalid: {bad_output}")
@@ -209,9 +221,9 @@ class Requests:
             setattr(counts, name, getattr(counts, name) + 1)
         if pending.sequence is not None:
             is_ok = answer.error is None
-            self.sequences.ended(pending.sequence, pending.room, is_ok=is_ok, is_sent=is_sent)
-        elif pending.room is not None:
-            self.pool.release_reply(pending.room)
+            self.sequences.ended(pending.sequence, pending.allocation, is_ok=is_ok, is_sent=is_sent)
+        elif pending.allocation is not None:
+            self.pool.release_reply(pending.allocation)
         if pending.run is not None:
             self.read(pending.run)
         if pending.op in INFERS and (self._log.is_on or answer.error is not None):

@@ -185,7 +185,7 @@ class Uploads:
         if names:
             self._writer.put(functools.partial(self._unpin, names))
 
-    def forget(self, session: str) -> None:
+    def remove_session(self, session: str) -> None:
         """Remove the partial files of a client that is gone."""
         self._writer.put(functools.partial(self._drop_all, session))
 
@@ -210,10 +210,10 @@ class Uploads:
                     self._remove_whole(name)
 
     def _remove_whole(self, name: str) -> None:
-        found = self._whole.pop(name, None)
-        if found is not None:
-            self._bytes.give(found.client, found.size_bytes)
-            self._places.give(found.client, 1)
+        upload = self._whole.pop(name, None)
+        if upload is not None:
+            self._bytes.give(upload.client, upload.size_bytes)
+            self._places.give(upload.client, 1)
             _remove([self.directory / name])
 
     def _answer(self, chunk: _Chunk) -> None:
@@ -330,8 +330,8 @@ class Uploads:
             raise refusal
 
     def _refusal(self, client: str, size_bytes: int) -> PipeSwitchError | None:
-        wanted = ((self._open_places, 1), (self._places, 1), (self._bytes, size_bytes))
-        for shares, amount in wanted:
+        quotas = ((self._open_places, 1), (self._places, 1), (self._bytes, size_bytes))
+        for shares, amount in quotas:
             if refusal := shares.refusal(client, amount):
                 return refusal
         disk = shutil.disk_usage(self.directory)

@@ -74,15 +74,15 @@ def find_version(
     name: str, version: int, known: Mapping[tuple[str, int], ModelAvailable]
 ) -> ModelAvailable:
     """Return the announced version of a model; ModelNotFound names those it has."""
-    found = known.get((name, version))
-    if found is None:
+    announced = known.get((name, version))
+    if announced is None:
         present = ", ".join(str(number) for base, number in sorted(known) if base == name)
         raise ModelNotFound(
             f'"{name}" has no version {version}: it has {present}',
             hint="pipeswitch models --versions",
             version=version,
         )
-    return found
+    return announced
 
 
 def model_not_found(name: str, known: Iterable[str]) -> ModelNotFound:
@@ -118,10 +118,10 @@ def check_infer(
     Raises:
         InvalidInput: with the model's signature in the text.
     """
-    stage = announced.stage
+    processor = announced.processor
     manifest = announced.manifest
-    if stage is not None and stage.function:
-        manifest = stage.raw(manifest)
+    if processor is not None and processor.function:
+        manifest = processor.raw(manifest)
     ordered = _by_call_order(header.model, header.inputs, manifest)
     values: dict[str, int] = {}
     checked = []
@@ -185,8 +185,8 @@ def _by_call_order(
 ) -> list[WireTensor]:
     names = [spec.name for spec in manifest.inputs]
     if len(tensors) != len(names):
-        wanted = ", ".join(f'"{name}"' for name in names)
-        raise InvalidInput(f"{model} takes {len(names)} inputs ({wanted}), got {len(tensors)}")
+        expected = ", ".join(f'"{name}"' for name in names)
+        raise InvalidInput(f"{model} takes {len(names)} inputs ({expected}), got {len(tensors)}")
     if not any(tensor.name for tensor in tensors):
         return list(tensors)
     by_name = {_full_name(tensor.name, names, manifest.takes): tensor for tensor in tensors}
@@ -340,11 +340,11 @@ class Body:
 
 def trace_id_of(body: Body) -> str:
     """Return the trace id of W3C's ``traceparent``; often empty. Raises InvalidInput."""
-    given = body.text("traceparent", "")
-    if given and not TRACEPARENT.fullmatch(given):
+    traceparent = body.text("traceparent", "")
+    if traceparent and not TRACEPARENT.fullmatch(traceparent):
         hint = "00-TRACE-SPAN-01, with 32 and 16 hexadecimal digits"
-        raise InvalidInput(f"traceparent {given[:80]!r} is not in W3C's format", hint=hint)
-    return given[3:35]
+        raise InvalidInput(f"traceparent {traceparent[:80]!r} is not in W3C's format", hint=hint)
+    return traceparent[3:35]
 
 
 def tenant_of(body: Body, own: str) -> str:

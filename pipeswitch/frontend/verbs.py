@@ -81,9 +81,9 @@ def ask(
     parse = VERBS[header.op].parse
     if parse is None:
         raise InvalidInput(f"{header.op} is not a request to the scheduler")
-    asked = parse(question)
+    request = parse(question)
     question.body.done()
-    return asked
+    return request
 
 
 def _register(q: Question) -> Event:

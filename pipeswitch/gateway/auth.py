@@ -70,13 +70,13 @@ class Authenticator:
                     "this address needs a token", hint="Authorization: Bearer TOKEN"
                 )
             return Principal(tenant=ANYONE, roles=self._roles)
-        found = None
+        match = None
         if authorization[: len(SCHEME)].lower() == SCHEME:
-            given = _digest(authorization[len(SCHEME) :].strip())
+            digest_given = _digest(authorization[len(SCHEME) :].strip())
             for digest, principal in self._tokens.items():  # all of them: the time tells nothing
-                if hmac.compare_digest(digest, given):
-                    found = principal
-        if found is None:
+                if hmac.compare_digest(digest, digest_given):
+                    match = principal
+        if match is None:
             raise Unauthenticated(
                 "unknown token",
                 hint="the file of [gateway] tokens has the valid ones"
@@ -84,7 +84,7 @@ class Authenticator:
                 else "this address needs no token: give EMPTY as the key; the file of [gateway] "
                 "tokens has the valid ones",
             )
-        return Principal(tenant=found.tenant, roles=found.roles | self._roles)
+        return Principal(tenant=match.tenant, roles=match.roles | self._roles)
 
     def check_host(self, host: str) -> None:
         """Refuse a foreign ``Host``: a page of another site can send requests, but not forge it.
@@ -110,20 +110,20 @@ def require_role(principal: Principal, role: Role, what: str) -> None:
     """Raise PermissionDenied if the caller lacks the role that ``what`` needs."""
     if role in principal.roles:
         return
-    wanted = ",".join(in_order({*principal.roles, role}))
+    roles = ",".join(in_order({*principal.roles, role}))
     who = (
         "a caller without a token" if principal.tenant == ANYONE else f'token "{principal.tenant}"'
     )
     raise PermissionDenied(
         f'{what} needs the role "{role}", and {who} has '
         f"{', '.join(in_order(principal.roles)) or 'none'}",
-        hint=f"a line of the file of [gateway] tokens: NAME TOKEN {wanted}",
+        hint=f"a line of the file of [gateway] tokens: NAME TOKEN {roles}",
         role=role.value,
         client=principal.tenant,
     )
 
 
-def told(row: Mapping[str, Any], principal: Principal) -> dict[str, Any]:
+def redact(row: Mapping[str, Any], principal: Principal) -> dict[str, Any]:
     """Return a model's row, without the fields that only operators see."""
     if principal.may_operate:
         return dict(row)

@@ -31,6 +31,7 @@ from ..base.roles import Principal, address_roles, in_order
 from ..frontend.transport.connection_limits import ROUND_S, ConnectionLimits, LimitedConnection
 from ..ipc.messages.gateway import KeyedSettings
 from ..wire import sockets
+from ..wire.curve_keys import AllowList, KeyFolder
 from ..wire.frames import (
     INLINE,
     MAGIC,
@@ -40,7 +41,6 @@ from ..wire.frames import (
     encode_header,
     pack_table,
 )
-from ..wire.keys import AllowList, KeyFolder
 from ..wire.stream import Stream
 from .serving.upstream import Upstream
 
@@ -89,7 +89,7 @@ class Caller(LimitedConnection):
 
         The descriptor is duplicated first, then compared: it cannot become another one between.
         """
-        with contextlib.suppress(OSError), held(self.fd) as sock:
+        with contextlib.suppress(OSError), socket_of(self.fd) as sock:
             if inode_of(sock.fileno()) == self.inode:
                 sock.shutdown(socket.SHUT_RDWR)
 
@@ -138,7 +138,7 @@ class CurveListener:
         self._numbers: list[Any] = [sock.get(zmq.FD) for sock in (self._router, self._monitor)]
         for number in self._numbers:
             self._loop.add_reader(number, self._turn)
-        looks = ((self._look_at_keys, KEYS_LOOK_S), (self._look, ROUND_S))
+        looks = ((self._look_at_keys, KEYS_LOOK_S), (self._poll, ROUND_S))
         self._tasks = [self._loop.create_task(_again(look, s)) for look, s in looks]
         self._loop.call_soon(self._turn)
 
@@ -239,7 +239,7 @@ class CurveListener:
             return None
         caller.stream = Stream(sock, MAX_ANSWER_BYTES)
         self._callers[caller.routing_id] = caller
-        self.connections.greeted(caller, caller.principal.tenant)
+        self.connections.on_hello(caller, caller.principal.tenant)
         self._loop.add_reader(sock, self._answers, caller, caller.stream)
         if caller.principal.tenant != self._owners:  # else the stream stays the owner's
             header = RequestHeader(
@@ -328,7 +328,7 @@ class CurveListener:
         self.connections.remove(caller)
         del self._by_fd[caller.fd]
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         """Check the limits of connections, and drop those that have ended."""
         self.connections.tick(time.monotonic())
         for caller in list(self._by_fd.values()):
@@ -374,7 +374,7 @@ def inode_of(fd: int, port: int = 0) -> int:
         inode = os.fstat(fd).st_ino
         if not port:
             return inode
-        with held(fd) as sock:
+        with socket_of(fd) as sock:
             is_ours = os.fstat(sock.fileno()).st_ino == inode and sock.getsockname()[1] == port
             return inode if is_ours else 0
     except (OSError, IndexError):
@@ -382,7 +382,7 @@ def inode_of(fd: int, port: int = 0) -> int:
 
 
 @contextlib.contextmanager
-def held(fd: int) -> Iterator[socket.socket]:
+def socket_of(fd: int) -> Iterator[socket.socket]:
     """Hold the socket of that number, whatever becomes of the number. OSError: it is none."""
     duplicate = os.dup(fd)
     try:
@@ -397,7 +397,7 @@ def held(fd: int) -> Iterator[socket.socket]:
 def received_bytes(fd: int) -> int:
     """Return the bytes that the kernel has received on a TCP connection; 0 if unknown."""
     try:
-        with held(fd) as sock:
+        with socket_of(fd) as sock:
             facts = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     except OSError:
         return 0

@@ -24,9 +24,9 @@ class MethodNotAllowed(errors.PipeSwitchError):
     """The path is there, for other methods: ``allow``, as the header of that name has them."""
 
     def __init__(self, method: str, path: str, allow: str) -> None:
-        wanted = allow.replace(", ", " or ")
+        methods = allow.replace(", ", " or ")
         super().__init__(
-            f"{path[:200]} does not support {method}", hint=f"use {wanted}", allow=allow
+            f"{path[:200]} does not support {method}", hint=f"use {methods}", allow=allow
         )
 
 

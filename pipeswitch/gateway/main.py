@@ -30,7 +30,7 @@ from ..base.roles import address_roles
 from ..base.units import PrintableFormatter
 from ..ipc.channel import Channel, channel_from, wake_when_orphaned
 from ..ipc.messages.gateway import GatewaySettings
-from ..wire.keys import GATEWAY_KEY
+from ..wire.curve_keys import GATEWAY_KEY
 from ..wire.tokens import owner_token, read_tokens
 from ..wire.tracing import open_tracer
 from .admin.api import Api
@@ -38,9 +38,9 @@ from .admin.ui import Page
 from .auth import Authenticator
 from .curve_listener import CurveListener
 from .http.event_stream import EventLog
-from .http.server import HttpServer, Limits
+from .http.http_server import HttpServer, Limits
 from .offload import Shared, started_pool
-from .rest import Rest, refuse
+from .rest import RestApi, refuse
 from .serving.service import Service
 from .serving.shared_memory import SharedMemoryRegions
 from .serving.upstream import Upstream
@@ -122,7 +122,7 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
     )
     api = Api(upstream, EventLog(), version=service.version, allow_code=settings.allow_code)
     shared = Shared(limits.waiting_bytes, limits.answer_bytes)
-    http = HttpServer(Rest(service, callers, api, Page(), shared.aside), limits, shared, refuse)
+    http = HttpServer(RestApi(service, callers, api, Page(), shared.aside), limits, shared, refuse)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(upstream.close)
         if door is not None:
@@ -178,14 +178,14 @@ def _callers(settings: GatewaySettings) -> Authenticator:
 
 async def _follow(tokens: str, callers: Authenticator, http: HttpServer) -> None:
     """Tokens that are given or taken count soon. A file that is no good changes nothing."""
-    seen: tuple[int, ...] = ()
+    last_stamp: tuple[int, ...] = ()
     while True:
-        found: tuple[int, ...] = ()
+        stamp: tuple[int, ...] = ()
         with contextlib.suppress(OSError):
             facts = Path(tokens).stat()
-            found = facts.st_mtime_ns, facts.st_ino, facts.st_size
-        if found != seen:
-            seen = found
+            stamp = facts.st_mtime_ns, facts.st_ino, facts.st_size
+        if stamp != last_stamp:
+            last_stamp = stamp
             try:
                 callers.learn(read_tokens(Path(tokens)))
                 http.admit_anew()
@@ -208,10 +208,10 @@ def _refuse_huge_pages() -> None:
         ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
 
 
-def _raise_open_files_limit(wanted: int) -> None:
+def _raise_open_files_limit(minimum: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        limit = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    if soft != resource.RLIM_INFINITY and soft < minimum:
+        limit = minimum if hard == resource.RLIM_INFINITY else min(hard, minimum)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 

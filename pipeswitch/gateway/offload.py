@@ -65,7 +65,7 @@ def started_pool(count: int, name: str) -> ThreadPoolExecutor:
     return pool
 
 
-class Turns(Generic[T]):
+class TurnQueue(Generic[T]):
     """Queue for one resource in which callers take turns. Pure.
 
     Urgent items go first; after ``MAX_PASSES`` of them one other item goes too.
@@ -95,9 +95,9 @@ class Turns(Generic[T]):
 
     def clear(self) -> list[T]:
         """Remove and return all waiting items."""
-        found = [one for lines in self._lines for line in lines.values() for one in line]
+        items = [one for lines in self._lines for line in lines.values() for one in line]
         self._lines = {}, {}
-        return found
+        return items
 
 
 class Passes:
@@ -105,13 +105,13 @@ class Passes:
     begin, so its other requests do not delay other addresses."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, Turns[asyncio.Future[None]]] = {}  # by address
+        self._lines: dict[str, TurnQueue[asyncio.Future[None]]] = {}  # by address
 
     async def turn(self, address: str, caller: str = "") -> None:
         """Wait until a request may begin; the callers of an address take turns."""
         loop = asyncio.get_running_loop()
         if (line := self._lines.get(address)) is None:
-            line = self._lines[address] = Turns()
+            line = self._lines[address] = TurnQueue()
             loop.call_soon(self._begin_some, address)
         line.put(caller, request := loop.create_future())
         await request

@@ -18,7 +18,7 @@ from .admin.api import PREFIX, Api
 from .admin.ui import Page
 from .auth import Authenticator
 from .decoding import decode_json
-from .http.server import Head, Response, Work, answered, json_answer, refusal
+from .http.http_server import Head, Response, Work, answered, json_answer, refusal
 from .http_errors import MethodNotAllowed, NotFound, TooLarge, WrongHost, body_of, status_of
 from .offload import OffloadThread
 from .openai.completions import PREFIX as TEXT_PREFIX
@@ -40,7 +40,7 @@ TOLD: Final = f"Retry-After, Server-Timing, {JSON_LENGTH}"
 HINT: Final = "GET /v2 and /api/openapi.json list the paths; /ui is the web page"
 
 
-class Rest:
+class RestApi:
     """Paths to verbs. Called with a request's head; see ``http.Admit``."""
 
     def __init__(
@@ -74,14 +74,14 @@ class Rest:
 
     def __call__(self, head: Head) -> Work | Response:
         """Return the work that a request asks for, or the refusal."""
-        asked, origin = self._admitted(head), head.headers.get("origin", "")
+        admitted, origin = self._admitted(head), head.headers.get("origin", "")
         if origin not in self._callers.origins:
-            return asked
-        if isinstance(asked, Response):
-            return _shown_to(origin, asked)
+            return admitted
+        if isinstance(admitted, Response):
+            return _shown_to(origin, admitted)
 
         async def work(body: Any) -> Response:
-            return _shown_to(origin, await answered(asked, body, head.path, refuse))
+            return _shown_to(origin, await answered(admitted, body, head.path, refuse))
 
         return work
 
@@ -122,8 +122,8 @@ class Rest:
             method, verb = self._fixed[path]
             _check_method(head, method)
             return partial(verb, caller, head)
-        if found := OF_MODEL.fullmatch(path):
-            name, version, tail = (unquote(part or "") for part in found.groups())
+        if match := OF_MODEL.fullmatch(path):
+            name, version, tail = (unquote(part or "") for part in match.groups())
             if tail not in self._of_model:
                 near = nearest(tail, filter(None, self._of_model))
                 raise NotFound(f"a model has no path {tail[:80]!r}{near}", hint=HINT)
@@ -180,8 +180,8 @@ class Rest:
             _check_method(head, "GET")
 
         async def work(body: Any) -> Response:
-            wanted = _object(body) if head.method == "POST" else {}
-            return json_answer(await self._service.settings(caller, wanted, model))
+            settings = _object(body) if head.method == "POST" else {}
+            return json_answer(await self._service.settings(caller, settings, model))
 
         return work
 
@@ -232,20 +232,20 @@ class Rest:
     ) -> Response:
         json_bytes = _json_length(head)
         if json_bytes == 0:
-            asked = oip.raw_request(body, await self._service.row(caller, model))
+            infer_request = oip.raw_request(body, await self._service.row(caller, model))
         elif (len(body) if json_bytes is None else json_bytes) <= oip.LONG_BYTES:
-            asked = oip.decode_request(body, json_bytes)
+            infer_request = oip.decode_request(body, json_bytes)
         else:
-            asked = await self._aside.run(head.peer, oip.decode_request, body, json_bytes)
-        outputs, bill = await self._service.infer(
-            caller, model, version, asked, head.headers, head.peer
+            infer_request = await self._aside.run(head.peer, oip.decode_request, body, json_bytes)
+        outputs, timing = await self._service.infer(
+            caller, model, version, infer_request, head.headers, head.peer
         )
-        answer = (model, asked, outputs, bill)
-        if oip.is_long(asked, outputs):
+        answer = (model, infer_request, outputs, timing)
+        if oip.is_long(infer_request, outputs):
             parts, json_bytes = await self._aside.run(head.peer, oip.encode_answer, *answer)
         else:
             parts, json_bytes = oip.encode_answer(*answer)
-        headers = [("Server-Timing", _server_timing(bill))]
+        headers = [("Server-Timing", _server_timing(timing))]
         if json_bytes is None:
             return Response(parts=parts, headers=headers)
         headers.append((JSON_LENGTH, str(json_bytes)))
@@ -259,8 +259,7 @@ def refuse(path: str, error: PipeSwitchError) -> Response:
 
 
 def _preflight(wished: str) -> Response:
-    """Return what a page of an allowed origin may do: it may send any headers, since clients of
-    OpenAI's kind each have their own."""
+    """Return the CORS headers for a page of an allowed origin."""
     headers = f"{HEADERS}, {wished}" if NAMES.fullmatch(wished) else HEADERS
     return Response(
         headers=(
@@ -325,7 +324,7 @@ def _json_length(head: Head) -> int | None:
     return int(text)
 
 
-def _server_timing(bill: Mapping[str, Any]) -> str:
+def _server_timing(timing: Mapping[str, Any]) -> str:
     return ", ".join(
-        [f"{name};dur={bill[f'{name}_ms']:.3f}" for name in PHASES if f"{name}_ms" in bill]
+        [f"{name};dur={timing[f'{name}_ms']:.3f}" for name in PHASES if f"{name}_ms" in timing]
     )

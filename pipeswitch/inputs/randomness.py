@@ -102,11 +102,11 @@ def _module(device: str) -> Any:
 @contextlib.contextmanager
 def own_random() -> Iterator[None]:
     """Restore the script's global generators after the body has drawn from them."""
-    kept = RandomState("cpu")
+    random_state = RandomState("cpu")
     try:
         yield
     finally:
-        kept.restore("cpu")
+        random_state.restore("cpu")
 
 
 def seed_all(*parts: object) -> None:
@@ -125,19 +125,19 @@ def generators_of(loader: Any) -> dict[str, Any]:
     Returns:
         By the path to it, each generator once.
     """
-    found: dict[str, Any] = {}
-    seen: set[int] = set()
+    generators: dict[str, Any] = {}
+    visited: set[int] = set()
     todo: list[tuple[str, Any, int]] = [("loader", loader, 0)]
-    while todo and len(seen) < MAX_LOOKED_AT:
+    while todo and len(visited) < MAX_LOOKED_AT:
         path, owner, depth = todo.pop(0)
-        if id(owner) in seen:
+        if id(owner) in visited:
             continue
-        seen.add(id(owner))
+        visited.add(id(owner))
         if isinstance(owner, GENERATORS):
-            found[path] = owner
+            generators[path] = owner
         elif depth < MAX_DEPTH:
             todo += [(f"{path}.{name}", item, depth + 1) for name, item in _parts_of(owner)]
-    return found
+    return generators
 
 
 def _parts_of(owner: Any) -> list[tuple[str, Any]]:

@@ -25,7 +25,7 @@ import torch
 
 from ..base import state_codec
 from ..base.errors import InvalidInput
-from .table import SHARERS_BYTE, Entry, Found, Label, Load, Table, Wait, differs
+from .table import SHARERS_BYTE, BatchTable, Entry, HeldBatch, Label, Load, Wait, differs
 
 PAGE_BYTES: Final = mmap.PAGESIZE
 HALF_BYTES: Final = 256 << 10  # of the table: MAX_ENTRIES of a label with a long name
@@ -35,7 +35,7 @@ MAX_SUBSCRIBERS: Final = 64
 TABLE_LOCK, ALIVE, LOADING = 0, 1, 1 + MAX_SUBSCRIBERS  # bytes that are locked
 _FLOCK: Final = struct.Struct("hhqqi4x")  # struct flock of fcntl(2)
 
-_decoder = msgspec.msgpack.Decoder(Table)
+_decoder = msgspec.msgpack.Decoder(BatchTable)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -110,7 +110,7 @@ class Ring:
                 if isinstance(answer, Load):
                     self._lock(LOADING + self._me, fcntl.F_WRLCK)
             match answer:
-                case Found(entry=entry):
+                case HeldBatch(entry=entry):
                     return self._found(entry, load)
                 case Load(id=id):
                     try:
@@ -207,14 +207,14 @@ class Ring:
     # -- the table -----------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _table(self) -> Iterator[Table]:
+    def _table(self) -> Iterator[BatchTable]:
         """Yield the table, this process's alone; it is kept unless the body raises."""
         self._lock(TABLE_LOCK, fcntl.F_WRLCK)
         try:
             newer = self._newer[0]
             start = PAGE_BYTES + newer % 2 * HALF_BYTES
             size = int.from_bytes(self._head[start : start + 8], "little")
-            table = Table(self._capacity_bytes)
+            table = BatchTable(self._capacity_bytes)
             if newer:
                 table = _decoder.decode(self._head[start + 8 : start + 8 + size])
             yield table
@@ -235,7 +235,7 @@ class Ring:
                     return number
         return None
 
-    def _drop_the_dead(self, table: Table) -> None:
+    def _drop_the_dead(self, table: BatchTable) -> None:
         for other in table.subscribers() - {self._me}:
             if self._try(ALIVE + other):
                 table.drop(other)
@@ -289,9 +289,9 @@ def _bytes_of(part: state_codec.Attachment) -> Any:
     return part.read()
 
 
-def _same(found: Any, own: Any) -> bool:
+def _same(other: Any, own: Any) -> bool:
     """Bit by bit."""
-    (data, parts), (own_data, own_parts) = state_codec.encode(found), state_codec.encode(own)
+    (data, parts), (own_data, own_parts) = state_codec.encode(other), state_codec.encode(own)
     if data != own_data:
         return False
     return all(a.read() == b.read() for a, b in zip(parts, own_parts, strict=True))

@@ -61,7 +61,7 @@ class Row(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Found:
+class HeldBatch:
     """Batch that another job has loaded."""
 
     entry: Entry
@@ -81,7 +81,7 @@ class Load:
     id: int  # of the entry that the others wait for
 
 
-class Table(msgspec.Struct):
+class BatchTable(msgspec.Struct):
     """State that all subscribers read and write in turn; ``capacity_bytes`` covers all batches."""
 
     capacity_bytes: int
@@ -100,9 +100,9 @@ class Table(msgspec.Struct):
         self.entries = [entry for entry in self.entries if entry.loading != subscriber]
 
     def take(
-        self, subscriber: int, job: str, label: Label, facts: dict[str, str], held: Sequence[int]
-    ) -> Found | Wait | Load:
-        """Return what the subscriber, which still maps ``held``, must do to get that batch.
+        self, subscriber: int, job: str, label: Label, facts: dict[str, str], own: Sequence[int]
+    ) -> HeldBatch | Wait | Load:
+        """Return what the subscriber, which still maps ``own``, must do to get that batch.
 
         Raises:
             SharedInputRefused: its loader differs from that of a live subscriber.
@@ -119,7 +119,7 @@ class Table(msgspec.Struct):
         self.rows = [
             row for row in self.rows if (row.subscriber, row.loader) != (subscriber, label.loader)
         ]
-        row = Row(subscriber, job, label.loader, facts, label.number, list(held))
+        row = Row(subscriber, job, label.loader, facts, label.number, list(own))
         self.rows.append(row)
         if entry is None:
             self.last_id += 1
@@ -128,7 +128,7 @@ class Table(msgspec.Struct):
         if entry.loading != READY:
             return Wait(entry.loading)
         row.held.append(entry.id)
-        return Found(entry)
+        return HeldBatch(entry)
 
     def has_from(self, label: Label) -> bool:
         """Return True if a batch is there that a subscriber at ``label`` may still want."""

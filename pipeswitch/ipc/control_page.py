@@ -9,7 +9,7 @@ be blamed. Word ``STOP + slot`` holds the operation id of the task that is to be
 two groups, since a request waits: a pass of a streamed model yields. Word 1 says how far a
 model that streams has computed (ADR 43): its copy's operation id and how many groups, in one
 number, so that a late one of another pass is not believed. The worker that has the turn writes it.
-Words ``CLAIM + slot`` and ``LEAST + slot`` say what the slot's job takes of the memory for
+Words ``CLAIM + slot`` and ``NEED + slot`` say what the slot's job takes of the memory for
 activations (``workers/training/activation_budget.py``).
 
 A *doorbell* is an eventfd, one per worker slot, and the last one the memory daemon's: it wakes the
@@ -32,7 +32,7 @@ BEGUN: Final = 16
 MAX_SLOTS: Final = 64
 STOP: Final = BEGUN + MAX_SLOTS
 CLAIM: Final = STOP + MAX_SLOTS
-LEAST: Final = CLAIM + MAX_SLOTS
+NEED: Final = CLAIM + MAX_SLOTS
 
 F_SEAL_FUTURE_WRITE: Final = 0x0010  # Linux 5.1; Python 3.11's fcntl does not name it
 
@@ -108,11 +108,11 @@ class Board:
 
     def write_tiles(self, slot: int, claim: int, least: int) -> None:
         self._words[CLAIM + slot] = claim
-        self._words[LEAST + slot] = least
+        self._words[NEED + slot] = least
 
     def tiles(self) -> tuple[list[int], list[int]]:
         """Return each slot's claim of activation memory, and the minimum that its step needs."""
-        return self._words[CLAIM:LEAST].tolist(), self._words[LEAST : LEAST + MAX_SLOTS].tolist()
+        return self._words[CLAIM:NEED].tolist(), self._words[NEED : NEED + MAX_SLOTS].tolist()
 
     def close(self) -> None:
         self._words.release()

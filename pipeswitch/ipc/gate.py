@@ -83,7 +83,7 @@ class Gate:
         changed: what the main thread waits at, with the gate's lock.
 
     Attributes:
-        asked: false while there is nothing to look at; the hot path tests only this.
+        is_pending: false while there is nothing to look at; the hot path tests only this.
         in_optimizer_step: set by the main thread around ``optimizer.step()``; while set, no
             check parks or raises.
         before_unwind: called once, by the main thread without the lock, before the first
@@ -98,7 +98,7 @@ class Gate:
     """
 
     def __init__(self, on_parked: OnParked, changed: Condition | None = None) -> None:
-        self.asked = True  # away: the first check must take the device
+        self.is_pending = True  # away: the first check must take the device
         self.in_optimizer_step = False
         self.before_unwind: Callable[[], None] | None = None
         self.finishes_step: Callable[[], bool] = lambda: False
@@ -127,7 +127,7 @@ class Gate:
         Raises:
             TaskPreempted: the task's memory is needed; raised again at every later check.
         """
-        if self.asked:
+        if self.is_pending:
             self.answer(where)
 
     def answer(self, where: Where) -> None:
@@ -157,7 +157,7 @@ class Gate:
         Raises:
             TaskPreempted: as ``check``.
         """
-        if self.asked:
+        if self.is_pending:
             self.answer("loader")
 
     def leave(self, where: Where = "loader") -> None:
@@ -315,7 +315,7 @@ class Gate:
         return self.is_evicting and not self.is_unwinding and self.finishes_step()
 
     def _refresh(self) -> None:
-        self.asked = self.is_evicting or self._state is not GateState.RUNNING
+        self.is_pending = self.is_evicting or self._state is not GateState.RUNNING
 
     # ------------------------------------------------------------------ without the lock
 

@@ -86,11 +86,11 @@ def keep_only(descriptor: int, ranges: Iterable[tuple[int, int]], size_bytes: in
 
     A process that maps the file makes pages by touching them, wherever it likes.
     """
-    kept = sorted(ranges)
-    if held_bytes(descriptor) <= sum(_pages_end(end) - start for start, end in kept):
+    ranges_kept = sorted(ranges)
+    if held_bytes(descriptor) <= sum(_pages_end(end) - start for start, end in ranges_kept):
         return
     position = 0
-    for start, end in [*kept, (size_bytes, size_bytes)]:
+    for start, end in [*ranges_kept, (size_bytes, size_bytes)]:
         give_back(descriptor, position, start)
         position = end
 

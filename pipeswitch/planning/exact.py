@@ -96,8 +96,8 @@ class _Table:
             if not faster:
                 return
             # All chains are made from the old row before any of it is replaced.
-            made = [(i, ms, (j, self.chains[j])) for i, ms, j in faster]
-            for i, ms, chain in made:
+            entries = [(i, ms, (j, self.chains[j])) for i, ms, j in faster]
+            for i, ms, chain in entries:
                 self.rest_ms[i], self.chains[i] = ms, chain
             self._offer(floor_ms)
             end = max(i for i, _, _ in faster)  # only a layer before a faster one can gain

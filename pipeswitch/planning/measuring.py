@@ -23,11 +23,11 @@ from .grouping import Plan, spans
 from .profile import (
     VERSION,
     BatchProfile,
-    Check,
     Identity,
     LayerProfile,
     LinkProfile,
     Overheads,
+    PlanCheck,
     Profile,
 )
 
@@ -48,7 +48,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunInstants:
     """Instants of one run's groups on one clock, in ms: copied, begun, computed.
 
     ``copy_ends_ms`` is empty if the model was resident.
@@ -93,7 +93,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Program:
+class MeasuredProgram:
     """Facts about a program that a measurement needs."""
 
     model: str
@@ -124,7 +124,7 @@ class Measurement:
 
     def __init__(
         self,
-        program: Program,
+        program: MeasuredProgram,
         batches: Sequence[int],
         identity: Identity,
         plan: Planner,
@@ -136,7 +136,7 @@ class Measurement:
         self._plan = plan
         self._predict = predict
         self._repeats = MIN_REPEATS
-        self._runs: dict[Trial, list[Run]] = defaultdict(list)
+        self._runs: dict[Trial, list[RunInstants]] = defaultdict(list)
         self._profile: Profile | None = None
         self._planned: Plan = ()
         self._trials = self._first_trials()
@@ -170,7 +170,7 @@ class Measurement:
         total = len(self._trials) + (0 if self._profile is not None else self._repeats + 1)
         return self._done / total
 
-    def take(self, run: Run | None) -> bool:
+    def take(self, run: RunInstants | None) -> bool:
         """Take the result of ``next``; False if its times mean nothing and it is made again."""
         trial = self.next
         assert trial is not None
@@ -205,17 +205,17 @@ class Measurement:
         finished: Profile = replace(self._profile, measured_at=measured_at, checks=checks)
         return finished
 
-    def _cold(self, plan: Plan, batch: int | None = None) -> list[Run]:
+    def _cold(self, plan: Plan, batch: int | None = None) -> list[RunInstants]:
         batch = self._batches[0] if batch is None else batch
         return self._runs.get(Trial(plan, batch, is_cold=True, is_counted=True), [])
 
-    def _resident(self, plan: Plan, batch: int) -> list[Run]:
+    def _resident(self, plan: Plan, batch: int) -> list[RunInstants]:
         return self._runs.get(Trial(plan, batch, is_cold=False, is_counted=True), [])
 
-    def _check(self, plan: Plan) -> Check:
+    def _check(self, plan: Plan) -> PlanCheck:
         assert self._profile is not None
         times = [run.makespan_ms for run in self._cold(plan)]
-        return Check(
+        return PlanCheck(
             plan=plan,
             batch=self._batches[0],
             predicted_ms=_round(self._predict(self._profile, plan, self._batches[0])),

@@ -92,7 +92,7 @@ class Overheads(_Part, frozen=True):
     wake_ms: float  # from a word's rise to a waiting worker that computes
 
 
-class Check(_Part, frozen=True):
+class PlanCheck(_Part, frozen=True):
     """A plan that was tried: what the model of the pipeline says, and what was measured."""
 
     plan: tuple[int, ...]
@@ -115,7 +115,7 @@ class Profile(_Part, frozen=True):
     batches: tuple[BatchProfile, ...]  # the first is the one plans are made for
     link: LinkProfile
     overheads: Overheads
-    checks: tuple[Check, ...] = ()  # layer by layer, buckets, one shot; the planned groups last
+    checks: tuple[PlanCheck, ...] = ()  # layer by layer, buckets, one shot; the planned groups last
     stale: str = ""  # why it is not used; earlier releases wrote it
 
     def batch(self, batch: int) -> BatchProfile | None:
@@ -135,7 +135,7 @@ class Profile(_Part, frozen=True):
 
 
 @dataclass(frozen=True)
-class Found:
+class ProfileFile:
     """A file that bears a program's digest in its name: its profile, or why there is none."""
 
     file_name: str

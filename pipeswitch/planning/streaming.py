@@ -23,7 +23,7 @@ class StagingLayout:
 
     offsets: tuple[int, ...]  # from the window's start
     waits: tuple[int, ...]  # so many groups must have computed before its copy begins; 0: none
-    kept: frozenset[int]  # these stay
+    resident: frozenset[int]  # these stay
     resident_bytes: int  # of the window's second part, where they lie
     size_bytes: int  # of the window
 
@@ -49,12 +49,12 @@ def land(
         return None
     third = max((size for i, size in enumerate(sizes) if i not in needed), default=0)
     spread = _spread(sizes, needed, max(0, spare - third))
-    for kept in (spread, needed):
-        resident_bytes = sum(sizes[index] for index in kept)
+    for fixed in (spread, needed):
+        resident_bytes = sum(sizes[index] for index in fixed)
         for ring_bytes in (window_bytes - resident_bytes, least):
-            ring = _ring(sizes, until, kept, ring_bytes)
+            ring = _ring(sizes, until, fixed, ring_bytes)
             if ring is not None:
-                return _placed(sizes, kept, resident_bytes, ring, window_bytes)
+                return _placed(sizes, fixed, resident_bytes, ring, window_bytes)
     raise AssertionError("the least ring was found, and is not found again")
 
 
@@ -72,15 +72,15 @@ Ring = dict[int, tuple[int, int]]  # of each group that goes through it: its off
 
 
 def _ring(
-    sizes: Sequence[int], until: Sequence[int], kept: frozenset[int], ring_bytes: int
+    sizes: Sequence[int], until: Sequence[int], fixed: frozenset[int], ring_bytes: int
 ) -> Ring | None:
     """One behind the other, from the start again where the end is near; None: one would have to
     wait for the group before it, or for itself."""
     lying: list[tuple[int, int, int]] = []  # start, end, the last group that reads it
-    found: Ring = {}
+    ring: Ring = {}
     cursor = 0
     for index, size in enumerate(sizes):
-        if index in kept:
+        if index in fixed:
             continue
         start = cursor if cursor + size <= ring_bytes else 0
         cursor = start + size
@@ -92,22 +92,22 @@ def _ring(
             return None
         lying = [one for one in lying if one[1] <= start or one[0] >= cursor]
         lying.append((start, cursor, until[index]))
-        found[index] = (start, wait)
-    return found
+        ring[index] = (start, wait)
+    return ring
 
 
 def _least_ring(
     sizes: Sequence[int],
     until: Sequence[int],
-    kept: frozenset[int],
+    fixed: frozenset[int],
     max_bytes: int,
     unit_bytes: int,
 ) -> int:
     """Return the smallest ring found: it begins with the largest two neighbours and grows by a
     fraction of itself, so that no client's claim can make the search long."""
-    streams = [size for index, size in enumerate(sizes) if index not in kept]
+    streams = [size for index, size in enumerate(sizes) if index not in fixed]
     ring_bytes = max(map(sum, pairwise((0, *streams))), default=0)
-    while ring_bytes <= max_bytes and _ring(sizes, until, kept, ring_bytes) is None:
+    while ring_bytes <= max_bytes and _ring(sizes, until, fixed, ring_bytes) is None:
         ring_bytes += max(unit_bytes, ring_bytes // 16 // unit_bytes * unit_bytes)
     return ring_bytes
 
@@ -116,41 +116,41 @@ def _spread(sizes: Sequence[int], needed: frozenset[int], budget_bytes: int) -> 
     """Return the groups that stay: those that must, then an even share of each part of the model
     with the first group first; the rest of the budget goes to the first groups that fit."""
     total = sum(size for index, size in enumerate(sizes) if index not in needed)
-    kept, resident_bytes, seen = set(needed), 0, 0
+    fixed, resident_bytes, passed_bytes = set(needed), 0, 0
     for only_due in (True, False):
         for index, size in enumerate(sizes):
-            if index in kept:
+            if index in fixed:
                 continue
-            is_due = not only_due or resident_bytes * total <= budget_bytes * seen
-            seen += size
+            is_due = not only_due or resident_bytes * total <= budget_bytes * passed_bytes
+            passed_bytes += size
             if is_due and resident_bytes + size <= budget_bytes:
-                kept.add(index)
+                fixed.add(index)
                 resident_bytes += size
-    return frozenset(kept)
+    return frozenset(fixed)
 
 
 def _placed(
-    sizes: Sequence[int], kept: frozenset[int], resident_bytes: int, ring: Ring, window_bytes: int
+    sizes: Sequence[int], fixed: frozenset[int], resident_bytes: int, ring: Ring, window_bytes: int
 ) -> StagingLayout:
     offsets, position = [], window_bytes - resident_bytes
     for index, size in enumerate(sizes):
-        if index in kept:
+        if index in fixed:
             offsets.append(position)
             position += size
         else:
             offsets.append(ring[index][0])
     waits = tuple(ring[index][1] if index in ring else 0 for index in range(len(sizes)))
-    return StagingLayout(tuple(offsets), waits, kept, resident_bytes, window_bytes)
+    return StagingLayout(tuple(offsets), waits, fixed, resident_bytes, window_bytes)
 
 
-def pass_ms(plan: Plan, costs: LayerCosts, landings: StagingLayout) -> float:
+def pass_ms(plan: Plan, costs: LayerCosts, staging: StagingLayout) -> float:
     """From the start of the first copy to the end of the last group, with what stays in place: the
     longer of link and compute, and the bubble between them."""
     link_ms = device_ms = 0.0
     ends_ms = [0.0]  # when so many groups have computed
     for index, (first, end) in enumerate(spans(plan, costs.layer_count)):
-        if index not in landings.kept:
-            link_ms = max(link_ms, ends_ms[landings.waits[index]])
+        if index not in staging.resident:
+            link_ms = max(link_ms, ends_ms[staging.waits[index]])
             link_ms += costs.transfer_ms(first, end)
             device_ms = max(device_ms, link_ms)
         device_ms += costs.sigma_ms + sum(costs.compute_ms[first:end])

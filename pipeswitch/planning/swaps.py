@@ -63,7 +63,7 @@ class LinkQueue:
         return self.call_ms + size_bytes / self.bytes_per_ms
 
 
-Lanes = tuple[LinkQueue, LinkQueue]  # out, in
+Links = tuple[LinkQueue, LinkQueue]  # out, in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +77,15 @@ class Forecast:
     fetches: tuple[tuple[int, int], ...] = ()  # (storage, the event at which it is asked back)
 
 
-class _Run:
+class _ForecastState:
     """The state of ``forecast``."""
 
     def __init__(
-        self, step: Step, leaving: Collection[int], budget_bytes: int, lanes: Lanes
+        self, step: Step, leaving: Collection[int], budget_bytes: int, links: Links
     ) -> None:
         self._step, self._leaving, self._budget = step, leaving, budget_bytes
         self._place: list[Place] = [""] * len(step.sizes_bytes)
-        self._lanes = {"leaving": lanes[0], "coming": lanes[1]}
+        self._links = {"leaving": links[0], "coming": links[1]}
         self._queues: dict[str, deque[tuple[int, float]]] = {  # storage, asked for at
             "leaving": deque(),
             "coming": deque(),
@@ -194,7 +194,7 @@ class _Run:
 
     def _end_ms(self, way: str) -> float:
         storage, asked_ms = self._queues[way][0]
-        copy_ms = self._lanes[way].copy_ms(self._step.sizes_bytes[storage])
+        copy_ms = self._links[way].copy_ms(self._step.sizes_bytes[storage])
         return max(self._free_ms[way], asked_ms) + copy_ms
 
     def _carry(self, until_ms: float) -> None:
@@ -212,10 +212,10 @@ class _Run:
 
 
 def forecast(
-    step: Step, leaving: Collection[int], budget_bytes: int, lanes: Lanes
+    step: Step, leaving: Collection[int], budget_bytes: int, links: Links
 ) -> Forecast | None:
     """Return the predicted course of a step; None if it cannot keep the budget."""
-    run = _Run(step, leaving, budget_bytes, lanes)
+    run = _ForecastState(step, leaving, budget_bytes, links)
     if not run.is_possible():
         return None
     return Forecast(
@@ -233,10 +233,7 @@ def order_of_use(step: Step) -> tuple[int, ...]:
 
 
 def plan(
-    step: Step,
-    budget_bytes: int,
-    lanes: Lanes,
-    is_over: Callable[[], bool] = lambda: False,
+    step: Step, budget_bytes: int, links: Links, is_over: Callable[[], bool] = lambda: False
 ) -> Forecast | None:
     """Return the best of vDNN's, Belady's and a genetic search's plans.
 
@@ -246,40 +243,40 @@ def plan(
     Returns:
         None where no choice keeps the budget by waiting.
     """
-    found = [*hiding(step, budget_bytes, lanes)]
-    if one := forecast(step, farthest(step, budget_bytes), budget_bytes, lanes):
-        found.append(one)
-    if not found:
+    forecasts = [*hiding(step, budget_bytes, links)]
+    if one := forecast(step, farthest(step, budget_bytes), budget_bytes, links):
+        forecasts.append(one)
+    if not forecasts:
         return None
-    return _Search(step, budget_bytes, lanes, found, Random(0)).best(is_over)
+    return _Search(step, budget_bytes, links, forecasts, Random(0)).best(is_over)
 
 
 def min_bytes(step: Step) -> int:
     """Return the least possible budget: all that may leave the device does."""
-    lanes = (LinkQueue(bytes_per_ms=1.0),) * 2
-    unlimited = forecast(step, (), 1 << 62, lanes)
+    links = (LinkQueue(bytes_per_ms=1.0),) * 2
+    unlimited = forecast(step, (), 1 << 62, links)
     assert unlimited is not None
-    low, high, leaving = 0, unlimited.peak_bytes, _ranked(step, lanes)
+    low, high, leaving = 0, unlimited.peak_bytes, _ranked(step, links)
     while low < high:
         middle = (low + high) // 2
-        found = forecast(step, leaving, middle, lanes)
-        low, high = (low, middle) if found else (middle + 1, high)
+        fit = forecast(step, leaving, middle, links)
+        low, high = (low, middle) if fit else (middle + 1, high)
     return high
 
 
-def hiding(step: Step, budget_bytes: int, lanes: Lanes) -> list[Forecast]:
+def hiding(step: Step, budget_bytes: int, links: Links) -> list[Forecast]:
     """vDNN's: those leave first whose way there and back hides best behind compute: how much of
     the time between save and use is left over by their copies. The fewest that keep the budget,
     and more."""
-    ranked = _ranked(step, lanes)
+    ranked = _ranked(step, links)
     low, high = 0, len(ranked)
     while low < high:  # more that leave need less room
         middle = (low + high) // 2
-        found = forecast(step, ranked[:middle], budget_bytes, lanes)
-        low, high = (low, middle) if found else (middle + 1, high)
+        fit = forecast(step, ranked[:middle], budget_bytes, links)
+        low, high = (low, middle) if fit else (middle + 1, high)
     stride = max(1, (len(ranked) - low) // MAX_TRIES)
     tried = [
-        forecast(step, ranked[:n], budget_bytes, lanes) for n in range(low, len(ranked) + 1, stride)
+        forecast(step, ranked[:n], budget_bytes, links) for n in range(low, len(ranked) + 1, stride)
     ]
     return [one for one in tried if one is not None]
 
@@ -304,12 +301,12 @@ class _Search:
     """A genetic one: of each storage a child has one parent's choice; one or a few are changed."""
 
     def __init__(
-        self, step: Step, budget_bytes: int, lanes: Lanes, found: Sequence[Forecast], dice: Random
+        self, step: Step, budget_bytes: int, links: Links, first: Sequence[Forecast], dice: Random
     ) -> None:
-        self._step, self._budget, self._lanes, self._dice = step, budget_bytes, lanes, dice
-        self._may_leave = sorted(_ranked(step, lanes))
-        self._alive = sorted(found, key=_cost)[:POPULATION]
-        self._seen = {one.leaving for one in found}
+        self._step, self._budget, self._links, self._dice = step, budget_bytes, links, dice
+        self._may_leave = sorted(_ranked(step, links))
+        self._alive = sorted(first, key=_cost)[:POPULATION]
+        self._seen = {one.leaving for one in first}
 
     def best(self, is_over: Callable[[], bool]) -> Forecast:
         """Search until the step waits for nothing, time is up, or there were enough children."""
@@ -320,7 +317,7 @@ class _Search:
             if leaving in self._seen:
                 continue
             self._seen.add(leaving)
-            child = forecast(self._step, leaving, self._budget, self._lanes)
+            child = forecast(self._step, leaving, self._budget, self._links)
             if child is not None:
                 self._alive = sorted([*self._alive, child], key=_cost)[:POPULATION]
         return self._alive[0]
@@ -340,7 +337,7 @@ def _cost(one: Forecast) -> tuple[float, int]:
     return one.wait_ms, one.moved_bytes
 
 
-def _ranked(step: Step, lanes: Lanes) -> list[int]:
+def _ranked(step: Step, links: Links) -> list[int]:
     """Return the storages that may leave, the best hidden first."""
     now_ms, saved_ms, slack_ms = 0.0, {}, {}
     for event in step.events:
@@ -348,7 +345,7 @@ def _ranked(step: Step, lanes: Lanes) -> list[int]:
         if event.what == "save":
             saved_ms[event.storage] = now_ms
         elif event.what == "use" and event.storage not in slack_ms:
-            copies_ms = sum(lane.copy_ms(step.sizes_bytes[event.storage]) for lane in lanes)
+            copies_ms = sum(link.copy_ms(step.sizes_bytes[event.storage]) for link in links)
             slack_ms[event.storage] = now_ms - saved_ms[event.storage] - copies_ms
     large = [storage for storage in slack_ms if step.sizes_bytes[storage] >= MIN_BYTES]
     return sorted(large, key=slack_ms.__getitem__, reverse=True)

@@ -17,7 +17,7 @@ Order = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class WindowJob:
     """One request, or one client's turn."""
 
     model: str
@@ -69,7 +69,7 @@ class Memory:
 UNLIMITED: Final = Memory()
 
 
-def run(jobs: Sequence[Job], order: Sequence[int], memory: Memory = UNLIMITED) -> list[Turn]:
+def run(jobs: Sequence[WindowJob], order: Sequence[int], memory: Memory = UNLIMITED) -> list[Turn]:
     """Return when each job of an order loads and computes, in milliseconds from the window's
     beginning.
 
@@ -79,13 +79,13 @@ def run(jobs: Sequence[Job], order: Sequence[int], memory: Memory = UNLIMITED) -
     Raises:
         ValueError: a model is larger than the memory.
     """
-    held = {name: _Held(size, 0.0, 0.0, -1) for name, size in memory.resident}
+    models = {name: _Held(size, 0.0, 0.0, -1) for name, size in memory.resident}
     link_free_ms = compute_free_ms = 0.0
     turns: list[Turn] = []
     for place, index in enumerate(order):
         job = jobs[index]
         begins_ms: float | None = None
-        model = held.get(job.model)
+        model = models.get(job.model)
         if model is None:
             if job.size_bytes > memory.capacity_bytes:
                 raise ValueError(
@@ -96,9 +96,9 @@ def run(jobs: Sequence[Job], order: Sequence[int], memory: Memory = UNLIMITED) -
             if not memory.is_prefetching:
                 begins_ms = max(begins_ms, compute_free_ms)
             upcoming = [jobs[i].model for i in order[place:]] if memory.is_belady else []
-            begins_ms = _make_room(held, job.size_bytes, begins_ms, memory, upcoming)
+            begins_ms = _make_room(models, job.size_bytes, begins_ms, memory, upcoming)
             link_free_ms = begins_ms + job.load_ms
-            model = held[job.model] = _Held(job.size_bytes, link_free_ms, 0.0, place)
+            model = models[job.model] = _Held(job.size_bytes, link_free_ms, 0.0, place)
         starts_ms = max(compute_free_ms, model.loaded_at_ms, job.arrived_at_ms)
         compute_free_ms = starts_ms + job.compute_ms
         model.pinned_until_ms, model.last_used_at = compute_free_ms, place
@@ -107,31 +107,33 @@ def run(jobs: Sequence[Job], order: Sequence[int], memory: Memory = UNLIMITED) -
 
 
 def _make_room(
-    held: dict[str, _Held], size_bytes: int, at_ms: float, memory: Memory, upcoming: Sequence[str]
+    models: dict[str, _Held], size_bytes: int, at_ms: float, memory: Memory, upcoming: Sequence[str]
 ) -> float:
     """Evict until a model fits; when that is, not before ``at_ms``."""
-    used_bytes = sum(model.size_bytes for model in held.values())
+    used_bytes = sum(model.size_bytes for model in models.values())
     while used_bytes + size_bytes > memory.capacity_bytes:
-        idle = [name for name, model in held.items() if model.pinned_until_ms <= at_ms]
+        idle = [name for name, model in models.items() if model.pinned_until_ms <= at_ms]
         if not idle:
-            at_ms = min(model.pinned_until_ms for model in held.values())
+            at_ms = min(model.pinned_until_ms for model in models.values())
             continue
 
         def last_wanted(name: str) -> tuple[float, int]:
             again = upcoming.index(name) if name in upcoming else math.inf
-            return (again if memory.is_belady else 0.0, -held[name].last_used_at)
+            return (again if memory.is_belady else 0.0, -models[name].last_used_at)
 
         victim = max(idle, key=last_wanted)
-        used_bytes -= held.pop(victim).size_bytes
+        used_bytes -= models.pop(victim).size_bytes
     return at_ms
 
 
-def makespan_ms(jobs: Sequence[Job], order: Sequence[int], memory: Memory = UNLIMITED) -> float:
+def makespan_ms(
+    jobs: Sequence[WindowJob], order: Sequence[int], memory: Memory = UNLIMITED
+) -> float:
     """Return the end of an order's last job."""
     return max((turn.ends_at_ms for turn in run(jobs, order, memory)), default=0.0)
 
 
-def alternating(jobs: Sequence[Job]) -> Order:
+def alternating(jobs: Sequence[WindowJob]) -> Order:
     """Order jobs by weight: the largest, the smallest, the second largest, and so on.
 
     A job's weight is its reward over its penalty: the share of the window that it computes, over

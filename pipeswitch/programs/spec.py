@@ -21,7 +21,7 @@ from .interface.dims import extent_text
 from .interface.layout import BUNDLE_FILE as BUNDLE_FILE
 from .interface.layout import Manifest
 from .interface.packing import DERIVED_FILE
-from .interface.processors import Processor, stage
+from .interface.processors import Processor, processor
 from .interface.pytree import Tree
 from .interface.signature import signature_text
 
@@ -85,13 +85,13 @@ def devices_of(spec: bytes) -> tuple[str, ...]:
         return ()
 
 
-def stage_of(spec: bytes) -> Processor | None:
+def processor_of(spec: bytes) -> Processor | None:
     """Return the stage around an encoded spec's model; None if it has none or is not a spec."""
     try:
         decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
     except msgspec.DecodeError:
         return None
-    return stage(decoded.preprocess, decoded.raw, decoded.postprocess, decoded.returns)
+    return processor(decoded.preprocess, decoded.raw, decoded.postprocess, decoded.returns)
 
 
 def needs_more(spec: bytes) -> bool:
@@ -111,11 +111,11 @@ def with_state(manifest: Manifest, state: Mapping[str, tuple[str, int]]) -> Mani
     inputs = {one.name: one for one in manifest.inputs}
     outputs = {one.name: one for one in manifest.outputs}
     for name, (source, axis) in state.items():
-        for kind, known, wanted in (("input", inputs, name), ("output", outputs, source)):
-            if wanted not in known:
+        for kind, known, tensor_name in (("input", inputs, name), ("output", outputs, source)):
+            if tensor_name not in known:
                 raise RegistrationRefused(
                     "state",
-                    f'there is no {kind} "{wanted[:80]}"',
+                    f'there is no {kind} "{tensor_name[:80]}"',
                     hint=f"its {kind}s are {', '.join(known)}",
                 )
         into, out = inputs[name], outputs[source]
@@ -151,9 +151,9 @@ def batched_as(manifest: Manifest, spec: BuildSpec) -> tuple[int, float] | None:
 
 def is_batched_as_requested(manifest: Manifest, spec: bytes) -> bool:
     """Return True if a model's requests are batched as an encoded spec says."""
-    found = manifest.batching
-    asked = batched_as(manifest, msgspec.msgpack.decode(spec, type=BuildSpec))
-    return asked == (found and (found.limit, found.delay_ms))
+    batching = manifest.batching
+    requested = batched_as(manifest, msgspec.msgpack.decode(spec, type=BuildSpec))
+    return requested == (batching and (batching.limit, batching.delay_ms))
 
 
 def is_same_content(one: Manifest, other: Manifest) -> bool:
@@ -217,14 +217,13 @@ def fingerprint() -> str:
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    wanted = ("flags", "model name", "Features")
-    facts = sorted({line for line in lines if line.startswith(wanted)})
+    prefixes = ("flags", "model name", "Features")
+    facts = sorted({line for line in lines if line.startswith(prefixes)})
     return hashlib.sha256("\n".join([version("torch"), *facts]).encode()).hexdigest()[:16]
 
 
 def is_checked(manifest: Manifest) -> bool:
-    """Return True if this server's contracts covered every shape and each weight's last reader
-    is known; a module is its owner's code."""
+    """Return True if contracts covered every shape, or the module is its owner's code."""
     extra = manifest.extra
     is_known = extra.get("checked_by") == checked_by() and "last_readers" in extra
     if manifest.precision is not None and manifest.precision.fingerprint != fingerprint():
@@ -232,7 +231,7 @@ def is_checked(manifest: Manifest) -> bool:
     return manifest.mode == "module" or is_known
 
 
-def kept(spec: bytes, folder: Path) -> bytes:
+def rebuild_spec(spec: bytes, folder: Path) -> bytes:
     """Return a packed ``BuildSpec`` that rebuilds the program in ``folder`` from the bytes
     there.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from . import landlock, seccomp
-from .calls import FILES, OWN, THREADS
+from .system_calls import FILES, OWN, THREADS
 
 WORST: Final = "1000"  # of oom_score_adj: when memory is short the kernel takes these first
 MAX_LOG_BYTES: Final = 64 << 20  # a file that a worker writes to grows no further; its log is one
@@ -58,8 +58,8 @@ def confine_builder(readable: Iterable[Path], writable: Path) -> None:
 
 def libraries() -> list[Path]:
     """Return the files that Python and torch read to import more, or to query the processor."""
-    found = {Path(path) for path in sysconfig.get_paths().values()}
-    found |= {Path(sys.prefix), Path(sys.base_prefix), *map(Path, filter(None, sys.path))}
+    paths = {Path(path) for path in sysconfig.get_paths().values()}
+    paths |= {Path(sys.prefix), Path(sys.base_prefix), *map(Path, filter(None, sys.path))}
     system = (
         "/usr/lib",
         "/usr/lib64",
@@ -81,7 +81,7 @@ def libraries() -> list[Path]:
         "/sys/fs/cgroup",
         "/sys/kernel/mm",
     )
-    return [*sorted(found), *map(Path, system)]
+    return [*sorted(paths), *map(Path, system)]
 
 
 def _be_first_to_go() -> None:

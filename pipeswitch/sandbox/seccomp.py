@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterable
 from typing import Final
 
-from .calls import AARCH64, NUMBERS, REFUSED_WITH, X86_64, Condition, conditions
+from .system_calls import AARCH64, NUMBERS, REFUSED_WITH, X86_64, Condition, conditions
 
 ARCHITECTURES: Final = {"x86_64": (X86_64, 0xC000003E), "aarch64": (AARCH64, 0xC00000B7)}
 SECCOMP: Final = {"x86_64": 317, "aarch64": 277}
@@ -59,10 +59,10 @@ def restrict_calls(allowed: Iterable[str]) -> None:
     )
     buffer = ctypes.create_string_buffer(code, len(code))
 
-    class Program(ctypes.Structure):
+    class FilterProgram(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_void_p))
 
-    filter_ = Program(len(code) // 8, ctypes.addressof(buffer))
+    filter_ = FilterProgram(len(code) // 8, ctypes.addressof(buffer))
     forbid_new_privileges()
     result = system_call(SECCOMP[machine()], SET_MODE_FILTER, FLAG_TSYNC, ctypes.byref(filter_))
     if result:  # a positive one is a thread that has a filter of its own
@@ -86,7 +86,7 @@ def system_call(*arguments: object) -> int:
 def program(allowed: Iterable[str], machine: str, pid: int) -> list[Instruction]:
     """Return the filter's instructions."""
     column, architecture = ARCHITECTURES[machine]
-    wanted = conditions(pid)
+    own_conditions = conditions(pid)
     lines: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE_AT),
         (JUMP_EQUAL, 1, 0, architecture),
@@ -99,7 +99,7 @@ def program(allowed: Iterable[str], machine: str, pid: int) -> list[Instruction]
         number = NUMBERS[name][column]
         if number < 0:
             continue
-        body = _body(wanted.get(name, ()), REFUSED_WITH.get(name))
+        body = _body(own_conditions.get(name, ()), REFUSED_WITH.get(name))
         lines += [(JUMP_EQUAL, 0, len(body), number), *body]
     return [*lines, (RETURN, 0, 0, ERRNO | errno.EPERM)]
 
@@ -112,9 +112,9 @@ def _body(checks: tuple[Condition, ...], refused_with: int | None) -> list[Instr
     for check in checks:
         tries: list[Instruction] = []
         for value in reversed(check.values):
-            found = _compare(check, value)
+            instructions = _compare(check, value)
             beyond_the_refusal = len(tries) + 1
-            tries = [*found, (JUMP, 0, 0, beyond_the_refusal), *tries]
+            tries = [*instructions, (JUMP, 0, 0, beyond_the_refusal), *tries]
         body += [*tries, (RETURN, 0, 0, ERRNO | errno.EPERM)]
     return [*body, (RETURN, 0, 0, ALLOW)]
 
@@ -123,11 +123,11 @@ def _compare(check: Condition, value: int) -> list[Instruction]:
     """Goes on behind itself when the argument is ``value``, else one instruction further."""
     halves = [shift for shift in (0, 32) if check.mask >> shift & 0xFFFFFFFF]
     lines: list[Instruction] = []
-    for left, shift in zip(reversed(range(len(halves))), halves, strict=True):
+    for remaining, shift in zip(reversed(range(len(halves))), halves, strict=True):
         at = ARGUMENTS_AT + 8 * check.argument + shift // 8
         lines += [
             (LOAD, 0, 0, at),
             (AND, 0, 0, check.mask >> shift & 0xFFFFFFFF),
-            (JUMP_EQUAL, 0, 3 * left + 1, value >> shift & 0xFFFFFFFF),
+            (JUMP_EQUAL, 0, 3 * remaining + 1, value >> shift & 0xFFFFFFFF),
         ]
     return lines

@@ -60,7 +60,7 @@ class SchedulerSettings:
     device: str = "cpu"
     arena_bytes: int = 1 << 30
     store_bytes: int = 2 << 30
-    words: int = 16384  # arrival words; each registered model takes one per group
+    fence_count: int = 16384  # fences; each registered model takes one per group
     standby: int = 2  # beside the active one; at least one is kept, or none could step in
     max_queue: int = 512
     max_queue_per_model: int = 256
@@ -75,7 +75,7 @@ class SchedulerSettings:
     max_compute_ms: float = 60000.0  # what computes for longer hangs; 0: it never does
     deadline_grace_ms: float = 5000.0  # a task still running this long after its deadline hangs
     restart_backoff_ms: float = 1000.0
-    stages: int = 1  # processes that make requests' inputs
+    preprocess_processes: int = 1  # processes that make requests' inputs
     max_stage_ms: float = 60000.0  # for which one may take; 0: for ever
     max_deaths: int = 3  # of workers in a row: per request, per model
     max_job_deaths: int = 10  # of a job's workers in a row without a commit in between
@@ -155,7 +155,7 @@ class Core:
     judge: PolicyGuard
     drain_at_ms: float | None = None
     drain_tokens: list[Token] = field(default_factory=list)
-    has_left: bool = False
+    is_stopped: bool = False
     now_ms: float = 0.0
     event: int = 0  # number of the current event; the caller counts events
     counts: Counter[str] = field(default_factory=Counter)

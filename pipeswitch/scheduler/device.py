@@ -27,7 +27,7 @@ from .state.states import (
     WorkerState,
 )
 from .training.jobs import Home, Jobs
-from .training.training import Training
+from .training.training import TrainingJobs
 
 
 class Device:
@@ -50,36 +50,36 @@ class Device:
         jobs.homes.append(Home(state, self.commits))
         self.jobs = jobs  # the machine's
         self.leases = Leases(state, self.arena, self.slices, self.commits, store)
-        self.training = Training(state, self.slices, self.jobs, self.leases, self.commits)
+        self.training = TrainingJobs(state, self.slices, self.jobs, self.leases, self.commits)
         self.turns = Turns(state)
         self.dispatch = Dispatch(state, self.arena, self.residents, self.training, self.turns)
-        self.endings = TaskCompletion(state, self.residents)
+        self.completion = TaskCompletion(state, self.residents)
         self.plans = Plans(state, self.residents)
         self.worker_pool = WorkerPool(state)
         self.health = Health(state)
 
     # -- its processes ------------------------------------------------------------------------
 
-    def speaker(self, source: Address) -> Worker | None:
+    def sender_of(self, source: Address) -> Worker | None:
         """Return the worker that lives at this address, if one does."""
         worker = self.state.workers.get(source.slot)
         is_it = worker is not None and worker.generation == source.generation and worker.is_alive
         return worker if is_it else None
 
     def from_worker(self, event: Received) -> None:
-        worker = self.speaker(event.source)
+        worker = self.sender_of(event.source)
         if worker is None:
             self.core.counts["stale_messages"] += 1
             return
         match event.message:
             case worker_msg.InferenceDone() as message:
-                self.endings.done(worker, message)
+                self.completion.done(worker, message)
                 self.turns.give()
                 self.worker_pool.served_well()
                 if message.is_clean:
                     self._cleaned(worker, message.op_id)
             case worker_msg.InferenceFailed() as message:
-                self.endings.failed(worker, message)
+                self.completion.failed(worker, message)
                 self.turns.give()
             case worker_msg.WorkerClean(op_id=op_id):
                 self._cleaned(worker, op_id)
@@ -119,7 +119,7 @@ class Device:
         if worker.dispatch_id == op_id and worker.state.state is WorkerState.CLEANING:
             worker.state.apply(WorkerEvent.CLEANED, f"epoch {op_id}")
 
-    def hears(self, source: Address) -> bool:
+    def is_current_generation(self, source: Address) -> bool:
         """Return True if this is the daemon that lives now."""
         return source == self.state.daemon.address and self.worker_pool.is_daemon_alive
 
@@ -150,19 +150,19 @@ class Device:
 
     def worker_exited(self, event: Exited) -> None:
         """Handle a reaped worker: only now may another owner get its memory (invariant I4)."""
-        worker = self.speaker(event.source)
+        worker = self.sender_of(event.source)
         if worker is None:
             return
         # A job's process leaves after its JobEnded: that is no death.
         ended_well = event.status == 0 and worker.state.state is WorkerState.RETIRING
-        self.endings.worker_died(worker, event.status, event.begun_op_id)
+        self.completion.worker_died(worker, event.status, event.begun_op_id)
         self.worker_pool.worker_exited(worker, event.status, ended_well=ended_well)
         self.training.worker_died(worker, event.status)
         self.turns.give()
 
     def daemon_exited(self, event: Exited) -> None:
         """Handle the exit of the memory daemon: its device memory and everything in it are lost."""
-        self.endings.daemon_died()
+        self.completion.daemon_died()
         self.arena.device_lost()
         self.residents.device_lost()
         self.commits.daemon_died()
@@ -211,7 +211,7 @@ class Device:
         state = self.state
         for part in (self.arena, self.residents, self.slices):
             part.check()
-        if self.core.has_left:
+        if self.core.is_stopped:
             assert not state.requests, "left without an answer"
             return  # processes are killed next; nothing is decided any more
         self._check_requests()
@@ -233,14 +233,14 @@ class Device:
 
     def _check_requests(self) -> None:
         state = self.state
-        for queue in (state.queue, state.early):
+        for queue in (state.queue, state.awaiting_model):
             queue.check()
         pinned = {n for n, r in state.replicas.items() if r.residency.state is Residency.PINNED}
         assert state.pinned.keys() == pinned, "another model is pinned"
         sending = {n for n, r in state.replicas.items() if r.is_being_sent}
         assert state.sending.keys() == sending, "another model is being sent"
-        state.queue.check_heads(*state.seen)
-        waiting = [*state.queue, *state.early, *state.between.values()]
+        state.queue.check_heads(*state.queue_view)
+        waiting = [*state.queue, *state.awaiting_model, *state.between.values()]
         assert len({one.token for one in waiting}) == len(waiting), "it waits in two places"
         for request in waiting:
             assert state.requests[request.token] is request, "it waits, and is not live"
@@ -252,7 +252,7 @@ class Device:
             assert account.running == runs, f"{account.caller!r} has {account.running} runs"
         dispatched = {token for a in tasks for token in a.tokens}
         assert set(state.requests) == {r.token for r in waiting} | dispatched, "a request is lost"
-        for name in state.early.models():
+        for name in state.awaiting_model.models():
             model = state.replicas[name].model
             assert model.state.state in MODEL_AWAITED, f"{name} is not awaited"
         for activation in tasks:

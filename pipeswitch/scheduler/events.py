@@ -18,8 +18,8 @@ import msgspec
 from ..base.errors import PipeSwitchError
 from ..ipc.messages.base import JobName, Message, ModelName, OpId, SlabTensor, Slot, Turn
 from ..ipc.messages.worker import SamplingParams
-from ..planning.profile import Found, Profile
-from ..programs.interface.chains import Chain, Step
+from ..planning.profile import Profile, ProfileFile
+from ..programs.interface.chains import Chain, ChainStep
 from ..programs.interface.layout import Manifest
 from ..programs.interface.processors import Processor
 from ..wire.request_timing import RequestTiming
@@ -146,7 +146,7 @@ class RegisterModelRequest(ClientRequest, frozen=True):
     devices: tuple[str, ...] = ()  # that may serve it; none named: all
     is_known: bool = False  # of an earlier server, as the journal has it
     restored: Manifest | None = None  # then: requests come, and wait for the build
-    stage: Processor | None = None  # what makes its inputs; None: its clients
+    processor: Processor | None = None  # what makes its inputs; None: its clients
     aliases: tuple[ModelName, ...] = ()  # further names
 
 
@@ -162,7 +162,7 @@ class ChainRequest(ClientRequest, frozen=True):
     """Request to register a chain."""
 
     model: ModelName  # the chain's name
-    steps: tuple[Step, ...] = ()
+    steps: tuple[ChainStep, ...] = ()
     returns: dict[str, str] = {}
     tenant: str = ""  # whose it will be; empty: the server's owner's
     restored: Chain | None = None  # of an earlier server, as the journal has it
@@ -280,7 +280,7 @@ class Received(_Message, frozen=True):
     source: Address
     message: Message
     manifest: Manifest | None = None
-    profiles: tuple[Found, ...] = ()
+    profiles: tuple[ProfileFile, ...] = ()
 
 
 class Exited(_Message, frozen=True):
@@ -405,7 +405,7 @@ class CreateCommits(_Message, frozen=True):
 class LoadCommits(_Message, frozen=True):
     """Read an ended job's commit from disk, then post the request again with it."""
 
-    asked: JobRequest
+    request: JobRequest
 
 
 class DropCommits(_Message, frozen=True):
@@ -438,7 +438,7 @@ class ModelAvailable(_Message, frozen=True):
     version: int = 1
     is_current: bool = True  # requests without a number are its
     registration_id: int = 0  # equal for all versions of one registration, and for no other's
-    stage: Processor | None = None  # what makes its inputs of those that clients send
+    processor: Processor | None = None  # what makes its inputs of those that clients send
     chain: Chain | None = None  # it is none: its steps' models are asked, at their own priority
     aliases: tuple[str, ...] = ()  # further names that requests use
 

@@ -18,7 +18,7 @@ from .device import Device
 from .events import Query
 from .memory.allocators import gib
 from .memory.plans import plan_row, stream_of
-from .processes.preprocess_pool import PreprocessPool, Process
+from .processes.preprocess_pool import PreprocessPool, PreprocessSlot
 from .server_state import ServerState
 from .state.device_state import DeviceState
 from .state.fair_queue import CallerShare
@@ -40,8 +40,12 @@ def _shown(spec: ValueSpec) -> list[Any]:
 
 
 def _functions(model: Model) -> dict[str, str]:
-    stage = model.stage
-    named = {} if stage is None else {"preprocess": stage.function, "postprocess": stage.after}
+    processor = model.processor
+    named = (
+        {}
+        if processor is None
+        else {"preprocess": processor.function, "postprocess": processor.after}
+    )
     return {what: function for what, function in named.items() if function}
 
 
@@ -95,18 +99,18 @@ class Introspection:
         core: Core,
         machine: ServerState,
         versions: Versions,
-        stages: PreprocessPool,
+        preprocess_pool: PreprocessPool,
         failed: Mapping[ModelName, Model],
     ) -> None:
         self._core = core
         self._failed = failed  # models that could not be brought back
-        self._stages = stages
+        self._preprocess_pool = preprocess_pool
         self._machine = machine
         self._versions = versions
         self.born_at_ms = 0.0  # the scheduler's start
 
     @handles(Query)
-    def asked(self, event: Query) -> None:
+    def on_request(self, event: Query) -> None:
         core = self._core
         match event.what:
             case "models":
@@ -151,7 +155,7 @@ class Introspection:
     def _chain(self, name: ModelName) -> dict[str, Any]:
         """Return the row of a chain: a model's row, with the steps."""
         chain, tenant = self._machine.chains[name]
-        lost = [
+        missing = [
             f'step "{step.name}" needs "{step.model}", which is not ready'
             for step in chain.steps
             if (model := self._versions.current(ModelName(step.model))) is None
@@ -164,12 +168,12 @@ class Introspection:
             "current": True,
             "share": 100,
             "versions": [1],
-            "state": "incomplete" if lost else ModelState.READY.value,
+            "state": "incomplete" if missing else ModelState.READY.value,
             "residency": "",
             "priority": "",
             "pinned": False,
             "requests": 0,
-            "reason": "; ".join(lost),
+            "reason": "; ".join(missing),
             "tenant": tenant,
             "digest": "",
             "mode": "chain",
@@ -255,8 +259,8 @@ class Introspection:
         streams = self._machine.stream_of(model)
         if streams is not None:
             row |= {"streams": streams, "notes": [*row["notes"], streams["text"]]}
-        if manifest is not None and model.stage is not None:
-            public = model.stage.public(manifest)
+        if manifest is not None and model.processor is not None:
+            public = model.processor.public(manifest)
             row |= {
                 **_functions(model),
                 "model_inputs": row["inputs"],
@@ -264,7 +268,7 @@ class Introspection:
                 "inputs": {v.name: _shown(v) for v in public.inputs},
                 "outputs": {v.name: _shown(v) for v in public.outputs},
                 "dims": row["dims"] | {dim.name: [dim.low, dim.high] for dim in public.dims},
-                **({"batch": [1, 1]} if model.stage.function else {}),
+                **({"batch": [1, 1]} if model.processor.function else {}),
             }
         if len(self._machine.devices) > 1:
             row["devices"] = list(model.devices)
@@ -320,10 +324,12 @@ class Introspection:
                     why="given up, because it died too often" if state.daemon.is_given_up else "",
                 ).row(self._core.now_ms)
             )
-        rows += [self._ps_stage(process) for process in self._stages.processes if process.pid]
+        rows += [
+            self._ps_stage(process) for process in self._preprocess_pool.processes if process.pid
+        ]
         return rows
 
-    def _ps_stage(self, process: Process) -> dict[str, Any]:
+    def _ps_stage(self, process: PreprocessSlot) -> dict[str, Any]:
         state = process.state.state
         why = process.function if state is WorkerState.ACTIVE else ""
         device = self._machine.devices[0]
@@ -334,12 +340,9 @@ class Introspection:
 
     def _ps_model(self, on: Device, replica: DeviceModel) -> dict[str, Any]:
         device = on.state
-        slot = next(
-            (task.slot for task in device.owner.tasks if task.model == replica.name),
-            None,
-        )
+        slot = next((task.slot for task in device.owner.tasks if task.model == replica.name), None)
         stored = self._machine.store.regions.get(replica.owner)
-        streams = {"streamed_bytes": replica.sent_bytes} if replica.landings is not None else {}
+        streams = {"streamed_bytes": replica.sent_bytes} if replica.staging is not None else {}
         return streams | Shown(
             on,
             replica.name,
@@ -376,13 +379,13 @@ class Introspection:
             return replica.model.reason
         if replica.model.state.state is ModelState.LEAVING:
             return "being unregistered"
-        waiting = device.queue.count(replica.name) + device.early.count(replica.name)
+        waiting = device.queue.count(replica.name) + device.awaiting_model.count(replica.name)
         if waiting:
             return f"{waiting} waiting"
-        raw = self._stages.count(replica.name)
+        raw = self._preprocess_pool.count(replica.name)
         if raw:
             return f"{raw} {TaskState.PREPROCESSING.value}"
-        if replica.landings is not None:
+        if replica.staging is not None:
             return f"larger than the arena: {gib(replica.sent_bytes)} are copied for each pass"
         return "pinned" if replica.model.want_pinned else ""
 
@@ -441,7 +444,7 @@ class Introspection:
                 used_s[caller or OWNER] += used_ms / 1000.0
         return {
             "queued": sum(row["queued"] for row in rows),
-            "preprocessing": len(self._stages),
+            "preprocessing": len(self._preprocess_pool),
             "switches": counts["switches"],
             "dispatches": {kind: counts[f"{kind}_dispatches"] for kind in DISPATCH_KINDS},
             "device_s": {
@@ -482,7 +485,7 @@ class Introspection:
         state, arena = device.state, device.arena
         return {
             "device": state.settings.device,
-            "queued": len(state.queue) + len(state.early),
+            "queued": len(state.queue) + len(state.awaiting_model),
             "inferences": state.served,
             "device_s": self._device_s(state),
             "arena_capacity_bytes": arena.leasable_bytes,

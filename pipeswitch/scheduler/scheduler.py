@@ -36,13 +36,13 @@ from .core import (
 )
 from .introspection import Introspection
 from .migrations import JobMigrations
-from .models.builds import BuildQueue
+from .models.build_queue import BuildQueue
+from .models.model_registry import Registry
 from .models.publishing import Publishing
-from .models.registry import Registry
 from .policies import Policy, make_policy
 from .policies.guard import PolicyGuard
 from .processes.health import Pings
-from .profiling.sessions import Profiling
+from .profiling.profiling_sessions import Profiling
 from .requests.admission import Admission
 from .server_state import ServerState
 from .state.versions import Versions
@@ -90,7 +90,7 @@ class Scheduler:
         self.admission = Admission(
             self.core,
             self.versions,
-            self.machine.placing,
+            self.machine.placement,
             [device.dispatch for device in self.machine.devices],
         )
         self.builds = BuildQueue(self.core, self.machine)
@@ -106,7 +106,7 @@ class Scheduler:
             self.core,
             self.machine,
             self.versions,
-            self.admission.stages,
+            self.admission.preprocess_pool,
             self.registry.names.failed,
         )
         self._takers = handler_table(
@@ -128,9 +128,9 @@ class Scheduler:
         return (
             Component(self.publishing.pump),
             Component(self.registry.pump),
-            Component(admission.stages.advance),
+            Component(admission.preprocess_pool.advance),
             Component(admission.reassign),
-            Component(admission.relieve),
+            Component(admission.rebalance),
             Component(self.moves.reassign),
             Component(self.moves.pump),
             *(part for device in self.machine.devices for part in device.parts()),
@@ -150,18 +150,18 @@ class Scheduler:
 
     def handle(self, event: ev.Event, now_ms: float) -> list[ev.Command]:
         """Handle one event, and return the resulting commands in order."""
-        return [*self.decide(event, now_ms), *self.settle()]
+        return [*self.decide(event, now_ms), *self.run_deferred()]
 
     def decide(self, event: ev.Event, now_ms: float) -> list[ev.Command]:
         """Return the urgent half of ``handle``: answers, and the next work of the device.
 
-        ``settle`` must follow before the next event. The urgent commands can leave before it, which
-        saves a request about 0.05 ms.
+        ``run_deferred`` must follow before the next event. The urgent commands can leave before it,
+        which saves a request about 0.05 ms.
         """
         core = self.core
         core.now_ms = max(core.now_ms, now_ms)
         core.dirty |= core.wakeups.forget_until(core.now_ms) | self._changes(event)
-        if core.has_left:
+        if core.is_stopped:
             self._refuse_late(event)
         else:
             self._take(event)
@@ -180,13 +180,13 @@ class Scheduler:
         """Return the bits of the state that the event may change."""
         if self.core.drain_at_ms is not None:
             return ALL
-        told = event.message if isinstance(event, ev.Received) else event
-        return CHANGES.get(type(told), ALL)
+        message = event.message if isinstance(event, ev.Received) else event
+        return CHANGES.get(type(message), ALL)
 
-    def settle(self) -> list[ev.Command]:
+    def run_deferred(self) -> list[ev.Command]:
         """Return the rest of ``handle``: the timeline, and everything that can wait a moment."""
         for device in self.machine.devices:
-            device.endings.trace_ended()
+            device.completion.trace_ended()
         self._pump()
         out, self.core.out = self.core.out, []
         return out
@@ -228,9 +228,9 @@ class Scheduler:
             case ev.Prepared():
                 self.admission.prepared(event)
             case ev.NextRuns():
-                self.admission.go_on(event)
+                self.admission.on_next_runs(event)
             case ev.Received(ev.Address("worker", index), worker_msg.PublishStep() as message) if (
-                worker := machine.devices[index].speaker(event.source)
+                worker := machine.devices[index].sender_of(event.source)
             ):
                 self.publishing.script_asked(machine.devices[index].state, worker, message)
             case ev.Received(ev.Address("worker", index)):
@@ -238,7 +238,7 @@ class Scheduler:
             case ev.Received(ev.Address("daemon")):
                 self._from_daemon(event)
             case ev.Received(ev.Address("stage")):
-                self.admission.stages.said(event)
+                self.admission.preprocess_pool.on_message(event)
             case ev.Received():
                 self._from_builder(event)
             case ev.PrefetchHint(model=name):
@@ -255,7 +255,7 @@ class Scheduler:
             case ev.Exited(ev.Address("daemon")):
                 self._daemon_exited(event)
             case ev.Exited(ev.Address("stage")):
-                self.admission.stages.exited(event)
+                self.admission.preprocess_pool.exited(event)
             case ev.Exited():
                 self.registry.builder_exited(event)
             case ev.Tick():
@@ -272,7 +272,7 @@ class Scheduler:
 
     def _from_daemon(self, event: ev.Received) -> None:
         device = self.machine.devices[event.source.device]
-        if not device.hears(event.source):
+        if not device.is_current_generation(event.source):
             self.core.counts["stale_messages"] += 1
             return
         match event.message:
@@ -308,7 +308,7 @@ class Scheduler:
     def _daemon_exited(self, event: ev.Exited) -> None:
         index = event.source.device
         device = self.machine.devices[index]
-        if not device.hears(event.source):
+        if not device.is_current_generation(event.source):
             return
         self.publishing.daemon_died(index)
         device.daemon_exited(event)
@@ -342,7 +342,7 @@ class Scheduler:
         if core.drain_at_ms is None:
             return 0
         is_quiet = all(device.is_quiet for device in self.machine.devices)
-        is_quiet = is_quiet and not len(self.admission.stages) and not core.going_on
+        is_quiet = is_quiet and not len(self.admission.preprocess_pool) and not core.going_on
         if is_quiet and self.machine.jobs.is_quiet and self.registry.is_quiet:
             self._leave("drained")
         elif core.now_ms >= core.drain_at_ms:
@@ -352,20 +352,20 @@ class Scheduler:
     def _leave(self, reason: str, status: int = 0) -> None:
         """Answer every client that still waits, then stop the server."""
         core = self.core
-        core.has_left = True
-        lost = self.machine.jobs.lost_steps() if not status else []
-        if lost:
-            status, reason = EX_IOERR, f"{reason}, but {'; '.join(lost)}"
+        core.is_stopped = True
+        losses = self.machine.jobs.lost_steps() if not status else []
+        if losses:
+            status, reason = EX_IOERR, f"{reason}, but {'; '.join(losses)}"
         error = ServerUnavailable(f"the server has stopped: {reason}")
         for device in self.machine.devices:
-            device.endings.refuse_all(error)
-        self.admission.stages.refuse_all(error)
+            device.completion.refuse_all(error)
+        self.admission.preprocess_pool.refuse_all(error)
         self.registry.refuse_all(error)
         self.publishing.refuse_all(error)
         self.profiling.refuse_all(error)
         self.pings.refuse_all(error)
         self.job_requests.refuse_all(error)
-        core.answer_all(core.drain_tokens, reason=reason, lost=lost)
+        core.answer_all(core.drain_tokens, reason=reason, lost=losses)
         core.wakeups = Wakeups()
         core.emit(ev.Shutdown(status=status, reason=reason))
 
@@ -385,14 +385,14 @@ class Scheduler:
         """Call the parts that wait for touched state, until nothing more follows."""
         core = self.core
         while core.dirty or self._seen:
-            seen, self._seen = self._seen, 0
+            changed, self._seen = self._seen, 0
             dirty, core.dirty = core.dirty, 0
             for part in self._parts:
-                if core.has_left:
+                if core.is_stopped:
                     core.dirty = 0
                     return
                 new = dirty | core.dirty
-                if part.wants & (new if part.is_urgent else new | seen):
+                if part.wants & (new if part.is_urgent else new | changed):
                     part.wants = part.ask() | REST
 
     # -- invariants ---------------------------------------------------------------------------
@@ -400,7 +400,7 @@ class Scheduler:
     def check_settled(self) -> None:
         """Assert that nothing was forgotten: each part, called out of turn, has nothing to do."""
         core = self.core
-        for part in self._parts if not core.has_left else ():
+        for part in self._parts if not core.is_stopped else ():
             known = len(core.wakeups)
             part.wants = part.ask() | REST
             assert not core.out, f"{part.ask} was not asked: {core.out}"
@@ -417,9 +417,9 @@ class Scheduler:
         jobs = {worker.job for device in devices for worker in device.state.workers.values()}
         assert store.offloaded.keys() <= jobs, "a process that is gone has something on the host"
         tokens = [token for device in devices for token in device.state.requests]
-        tokens += self.admission.stages.tokens()
+        tokens += self.admission.preprocess_pool.tokens()
         assert len(tokens) == len(set(tokens)), "a request is in two places"
-        self.admission.stages.check()
+        self.admission.preprocess_pool.check()
 
 
 __all__ = ["Scheduler", "SchedulerSettings"]

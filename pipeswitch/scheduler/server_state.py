@@ -11,7 +11,7 @@ from ..programs.interface.chains import Chain
 from .core import Core, SchedulerSettings
 from .device import Device
 from .memory.allocators import HostStoreAllocator
-from .memory.placing import Placing
+from .memory.device_placement import DevicePlacement
 from .memory.plans import stream_of
 from .state.records import DeviceModel, Model, Served
 from .training.jobs import Jobs
@@ -33,19 +33,18 @@ class ServerState:
             Device(core, one, self.store, self.jobs, one.device if len(devices) > 1 else "")
             for one in devices
         ]
-        self.placing = Placing(
+        self.placement = DevicePlacement(
             [one.state for one in self.devices],
             [one.arena for one in self.devices],
             core.settings.placement,
         )
-        self.jobs.place = self.placing.job
+        self.jobs.place = self.placement.job
 
     def stream_of(self, model: Model) -> dict[str, Any] | None:
-        """Return the cost of a pass on the first permitted device whose arena the model exceeds;
-        None if it fits all."""
+        """Return the cost of a pass on the first device whose arena the model exceeds, or None."""
         states = [one.state for one in self.devices if one.state.may_serve(model)]
-        found = (stream_of(state, state.replicas[model.name]) for state in states)
-        return next((one for one in found if one is not None), None)
+        streams = (stream_of(state, state.replicas[model.name]) for state in states)
+        return next((one for one in streams if one is not None), None)
 
     def prefetch(self, name: ModelName) -> None:
         """Send a model ahead of its requests, to one device where it disturbs nothing."""

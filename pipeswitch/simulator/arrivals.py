@@ -50,13 +50,13 @@ def of_functions(text: str, *, speed_up: float = 1.0, seed: int = 0) -> Trace:
     chance = Random(seed)
     counts = [_counts(row[first:], number) for number, row in enumerate(rows, start=2)]
     counts.sort(key=sum, reverse=True)
-    found = [
+    arrivals = [
         Arrival((minute + chance.random()) * MINUTE_MS / speed_up, model)
         for model, row in enumerate(counts)
         for minute, count in enumerate(row)
         for _ in range(count)
     ]
-    return Trace("azure", tuple(sorted(found)), len(counts))
+    return Trace("azure", tuple(sorted(arrivals)), len(counts))
 
 
 def of_services(texts: Sequence[str], *, speed_up: float = 1.0, has_tokens: bool = False) -> Trace:
@@ -73,11 +73,11 @@ def of_services(texts: Sequence[str], *, speed_up: float = 1.0, has_tokens: bool
         ]
     times.sort()
     begin = times[0][0]
-    found = [
+    arrivals = [
         Arrival((at - begin).total_seconds() * 1e3 / speed_up, model, None, "", *count)
         for at, model, count in times
     ]
-    return Trace("azure-llm", tuple(found), len(texts))
+    return Trace("azure-llm", tuple(arrivals), len(texts))
 
 
 def of_rows(text: str, *, name: str = "trace", speed_up: float = 1.0) -> tuple[Trace, list[str]]:
@@ -91,7 +91,7 @@ def of_rows(text: str, *, name: str = "trace", speed_up: float = 1.0) -> tuple[T
     if [word.strip() for word in header[:2]] != ["at_ms", "model"]:
         raise TraceError(f"its first line is {','.join(header)[:80]!r}, expected at_ms,model")
     names: dict[str, int] = {}
-    found: list[Arrival] = []
+    arrivals: list[Arrival] = []
     for number, row in enumerate(rows, start=2):
         try:
             at_ms, model = float(row[0]), row[1].strip()
@@ -104,9 +104,9 @@ def of_rows(text: str, *, name: str = "trace", speed_up: float = 1.0) -> tuple[T
             raise TraceError(f"line {number}: a time of at least 0 and a name are expected")
         place = names.setdefault(model, len(names))
         caller = row[3].strip() if len(row) > 3 else ""
-        found.append(Arrival(at_ms / speed_up, place, deadline_ms, caller))
-    found.sort(key=lambda arrival: arrival.at_ms)
-    return Trace(name, tuple(found), len(names)), list(names)
+        arrivals.append(Arrival(at_ms / speed_up, place, deadline_ms, caller))
+    arrivals.sort(key=lambda arrival: arrival.at_ms)
+    return Trace(name, tuple(arrivals), len(names)), list(names)
 
 
 def poisson(rate_per_s: float, *, count: int, model_count: int, seed: int = 0) -> Trace:
@@ -114,11 +114,11 @@ def poisson(rate_per_s: float, *, count: int, model_count: int, seed: int = 0) -
     chance = Random(seed)
     weights = [1.0 / (1 + model) for model in range(model_count)]
     models = chance.choices(range(model_count), weights, k=count)
-    at_ms, found = 0.0, []
+    at_ms, arrivals = 0.0, []
     for model in models:
         at_ms += chance.expovariate(rate_per_s) * 1e3
-        found.append(Arrival(at_ms, model))
-    return Trace(f"poisson:{rate_per_s:g}", tuple(found), model_count)
+        arrivals.append(Arrival(at_ms, model))
+    return Trace(f"poisson:{rate_per_s:g}", tuple(arrivals), model_count)
 
 
 def tiled(trace: Trace, tiles: int, requests: int, seed: int = 0) -> Trace:
@@ -128,7 +128,7 @@ def tiled(trace: Trace, tiles: int, requests: int, seed: int = 0) -> Trace:
     chance, times = Random(f"tiles {seed}"), [one.at_ms for one in trace.arrivals]
     length_ms = times[-1] + times[-1] / len(times)
     span_ms = length_ms * min(1.0, requests / (tiles * len(times)))
-    found = []
+    arrivals = []
     for tile in range(tiles):
         begin_ms = chance.uniform(0.0, length_ms) if tile else 0.0
         for number in range(first := bisect_left(times, begin_ms), first + len(times)):
@@ -136,8 +136,8 @@ def tiled(trace: Trace, tiles: int, requests: int, seed: int = 0) -> Trace:
             at_ms, one = times[place] + lap * length_ms - begin_ms, trace.arrivals[place]
             if at_ms >= span_ms:
                 break
-            found.append(one._replace(at_ms=at_ms, model=one.model + tile * trace.model_count))
-    return Trace(trace.name, tuple(sorted(found)), tiles * trace.model_count)
+            arrivals.append(one._replace(at_ms=at_ms, model=one.model + tile * trace.model_count))
+    return Trace(trace.name, tuple(sorted(arrivals)), tiles * trace.model_count)
 
 
 def _rows(text: str) -> list[list[str]]:

@@ -13,13 +13,13 @@ class Move(NamedTuple):
     """Next step of one lane of a process. The clock ends it ``cost_ms`` after it could begin,
     unless the lane gets something else to do first: then it never happens."""
 
-    lane: str
+    thread: str
     what: str
     cost_ms: float
     act: Act
 
 
-class Plans(dict[str, tuple[str, int]]):
+class ProcessPlans(dict[str, tuple[str, int]]):
     """Plans of a process on ``device``: lane -> its next step, and the number of its entry."""
 
     device = 0
@@ -30,23 +30,23 @@ class Clock:
 
     def __init__(self) -> None:
         self.now_ms = 0.0
-        self._entries: list[tuple[float, int, Plans | None, str, Act]] = []
+        self._entries: list[tuple[float, int, ProcessPlans | None, str, Act]] = []
         self._count = 0
 
     def at(self, due_ms: float, act: Act) -> None:
         """Schedule an act at that instant."""
         self._push(due_ms, None, "", act)
 
-    def plan(self, plans: Plans, moves: Sequence[Move]) -> None:
+    def plan(self, plans: ProcessPlans, moves: Sequence[Move]) -> None:
         """Replace a process's entries by its moves; an entry for the same step stays."""
         if plans:
-            wanted = {move.lane: move.what for move in moves}
-            for lane, (what, _) in list(plans.items()):
-                if wanted.get(lane) != what:
-                    del plans[lane]
-        for lane, what, cost_ms, act in moves:
-            if lane not in plans:
-                plans[lane] = (what, self._push(self.now_ms + cost_ms, plans, lane, act))
+            next_by_thread = {move.thread: move.what for move in moves}
+            for thread, (what, _) in list(plans.items()):
+                if next_by_thread.get(thread) != what:
+                    del plans[thread]
+        for thread, what, cost_ms, act in moves:
+            if thread not in plans:
+                plans[thread] = (what, self._push(self.now_ms + cost_ms, plans, thread, act))
 
     def next_ms(self) -> float | None:
         """Return when the next entry is due; None when there is none."""
@@ -55,19 +55,19 @@ class Clock:
             heapq.heappop(entries)
         return entries[0][0] if entries else None
 
-    def take(self) -> tuple[Act, Plans | None]:
+    def take(self) -> tuple[Act, ProcessPlans | None]:
         """Advance to the next entry; return its act and plans. Call ``next_ms`` before."""
-        due_ms, _, plans, lane, act = heapq.heappop(self._entries)
+        due_ms, _, plans, thread, act = heapq.heappop(self._entries)
         self.now_ms = max(self.now_ms, due_ms)
         if plans is not None:
-            del plans[lane]
+            del plans[thread]
         return act, plans
 
-    def _push(self, due_ms: float, plans: Plans | None, lane: str, act: Act) -> int:
+    def _push(self, due_ms: float, plans: ProcessPlans | None, thread: str, act: Act) -> int:
         self._count += 1
-        heapq.heappush(self._entries, (due_ms, self._count, plans, lane, act))
+        heapq.heappush(self._entries, (due_ms, self._count, plans, thread, act))
         return self._count
 
     @staticmethod
-    def _is_planned(number: int, plans: Plans | None, lane: str) -> bool:
-        return plans is None or plans.get(lane, ("", 0))[1] == number
+    def _is_planned(number: int, plans: ProcessPlans | None, thread: str) -> bool:
+        return plans is None or plans.get(thread, ("", 0))[1] == number

@@ -20,7 +20,7 @@ MIB: Final = 1 << 20
 ROUNDS: Final = 200
 REQUESTS: Final = 200
 FAR_MS: Final = 1e9  # longer than any wait
-WORDS: Final = 64
+FENCE_COUNT: Final = 64
 
 
 def check_policy(make: Callable[..., Policy], *, max_wait_ms: float = 2000.0) -> None:
@@ -106,8 +106,8 @@ def _check_patience(order: Order, old: Waiting, chance: Random) -> None:
 def _check_window(order: Order, view: View, chance: Random) -> None:
     if order.window:
         heads = [_request(chance, view.now_ms)._replace(model=f"m{i}") for i in range(4)]
-        found = list(order.arrange(heads, [1, 2, 3, 4], view))
-        assert sorted(found) == [0, 1, 2, 3], f"arrange gave {found} for four heads"
+        arranged = list(order.arrange(heads, [1, 2, 3, 4], view))
+        assert sorted(arranged) == [0, 1, 2, 3], f"arrange gave {arranged} for four heads"
 
 
 def _check_costs(policy: Policy, view: View, chance: Random) -> None:
@@ -126,7 +126,7 @@ def _check_life(policy: Policy, max_wait_ms: float, chance: Random) -> None:
     settings = SchedulerSettings(
         arena_bytes=12 * MIB,
         store_bytes=64 * MIB,
-        words=WORDS,
+        fence_count=FENCE_COUNT,
         max_queue=2 * REQUESTS,
         max_queue_per_model=2 * REQUESTS,
     )

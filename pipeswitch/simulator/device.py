@@ -8,8 +8,8 @@ from typing import NamedTuple
 from ..ipc.messages.base import ModelName, OpId
 from ..ipc.messages.daemon import GroupCopy, TransmitModel
 from ..ipc.messages.worker import RunInference
-from ..scheduler.state.device_state import WORD_BYTES
-from .programs import Program
+from ..scheduler.state.device_state import FENCE_BYTES
+from .programs import SimulatedProgram
 
 
 class Violation(AssertionError):
@@ -22,19 +22,19 @@ def require(is_so: bool, text: str) -> None:
         raise Violation(text)
 
 
-class Span(NamedTuple):
+class ByteSpan(NamedTuple):
     """A range of bytes."""
 
     start: int
     end: int
 
-    def overlaps(self, other: Span) -> bool:
+    def overlaps(self, other: ByteSpan) -> bool:
         return self.start < other.end and other.start < self.end
 
 
-User = tuple[str, Span]  # who reads or writes now, for a sentence
+User = tuple[str, ByteSpan]  # who reads or writes now, for a sentence
 
-NOWHERE = Span(0, 0)
+NOWHERE = ByteSpan(0, 0)
 BASE = 6  # of the digits in a script's state: up to so many steps show one by one
 
 
@@ -93,8 +93,8 @@ class SimulatedArea:
         self.step, self._newest = step, image._replace(first=self._half)
 
 
-class Device:
-    """Bytes of models and slices, arrival words, and the two words of the control page.
+class SimulatedDevice:
+    """Bytes of models and slices, fences, and the two words of the control page.
 
     Its values are replaced, never changed, so a state of the world can be saved.
     """
@@ -106,32 +106,36 @@ class Device:
 
     def clear(self) -> None:
         """Clear the memory, which is gone with the daemon that owned it."""
-        self.words: dict[int, OpId] = {}
+        self.fences: dict[int, OpId] = {}
         self.computed = (0, 0)  # of a model that streams: its copy's operation id, how many groups
         self.contents: dict[ModelName, Held] = {}  # what lies there, or is on its way
         self.slices: dict[int, Image] = {}  # those that were written, by offset
-        self.intact: dict[ModelName, Span] = {}  # what of a last complete copy is still there
+        self.intact: dict[ModelName, ByteSpan] = {}  # what of a last complete copy is still there
         self.cancelled: frozenset[OpId] = frozenset()  # copies that may end before all has arrived
-        self.dirty: tuple[Span, ...] = ()  # a dead job's bytes, not zeroed yet
+        self.dirty: tuple[ByteSpan, ...] = ()  # a dead job's bytes, not zeroed yet
 
-    def claim(self, span: Span, why: str, users: Iterable[User]) -> None:
+    def claim(self, span: ByteSpan, why: str, users: Iterable[User]) -> None:
         """Give a range to a new owner: nothing alive may use it, and its old content is gone."""
         require_unused(span, why, users)
         for dirty in self.dirty:
             require(not span.overlaps(dirty), f"{why} overlaps a slice that is not zeroed (I4)")
         self.contents = {
-            name: held
-            for name, held in self.contents.items()
-            if not span.overlaps(region_of(held.order))
+            name: content
+            for name, content in self.contents.items()
+            if not span.overlaps(region_of(content.order))
         }
-        self.intact = {name: _without(held, span) for name, held in self.intact.items()}
+        self.intact = {name: _without(content, span) for name, content in self.intact.items()}
 
     def send(
-        self, order: TransmitModel, program: Program, word_count: int, users: Iterable[User]
+        self,
+        order: TransmitModel,
+        program: SimulatedProgram,
+        fence_count: int,
+        users: Iterable[User],
     ) -> None:
         """Begin the copy of a model; groups that are not sent again must lie there."""
         start = order.arena_offset_bytes
-        require(start >= word_count * WORD_BYTES, "a model over the arrival words")
+        require(start >= fence_count * FENCE_BYTES, "a model over the fences")
         intact = self.intact.get(order.model, NOWHERE)
         for group in resident_groups(order):
             end = group.arena_offset_bytes + _true_size(order, group, program)
@@ -145,75 +149,77 @@ class Device:
 
     def arrived(self, order: TransmitModel, group: GroupCopy) -> None:
         """Note the arrival of a group's bytes, then of its word."""
-        held = self.contents.get(order.model)
-        if held is not None and held.order.op_id == order.op_id:
-            self.contents = {**self.contents, order.model: Held(held.order, held.done + 1)}
-        self.words = {**self.words, group.word: order.op_id}
+        content = self.contents.get(order.model)
+        if content is not None and content.order.op_id == order.op_id:
+            self.contents = {**self.contents, order.model: Held(content.order, content.done + 1)}
+        self.fences = {**self.fences, group.fence: order.op_id}
 
     def completed(self, order: TransmitModel) -> None:
         """Note that all groups have arrived."""
-        held = self.contents.get(order.model)
-        if held is not None and held.order.op_id == order.op_id:
+        content = self.contents.get(order.model)
+        if content is not None and content.order.op_id == order.op_id:
             self.intact = {**self.intact, order.model: region_of(order)}
 
     def has_arrived(self, order: RunInference, group: int) -> bool:
-        return self.words.get(order.first_word + group) == order.residency_id
+        return self.fences.get(order.first_fence + group) == order.residency_id
 
     def check_order(self, order: RunInference, group_count: int) -> None:
         """Require that a worker's model is on the device, or on its way, as the order says."""
-        held = self.contents.get(order.model)
-        require(held is not None, f"{order.model} does not lie in the arena")
-        assert held is not None
-        sent = held.order
+        content = self.contents.get(order.model)
+        require(content is not None, f"{order.model} does not lie in the arena")
+        assert content is not None
+        sent = content.order
         require(sent.op_id == order.residency_id, f"stale epoch for {order.model}")
         is_whole = order.model in self.intact or sent.op_id not in self.cancelled
         require(is_whole, f"the copy of {order.model} was cancelled")
         require(sent.arena_offset_bytes == order.arena_offset_bytes, "another region")
-        require(sent.groups[0].word == order.first_word, "other arrival words")
+        require(sent.groups[0].fence == order.first_fence, "other fences")
         require(len(sent.groups) == group_count, "it was sent in other groups")
 
     def check_read(self, order: RunInference, group: int) -> None:
         """Require that a group is there when a worker computes with it."""
-        held = self.contents.get(order.model)
-        is_there = held is not None and held.order.op_id == order.residency_id
+        content = self.contents.get(order.model)
+        is_there = content is not None and content.order.op_id == order.residency_id
         require(is_there, f"{order.model} is read after its eviction (I4)")
-        assert held is not None
-        require(held.done > group, f"group {group} of {order.model} is read and not there (I4)")
+        assert content is not None
+        require(content.done > group, f"group {group} of {order.model} is read and not there (I4)")
 
     def has_room(self, order: TransmitModel, group: int) -> bool:
         """Return True if a streaming model's group may land: the group there has computed."""
         count = order.waits[group] if order.waits else 0
         return not count or (self.computed[0] == order.op_id and self.computed[1] >= count)
 
-    def slice_at(self, span: Span) -> Image:
+    def slice_at(self, span: ByteSpan) -> Image:
         return self.slices.get(span.start, ZEROS)
 
-    def write_slice(self, span: Span, image: Image) -> None:
+    def write_slice(self, span: ByteSpan, image: Image) -> None:
         self.slices = {**self.slices, span.start: image}
 
-    def zero(self, span: Span) -> None:
+    def zero(self, span: ByteSpan) -> None:
         """Zero a slice's bytes."""
         self.slices = {at: image for at, image in self.slices.items() if at != span.start}
         self.dirty = tuple([dirty for dirty in self.dirty if dirty != span])
 
 
-def require_unused(span: Span, why: str, users: Iterable[User]) -> None:
+def require_unused(span: ByteSpan, why: str, users: Iterable[User]) -> None:
     """Require that no user's range overlaps this one."""
     for owner, other in users:
         require(not span.overlaps(other), f"{why} overlaps {owner} (I4)")
 
 
-def _without(held: Span, taken: Span) -> Span:
-    """Return the rest of ``held`` before ``taken``, or else after it: a prefix, or kept groups."""
-    if not held.overlaps(taken):
-        return held
-    return Span(held.start, taken.start) if held.start < taken.start else Span(taken.end, held.end)
+def _without(span: ByteSpan, cut: ByteSpan) -> ByteSpan:
+    """Return the rest of ``span`` before ``cut``, or else after it: a prefix, or kept groups."""
+    if not span.overlaps(cut):
+        return span
+    return (
+        ByteSpan(span.start, cut.start) if span.start < cut.start else ByteSpan(cut.end, span.end)
+    )
 
 
-def region_of(order: TransmitModel) -> Span:
+def region_of(order: TransmitModel) -> ByteSpan:
     """Return the range of a transmission."""
     start = order.arena_offset_bytes
-    return Span(start, start + order.region_bytes)
+    return ByteSpan(start, start + order.region_bytes)
 
 
 def resident_groups(order: TransmitModel) -> list[GroupCopy]:
@@ -221,7 +227,7 @@ def resident_groups(order: TransmitModel) -> list[GroupCopy]:
     return [group for group in order.groups if not group.size_bytes]
 
 
-def _true_size(order: TransmitModel, group: GroupCopy, program: Program) -> int:
+def _true_size(order: TransmitModel, group: GroupCopy, program: SimulatedProgram) -> int:
     """Return the bytes of a group whose order says 0: up to the beginning of the next one."""
     begins = sorted(g.arena_offset_bytes for g in order.groups)
     held_bytes = min(order.region_bytes, program.manifest.total_bytes)  # one that streams: less

@@ -12,10 +12,10 @@ from typing import Any, Literal, Protocol
 from ..ipc.messages.base import JobName, Message, ModelName, OpId
 from ..ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
 from ..scheduler.events import Address, StartBuild
-from .clock import Clock, Move, Plans
+from .clock import Clock, Move, ProcessPlans
 from .costs import Costs, Training
-from .device import Device, SimulatedArea
-from .programs import Program
+from .device import SimulatedArea, SimulatedDevice
+from .programs import SimulatedProgram
 
 Chance = Literal[
     "build_error",
@@ -60,19 +60,19 @@ class Scene:
     choices: Choices
     costs: Costs
     clock: Clock = field(default_factory=Clock)
-    device: Device = field(default_factory=Device)  # theirs
+    device: SimulatedDevice = field(default_factory=SimulatedDevice)  # theirs
     index: int = 0  # of that device
-    programs: dict[ModelName, Program] = field(default_factory=dict)
+    programs: dict[ModelName, SimulatedProgram] = field(default_factory=dict)
     scripts: dict[JobName, Training] = field(default_factory=dict)
     commits: dict[JobName, SimulatedArea] = field(default_factory=dict)  # memfds
     prompts: dict[str, float] = field(default_factory=dict)  # request: what it adds to a row's time
 
 
-class Process:
+class SimulatedProcess:
     """Simulated process with a life. Its messages in both directions wait in channels, in order.
 
     Args:
-        tell: takes a message from it on arrival.
+        deliver: takes a message from it on arrival.
         reap: takes its end.
     """
 
@@ -83,7 +83,7 @@ class Process:
         name: str,
         address: Address,
         scene: Scene,
-        tell: Callable[[Any, Message], None],
+        deliver: Callable[[Any, Message], None],
         reap: Callable[[Any], None],
     ) -> None:
         self.name = name
@@ -95,9 +95,9 @@ class Process:
         self.may_lose = False  # killed: what it had said may arrive after its exit, or never
         self.inbox: dict[str, deque[Message]] = {}
         self.out: dict[str, deque[Message]] = {}
-        self.plans = Plans()  # by the clock
+        self.plans = ProcessPlans()  # by the clock
         self.plans.device = scene.index
-        self._tell, self._reap = tell, reap
+        self._deliver, self._reap = deliver, reap
 
     @property
     def runs(self) -> bool:
@@ -126,25 +126,25 @@ class Process:
     def moves(self) -> list[Move]:
         """Return every move that may happen to it next."""
         costs = self.scene.costs
-        found = [
+        moves = [
             Move(f"from {channel}", "arrives", costs.message_ms, partial(self._arrives, queue))
             for channel, queue in self.out.items()
             if queue
         ]
         if self.status is None:
-            found += self.steps()
+            moves += self.steps()
             if self.is_doomed:
-                found.append(Move("end", "is struck", 0.0, partial(self.end, -9)))
-        elif not self.is_reaped and (self.may_lose or not found):
-            found.append(Move("end", "reap", costs.reap_ms, partial(self._reap, self)))
-        return found
+                moves.append(Move("end", "is struck", 0.0, partial(self.end, -9)))
+        elif not self.is_reaped and (self.may_lose or not moves):
+            moves.append(Move("end", "reap", costs.reap_ms, partial(self._reap, self)))
+        return moves
 
     def steps(self) -> list[Move]:
         """Return the steps that the process can take itself."""
         raise NotImplementedError
 
     def _arrives(self, queue: deque[Message]) -> None:
-        self._tell(self, queue.popleft())
+        self._deliver(self, queue.popleft())
 
     def _reads(self, channel: str, take: Callable[[Message], None]) -> list[Move]:
         """Return the move that reads a channel's oldest message."""
@@ -159,7 +159,7 @@ def _read(queue: deque[Message], take: Callable[[Message], None]) -> None:
     take(queue.popleft())
 
 
-class SimulatedBuilder(Process):
+class SimulatedBuilder(SimulatedProcess):
     """Simulated builder: finds the model's program in the scene's library."""
 
     def __init__(self, order: StartBuild, *of_process: object) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..planning.profile import Found
+from ..planning.profile import ProfileFile
 from ..programs.interface.groups import cut
 from ..programs.interface.layout import Batching, LayerSpec, Manifest, TensorSpec
 
@@ -14,14 +14,14 @@ ALIGNMENT_BYTES = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class SimulatedProgram:
     """Program of a model in the world; its layers compute one after the other."""
 
     manifest: Manifest
     plan: tuple[int, ...]  # layers that open a group, as it was built
     layer_ms: tuple[float, ...]
     row_share: float = 1.0  # of those, what each further row of a batch adds
-    profiles: tuple[Found, ...] = ()  # measured by an earlier server, found when it is built
+    profiles: tuple[ProfileFile, ...] = ()  # measured by an earlier server, found when it is built
 
     def group_ms(self, plan: Sequence[int], batch: int, more: float = 0.0) -> tuple[float, ...]:
         """Return the computing time of each group. ``plan``: RunInference's, empty: as built;
@@ -33,10 +33,7 @@ class Program:
 
 
 def manifest_of(
-    digest: str,
-    layer_bytes: Sequence[int],
-    plan: tuple[int, ...],
-    batching: Batching | None = None,
+    digest: str, layer_bytes: Sequence[int], plan: tuple[int, ...], batching: Batching | None = None
 ) -> Manifest:
     """Return a manifest with layers of one tensor each; sizes are multiples of ALIGNMENT_BYTES."""
     offsets = [0, *accumulate(layer_bytes)]
@@ -75,12 +72,14 @@ def program_of(
     groups: int = 2,
     layers_per_group: int = 2,
     layer_ms: float = 0.0,
-    profiles: tuple[Found, ...] = (),
+    profiles: tuple[ProfileFile, ...] = (),
     batching: Batching | None = None,
-) -> Program:
+) -> SimulatedProgram:
     """Return a program of equal groups of equal layers."""
     count = groups * layers_per_group
     size = total_bytes // count // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     plan = tuple(range(0, count, layers_per_group))
     manifest = manifest_of(digest, (size,) * count, plan, batching)
-    return Program(manifest=manifest, plan=plan, layer_ms=(layer_ms,) * count, profiles=profiles)
+    return SimulatedProgram(
+        manifest=manifest, plan=plan, layer_ms=(layer_ms,) * count, profiles=profiles
+    )

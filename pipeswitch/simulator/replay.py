@@ -15,17 +15,17 @@ from ..ipc.messages.base import JobName, ModelName
 from ..planning.fit import MIB, percentile
 from ..planning.planned import costs_of, plan_of
 from ..planning.profile import Profile
-from ..planning.windows import Job, Memory, run
+from ..planning.windows import Memory, WindowJob, run
 from ..programs.interface.layout import REGION_ALIGN_BYTES, Batching, aligned
 from ..scheduler import events as ev
 from ..scheduler.core import SchedulerSettings
 from ..scheduler.memory.commits import HEADER_BYTES
 from ..scheduler.policies import Policy
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.state.device_state import WORD_BYTES
+from ..scheduler.state.device_state import FENCE_BYTES
 from .arrivals import Arrival
 from .costs import Costs, Link, Training
-from .programs import ALIGNMENT_BYTES, Program, manifest_of
+from .programs import ALIGNMENT_BYTES, SimulatedProgram, manifest_of
 from .world import World
 
 NEAR_MS: Final = 1e-6  # rounding of a sum of instants
@@ -63,10 +63,10 @@ class PaperModel:
         begins = [*self.plan, len(self.layer_bytes)]
         return sum(link.copy_ms(sum(self.layer_bytes[a:b])) for a, b in pairwise(begins))
 
-    def program(self) -> Program:
+    def program(self) -> SimulatedProgram:
         """Return the program for the simulated world; sizes are rounded up to whole tensors."""
         sizes = tuple(aligned(size, ALIGNMENT_BYTES) for size in self.layer_bytes)
-        return Program(
+        return SimulatedProgram(
             manifest=manifest_of(f"d-{self.name}", sizes, self.plan, self.batching),
             plan=self.plan,
             layer_ms=self.layer_ms,
@@ -266,7 +266,7 @@ def serial(setting: Setting, models: Sequence[PaperModel], arrivals: Sequence[Ar
     leaves."""
     link = setting.costs.to_device
     jobs = [
-        Job(
+        WindowJob(
             model=models[arrival.model].name,
             compute_ms=models[arrival.model].compute_ms,
             load_ms=link.copy_ms(models[arrival.model].size_bytes),
@@ -308,8 +308,8 @@ class Models(dict[int, PaperModel]):
 
     def __missing__(self, number: int) -> PaperModel:
         tile, place = divmod(number, self.per_tile)
-        made = self[number] = replace(self[place], name=f"{self[place].name}/{tile}")
-        return made
+        model = self[number] = replace(self[place], name=f"{self[place].name}/{tile}")
+        return model
 
 
 class Asked(NamedTuple):
@@ -346,14 +346,14 @@ class Replay(World):
         self.in_slo = 0
         self.begin_ms = self.busy_ms = self.last_ms = 0.0
         first, tiles = models.first.values(), models.tiles
-        words = 1 + tiles * (sum(len(model.plan) for model in first) + len(first))
+        fence_count = 1 + tiles * (sum(len(model.plan) for model in first) + len(first))
         commits = [aligned(HEADER_BYTES + 2 * job.memory_bytes, REGION_ALIGN_BYTES) for job in jobs]
         settings = SchedulerSettings(
             arena_bytes=aligned(setting.memory_bytes, REGION_ALIGN_BYTES)
-            + aligned(words * WORD_BYTES, REGION_ALIGN_BYTES),
+            + aligned(fence_count * FENCE_BYTES, REGION_ALIGN_BYTES),
             store_bytes=sum(aligned(m.size_bytes, REGION_ALIGN_BYTES) for m in first) * 2 * tiles
             + sum(commits),
-            words=words,
+            fence_count=fence_count,
             max_queue=ENDLESS,
             max_queue_per_model=ENDLESS,
             max_waiting_builds=4 * len(first) + 4,
@@ -400,16 +400,16 @@ class Replay(World):
         prompt = 0.0 if step else arrival.prompt * self._setting.prompt_share
         return self.models[arrival.model].compute_ms * (1.0 + prompt)
 
-    def ask(self, asked: Asked) -> None:
+    def ask(self, request: Asked) -> None:
         """Send a request now."""
-        arrival, step = asked.arrival, asked.step
+        arrival, step = request.arrival, request.step
         model = self.models[arrival.model]
         deadline_ms = arrival.deadline_ms
         if deadline_ms is None and self._setting.has_deadlines:
             deadline_ms = self._setting.slo_ms + self._own_ms(arrival, step)
         # Known before the scheduler is: it may answer at once.
         token = self.clients.last_token + 1
-        self.asked[ev.Token(token)] = asked
+        self.asked[ev.Token(token)] = request
         if not step and arrival.prompt:
             self.scene.prompts[f"r{token}"] = arrival.prompt * self._setting.prompt_share
         name = ModelName(model.name)
@@ -438,10 +438,10 @@ class Replay(World):
             self.last_ms = self.now_ms
             jct_ms = self.now_ms - self.begin_ms - job.at_ms
             self.trained[job.name] = trained(job, jct_ms, answer.body["job"])
-        asked = self.asked.pop(answer.token, None)
-        if asked is None:
+        request = self.asked.pop(answer.token, None)
+        if request is None:
             return  # no request
-        number, arrival, at_ms, step, is_in_time = asked
+        number, arrival, at_ms, step, is_in_time = request
         self.last_ms = self.now_ms
         self.scene.prompts.pop(f"r{answer.token}", None)
         if answer.error is not None:

@@ -18,13 +18,21 @@ from ..ipc.messages.daemon import CancelTransmit, OpenCommits, Scrub, StoreModel
 from ..ipc.messages.worker import LeaseGranted, PrepareModel, RunInference, RunJob
 from ..scheduler import events as ev
 from ..scheduler.scheduler import Scheduler
-from .clients import SimulatedClients
 from .clock import Act, Move
 from .costs import Costs
-from .daemon import SimulatedDaemon, slice_of
-from .device import Device, SimulatedArea, Span, User, Violation, require, require_unused
-from .process import Choices, Faithful, Process, Scene, SimulatedBuilder
-from .worker import SimulatedWorker
+from .device import (
+    ByteSpan,
+    SimulatedArea,
+    SimulatedDevice,
+    User,
+    Violation,
+    require,
+    require_unused,
+)
+from .process import Choices, Faithful, Scene, SimulatedBuilder, SimulatedProcess
+from .simulated_clients import SimulatedClients
+from .simulated_daemon import SimulatedDaemon, slice_of
+from .simulated_worker import SimulatedWorker
 
 MOST_SLOTS = 64  # of a device
 TOLD = 200  # of what happened last, for a violation's text
@@ -37,7 +45,7 @@ def key_of(device: int, slot: Slot) -> Slot:
     return Slot(device * MOST_SLOTS + slot)
 
 
-class Processes(ABC):
+class SimulatedProcesses(ABC):
     """Living processes, the memory that they use, and messages of dead ones on their way.
 
     ``scene``, ``device`` and ``daemon`` belong to the first device; there may be more.
@@ -49,14 +57,14 @@ class Processes(ABC):
         others = range(1, len(scheduler.machine.devices))
         self.scenes = [
             self.scene,
-            *(replace(self.scene, device=Device(), index=index) for index in others),
+            *(replace(self.scene, device=SimulatedDevice(), index=index) for index in others),
         ]
         self.clock, self.device = self.scene.clock, self.scene.device
         self.daemons: dict[int, Any] = {}  # by device: each a SimulatedDaemon
         self.workers: dict[Slot, SimulatedWorker] = {}  # by ``key_of``
         self.dying: list[SimulatedWorker] = []  # killed; their slots have others
         self.builders: list[SimulatedBuilder] = []
-        self.ghosts: list[Process] = []  # reaped, and some of what they said is on its way
+        self.ghosts: list[SimulatedProcess] = []  # reaped, and some of what they said is on its way
 
     @abstractmethod
     def handle(self, event: ev.Event) -> None:
@@ -84,7 +92,7 @@ class Processes(ABC):
         """Return the processes in a device's slots."""
         return [worker for worker in self.workers.values() if worker.scene.index == index]
 
-    def processes(self) -> Iterator[Process]:
+    def processes(self) -> Iterator[SimulatedProcess]:
         """All that may still do or say something."""
         yield from list(self.workers.values())
         yield from list(self.dying)
@@ -101,9 +109,9 @@ class Processes(ABC):
 
     def users(self, index: int) -> list[User]:
         """Every range of a device that is read or written now, and by whom."""
-        found = [user for worker in self.workers_of(index) for user in worker.users()]
+        users = [user for worker in self.workers_of(index) for user in worker.users()]
         daemon = self.daemons.get(index)
-        return found + daemon.users() if daemon is not None else found
+        return users + daemon.users() if daemon is not None else users
 
     def claims(self, index: int) -> list[User]:
         """Return the users, and every slice that is still to be copied or zeroed."""
@@ -118,11 +126,11 @@ class Processes(ABC):
             case OpenCommits(job=job):
                 require(job in self.scene.commits, "opened commits that do not exist")
             case TransmitModel(model=model):
-                words = self.scheduler.core.settings.words
+                fence_count = self.scheduler.core.settings.fence_count
                 claims = self.claims(scene.index)
-                scene.device.send(message, scene.programs[model], words, claims)
+                scene.device.send(message, scene.programs[model], fence_count, claims)
             case StoreModel(store_offset_bytes=start, size_bytes=size):
-                image = Span(start, start + size)
+                image = ByteSpan(start, start + size)
                 for other in self.daemons.values():
                     for span in other.stores if other is not None else ():
                         require(not image.overlaps(span), "two daemons write the host store (I4)")
@@ -162,7 +170,7 @@ class Processes(ABC):
                 names = [w.script.order.job for w in self.workers.values() if w.script is not None]
                 require(job not in names, f"two processes of {job}")
             case LeaseGranted(offset_bytes=start, size_bytes=size):
-                lease = Span(start, start + size)
+                lease = ByteSpan(start, start + size)
                 if worker.lease != lease:
                     claims = self.claims(device)
                     worker.scene.device.claim(lease, f"the slice of {worker.name}", claims)
@@ -187,7 +195,7 @@ class Processes(ABC):
         before.end(-9)
         self.dying.append(before)
 
-    def from_process(self, process: Process, message: Message) -> None:
+    def from_process(self, process: SimulatedProcess, message: Message) -> None:
         self.handle(ev.Received(process.address, message))
 
     def reap_worker(self, worker: SimulatedWorker) -> None:
@@ -201,7 +209,7 @@ class Processes(ABC):
             scene.device.dirty += (worker.lease,)
         self._reaped(worker)
 
-    def _reaped(self, process: Process) -> None:
+    def _reaped(self, process: SimulatedProcess) -> None:
         process.is_reaped = True
         self.ghosts = [ghost for ghost in self.ghosts if any(ghost.out.values())]
         if any(process.out.values()):
@@ -220,7 +228,7 @@ class Processes(ABC):
         self.handle(ev.Exited(builder.address, builder.status or 0))
 
 
-class World(Processes):
+class World(SimulatedProcesses):
     """One server's life around a scheduler that has not begun yet.
 
     Args:
@@ -380,9 +388,11 @@ class World(Processes):
                 self.slot_bytes[job] = command.slot_bytes
             case ev.DropCommits(job=job):
                 self.on_disk[job] = commits.pop(job)
-            case ev.LoadCommits(asked=asked):
-                loaded = ev.LoadedCommit(self.slot_bytes[asked.job], self.on_disk[asked.job].step)
-                again = msgspec.structs.replace(asked, loaded=loaded)
+            case ev.LoadCommits(request=request):
+                loaded = ev.LoadedCommit(
+                    self.slot_bytes[request.job], self.on_disk[request.job].step
+                )
+                again = msgspec.structs.replace(request, loaded=loaded)
                 self._asked_again.append(again)
             case ev.Shutdown(status=status):
                 require(self.left is None, "it leaves twice")

@@ -56,8 +56,8 @@ def full_address(named: str) -> str:
     """
     if named == "cluster":  # of the Ray of this machine
         return "ray://auto"
-    scheme, found, rest = named.partition("://")
-    if not found:
+    scheme, separator, rest = named.partition("://")
+    if not separator:
         scheme, rest = "tcp", named
     if scheme == "tcp":
         if rest.count(":") > 1 and not rest.startswith("["):

@@ -89,11 +89,11 @@ def check_private(path: Path, setting: str, kind: int = stat.S_IFREG) -> None:
     facts = path.lstat()
     mode = stat.S_IMODE(facts.st_mode)
     if stat.S_IFMT(facts.st_mode) != kind or facts.st_uid != os.getuid() or mode & 0o077:
-        what, wanted = ("folder", 0o700) if kind == stat.S_IFDIR else ("file", 0o600)
+        what, mode_needed = ("folder", 0o700) if kind == stat.S_IFDIR else ("file", 0o600)
         is_ours = facts.st_uid == os.getuid()
-        mend = f"chmod {wanted:o}" if is_ours else f"chown {os.getuid()}"
+        mend = f"chmod {mode_needed:o}" if is_ours else f"chown {os.getuid()}"
         raise ConfigError(
-            f"{path} must be a {what} of user {os.getuid()} with mode {wanted:04o}, "
+            f"{path} must be a {what} of user {os.getuid()} with mode {mode_needed:04o}, "
             f"it belongs to {facts.st_uid} with mode {mode:04o}",
             hint=f"{mend} {shlex.quote(str(path))}, or set {setting}",
         )

@@ -1,4 +1,4 @@
-"""The bill: where a request's time went. The scheduler writes it, all others read it."""
+"""The timing: where a request's time went. The scheduler writes it, all others read it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, get_type_hints
 import msgspec
 
 # Fields that are left out when they are empty, and are no column of ``infer``.
-SELDOM: Final = (
+OPTIONAL: Final = (
     "preprocess_ms",
     "postprocess_ms",
     "resident_bytes",
@@ -61,10 +61,10 @@ class RequestTiming(Computed, frozen=True, kw_only=True):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as ``--json`` shows them; rare ones only if they are set."""
-        told = msgspec.structs.asdict(self)
+        fields = msgspec.structs.asdict(self)
         if self.steps:
-            told["steps"] = {name: bill.as_dict() for name, bill in self.steps.items()}
-        return {name: value for name, value in told.items() if value or name not in SELDOM}
+            fields["steps"] = {name: timing.as_dict() for name, timing in self.steps.items()}
+        return {name: value for name, value in fields.items() if value or name not in OPTIONAL}
 
 
 PARTS: Final[Mapping[str, str]] = {
@@ -75,13 +75,13 @@ PARTS: Final[Mapping[str, str]] = {
 """Those of a request's time, and what is done meanwhile."""
 
 
-def of_steps(bills: Mapping[str, RequestTiming]) -> RequestTiming:
-    """Return the bill of a chain, from those of its steps in order."""
-    return msgspec.structs.replace(_sum([*bills.values()]), steps=dict(bills))
+def of_steps(timings: Mapping[str, RequestTiming]) -> RequestTiming:
+    """Return the timing of a chain, from those of its steps in order."""
+    return msgspec.structs.replace(_sum([*timings.values()]), steps=dict(timings))
 
 
 def of_runs(before: RequestTiming, last: RequestTiming) -> RequestTiming:
-    """Return the bill of a generation, whose last run knows the total time."""
+    """Return the timing of a generation, whose last run knows the total time."""
     return msgspec.structs.replace(_sum([before, last]), total_ms=last.total_ms)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import zmq
 
-from .keys import ClientKeys, ServerKeys
+from .curve_keys import ClientKeys, ServerKeys
 from .stream import KEEPALIVE_COUNT, KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S
 
 DONTWAIT: Final = int(zmq.DONTWAIT)  # a plain number: libzmq's enums cost microseconds at each use

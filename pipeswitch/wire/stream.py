@@ -37,7 +37,7 @@ ALIGN_BYTES: Final = 64  # where a part begins in its message's buffer
 MAX_BUFFERS: Final = 1024  # in one call; the kernel refuses more (UIO_MAXIOV)
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True):
+class WireMessage(msgspec.Struct, frozen=True, kw_only=True):
     """One that has come whole."""
 
     parts: list[Any]  # buffers, as of a ZeroMQ message: magic, header, tensors; none: see Share
@@ -105,7 +105,7 @@ class Stream:
         self.share: ShmSegment | None = None
         self._buffer = bytearray(FIRST_READ_BYTES)
         self._start = self._end = 0  # what of it is not parsed yet
-        self._message: Message | None = None  # whose parts are being read
+        self._message: WireMessage | None = None  # whose parts are being read
         self._unread: deque[memoryview] = deque()  # what is still to come of it
         self._descriptors: tuple[int, ...] = ()
         self._unsent: list[Any] = []
@@ -185,7 +185,7 @@ class Stream:
 
     # ---- in ------------------------------------------------------------------------------------
 
-    def receive(self, at_most: int) -> list[Message]:
+    def receive(self, at_most: int) -> list[WireMessage]:
         """Read without waiting; whole messages that have come.
 
         Raises:
@@ -239,9 +239,9 @@ class Stream:
     def _read_some(self) -> int:
         """Receive into the buffer, which has enough free space."""
         if self._start:
-            left = self._buffer[self._start : self._end]
-            self._buffer[: len(left)] = left
-            self._start, self._end = 0, len(left)
+            unread = self._buffer[self._start : self._end]
+            self._buffer[: len(unread)] = unread
+            self._start, self._end = 0, len(unread)
         if self._end > len(self._buffer) // 2 and len(self._buffer) < READ_BYTES:
             self._buffer += bytes(READ_BYTES - len(self._buffer))
         target = memoryview(self._buffer)[self._end :]
@@ -257,8 +257,8 @@ class Stream:
         self._end += size
         return size
 
-    def _parse(self, at_most: int) -> list[Message]:
-        messages: list[Message] = []
+    def _parse(self, at_most: int) -> list[WireMessage]:
+        messages: list[WireMessage] = []
         while len(messages) < at_most and not self._unread:
             if self._message is not None:
                 messages.append(self._message)
@@ -274,21 +274,21 @@ class Stream:
                 self._message = self._begin(table, buffer)
         return messages
 
-    def _begin(self, table: frames.Table, buffer: memoryview) -> Message:
+    def _begin(self, table: frames.Table, buffer: memoryview) -> WireMessage:
         """Begin a message; its parts that come through the socket are views of one buffer.
 
         Raises:
             RemoteProtocolError: the parts are too large together, or a place is not in the share.
         """
         table_bytes, taken_count, places = table
-        size_bytes = room = 0
+        size_bytes = body_bytes = 0
         for size, place in places:
             if place == frames.INLINE:
                 size_bytes += size
-                room += size + -size % ALIGN_BYTES
+                body_bytes += size + -size % ALIGN_BYTES
         if size_bytes > self.max_bytes:
             raise RemoteProtocolError(f"a message of {size_bytes} bytes is over {self.max_bytes}")
-        body = memoryview(bytearray(room)) if room <= READ_BYTES else _pages(room)
+        body = memoryview(bytearray(body_bytes)) if body_bytes <= READ_BYTES else _pages(body_bytes)
         parts: list[Any] = [frames.MAGIC] if places else []
         shared, at = set(), 0
         for size, place in places:
@@ -307,7 +307,7 @@ class Stream:
             self._start += here
             at += size + -size % ALIGN_BYTES
         descriptors, self._descriptors = self._descriptors, ()
-        return Message(
+        return WireMessage(
             parts=parts,
             size_bytes=table_bytes + size_bytes,
             taken_count=taken_count,

@@ -55,17 +55,17 @@ def read_tokens(path: Path) -> dict[str, Principal]:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"tokens {path}: {error}") from None
-    found: dict[str, Principal] = {}
+    principals: dict[str, Principal] = {}
     for number, line in enumerate(lines, 1):
         words = line.split("#")[0].split()
         if words:
             token, principal = _token_of(words, f"{path}:{number}")
-            if token in found:
+            if token in principals:
                 raise ConfigError(f"{path}:{number}: this token appears twice")
-            found[token] = principal
-    if not found:
+            principals[token] = principal
+    if not principals:
         raise ConfigError(f"{path} has no token", hint=f"lines of {EXAMPLE}")
-    return found
+    return principals
 
 
 def _token_of(words: list[str], where: str) -> tuple[str, Principal]:

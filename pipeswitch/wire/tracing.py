@@ -1,6 +1,6 @@
 """Requests as OpenTelemetry's spans, made in the process that asked: the SDK's, the gateway's.
 
-The server makes none: an answer's bill says where its time went. Spans go where the program has
+The server makes none: an answer's timing says where its time went. Spans go where the program has
 set a tracer provider before, else where the standard ``OTEL_…`` variables say; where neither is so
 nothing is imported (``pip install 'pipeswitch[otel]'``).
 """
@@ -20,7 +20,7 @@ from .request_timing import PARTS
 
 _logger = logging.getLogger(__name__)
 
-# A request's spans, one behind the other, and their times in the bill; ``out`` is what is left of
+# A request's spans, one behind the other, and their times in the timing; ``out`` is what is left of
 # the total. Waits for groups lie between those that computed: they are told as one.
 ORDER: Final = (
     ("preprocess", "preprocess_ms"),
@@ -47,20 +47,20 @@ class Traced:
         if carrier is not None:
             context = tracecontext.TraceContextTextMapPropagator().extract(carrier)
             kind = trace.SpanKind.SERVER
-        told = {"pipeswitch.model": model}
-        self._span = tracer.start_span("infer", context, kind, told, start_time=self._began_ns)
+        tags = {"pipeswitch.model": model}
+        self._span = tracer.start_span("infer", context, kind, tags, start_time=self._began_ns)
         here = self._span.get_span_context()
         self.traceparent = ""  # as W3C writes it; empty: it is in no trace
         if here.is_valid:
             ids = f"{here.trace_id:032x}-{here.span_id:016x}"
             self.traceparent = f"00-{ids}-{here.trace_flags:02x}"
 
-    def answered(self, bill: Mapping[str, Any]) -> None:
+    def answered(self, timing: Mapping[str, Any]) -> None:
         """End the span with the parts of its time. Both ways are taken to be equally long."""
         ended_ns = time.time_ns()
-        parts = [(name, bill.get(key, 0.0)) for name, key in ORDER]
-        parts.append(("out", max(0.0, bill["total_ms"] - sum(ms for _, ms in parts))))
-        on_way_ns = ended_ns - self._began_ns - _ns(bill["total_ms"])
+        parts = [(name, timing.get(key, 0.0)) for name, key in ORDER]
+        parts.append(("out", max(0.0, timing["total_ms"] - sum(ms for _, ms in parts))))
+        on_way_ns = ended_ns - self._began_ns - _ns(timing["total_ms"])
         at_ns = self._began_ns + max(0, on_way_ns) // 2
         context = self._trace.set_span_in_context(self._span)
         for name, took_ms in parts:
@@ -68,7 +68,7 @@ class Traced:
                 span = self._tracer.start_span(name, context, start_time=at_ns)
                 at_ns += _ns(took_ms)
                 span.end(at_ns)
-        for name, value in bill.items():
+        for name, value in timing.items():
             if name not in PARTS or name == "copy_ms":  # a copy goes on while others are timed
                 self._span.set_attribute(f"pipeswitch.{name}", value)
         self._span.end(ended_ns)
@@ -104,8 +104,8 @@ def _exporters() -> list[str]:
     default = "otlp" if any(map(os.environ.get, ENDPOINTS)) else ""
     names = os.environ.get("OTEL_TRACES_EXPORTER") or default
     is_off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    found = [] if is_off else [one.strip() for one in names.split(",")]
-    return [one for one in found if one not in ("", "none")]
+    names_listed = [] if is_off else [one.strip() for one in names.split(",")]
+    return [one for one in names_listed if one not in ("", "none")]
 
 
 @cache  # of a process: one thread, one connection
@@ -133,6 +133,6 @@ def _exporter(name: str) -> Any:
     if name == "otlp":
         protocol = next(filter(None, map(os.environ.get, PROTOCOLS)), "http/protobuf")
         name = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
-    for found in entry_points(group="opentelemetry_traces_exporter", name=name):
-        return found.load()()
+    for entry_point in entry_points(group="opentelemetry_traces_exporter", name=name):
+        return entry_point.load()()
     raise LookupError(f"no exporter {name!r} is installed")

@@ -24,30 +24,30 @@ def main() -> int:
     parser.add_argument("--policy", default="priority", help="the server's; each: all in turns")
     parser.add_argument("--faults", type=int, default=0, help="so many, whatever the time is")
     parser.add_argument("--out", type=Path, default=Path("out/chaos.json"))
-    asked = parser.parse_args()
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    options = parser.parse_args()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "facts": facts()}
-    log = asked.out.with_suffix(".log")
-    policies = POLICIES if asked.policy == "each" else (asked.policy,)
+    log = options.out.with_suffix(".log")
+    policies = POLICIES if options.policy == "each" else (options.policy,)
     reports: dict[str, dict[str, Any]] = {}
     for policy in policies:
         _say(f"policy {policy}")
         with tempfile.TemporaryDirectory(prefix="pipeswitch-chaos-") as folder:
             report = reports[policy] = chaos(
                 Path(folder),
-                asked.minutes * 60,
-                asked.seed,
+                options.minutes * 60,
+                options.seed,
                 _say,
                 log.write_text,
                 policy=policy,
-                faults=asked.faults,
+                faults=options.faults,
             )
         _say(json.dumps({k: v for k, v in report.items() if k != "recovery"}, indent=1))
         if is_bad(report):
             _say(f"what the server said is in {log}")
             break
-    found = reports[policies[0]] if len(policies) == 1 else {"policies": reports}
-    asked.out.write_text(json.dumps(about | found, indent=1) + "\n")
+    content = reports[policies[0]] if len(policies) == 1 else {"policies": reports}
+    options.out.write_text(json.dumps(about | content, indent=1) + "\n")
     return int(any(map(is_bad, reports.values())))
 
 

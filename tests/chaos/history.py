@@ -66,9 +66,9 @@ class History:
         a request that cannot fail must not be told of a deadline or a cancellation; and no more
         requests may be told that their model failed than errors were put into its code.
         """
-        lost = [outcome for outcome in self.outcomes if self._is_lost(outcome)]
+        lost_outcomes = [outcome for outcome in self.outcomes if self._is_lost(outcome)]
         failed = [outcome for outcome in self.outcomes if outcome.kind == "TaskFailed"]
-        return lost + failed[self._failures_injected() :]
+        return lost_outcomes + failed[self._failures_injected() :]
 
     def _failures_injected(self) -> int:
         """Each of them fires once, in the code of one request, which is told so."""

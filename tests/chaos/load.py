@@ -253,11 +253,11 @@ class Load:
                 x = torch.full(shape, generator.uniform(-1.0, 1.0))
                 # A state that is appended has no beginning of its own: the first request brings it.
                 brought = {"past": torch.zeros(1, 1, 8)} if name == "recalls" and not past else {}
-                wanted, after = self._after(name, x, [*brought.values(), *past])
+                expected, after = self._after(name, x, [*brought.values(), *past])
                 sent_at_s = time.monotonic()
                 try:
-                    found = torch.as_tensor(sequence.infer(x=x, **brought)["y"])
-                    kind, past = "ok" if is_bit_equal(found, wanted) else "wrong", after
+                    actual = torch.as_tensor(sequence.infer(x=x, **brought)["y"])
+                    kind, past = "ok" if is_bit_equal(actual, expected) else "wrong", after
                 except errors.PipeSwitchError as error:
                     kind = type(error).__name__
                 since_s = began_at_s if kind in GONE else sent_at_s
@@ -281,15 +281,15 @@ class Load:
             while not self._stop.wait(generator.uniform(0.0, 0.1)):
                 number = generator.randrange(len(self._prompts))
                 count, kind = generator.randrange(1, MOST_TOKENS + 1), "wrong"
-                wanted, found = self._answers[number][:count], list[int]()
+                expected, ids = self._answers[number][:count], list[int]()
                 sent_at_s = time.monotonic()
                 try:
                     prompt = self._prompts[number]
                     for token in client.generate(TALKER, prompt, max_new_tokens=count):
-                        found.append(token.id)
-                    kind = "ok" if found == wanted else "wrong"
+                        ids.append(token.id)
+                    kind = "ok" if ids == expected else "wrong"
                 except errors.PipeSwitchError as error:
-                    kind = type(error).__name__ if found == wanted[: len(found)] else "wrong"
+                    kind = type(error).__name__ if ids == expected[: len(ids)] else "wrong"
                 outcome = Outcome(lane, TALKER, sent_at_s, time.monotonic(), kind)
                 self._history.outcomes.append(outcome)
 
@@ -322,7 +322,7 @@ class Load:
         try:
             caller.request("POST", f"/v2/models/{name}/infer", json.dumps({"inputs": [tensor]}))
             answer = caller.getresponse()
-            told = json.loads(answer.read())
+            body = json.loads(answer.read())
         except TimeoutError:
             return "no answer"
         except (OSError, http.client.HTTPException):
@@ -330,10 +330,10 @@ class Load:
         finally:
             caller.close()
         if answer.status != 200:
-            return str(told["code"])
-        (output,) = told["outputs"]
-        found = torch.tensor(output["data"]).reshape(output["shape"])
-        return "ok" if is_bit_equal(found, eager(self.modules[name], x)) else "wrong"
+            return str(body["code"])
+        (output,) = body["outputs"]
+        actual = torch.tensor(output["data"]).reshape(output["shape"])
+        return "ok" if is_bit_equal(actual, eager(self.modules[name], x)) else "wrong"
 
     def _control(self, generator: random.Random) -> None:
         """Models come and go, jobs are paused and resumed, large payloads pass."""
@@ -375,8 +375,8 @@ def talker(folder: Path) -> Any:
 def greedy(model: Any, ids: list[int]) -> list[int]:
     """The tokens that the model alone answers with."""
     with torch.no_grad():
-        found = model.generate(torch.tensor([ids]), max_new_tokens=MOST_TOKENS, do_sample=False)
-    return [int(one) for one in found[0, len(ids) :]]
+        output = model.generate(torch.tensor([ids]), max_new_tokens=MOST_TOKENS, do_sample=False)
+    return [int(one) for one in output[0, len(ids) :]]
 
 
 class RawClient:

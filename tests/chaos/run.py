@@ -78,9 +78,9 @@ def chaos(
             try:
                 _inject(stage, history, cell, generator, say)
             except AssertionError as error:
-                said = f"{cell.component} x {cell.fault}: {error}"
-                history.violations.append(said)
-                say(said)
+                text = f"{cell.component} x {cell.fault}: {error}"
+                history.violations.append(text)
+                say(text)
                 keep_log(stage.running.log())
                 stage.kill_all()
                 return _report(history, seed, began_s)
@@ -200,15 +200,15 @@ def _held(stage: Stage) -> Counter[str]:
 def held(pid: int) -> Counter[str]:
     """A process's threads and descriptors, counted by what they are."""
     process, proc = psutil.Process(pid), Path("/proc", str(pid))
-    found = [f"thread {path.read_text().strip()}" for path in proc.glob("task/*/comm")]
+    entries = [f"thread {path.read_text().strip()}" for path in proc.glob("task/*/comm")]
     ends = process.net_connections("all")
     sockets = {end.fd: f"{end.type.name} {Path(str(end.laddr)).name} {end.status}" for end in ends}
     for path in (proc / "fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
             name = path.readlink().name
             kind = "a program" if name in PROGRAM else name
-            found.append(NUMBER.sub("", f"{kind} {sockets.get(int(path.name), '')}".strip()))
-    return Counter(found)
+            entries.append(NUMBER.sub("", f"{kind} {sockets.get(int(path.name), '')}".strip()))
+    return Counter(entries)
 
 
 def _rss_kib(stage: Stage) -> int:

@@ -50,8 +50,8 @@ def _folders_of(target: Target) -> Iterator[tuple[str, list[str]]]:
         seeds.mkdir()
         for number, seed in enumerate(target.seeds()):
             (seeds / f"seed-{number}").write_bytes(seed)
-        kept = [folder / target.name for folder in (CORPUS, REGRESSIONS)]
-        yield str(itself), [str(folder) for folder in (seeds, *kept) if folder.is_dir()]
+        folders_kept = [folder / target.name for folder in (CORPUS, REGRESSIONS)]
+        yield str(itself), [str(folder) for folder in (seeds, *folders_kept) if folder.is_dir()]
 
 
 if __name__ == "__main__":

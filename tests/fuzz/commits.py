@@ -21,7 +21,7 @@ import msgspec
 from pipeswitch.base import state_codec
 from pipeswitch.base.errors import InvalidInput, RemoteProtocolError
 from pipeswitch.commits.area import CommitArea
-from pipeswitch.commits.files import RECORD_NAME, CommitRecord, load_commit
+from pipeswitch.commits.commit_files import RECORD_NAME, CommitRecord, load_commit
 from pipeswitch.commits.image import (
     HEADER_BYTES,
     compact_image,

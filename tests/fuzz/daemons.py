@@ -20,13 +20,13 @@ from pipeswitch.ipc.channel import decode_message, encode_message
 from pipeswitch.ipc.messages import daemon as daemon_msg
 from pipeswitch.ipc.messages.base import ByteRange, Exit, JobName, Message, ModelName, OpId, Ping
 from pipeswitch.memory_daemon import daemon as daemon_module
-from pipeswitch.memory_daemon.daemon import Daemon
+from pipeswitch.memory_daemon.daemon import MemoryDaemon
 
 from .target import MSGPACK_FRAMES, Target, join_frames, split_frames
 
 ARENA_BYTES = 1 << 16
 STORE_BYTES = 1 << 14
-WORDS = 16
+FENCE_COUNT = 16
 SLOT_BYTES = 4096
 NOWHERE = "/proc/self/nowhere"  # cannot be made, so nothing is ever written
 
@@ -65,9 +65,9 @@ class _Pages:
         for group in order.groups:
             _within("copy", group.arena_offset_bytes, group.size_bytes, ARENA_BYTES)
             _within("read", group.store_offset_bytes, group.size_bytes, STORE_BYTES)
-            _within("word", group.word, 1, WORDS)
-            if group.arena_offset_bytes < WORDS * 4:
-                raise AssertionError("a copy over the arrival words")
+            _within("word", group.fence, 1, FENCE_COUNT)
+            if group.arena_offset_bytes < FENCE_COUNT * 4:
+                raise AssertionError("a copy over the fences")
         self._live[order.op_id] = (order, on_end)
 
     def cancel(self, op_id: OpId) -> None:
@@ -162,7 +162,7 @@ def run(data: bytes) -> None:
     lane, daemon_module.WorkerThread = daemon_module.WorkerThread, _Lane  # type: ignore[misc, assignment]
     try:
         parts: Any = (device, control)
-        served = Daemon(*parts, words=WORDS)
+        served = MemoryDaemon(*parts, fence_count=FENCE_COUNT)
     finally:
         daemon_module.WorkerThread = lane  # type: ignore[misc]
     served.run()
@@ -180,7 +180,7 @@ def seeds() -> list[bytes]:
     model, job = ModelName("m"), JobName("j")
     groups = tuple(
         daemon_msg.GroupCopy(
-            store_offset_bytes=i * 512, arena_offset_bytes=4096 + i * 512, size_bytes=512, word=i
+            store_offset_bytes=i * 512, arena_offset_bytes=4096 + i * 512, size_bytes=512, fence=i
         )
         for i in range(3)
     )

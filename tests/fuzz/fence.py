@@ -305,8 +305,8 @@ def of_family(name: str, wish: Wish) -> dict[str, Any]:
         }
     if name.startswith("index"):
         shape, k = [n, c, s[0]], e(9)
-        found: list[Any] = [r.choice([None, T([k], torch.int64, x)]) for x in shape]
-        return {"self": T(shape, f), "indices": found[: r.randint(1, 3)], "values": T([1], f)}
+        indices: list[Any] = [r.choice([None, T([k], torch.int64, x)]) for x in shape]
+        return {"self": T(shape, f), "indices": indices[: r.randint(1, 3)], "values": T([1], f)}
     if name == "one_hot":
         return {"self": T([n, c], torch.int64, s[0]), "num_classes": s[0]}
     if name == "bucketize":
@@ -402,25 +402,27 @@ def arguments(target: str, schema: Any, seed: int) -> dict[str, Any]:
     rank = rng.choice([0, 1, 2, 2, 3, 3, 4])
     shape = [rng.choice([1, 2, 3, 4, 5, 7, 8, 17, 33]) for _ in range(rank)]
     wish = Wish(rng, shape, rng.choice(DTYPES))
-    given = of_family(target.split(".")[1], wish)
+    arguments_of = of_family(target.split(".")[1], wish)
     entries = {entry.name: entry for entry in schema.arguments}
-    made = {}
+    options = {}
     for name, entry in entries.items():
         kind = str(entry.type)
         if name in ("dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking"):
             if not entry.has_default_value():
-                made[name] = {"device": torch.device("cpu"), "dtype": rng.choice(FLOATS)}.get(name)
+                options[name] = {"device": torch.device("cpu"), "dtype": rng.choice(FLOATS)}.get(
+                    name
+                )
             elif name == "dtype" and rng.random() < 0.2:
-                made[name] = rng.choice(DTYPES)
+                options[name] = rng.choice(DTYPES)
             continue
-        value = given[name] if name in given else argument(entry, wish, target)
+        value = arguments_of[name] if name in arguments_of else argument(entry, wish, target)
         if isinstance(value, T) and "Tensor" not in kind:
             value = 1
-        made[name] = value
-    if rng.random() < 0.125 and made:
-        name = rng.choice(sorted(made))
-        made[name] = argument(entries[name], wish, target)
-    return made
+        options[name] = value
+    if rng.random() < 0.125 and options:
+        name = rng.choice(sorted(options))
+        options[name] = argument(entries[name], wish, target)
+    return options
 
 
 # ---- memory -----------------------------------------------------------------------------------
@@ -435,30 +437,30 @@ class Values:
         self._generator = torch.Generator().manual_seed(seed)
         self._made: dict[tuple[torch.dtype, int, bool], bytes] = {}
 
-    def piece(self, wanted: T, size: int, rng: random.Random) -> bytes:
+    def piece(self, spec: T, size: int, rng: random.Random) -> bytes:
         """``size`` bytes; now and then odd ones, of indices some that a kernel must refuse."""
-        key = wanted.dtype, wanted.bound, rng.random() < ODDITY
-        made = self._made.get(key)
-        if made is None:
-            self._made[key] = made = self._make(*key)
-        item = wanted.dtype.itemsize
-        first = rng.randrange((len(made) - size) // item + 1) * item
-        return made[first : first + size]
+        key = spec.dtype, spec.bound, rng.random() < ODDITY
+        values = self._made.get(key)
+        if values is None:
+            self._made[key] = values = self._make(*key)
+        item = spec.dtype.itemsize
+        first = rng.randrange((len(values) - size) // item + 1) * item
+        return values[first : first + size]
 
     def _make(self, dtype: torch.dtype, bound: int, is_hostile: bool) -> bytes:
         count, generator = self.LENGTH // dtype.itemsize, self._generator
         if dtype.is_floating_point or dtype.is_complex:
-            made = torch.randn(count, generator=generator)
+            values = torch.randn(count, generator=generator)
             if is_hostile:
                 odd = torch.tensor(ODD_FLOATS)
-                made[::3] = odd[torch.arange(len(made[::3])) % len(odd)]
-            return raw(made.to(dtype))
+                values[::3] = odd[torch.arange(len(values[::3])) % len(odd)]
+            return raw(values.to(dtype))
         if is_hostile and not bound:  # a request may bring any byte as a bool
             low, high = (0, 256) if dtype is torch.bool else (-2, 2)
-            made = torch.randint(low, high, (count,), generator=generator)
+            values = torch.randint(low, high, (count,), generator=generator)
             if dtype is torch.bool:
-                return raw(made.to(torch.uint8))
-            return raw(torch.where(made == 1, torch.iinfo(dtype).min, made).to(dtype))
+                return raw(values.to(torch.uint8))
+            return raw(torch.where(values == 1, torch.iinfo(dtype).min, values).to(dtype))
         high = 2 if dtype is torch.bool else max(bound, 1) if bound else 5
         low, high = (-2 * high - 1, 2 * high + 1) if is_hostile else (0, high)
         return raw(torch.randint(low, high, (count,), generator=generator).to(dtype))
@@ -467,8 +469,8 @@ class Values:
 class Place:
     """Where a tensor lies, and what was written there last: strides' gaps are values too."""
 
-    def __init__(self, tensor: torch.Tensor, memory: memoryview, wanted: T) -> None:
-        self.tensor, self._memory, self._wanted = tensor, memory, wanted
+    def __init__(self, tensor: torch.Tensor, memory: memoryview, spec: T) -> None:
+        self.tensor, self._memory, self._wanted = tensor, memory, spec
         self._written = b""
 
     def fill(self, values: Values, rng: random.Random) -> None:
@@ -506,7 +508,7 @@ class Fence:
     def rewind(self) -> None:
         self._next = 0
 
-    def place(self, wanted: T, rng: random.Random) -> Place:
+    def place(self, spec: T, rng: random.Random) -> Place:
         """It ends at a fence, starts after one, or lies up to 64 bytes off.
 
         Raises:
@@ -514,7 +516,7 @@ class Fence:
         """
         storage, memory = self._slots[self._next]
         self._next += 1
-        item, shape = wanted.dtype.itemsize, wanted.shape
+        item, shape = spec.dtype.itemsize, spec.shape
         strides, order = [1] * len(shape), list(range(len(shape)))
         if rng.random() < 0.3:
             rng.shuffle(order)
@@ -535,8 +537,8 @@ class Fence:
         near = rng.choice([0, 0, 0, 0, rng.randint(1, 64)]) // item * item
         room = (self.SIZE - used) // item * item
         first = min(near, room) if rng.random() < 0.3 else max(0, room - near)
-        made = torch.empty(0, dtype=wanted.dtype).set_(storage, first // item, shape, strides)
-        return Place(made, memory[first : first + used], wanted)
+        tensor = torch.empty(0, dtype=spec.dtype).set_(storage, first // item, shape, strides)
+        return Place(tensor, memory[first : first + used], spec)
 
 
 def walk(value: Any, change: Callable[[T], Any]) -> Any:
@@ -589,8 +591,8 @@ class Child:
         with last_call.open("r+b") as file:
             self._last = mmap.mmap(file.fileno(), LAST_CALL_BYTES)
         self._fence, self._values = Fence(), Values(seed)
-        wanted = [target for target in TARGETS if target.startswith(f"aten.{only}")]
-        self._calls = [(target, resolve(target)) for target in wanted]
+        targets = [target for target in TARGETS if target.startswith(f"aten.{only}")]
+        self._calls = [(target, resolve(target)) for target in targets]
         self._behind = {target: guarded(call) for target, call in self._calls}
         self._asked = {
             target: contracted(_Asked(call._schema))
@@ -625,8 +627,10 @@ class Child:
         """Whether the kernel took one call of these arguments."""
         if target.startswith("aten.sym_"):
             return True
-        given = arguments(target, call._schema, seed)
-        on_meta = walk_all(given, lambda w: torch.empty(w.shape, dtype=w.dtype, device="meta"))
+        arguments_tried = arguments(target, call._schema, seed)
+        on_meta = walk_all(
+            arguments_tried, lambda w: torch.empty(w.shape, dtype=w.dtype, device="meta")
+        )
         if "device" in on_meta:
             on_meta["device"] = torch.device("meta")
         try:
@@ -637,12 +641,12 @@ class Child:
             return False
         if sum(t.numel() for t in tensors_of(promised)) > 1 << 16:
             return False
-        text = f"{target} {given} seed {seed}".encode()[: LAST_CALL_BYTES - 1]
+        text = f"{target} {arguments_tried} seed {seed}".encode()[: LAST_CALL_BYTES - 1]
         self._last[: len(text) + 1] = text + b"\0"
         rng, before = random.Random(seed), self.done[target]
         with contextlib.suppress(ValueError):
             for _ in range(RESIDENCY):
-                self._call(target, call, given, tensors_of(promised), rng)
+                self._call(target, call, arguments_tried, tensors_of(promised), rng)
         return self.done[target] > before
 
     def _promised(self, target: str, schema: Any, on_meta: dict[str, Any], seed: int) -> Any:
@@ -658,17 +662,22 @@ class Child:
         raise ValueError("torch accepts it")
 
     def _call(
-        self, target: str, call: Any, given: Any, promised: list[torch.Tensor], rng: random.Random
+        self,
+        target: str,
+        call: Any,
+        arguments_tried: Any,
+        promised: list[torch.Tensor],
+        rng: random.Random,
     ) -> None:
         """The same arguments in one place, with several values, each over both patterns."""
         self._fence.rewind()
         places: list[Place] = []
 
-        def put(wanted: T) -> torch.Tensor:
-            places.append(self._fence.place(wanted, rng))
+        def put(spec: T) -> torch.Tensor:
+            places.append(self._fence.place(spec, rng))
             return places[-1].tensor
 
-        actual = walk_all(given, put)
+        actual = walk_all(arguments_tried, put)
         try:
             self._asked[target](**actual)
         except BrokenContract:  # of these strides
@@ -689,10 +698,10 @@ class Child:
                     break
                 finally:
                     self._pattern(-1)
-                found = tensors_of(result)[: None if self._is_inner else len(promised)]
+                tensors = tensors_of(result)[: None if self._is_inner else len(promised)]
                 self.done[target] += 1
-                answers.append([raw(tensor) for tensor in found])
-                if not self._is_inner and [(t.shape, t.dtype) for t in found] != extents:
+                answers.append([raw(tensor) for tensor in tensors])
+                if not self._is_inner and [(t.shape, t.dtype) for t in tensors] != extents:
                     self._found("other extents than promised")
                 if not all(place.is_unchanged for place in inputs):
                     self._found("an input changed")
@@ -705,9 +714,9 @@ class Child:
             self.findings.append(f"{what}: {text}")
 
 
-def as_written(schema: Any, given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def as_written(schema: Any, arguments_by_name: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """The same call as most programs write it: by position as far as its schema allows."""
-    args, kwargs = [], dict(given)
+    args, kwargs = [], dict(arguments_by_name)
     for entry in schema.arguments:
         if entry.kwarg_only or not (entry.name in kwargs or entry.has_default_value()):
             break
@@ -715,8 +724,8 @@ def as_written(schema: Any, given: dict[str, Any]) -> tuple[list[Any], dict[str,
     return args, kwargs
 
 
-def walk_all(given: dict[str, Any], change: Callable[[T], Any]) -> dict[str, Any]:
-    return {name: walk(value, change) for name, value in given.items()}
+def walk_all(arguments_by_name: dict[str, Any], change: Callable[[T], Any]) -> dict[str, Any]:
+    return {name: walk(value, change) for name, value in arguments_by_name.items()}
 
 
 def child(
@@ -741,10 +750,10 @@ def library(folder: Path) -> str:
     compiler = shutil.which("cc")
     if compiler is None:
         return ""
-    made = folder / "fence.so"
+    file = folder / "fence.so"
     source = HERE / "fence.c"
-    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", made, source], check=True)
-    return str(made)
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", file, source], check=True)
+    return str(file)
 
 
 def fuzz(seconds: float, seed: int, only: str = "", *, is_inner: bool = False) -> dict[str, Any]:
@@ -766,9 +775,9 @@ def fuzz(seconds: float, seed: int, only: str = "", *, is_inner: bool = False) -
             environment |= {"LD_PRELOAD": preloaded} if preloaded else {}
             ended = subprocess.run(command, env=environment, cwd=HERE.parents[1], check=False)
             with contextlib.suppress(FileNotFoundError):
-                told = json.loads(report.read_text())
-                findings += told["findings"]
-                done = {target: done[target] + told["done"][target] for target in TARGETS}
+                result = json.loads(report.read_text())
+                findings += result["findings"]
+                done = {target: done[target] + result["done"][target] for target in TARGETS}
             if ended.returncode:
                 text = last.read_bytes().partition(b"\0")[0].decode(errors="replace")
                 findings.append(f"a crash ({ended.returncode}): {text}")

@@ -21,10 +21,10 @@ from pipeswitch.base.roles import Principal, Role
 from pipeswitch.gateway.admin.api import Api
 from pipeswitch.gateway.admin.ui import Page
 from pipeswitch.gateway.auth import Authenticator
-from pipeswitch.gateway.http import server as http
+from pipeswitch.gateway.http import http_server as http
 from pipeswitch.gateway.http.event_stream import EventLog
 from pipeswitch.gateway.offload import OffloadThread
-from pipeswitch.gateway.rest import Rest, refuse
+from pipeswitch.gateway.rest import RestApi, refuse
 from pipeswitch.gateway.serving.oip import InferRequest, Output
 from pipeswitch.gateway.serving.service import Service
 
@@ -56,12 +56,12 @@ class Upstream:
     """A server that has one model, which answers with its inputs."""
 
     async def infer(
-        self, model: str, version: int, asked: InferRequest, tenant: str, address: str, trace: str
+        self, model: str, version: int, request: InferRequest, tenant: str, address: str, trace: str
     ) -> tuple[list[Output], dict[str, Any]]:
         self._know(model)
         outputs = [
-            Output(name=one.name, dtype=one.dtype, shape=one.shape, data=asked.frames[one.frame])
-            for one in asked.inputs
+            Output(name=one.name, dtype=one.dtype, shape=one.shape, data=request.frames[one.frame])
+            for one in request.inputs
         ]
         return outputs, {"total_ms": 1.0, "compute_ms": 0.5, "version": version or 1}
 
@@ -154,7 +154,7 @@ class _Gate:
         )
         self.service = Service(upstream)
         api = Api(upstream, self.feed, version=self.service.version, allow_code=())
-        self._rest = Rest(self.service, callers, api, Page(), OffloadThread())
+        self._rest = RestApi(self.service, callers, api, Page(), OffloadThread())
         self.server = http.HttpServer(self._admit, LIMITS, refuse=refuse)
         self.statuses: list[int] = []
         self.escaped: list[str] = []
@@ -172,14 +172,14 @@ class _Gate:
     def _checked(self, head: http.Head, answer: http.Response) -> http.Response:
         self.statuses.append(answer.status)
         if answer.status >= 400:
-            told = json.loads(b"".join(answer.parts))
+            body = json.loads(b"".join(answer.parts))
             if head.path.startswith("/v1"):
-                told = told["error"] if set(told) == {"error"} else {}
-                wanted = {"message", "type", "param", "code"}
+                body = body["error"] if set(body) == {"error"} else {}
+                keys = {"message", "type", "param", "code"}
             else:
-                wanted = {"error", "code", "hint"}
-            if set(told) != wanted:
-                self.escaped.append(f"{head.method} {head.path}: {told}")
+                keys = {"error", "code", "hint"}
+            if set(body) != keys:
+                self.escaped.append(f"{head.method} {head.path}: {body}")
         return answer
 
     async def hear(self, frames: list[bytes]) -> list[bytes]:
@@ -218,9 +218,9 @@ class _Gate:
             buffer[:size] = rest[:size]
             connection.buffer_updated(size)
             rest = rest[size:]
-            held = connection.reading.received_bytes, self.server.shared.waiting.held
-            if held[0] > LIMITS.body_bytes or held[1] > LIMITS.waiting_bytes:
-                self.escaped.append(f"it holds {held} bytes")
+            byte_counts = connection.reading.received_bytes, self.server.shared.waiting.held
+            if byte_counts[0] > LIMITS.body_bytes or byte_counts[1] > LIMITS.waiting_bytes:
+                self.escaped.append(f"it holds {byte_counts} bytes")
             await _turns(TURNS)
 
     def _check(self, written: list[bytes]) -> None:
@@ -233,9 +233,9 @@ class _Gate:
                     self.escaped.append(f"a line of a head: {line!r}")
             if head.startswith(b"HTTP/1.1 500"):
                 self.escaped.append("an answer of 500")
-        held = self.server.unfinished_bytes, self.server.shared.waiting.held
-        if held != (0, 0) or self.server.connections or self.feed._readers:
-            self.escaped.append(f"it still holds {held} bytes, or a place")
+        byte_counts = self.server.unfinished_bytes, self.server.shared.waiting.held
+        if byte_counts != (0, 0) or self.server.connections or self.feed._readers:
+            self.escaped.append(f"it still holds {byte_counts} bytes, or a place")
         tasks = asyncio.all_tasks(self.loop) - {asyncio.current_task(self.loop)}
         if tasks:
             self.escaped.append(f"tasks that go on: {tasks}")

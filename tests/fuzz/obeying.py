@@ -28,7 +28,7 @@ from pipeswitch.ipc.messages.base import (
     StepCommitted,
     Turn,
 )
-from pipeswitch.workers.inference.pool import RequestPool
+from pipeswitch.workers.inference.pool import MappedPool
 from pipeswitch.workers.training.host import JobHost
 
 from .target import MSGPACK_FRAMES, Target, join_frames, split_frames
@@ -47,8 +47,8 @@ class _View:
 
 
 @functools.cache
-def _pool() -> RequestPool:
-    return RequestPool(sealed_memfd("fuzz-pool", POOL_BYTES), POOL_BYTES)
+def _pool() -> MappedPool:
+    return MappedPool(sealed_memfd("fuzz-pool", POOL_BYTES), POOL_BYTES)
 
 
 @functools.cache
@@ -148,7 +148,7 @@ def seeds() -> list[bytes]:
         digest="d",
         directory="",
         arena_offset_bytes=0,
-        first_word=0,
+        first_fence=0,
         residency_id=op_id,
         inputs=(x, mask),
         reply_offset_bytes=8192,

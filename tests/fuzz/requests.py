@@ -79,15 +79,15 @@ class _Connection:
         while not is_heard:
             self._gate.sessions.peers.read(self._peer)
             is_heard = self._peer.is_closed or not (
-                self._peer.wants_turn or select.select([self._peer], [], [], 0)[0]
+                self._peer.needs_poll or select.select([self._peer], [], [], 0)[0]
             )
 
     def read_replies(self) -> None:
         """What is answered is of the protocol itself."""
         stream = Stream(self.theirs, 1 << 30)
         with contextlib.suppress(EOFError):
-            while found := stream.receive(16):
-                for message in found:
+            while messages := stream.receive(16):
+                for message in messages:
                     if message.parts:
                         decode_reply(message.parts[:2])
 

@@ -139,7 +139,7 @@ def shares(names: Sequence[str], seconds: float) -> dict[str, float]:
 
 def minimise(name: str, corpus: Path) -> int:
     """Replace the kept corpus by as few inputs as show the same branches; how many there are."""
-    kept = CORPUS / name
+    case = CORPUS / name
     with tempfile.TemporaryDirectory(prefix="pipeswitch-fuzz-") as folder:
         merged = Path(folder)
         subprocess.run(
@@ -149,11 +149,11 @@ def minimise(name: str, corpus: Path) -> int:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        shutil.rmtree(kept, ignore_errors=True)
-        kept.mkdir(parents=True)
+        shutil.rmtree(case, ignore_errors=True)
+        case.mkdir(parents=True)
         for path in sorted(merged.iterdir()):
-            shutil.copy(path, kept / path.name[:16])
-    return sum(1 for _ in kept.iterdir())
+            shutil.copy(path, case / path.name[:16])
+    return sum(1 for _ in case.iterdir())
 
 
 def merged(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:

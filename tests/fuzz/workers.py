@@ -45,8 +45,8 @@ from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.timeline import Timeline
 from pipeswitch.simulator.clock import Move
 from pipeswitch.simulator.costs import Training
-from pipeswitch.simulator.programs import Program
-from pipeswitch.simulator.worker import SimulatedWorker
+from pipeswitch.simulator.programs import SimulatedProgram
+from pipeswitch.simulator.simulated_worker import SimulatedWorker
 from pipeswitch.simulator.world import World
 from pipeswitch.wire.frames import pack_dict
 
@@ -91,7 +91,7 @@ class Stage(World):
         settings = SchedulerSettings(
             arena_bytes=64 * MIB,
             store_bytes=64 * MIB,
-            words=64,
+            fence_count=64,
             standby=1,
             max_queue=4,
             restart_backoff_ms=100.0,
@@ -101,7 +101,7 @@ class Stage(World):
         self._rest()
         for model in MODELS:
             manifest = manifest_of(digest=model * 64, total_bytes=3 * MIB)
-            program = Program(manifest=manifest, plan=(0, 1), layer_ms=(1.0,) * 3)
+            program = SimulatedProgram(manifest=manifest, plan=(0, 1), layer_ms=(1.0,) * 3)
             self.clients.register(model, program)
             self._rest()
         for job in JOBS:
@@ -223,9 +223,9 @@ class Stage(World):
         if isinstance(message, BuildDone):
             return  # its manifest is read from disk first
         registrations = self.scheduler.registry.registrations
-        asked = registrations.get(getattr(message, "model", MODELS[0]))
-        if asked is not None and getattr(message, "op_id", 1) == 0:
-            message = msgspec.structs.replace(message, op_id=asked.build_id)
+        registration = registrations.get(getattr(message, "model", MODELS[0]))
+        if registration is not None and getattr(message, "op_id", 1) == 0:
+            message = msgspec.structs.replace(message, op_id=registration.build_id)
         self.hear(ev.Received(ev.Address("builder"), message))
 
     def _client(self, rest: bytes) -> None:
@@ -435,19 +435,19 @@ def seeds() -> list[bytes]:
     """Each message while it is idle, while it computes, and while it trains."""
     infer, train = _asks(0), _asks(1)
     pressed = [_says(Who.HONEST, slot) for slot in range(2)]
-    found = []
+    cases = []
     for message in worker_messages():
         frame = _hostile(BUSY, message)
-        found.append(join_frames([*pressed, infer, frame, *pressed, infer]))
-        found.append(join_frames([*pressed, train, *pressed, frame, infer, frame, *pressed]))
+        cases.append(join_frames([*pressed, infer, frame, *pressed, infer]))
+        cases.append(join_frames([*pressed, train, *pressed, frame, infer, frame, *pressed]))
     failed = BuildFailed(model=MODELS[1], op_id=OpId(0), error="InvalidInput", message="no")
     progress = BuildProgress(model=MODELS[1], op_id=OpId(0), stage="s", fraction=0.5)
     builder = [_says(Who.BUILDER, 0, encode_message(message)) for message in (progress, failed)]
-    found.append(join_frames([*builder, _asks(7, 1), *builder]))
+    cases.append(join_frames([*builder, _asks(7, 1), *builder]))
     every = [_asks(verb, 1) for verb in range(len(_VERBS) - 1)]
-    found.append(join_frames([train, *every, _says(Who.CLOCK, 0), _says(Who.DEATH, 1, b"\1")]))
-    found.append(join_frames([*pressed, _asks(10), *pressed, *pressed, _asks(17), *pressed]))
-    return found
+    cases.append(join_frames([train, *every, _says(Who.CLOCK, 0), _says(Who.DEATH, 1, b"\1")]))
+    cases.append(join_frames([*pressed, _asks(10), *pressed, *pressed, _asks(17), *pressed]))
+    return cases
 
 
 TARGET = Target(

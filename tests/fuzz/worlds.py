@@ -80,7 +80,7 @@ def profile_of(layer_count: int) -> profile.Profile:
         ),
         overheads=profile.Overheads(sigma_ms=0.01, launch_ms=0.01, wake_ms=0.1),
         checks=(
-            profile.Check(
+            profile.PlanCheck(
                 plan=(0,), batch=1, predicted_ms=5.0, measured_ms=6.0, spread_ms=0.1, trials=5
             ),
         ),

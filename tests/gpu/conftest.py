@@ -15,13 +15,13 @@ def cuda() -> Cuda:
     """The real bindings, on a machine with a GPU."""
     if not has_driver_library():
         pytest.skip("no NVIDIA driver")
-    found = Cuda.load()
+    bindings = Cuda.load()
     try:
-        found.device_count()
+        bindings.device_count()
     except NoCudaDevice as error:
         pytest.skip(error.message)
-    found.set_device(0)
-    return found
+    bindings.set_device(0)
+    return bindings
 
 
 @pytest.fixture(autouse=True)

@@ -58,8 +58,8 @@ def running(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
     environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     with server(
         arena="64MiB", host_store="512MiB", devices=("cuda:0",), environment=environment
-    ) as found:
-        yield found
+    ) as fake_server:
+        yield fake_server
 
 
 def module_of(seed: int) -> Any:
@@ -80,12 +80,12 @@ def test_two_models_that_do_not_fit_together_answer_as_plain_torch_does(
         first: dict[str, Any] = {}
         for turn in range(8):
             for name, module in modules.items():
-                found = next(iter(client.infer(name, x.numpy()).outputs.values()))
+                output = next(iter(client.infer(name, x.numpy()).outputs.values()))
                 with torch.inference_mode():
                     expected = module.cuda()(x.cuda()).cpu().numpy()
-                np.testing.assert_allclose(found, expected, rtol=2e-3, atol=2e-3)
-                kept = first.setdefault(name, found.copy())
-                np.testing.assert_array_equal(found, kept, err_msg=f"turn {turn}, {name}")
+                np.testing.assert_allclose(output, expected, rtol=2e-3, atol=2e-3)
+                first_output = first.setdefault(name, output.copy())
+                np.testing.assert_array_equal(output, first_output, err_msg=f"turn {turn}, {name}")
 
 
 def test_killed_workers_come_back(running: RunningServer) -> None:
@@ -108,8 +108,8 @@ class Lookup(torch.nn.Module):
         self.table = torch.nn.Embedding(10, 4)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.table(ids * 2 - ids)
-        return found
+        rows: torch.Tensor = self.table(ids * 2 - ids)
+        return rows
 
 
 @pytest.mark.parametrize("running", ["graphs"], indirect=True, scope="module")
@@ -124,8 +124,8 @@ def test_a_kernels_assertion_is_answered_and_the_next_request_served(
             with pytest.raises(TaskFailed) as caught:
                 client.infer("lookup", np.array([[1, 99]]))
             assert caught.value.data["type"] == "DeviceAssert"
-            found = next(iter(client.infer("lookup", good.numpy()).outputs.values()))
-            np.testing.assert_array_equal(found, expected)
+            output = next(iter(client.infer("lookup", good.numpy()).outputs.values()))
+            np.testing.assert_array_equal(output, expected)
 
 
 @pytest.mark.parametrize("running", ["graphs"], indirect=True, scope="module")

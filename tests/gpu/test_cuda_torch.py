@@ -97,13 +97,15 @@ def bound_resnet(side: CudaTorch, folder: Path) -> BoundProgram:
     from pipeswitch.workers.inference.task import make_program, read_graph
 
     inputs = {"x": ((2, 3, 64, 64), "float32")}
-    wanted = BuildSpec(name="r", source="torchvision:resnet18", weights="random:0", inputs=inputs)
-    manifest = build(wanted, folder, lambda *_: None)
+    resnet_spec = BuildSpec(
+        name="r", source="torchvision:resnet18", weights="random:0", inputs=inputs
+    )
+    manifest = build(resnet_spec, folder, lambda *_: None)
     image = bytearray(manifest.total_bytes)
     load_model(folder, memoryview(image))
     region = torch.frombuffer(image, dtype=torch.uint8).to(side.device).untyped_storage()
     program = make_program(manifest, read_graph(manifest, folder / BUNDLE_FILE), side.device)
-    return program.bind(lambda found: side.tensor(region, found, 0))
+    return program.bind(lambda tensor: side.tensor(region, tensor, 0))
 
 
 def test_groups_replayed_as_graphs_equal_the_eager_program(side: CudaTorch, tmp_path: Path) -> None:

@@ -29,20 +29,20 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, help="a JSON file for what was found")
     arguments = parser.parse_args()
-    wanted, found = QUICK if arguments.quick else (*QUICK, *FULL), _Found()
+    scopes, content = QUICK if arguments.quick else (*QUICK, *FULL), _Found()
     if not arguments.mutants or arguments.all:
-        names = arguments.scopes or [scope.name for scope in wanted]
-        unknown = set(names) - {scope.name for scope in wanted}
+        names = arguments.scopes or [scope.name for scope in scopes]
+        unknown = set(names) - {scope.name for scope in scopes}
         if unknown:
             parser.error(f"no scope is named {', '.join(sorted(unknown))}")
-        found.explore((scope for scope in wanted if scope.name in names), arguments.processes)
+        content.explore((scope for scope in scopes if scope.name in names), arguments.processes)
     if arguments.mutants or arguments.all:
-        found.plant()
+        content.plant()
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "facts": facts()}
-        arguments.out.write_text(json.dumps(about | found.row, indent=1) + "\n")
-    return 1 if found.failed else 0
+        arguments.out.write_text(json.dumps(about | content.row, indent=1) + "\n")
+    return 1 if content.failed else 0
 
 
 class _Found:
@@ -79,9 +79,9 @@ class _Found:
         for mutant in MUTANTS:
             with mutant.planted():
                 report = Exploration(mutant.scope).run()
-                found = report.violation or "NOT FOUND"
+                outcome = report.violation or "NOT FOUND"
                 _say(f"\n{mutant.name}\n{'=' * len(mutant.name)}")
-                _say(f"{report.states} states, {report.wall_s:.1f} s: {found}")
+                _say(f"{report.states} states, {report.wall_s:.1f} s: {outcome}")
                 if report.violation:
                     _say(tell(mutant.scope, report.path, report.violation))
             missed += not report.violation

@@ -64,7 +64,9 @@ REPLICA = Codec(
     drop=("model", *SHOWN_OF_REPLICA),
     parts=(records.Grouping, records.Transfer),
 )
-REQUEST = Codec(records.Request, parts=(records.Batching, records.Forecast, records.Steps))
+REQUEST = Codec(
+    records.Request, parts=(records.BatchingFacts, records.RequestForecast, records.Steps)
+)
 JOB = Codec(
     records.Job,
     drop=SHOWN_OF_JOB,
@@ -75,12 +77,12 @@ WORKER = Codec(records.Worker, drop=("generation",))
 SHOWN_OF_TASK = ("dispatched_at_ms", "charge")  # these are the accounts'
 ACTIVATION = Codec(records.RunningTask, drop=SHOWN_OF_TASK)
 
-OF_CORE = ("has_left", "drain_at_ms", "now_ms", "counts", "last_epoch", "wakeups", "pins")
+OF_CORE = ("is_stopped", "drain_at_ms", "now_ms", "counts", "last_epoch", "wakeups", "pins")
 OF_STATE = (
     "replicas",
     "requests",
     "queue",
-    "early",
+    "awaiting_model",
     "between",
     "jobs",
     "workers",
@@ -118,8 +120,8 @@ class Equal(CallerQueue):
         super().__init__({}, max_wait_ms=1.0)
         self.is_shared = is_shared
 
-    def settle(self, charge: Charge, took_ms: float, now_ms: float) -> float:
-        return super().settle(charge, charge.ms, now_ms)
+    def reconcile_cost(self, charge: Charge, took_ms: float, now_ms: float) -> float:
+        return super().reconcile_cost(charge, charge.ms, now_ms)
 
     def died(self, charge: Charge, now_ms: float) -> float:
         return -math.inf  # no time passes
@@ -181,15 +183,15 @@ class _Records:
 
 
 def _freeze_regions(regions: RegionAllocator, e: Add) -> Any:
-    found = []
+    frozen = []
     for region in regions:
         owner = region.owner
         name: str | None = owner.name
         if owner.kind == "scrub":
             e(-int(owner.name))  # as if ordered: two owners may not become one
             name = None
-        found.append((region.offset_bytes, region.size_bytes, owner.kind, name))
-    return tuple(found)
+        frozen.append((region.offset_bytes, region.size_bytes, owner.kind, name))
+    return tuple(frozen)
 
 
 def _thaw_regions(regions: RegionAllocator, frozen: Any, n: Next) -> None:
@@ -245,7 +247,7 @@ class Brain:
         return (
             core.now_ms,
             core.wakeups.all,
-            core.has_left,
+            core.is_stopped,
             core.drain_at_ms,
             tuple([models.freeze(model, e, name) for name, model in machine.models.items()]),
             _freeze_regions(machine.store.regions, e),
@@ -272,7 +274,7 @@ class Brain:
             worker_pool.is_daemon_alive,
             worker_pool._daemon_deaths,
             worker_pool._daemon_respawn_at_ms,
-            tuple([request.token for request in state.early]),
+            tuple([request.token for request in state.awaiting_model]),
             tuple([replicas.freeze(one, e, name) for name, one in state.replicas.items()]),
             state.accounts.freeze(owner.running, owner.pending, owner.yielded),
             tuple(state.between),
@@ -284,7 +286,7 @@ class Brain:
         """Set the scheduler to a frozen state. ``generations``: of each device, the daemon's, then
         the slots'."""
         core, machine = self.scheduler.core, self.scheduler.machine
-        core.now_ms, due_ms, core.has_left, core.drain_at_ms, models, store, devices = frozen
+        core.now_ms, due_ms, core.is_stopped, core.drain_at_ms, models, store, devices = frozen
         machine.models.clear()
         machine.models.update({t[0]: self._models.thaw(t, n, t[0]) for t in models})
         core.wakeups = Wakeups(due_ms)
@@ -295,7 +297,7 @@ class Brain:
         core.pins = {name: None for name, model in machine.models.items() if model.want_pinned}
         for device, one, numbers in zip(machine.devices, devices, generations, strict=True):
             self._thaw_device(device, one, n, numbers)
-        if not core.has_left:
+        if not core.is_stopped:
             self.scheduler.check_settled()
 
     def _thaw_device(
@@ -317,19 +319,19 @@ class Brain:
             worker_pool.is_daemon_alive,
             worker_pool._daemon_deaths,
             worker_pool._daemon_respawn_at_ms,
-            early,
+            awaiting_model,
             replicas,
             accounts,
             between,
         ) = frozen
         state.requests = {t[0]: self._requests.thaw(t, n) for t in requests}
         state.accounts = Equal(state.accounts.is_shared)
-        state.queue, state.early = Queue(core.judge, state.accounts), Queue()
+        state.queue, state.awaiting_model = Queue(core.judge, state.accounts), Queue()
         for token in queue:
             state.queue.add(state.requests[token])
         state.between = {token: state.requests[token] for token in between}
-        for token in early:
-            state.early.add(state.requests[token])
+        for token in awaiting_model:
+            state.awaiting_model.add(state.requests[token])
         state.jobs = {t[0]: self._jobs.thaw(t, n) for t in jobs}
         state.workers = {t[0]: self._workers.thaw(t, n) for t in workers}
         for worker, generation in zip(state.workers.values(), generations[1:], strict=True):

@@ -15,42 +15,42 @@ def actions(world: Any) -> list[Action]:
     """Everything that may happen next; the clock's jumps apart (``jumps``)."""
     if world.left is not None:
         return []
-    found: list[Action] = world.clients.actions()
+    steps: list[Action] = world.clients.actions()
     for slot, worker in sorted(world.workers.items()):
         if not worker.is_ready:
             # Nothing else depends on a process that is not up yet: first it gets ready, or dies.
             return [("ready", slot), *_deaths(world, slot, worker)]
-        found += _of_worker(world, slot, worker)
+        steps += _of_worker(world, slot, worker)
     for index, ghost in enumerate(world.ghosts):
-        found += [("late", index, channel) for channel in (TASK, SIGNAL) if ghost.out.get(channel)]
+        steps += [("late", index, channel) for channel in (TASK, SIGNAL) if ghost.out.get(channel)]
     for index in range(world.scope.devices):
-        found += _of_daemon(world, index)
-    return found
+        steps += _of_daemon(world, index)
+    return steps
 
 
 def jumps(world: Any) -> list[Action]:
     """Instants at which the scheduler wants to look again."""
-    seen = world.recall.moment.seen
+    moment = world.recall.moment.seen
     if world.left is not None:
         return []
-    instants = dict.fromkeys(at_ms for at_ms, _ in seen.due_ms)
-    return [("clock", at_ms) for at_ms in instants if seen.now_ms < at_ms < FAR_MS]
+    instants = dict.fromkeys(at_ms for at_ms, _ in moment.due_ms)
+    return [("clock", at_ms) for at_ms in instants if moment.now_ms < at_ms < FAR_MS]
 
 
 def _of_worker(world: Any, slot: int, worker: Worker) -> list[Action]:
-    found = _deaths(world, slot, worker)
+    steps = _deaths(world, slot, worker)
     if worker.may_hear:
-        found.append(("hears", slot))
+        steps.append(("hears", slot))
         if world.repeats:
-            found.append(("hears_twice", slot))
+            steps.append(("hears_twice", slot))
     if worker.main_move() is not None:
-        found.append(("moves", slot))
+        steps.append(("moves", slot))
     for channel in (TASK, SIGNAL):
         if worker.out.get(channel):
-            found.append(("tells", slot, channel))
+            steps.append(("tells", slot, channel))
             if world.repeats:
-                found.append(("tells_twice", slot, channel))
-    return found
+                steps.append(("tells_twice", slot, channel))
+    return steps
 
 
 def _deaths(world: Any, slot: int, worker: Worker) -> list[Action]:
@@ -66,24 +66,24 @@ def _deaths(world: Any, slot: int, worker: Worker) -> list[Action]:
 
 
 def _of_daemon(world: Any, index: int) -> list[Action]:
-    daemon, found = world.daemons[index], []
+    daemon, steps = world.daemons[index], []
     if daemon is None:
         return []
     if not daemon.is_ready:
-        found.append("daemon_ready")
+        steps.append("daemon_ready")
     if daemon.copies and daemon._next_copy(daemon.copies[0]):
-        found.append("daemon_copies")
-    if daemon._lanes.get(TO_HOST):
-        found.append("daemon_works")
+        steps.append("daemon_copies")
+    if daemon._queues.get(TO_HOST):
+        steps.append("daemon_works")
     if world.repeats and daemon.last_order:
-        found.append("daemon_hears_again")
+        steps.append("daemon_hears_again")
     if world.daemon_kills:
-        found.append("kill_daemon")
+        steps.append("kill_daemon")
     if daemon.out.get(OUT):
-        found.append("daemon_tells")
+        steps.append("daemon_tells")
         if world.repeats:
-            found.append("daemon_tells_twice")
-    return [(what, index) for what in found]
+            steps.append("daemon_tells_twice")
+    return [(what, index) for what in steps]
 
 
 __all__ = ["Action", "actions", "jumps"]

@@ -9,9 +9,9 @@ from pipeswitch.base.errors import Cancelled, DeadlineExceeded, PipeSwitchError,
 from pipeswitch.ipc.messages.base import JobName, ModelName
 from pipeswitch.ipc.messages.worker import RunInference, SamplingParams
 from pipeswitch.scheduler import events as ev
-from pipeswitch.simulator.clients import Action, SimulatedClients
 from pipeswitch.simulator.costs import Training
 from pipeswitch.simulator.device import require
+from pipeswitch.simulator.simulated_clients import Action, SimulatedClients
 
 JOBS: Final = JobName("job"), JobName("other")
 JOB: Final = JOBS[0]
@@ -98,37 +98,37 @@ class Clients(SimulatedClients):
             self.ended,
             self.parked,
             self.parks,
-            left,
+            to_come,
         ) = frozen
-        self.left = dict(left)
+        self.left = dict(to_come)
         self.open = set(still_open)
 
     def actions(self) -> list[tuple[Any, ...]]:
         """What they may do next."""
-        found: list[tuple[Any, ...]] = []
+        steps: list[tuple[Any, ...]] = []
         if not self.is_trained and self.drained is None:
-            found.append(("train",))
+            steps.append(("train",))
         if self.asked < self._world.scope.requests:
-            found.append(("ask",))
+            steps.append(("ask",))
         if self.is_paused:
-            found.append(("resume",))
+            steps.append(("resume",))
         elif self.pauses and WAIT in self.open:
-            found.append(("pause",))
+            steps.append(("pause",))
         if self.moves and WAIT in self.open and MOVE not in self.open:
-            found.append(("move",))
+            steps.append(("move",))
         if self.drains:
-            found.append(("drain",))
+            steps.append(("drain",))
         if self.hints:
-            found += [("hint", index) for index in range(self._world.scope.models)]
+            steps += [("hint", index) for index in range(self._world.scope.models)]
         if self.pins:
-            found.append(("pin",))
+            steps.append(("pin",))
         if self.ended:
-            found += [("next_runs", False)] + ([("next_runs", True)] if self.parks else [])
-        found += [("room", index) for index in range(len(self.parked))]
+            steps += [("next_runs", False)] + ([("next_runs", True)] if self.parks else [])
+        steps += [("room", index) for index in range(len(self.parked))]
         if self.cancels:
-            found += [("cancel", token) for token in sorted(self.open) if token < TRAIN]
+            steps += [("cancel", token) for token in sorted(self.open) if token < TRAIN]
         now_ms = self._world.now_ms
-        return found + [("passes", at_ms) for _, at_ms in self.deadlines if now_ms < at_ms]
+        return steps + [("passes", at_ms) for _, at_ms in self.deadlines if now_ms < at_ms]
 
     def do_train(self) -> None:
         self.is_trained = True
@@ -159,33 +159,33 @@ class Clients(SimulatedClients):
 
     def run_ended(self, command: ev.RunEnded) -> None:
         """The frontend hears of it later: other events may come before."""
-        found = []
+        runs = []
         for answer in command.answers:
             require(answer.token in self.open, f"r{answer.token} goes on after its answer")
-            left = self.left[answer.token] - len(answer.body["tokens"])
-            require(left > 0, f"r{answer.token} goes on after its last token")
-            self.left = {**self.left, answer.token: left}
-            found.append((int(answer.token), left))
-        self.ended += (tuple(found),)
+            to_come = self.left[answer.token] - len(answer.body["tokens"])
+            require(to_come > 0, f"r{answer.token} goes on after its last token")
+            self.left = {**self.left, answer.token: to_come}
+            runs.append((int(answer.token), to_come))
+        self.ended += (tuple(runs),)
 
     def do_next_runs(self, is_parked: bool) -> None:
         """The frontend says what they compute next; one of them may have no room."""
         (runs, *rest) = self.ended
         self.ended = tuple(rest)
-        found = [
+        next_runs = [
             ev.NextRun(token=ev.Token(t), sampling_params=SamplingParams(left=n)) for t, n in runs
         ]
         if is_parked:
             self.parks -= 1
             self.parked += (runs[0],)
-            found[0] = ev.NextRun(token=found[0].token)
-        self._world.handle(ev.NextRuns(runs=tuple(found)))
+            next_runs[0] = ev.NextRun(token=next_runs[0].token)
+        self._world.handle(ev.NextRuns(runs=tuple(next_runs)))
 
     def do_room(self, index: int) -> None:
         """One that waited for room has it, even if it was taken back meanwhile."""
-        token, left = self.parked[index]
+        token, to_come = self.parked[index]
         self.parked = self.parked[:index] + self.parked[index + 1 :]
-        run = ev.NextRun(token=ev.Token(token), sampling_params=SamplingParams(left=left))
+        run = ev.NextRun(token=ev.Token(token), sampling_params=SamplingParams(left=to_come))
         self._world.handle(ev.NextRuns(runs=(run,)))
 
     def do_pause(self) -> None:

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipeswitch.base.errors import RemoteProtocolError
-from pipeswitch.devices.orders import check_range
+from pipeswitch.devices.order_checks import check_range
 from pipeswitch.ipc.messages import daemon as daemon_msg
 from pipeswitch.ipc.messages.base import Message
-from pipeswitch.memory_daemon.commits import Commits
+from pipeswitch.memory_daemon.commit_areas import CommitAreas
 from pipeswitch.memory_daemon.transmit import TransmitGuard
-from pipeswitch.simulator.daemon import SimulatedDaemon, Transmission
 from pipeswitch.simulator.device import Violation
+from pipeswitch.simulator.simulated_daemon import SimulatedDaemon, SimulatedTransmission
 
 from .channel import freeze_items, plain, thaw_items
 from .frozen import Add, Kept, Next
@@ -36,7 +36,7 @@ class Daemon(SimulatedDaemon):
         twin = Daemon.__new__(Daemon)
         twin.__dict__.update(self.__dict__)
         twin.kept = None
-        twin.inbox, twin.out, twin._lanes = map(copied, (self.inbox, self.out, self._lanes))
+        twin.inbox, twin.out, twin._queues = map(copied, (self.inbox, self.out, self._queues))
         twin._areas = self._areas.copy()
         twin.copies = deque(map(_copy_of, self.copies))
         return twin
@@ -65,9 +65,9 @@ class Daemon(SimulatedDaemon):
         if isinstance(message, daemon_msg.PersistCommit):  # at once: the disk is not modelled
             self.work("disk")
 
-    def work(self, lane: str) -> None:
+    def work(self, thread: str) -> None:
         """The next move of a lane; the last group and the end of a copy are one."""
-        (move,) = [move for move in self.steps() if move.lane == lane]
+        (move,) = [move for move in self.steps() if move.thread == thread]
         move.act()
         if move.what == "copies" and self.copies[0].done == len(self.copies[0].order.groups):
             self._end_copy()
@@ -76,13 +76,15 @@ class Daemon(SimulatedDaemon):
         """Orders arrive in order here, so it needs no memory of older ones."""
         scope = self._world.scope
         guard = TransmitGuard(
-            arena_bytes=scope.arena_bytes, store_bytes=scope.store_bytes, words=scope.words
+            arena_bytes=scope.arena_bytes,
+            store_bytes=scope.store_bytes,
+            fence_count=scope.fence_count,
         )
         guard._live = {copy.order.op_id: copy.order for copy in self.copies}
         guard.accept(order)
 
     def accepts(self, order: daemon_msg.CommitCopy) -> bool:
-        commits = Commits(SimpleNamespace(arena_bytes=self._world.scope.arena_bytes))
+        commits = CommitAreas(SimpleNamespace(arena_bytes=self._world.scope.arena_bytes))
         if order.job in self._areas:
             commits._areas[order.job] = self._world.areas[order.job].real
             commits._newest[order.job] = self._areas[order.job]
@@ -92,8 +94,8 @@ class Daemon(SimulatedDaemon):
         return True
 
 
-def _copy_of(copy: Transmission) -> Transmission:
-    twin = Transmission(copy.order, copy.asked_at_ms)
+def _copy_of(copy: SimulatedTransmission) -> SimulatedTransmission:
+    twin = SimulatedTransmission(copy.order, copy.asked_at_ms)
     twin.is_cancelled, twin.ends_at_ms = copy.is_cancelled, [*copy.ends_at_ms]
     return twin
 
@@ -111,7 +113,7 @@ def freeze_daemon(daemon: Daemon | None, e: Add) -> Any:
         tuple([(job, number) for job, (_, number) in areas]),
         freeze_items([copy.order for copy in daemon.copies], e),
         tuple([(copy.is_cancelled, copy.done) for copy in daemon.copies]),
-        freeze_items(daemon._lanes.get(TO_HOST, ()), e),
+        freeze_items(daemon._queues.get(TO_HOST, ()), e),
         freeze_items(daemon.out.get(OUT, ()), e),
         freeze_items(() if last is None else (last,), e),
     )
@@ -119,13 +121,13 @@ def freeze_daemon(daemon: Daemon | None, e: Add) -> Any:
 
 def thaw_daemon(frozen: Any, n: Next, daemon: Daemon) -> None:
     """``daemon``: a new one."""
-    daemon.is_ready, daemon.is_half, areas, orders, progress, lane, out, last = frozen
+    daemon.is_ready, daemon.is_half, areas, orders, progress, thread, out, last = frozen
     daemon._areas = {job: (n(), number) for job, number in areas}  # type: ignore[misc]
     for order, (is_cancelled, done) in zip(thaw_items(orders, n), progress, strict=True):
-        copy = Transmission(order, 0.0)
+        copy = SimulatedTransmission(order, 0.0)
         copy.is_cancelled, copy.ends_at_ms = is_cancelled, [0.0] * done
         daemon.copies.append(copy)
-    daemon._lanes = {TO_HOST: deque(thaw_items(lane, n))}
+    daemon._queues = {TO_HOST: deque(thaw_items(thread, n))}
     daemon.out = {OUT: deque(thaw_items(out, n))}
     (daemon.last_order,) = thaw_items(last, n) or (None,)
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeswitch.simulator.device import Device, Held, Image, Span, region_of
+from pipeswitch.simulator.device import ByteSpan, Held, Image, SimulatedDevice, region_of
 
 from .channel import freeze_items, thaw_items
 from .frozen import Add, Next
 
 
-def freeze_device(device: Device, e: Add) -> Any:
+def freeze_device(device: SimulatedDevice, e: Add) -> Any:
     e(-device.turn)
-    words = sorted(device.words.items())
-    for _, op_id in words:
+    fences = sorted(device.fences.items())
+    for _, op_id in fences:
         e(op_id)
-    held = device.contents.values()
+    contents = device.contents.values()
     e(device.computed[0])
     stops = sorted(device.stop_words.items())
     for _, op_id in stops:
@@ -23,12 +23,12 @@ def freeze_device(device: Device, e: Add) -> Any:
     return (
         tuple([slot for slot, _ in stops]),
         device.computed[1],
-        tuple([word for word, _ in words]),
-        freeze_items([one.order for one in held], e),
+        tuple([fence for fence, _ in fences]),
+        freeze_items([one.order for one in contents], e),
         tuple(
             [
                 (one.done, one.order.model in device.intact, one.order.op_id in device.cancelled)
-                for one in held
+                for one in contents
             ]
         ),
         tuple([(at, tuple(image)) for at, image in sorted(device.slices.items())]),
@@ -36,11 +36,11 @@ def freeze_device(device: Device, e: Add) -> Any:
     )
 
 
-def thaw_device(frozen: Any, n: Next) -> Device:
-    stops, computed, words, orders, details, slices, dirty = frozen
-    device = Device()
+def thaw_device(frozen: Any, n: Next) -> SimulatedDevice:
+    stops, computed, fences, orders, details, slices, dirty = frozen
+    device = SimulatedDevice()
     device.turn = n()
-    device.words = {word: n() for word in words}  # type: ignore[misc]
+    device.fences = {fence: n() for fence in fences}  # type: ignore[misc]
     device.computed = (n(), computed)
     device.stop_words = {slot: n() for slot in stops}  # type: ignore[misc]
     for order, (done, is_intact, is_cancelled) in zip(thaw_items(orders, n), details, strict=True):
@@ -50,7 +50,7 @@ def thaw_device(frozen: Any, n: Next) -> Device:
         if is_cancelled:
             device.cancelled |= {order.op_id}
     device.slices = {at: Image(*image) for at, image in slices}
-    device.dirty = tuple([Span(*span) for span in dirty])
+    device.dirty = tuple([ByteSpan(*span) for span in dirty])
     return device
 
 

@@ -73,7 +73,7 @@ class Expander:
 
     def expand(self, frozen: bytes) -> Expanded:
         """Every successor of one state."""
-        world, found = self.world, Expanded()
+        world, expanded = self.world, Expanded()
         world.recall.forget(MAX_MOMENTS)
         state = marshal.loads(frozen)
         world.thaw(state)
@@ -86,44 +86,44 @@ class Expander:
         for action in possible:
             if action[0] == "suspect" and is_suspected and world.scope.is_coarse:
                 break  # the first instant at which a worker is taken for hung is enough
-            if not self._follow(state, action, found):
-                if found.broken:
-                    return found
+            if not self._follow(state, action, expanded):
+                if expanded.broken:
+                    return expanded
                 continue
             goes_on |= action[0] not in FAULTS
             is_suspected |= action[0] == "suspect"
         if not goes_on:
-            self._at_rest(state, later[:1], found)
-        return found
+            self._at_rest(state, later[:1], expanded)
+        return expanded
 
-    def _follow(self, state: object, action: Action, found: Expanded) -> bool:
+    def _follow(self, state: object, action: Action, expanded: Expanded) -> bool:
         world = self.world
         world.thaw(state)
         try:
             if not world.apply(action):
                 return False
         except Violation as violation:
-            found.broken = (action, str(violation))
+            expanded.broken = (action, str(violation))
             return False
         frozen = world.freeze()
         digest = digest_of(frozen)
         is_news = digest not in self._told
         self._told.add(digest)
         home = world.recall.moment.home
-        found.edges.append((action, digest, (home, frozen) if is_news else None))
+        expanded.edges.append((action, digest, (home, frozen) if is_news else None))
         return True
 
-    def _at_rest(self, state: object, later: list[Action], found: Expanded) -> None:
+    def _at_rest(self, state: object, later: list[Action], expanded: Expanded) -> None:
         """Nothing happens by itself any more: time passes, or all must be in order."""
         for jump in later:
-            self._follow(state, jump, found)
+            self._follow(state, jump, expanded)
             return
         self.world.thaw(state)
         try:
             self.world.check_rest()
-            found.is_rest = True
+            expanded.is_rest = True
         except Violation as violation:
-            found.broken = (None, str(violation))
+            expanded.broken = (None, str(violation))
 
 
 _expander: Expander | None = None
@@ -175,16 +175,16 @@ class Elsewhere:
             self._pools[which].apply_async(
                 _expand,
                 ([frozen for _, (_, frozen) in chunk],),
-                callback=lambda found: answers.put((which, chunk, found)),
+                callback=lambda result: answers.put((which, chunk, result)),
                 error_callback=lambda error: answers.put((which, chunk, error)),
             )
             return True
 
         under_way = sum(give(which) for which in range(count) for _ in range(2))
         while under_way:
-            which, chunk, found = answers.get()
+            which, chunk, result = answers.get()
             under_way -= 1
-            if isinstance(found, BaseException):
-                raise found
+            if isinstance(result, BaseException):
+                raise result
             under_way += give(which)
-            yield chunk, found
+            yield chunk, result

@@ -99,7 +99,7 @@ class Codec:
             "lands": lands,
             "sampling_params": lambda t: t and SamplingParams(steps=t[0], left=t[1]),
             "runs": lambda t: t and Runs(0.0, None, None, *t),
-            "landings": lambda t: t and StagingLayout(*t[:2], frozenset(t[2]), *t[3:]),
+            "staging": lambda t: t and StagingLayout(*t[:2], frozenset(t[2]), *t[3:]),
         }
         known = {part.__name__: part for part in parts}
         self._fields("", kind, known)
@@ -164,10 +164,7 @@ class Codec:
             "VersionEvent": states.VERSION_TRANSITIONS,
         }[event]
         key = name.replace(".", "_")
-        self._names |= {
-            f"s_{key}": {member.value: member for member in kind},
-            f"m_{key}": table,
-        }
+        self._names |= {f"s_{key}": {member.value: member for member in kind}, f"m_{key}": table}
         into = f"StateMachine({self.kind.__name__!r}, s_{key}[{{}}], m_{key})"
         self._value(name, f"o.{name}.state._value_", into)
 
@@ -199,7 +196,13 @@ def _slot(name: str) -> str:
 
 def lands(of: StagingLayout | None) -> Any:
     """The landings of a model that streams as plain values."""
-    return of and (of.offsets, of.waits, tuple(sorted(of.kept)), of.resident_bytes, of.size_bytes)
+    return of and (
+        of.offsets,
+        of.waits,
+        tuple(sorted(of.resident)),
+        of.resident_bytes,
+        of.size_bytes,
+    )
 
 
 class Still:

@@ -83,12 +83,12 @@ def _forgets_deadlines(handle: Handle, event: ev.Event) -> list[ev.Command]:
 
 
 def _answers_early(handle: Handle, event: ev.Event) -> list[ev.Command]:
-    found: list[ev.Command] = []
+    commands: list[ev.Command] = []
     for command in handle(event):
         if isinstance(command, ev.RunEnded):
-            found += [msgspec.structs.replace(one, more=False) for one in command.answers]
-        found.append(command)
-    return found
+            commands += [msgspec.structs.replace(one, more=False) for one in command.answers]
+        commands.append(command)
+    return commands
 
 
 @dataclass(frozen=True)

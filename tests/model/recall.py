@@ -42,9 +42,11 @@ class Moment:
 
     __slots__ = ("generations", "home", "kept", "last_epoch", "next", "seen")
 
-    def __init__(self, kept: Kept, frozen: Any, generations: Generations, last_epoch: int) -> None:
-        self.kept = kept
-        self.home = crc32(kept[0])  # by which a process is chosen: it may know what follows
+    def __init__(
+        self, packed: Kept, frozen: Any, generations: Generations, last_epoch: int
+    ) -> None:
+        self.kept = packed
+        self.home = crc32(packed[0])  # by which a process is chosen: it may know what follows
         self.generations = generations
         self.last_epoch = last_epoch
         self.seen = sight(frozen)
@@ -87,9 +89,9 @@ class Recall:
         """Be at a moment that was once met."""
         self._at, self.is_live = moment, False
 
-    def moment_of(self, kept: Kept, generations: Generations) -> Moment:
+    def moment_of(self, packed: Kept, generations: Generations) -> Moment:
         """The moment that was frozen to this."""
-        return self._moment(kept, None, generations, FIRST_EPOCH)
+        return self._moment(packed, None, generations, FIRST_EPOCH)
 
     def forget(self, beyond: int) -> None:
         """Start anew when more moments than that are remembered: memory is bounded."""
@@ -103,8 +105,8 @@ class Recall:
             commands = self._scheduler.handle(event, at_ms)
             self._at = None
             return tuple(commands), self._checked(), None  # type: ignore[return-value]
-        moment, asked = self.moment, (event, now_ms)
-        known = moment.next.get(asked)
+        moment, question = self.moment, (event, now_ms)
+        known = moment.next.get(question)
         if known is None:
             self._load()  # anew: what is not frozen must not tell in which order states are met
             at_ms = moment.seen.now_ms if now_ms is None else now_ms
@@ -112,7 +114,7 @@ class Recall:
             broken = self._checked()
             after = self._freeze() if broken is None else moment  # nothing goes on from there
             known = tuple([c for c in commands if isinstance(c, PERFORMED)]), broken, after
-            moment.next[asked] = known
+            moment.next[question] = known
         self._at = known[2]
         return known
 
@@ -132,22 +134,24 @@ class Recall:
             frozen.append(brain.freeze(e))
             return frozen[0]
 
-        kept = frozen_part(freeze, self._brain)
+        packed = frozen_part(freeze, self._brain)
         generations = tuple(
             [
                 (state.daemon.generation, *[w.generation for w in state.workers.values()])
                 for state in [device.state for device in machine.devices]
             ]
         )
-        return self._moment(kept, frozen[0], generations, core.last_epoch)
+        return self._moment(packed, frozen[0], generations, core.last_epoch)
 
-    def _moment(self, kept: Kept, frozen: Any, generations: Generations, last_epoch: int) -> Moment:
-        key = (*kept, generations, last_epoch)
-        found = self._moments.get(key)
-        if found is None:
-            found = Moment(kept, frozen or marshal.loads(kept[0]), generations, last_epoch)
-            self._moments[key] = found
-        return found
+    def _moment(
+        self, packed: Kept, frozen: Any, generations: Generations, last_epoch: int
+    ) -> Moment:
+        key = (*packed, generations, last_epoch)
+        moment = self._moments.get(key)
+        if moment is None:
+            moment = Moment(packed, frozen or marshal.loads(packed[0]), generations, last_epoch)
+            self._moments[key] = moment
+        return moment
 
     def _load(self) -> None:
         moment = self.moment

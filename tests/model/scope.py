@@ -61,7 +61,7 @@ class Scope:
     parks: int = 0  # times that one has no room for its next run, for a while
     batch: int = 0  # up to which requests are joined; one waits for others as long as a deadline
     groups: int = 1
-    arena_mib: int = 8  # arrival words take 2, the slice 2
+    arena_mib: int = 8  # fences take 2, the slice 2
     model_mib: int = 4
     small_mib: int = 0  # of all models but the first, which have one group; 0: they are alike
     standby: int = 1
@@ -73,7 +73,7 @@ class Scope:
     slice_bytes = 2 * MIB
     state_bytes = IMAGE_BYTES
     store_bytes = 64 * MIB
-    words = 64
+    fence_count = 64
     grace_ms = GRACE_MS
 
     def size_of(self, model: str) -> tuple[int, int]:

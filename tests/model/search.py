@@ -48,11 +48,11 @@ class Report:
     def line(self) -> str:
         """For people."""
         end = "exhausted" if self.is_exhausted else "NOT exhausted"
-        found = f"VIOLATION: {self.violation}" if self.violation else "no violation"
+        outcome = f"VIOLATION: {self.violation}" if self.violation else "no violation"
         return (
             f"{self.scope.describe()}: {self.states} states, {self.transitions} transitions, "
             f"depth {self.depth}, {self.wall_s:.1f} s ({self.cpu_s:.1f} s of CPU), "
-            f"{self.peak_mib} MiB; {end}, {found}"
+            f"{self.peak_mib} MiB; {end}, {outcome}"
         )
 
 

@@ -70,11 +70,11 @@ def _of_daemon(world: World, kind: str, index: int) -> str:
         case "daemon_ready":
             return f"{who} has taken its memory."
         case "daemon_copies":
-            return f"{who} copies one layer group, then raises its arrival word."
+            return f"{who} copies one layer group, then raises its fence."
         case "kill_daemon":
             return f"{who} dies."
         case "daemon_works":
-            order = daemon._lanes[TO_HOST][0]
+            order = daemon._queues[TO_HOST][0]
             is_first = isinstance(order, CommitCopy) and not daemon.is_half
             half = " (its first half)" if is_first else ""
             return f"{who} works on {_message(order)}{half}."
@@ -165,22 +165,22 @@ def tell(scope: Scope, path: list[Action], violation: str) -> str:
     """
     world = World(scope)
     lines = [f"Tokens: requests 1 to {scope.requests}, 101 the job's acceptance, 102 its end."]
-    found = ""
+    problem = ""
     for number, action in enumerate(path, start=1):
         lines.append(f"{number:3}. {describe(world, action)}")
         world.story.clear()
         try:
             world.apply(action)
         except Violation as broken:
-            found = str(broken)
-        told = [order_of(world, command) for _, _, command in world.story]
-        lines += [f"       → {text}" for text in told if text]
-    if not found:
+            problem = str(broken)
+        orders = [order_of(world, command) for _, _, command in world.story]
+        lines += [f"       → {text}" for text in orders if text]
+    if not problem:
         try:
             world.check_rest()
         except Violation as broken:
-            found = str(broken)
+            problem = str(broken)
     lines.append(f"  ✗  {violation}")
-    if not found:
+    if not problem:
         lines.append("     (played again it did not come: see frozen.py; or it never rests)")
     return "\n".join(lines)

@@ -41,8 +41,8 @@ class Thawed:
         ]
         count = len(generations)
         daemons, devices = parts[-2 * count : -count], parts[-count:]
-        self._daemons = {i: world.daemon_of(kept, i) for i, kept in enumerate(daemons)}
-        self._kept_devices = [(world.device_of(kept), kept) for kept in devices]
+        self._daemons = {i: world.daemon_of(packed, i) for i, packed in enumerate(daemons)}
+        self._kept_devices = [(world.device_of(packed), packed) for packed in devices]
 
     def becomes(self, world: Any) -> None:
         """Set the world to this state."""

@@ -10,9 +10,9 @@ from pipeswitch.ipc.gate import Gate, GateState
 from pipeswitch.ipc.messages.base import Message, Turn
 from pipeswitch.ipc.messages.worker import JobReport, RunInference, RunJob
 from pipeswitch.simulator.clock import Move
-from pipeswitch.simulator.device import Image, Span
-from pipeswitch.simulator.script import BELL, SimulatedScript
-from pipeswitch.simulator.worker import SimulatedInference, SimulatedWorker
+from pipeswitch.simulator.device import ByteSpan, Image
+from pipeswitch.simulator.simulated_script import BELL, SimulatedScript
+from pipeswitch.simulator.simulated_worker import SimulatedInference, SimulatedWorker
 
 from .channel import freeze_items, plain, thaw_items
 from .frozen import Add, Kept, Next
@@ -64,13 +64,13 @@ class Worker(SimulatedWorker):
 
     def main_move(self) -> Move | None:
         """What the main thread does next."""
-        found = self.main_steps()
-        return found[0] if found else None
+        steps = self.main_steps()
+        return steps[0] if steps else None
 
     def settle(self) -> None:
         """Make the moves that nothing else can see."""
         while self.is_ready and self.runs and (move := self.main_move()) is not None:
-            is_request = move.lane == TASK and isinstance(self.inbox[TASK][0], RunInference)
+            is_request = move.thread == TASK and isinstance(self.inbox[TASK][0], RunInference)
             is_half = self.is_coarse and move.what == "writes"
             if not (is_request or is_half or move.what in UNSEEN):
                 return
@@ -119,10 +119,10 @@ def thaw_worker(frozen: Any, n: Next, worker: Worker) -> None:
     """``worker``: a new one in that slot."""
     worker.begun, worker._job_op_id = n(), n()  # type: ignore[assignment]
     (_, worker.is_ready, worker.is_doomed, worker.status, lease, queues, task, script) = frozen
-    worker.lease = None if lease is None else Span(*lease)
-    found = [deque(thaw_items(queue, n)) for queue in queues]
-    worker.inbox = {TASK: found[0], SIGNAL: found[1]}
-    worker.out = {TASK: found[2], SIGNAL: found[3]}
+    worker.lease = None if lease is None else ByteSpan(*lease)
+    queues_thawed = [deque(thaw_items(queue, n)) for queue in queues]
+    worker.inbox = {TASK: queues_thawed[0], SIGNAL: queues_thawed[1]}
+    worker.out = {TASK: queues_thawed[2], SIGNAL: queues_thawed[3]}
     if task is not None:
         (order,) = thaw_items(task[0], n)
         costs = worker.scene.programs[order.model].group_ms(order.plan, 1)
@@ -174,7 +174,7 @@ def _thaw_script(frozen: Any, n: Next, worker: Worker) -> SimulatedScript:
         script.is_acknowledged,
         gate,
     ) = frozen
-    script.lease = None if lease is None else Span(*lease)
+    script.lease = None if lease is None else ByteSpan(*lease)
     script.gate = _thaw_gate(gate, n, Gate(script._parked, BELL))
     return script
 

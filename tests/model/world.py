@@ -15,7 +15,7 @@ from pipeswitch.programs.interface.layout import Batching
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.device import Device
-from pipeswitch.scheduler.memory.allocators import WORDS
+from pipeswitch.scheduler.memory.allocators import FENCES
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state.queue import Queue
 from pipeswitch.scheduler.state.records import Job
@@ -23,7 +23,7 @@ from pipeswitch.scheduler.state.regions import Owner
 from pipeswitch.scheduler.training.jobs import Jobs
 from pipeswitch.simulator import world as simulator
 from pipeswitch.simulator.device import Violation, require
-from pipeswitch.simulator.process import Chance, Process, Scene
+from pipeswitch.simulator.process import Chance, Scene, SimulatedProcess
 from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.world import MOST_SLOTS, key_of
 
@@ -85,7 +85,7 @@ class World(simulator.World):
         settings = SchedulerSettings(
             arena_bytes=scope.arena_bytes,
             store_bytes=scope.store_bytes,
-            words=scope.words,
+            fence_count=scope.fence_count,
             standby=scope.standby,
             max_deaths=scope.max_deaths,
             training_cycle_ms=CYCLE_MS if scope.cycles else GRACE_MS,
@@ -203,8 +203,8 @@ class World(simulator.World):
 
     def _frozen_device(self, scene: Scene) -> Kept:
         """The device's memory is mostly what it was."""
-        before, kept = self.kept_devices[scene.index]
-        return kept if vars(scene.device) == before else frozen_part(freeze_device, scene.device)
+        before, packed = self.kept_devices[scene.index]
+        return packed if vars(scene.device) == before else frozen_part(freeze_device, scene.device)
 
     def _generations(self) -> tuple[Any, ...]:
         """Generations by device and slot, ranked among those that anything still names."""
@@ -232,36 +232,36 @@ class World(simulator.World):
         self._thawed[1].becomes(self)
         self._prepares = []
 
-    def worker_of(self, kept: Kept, key: Slot, generation: int) -> Worker:
+    def worker_of(self, packed: Kept, key: Slot, generation: int) -> Worker:
         """The process that was frozen to this."""
-        found = self.known_workers.get((kept, key, generation))
-        if found is None:
+        worker = self.known_workers.get((packed, key, generation))
+        if worker is None:
             index, slot = divmod(key, MOST_SLOTS)
-            found = self.new_worker(ev.Address("worker", index, Slot(slot), generation))
-            thaw_worker(marshal.loads(kept[0]), reader(kept[1]), found)
-            found.kept = kept
-            self.known_workers[kept, key, generation] = found
-        return found
+            worker = self.new_worker(ev.Address("worker", index, Slot(slot), generation))
+            thaw_worker(marshal.loads(packed[0]), reader(packed[1]), worker)
+            worker.kept = packed
+            self.known_workers[packed, key, generation] = worker
+        return worker
 
-    def daemon_of(self, kept: Kept, index: int) -> Daemon | None:
+    def daemon_of(self, packed: Kept, index: int) -> Daemon | None:
         """A device's memory daemon that was frozen to this."""
-        if kept == NO_DAEMON:
+        if packed == NO_DAEMON:
             return None
-        found = self.known_daemons.get((kept, index))
-        if found is None:
-            found = self.new_daemon(ev.Address("daemon", index, generation=1))
-            thaw_daemon(marshal.loads(kept[0]), reader(kept[1]), found)
-            found.kept = kept
-            self.known_daemons[kept, index] = found
-        return found
+        daemon = self.known_daemons.get((packed, index))
+        if daemon is None:
+            daemon = self.new_daemon(ev.Address("daemon", index, generation=1))
+            thaw_daemon(marshal.loads(packed[0]), reader(packed[1]), daemon)
+            daemon.kept = packed
+            self.known_daemons[packed, index] = daemon
+        return daemon
 
-    def device_of(self, kept: Kept) -> dict[str, Any]:
+    def device_of(self, packed: Kept) -> dict[str, Any]:
         """A device's values that were frozen to this."""
-        found = self._known_devices.get(kept)
-        if found is None:
-            found = vars(thaw_device(marshal.loads(kept[0]), reader(kept[1])))
-            self._known_devices[kept] = found
-        return found
+        fields = self._known_devices.get(packed)
+        if fields is None:
+            fields = vars(thaw_device(marshal.loads(packed[0]), reader(packed[1])))
+            self._known_devices[packed] = fields
+        return fields
 
     # -- what can be changed -------------------------------------------------------------------
 
@@ -328,8 +328,8 @@ class World(simulator.World):
 
     @staticmethod
     def _is_scrubbing(daemon: Daemon) -> bool:
-        lane = daemon._lanes.get(TO_HOST)
-        return bool(lane) and isinstance(lane[0], Scrub)
+        thread = daemon._queues.get(TO_HOST)
+        return bool(thread) and isinstance(thread[0], Scrub)
 
     def do_clock(self, due_ms: float) -> None:
         self.clock.now_ms = due_ms
@@ -392,7 +392,7 @@ class World(simulator.World):
             self.ghosts.pop(index)
         self.from_process(ghost, message)
 
-    def _hear(self, process: Process, channel: str) -> None:
+    def _hear(self, process: SimulatedProcess, channel: str) -> None:
         process._arrives(process.out[channel])
 
     def do_kill(self, slot: Slot) -> None:
@@ -565,15 +565,15 @@ class World(simulator.World):
         still_open = sorted(self.clients.open)
         require(not still_open, f"never answered: tokens {still_open} (I1)")
         models = {model.owner for model in machine.devices[0].state.replicas.values()}
-        kept = {region.owner for region in machine.store.regions} - models
-        require(not kept, f"at rest {sorted(kept)} hold the host store (I3)")
+        owners = {region.owner for region in machine.store.regions} - models
+        require(not owners, f"at rest {sorted(owners)} hold the host store (I3)")
         require(not self.scene.commits, "a commit area is left over (I3)")
         for device in machine.devices:
             self._check_rest_of(device, models)
 
     def _check_rest_of(self, device: Device, models: set[Owner]) -> None:
         state = device.state
-        owners = {region.owner for region in device.arena.regions} - {WORDS} - models
+        owners = {region.owner for region in device.arena.regions} - {FENCES} - models
         require(not owners, f"at rest {sorted(owners)} hold device memory (I3)")
         require(state.owner.job is None and state.owner.running is None, "a task at rest")
         alive = [w for w in state.workers.values() if w.is_alive]

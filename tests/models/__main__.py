@@ -53,32 +53,32 @@ def plainly(module: nn.Module, inputs: Inputs) -> Any:
         return module(**inputs, **({"use_cache": False} if has_cache else {}))
 
 
-def equal(answer: Any, wanted: Any) -> bool:
+def equal(answer: Any, expected: Any) -> bool:
     """Every output, bit by bit: NaN equals itself, zeros have signs."""
-    found, plain = list(answer.outputs.values()), list(flatten_outputs(wanted).values())
-    return len(found) == len(plain) and all(
+    outputs, plain = list(answer.outputs.values()), list(flatten_outputs(expected).values())
+    return len(outputs) == len(plain) and all(
         a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes()
-        for a, b in zip(found, plain, strict=True)
+        for a, b in zip(outputs, plain, strict=True)
     )
 
 
 def open_dims(module: nn.Module, example: Inputs, *, has_sides: bool) -> Dynamic:
     """Lengths of texts and sequences, from 1 to 512; sides and sounds from half of the example.
     None where arguments nest or come by name."""
-    found: Dynamic = {}
+    dims: Dynamic = {}
     if isinstance(example, dict) or not all(isinstance(value, torch.Tensor) for value in example):
-        return found
+        return dims
     for name, value in zip(named_inputs(module, example, None).names, example, strict=True):
         extents = value.shape
         if value.dim() in (2, 3) and (value.dtype is torch.int64 or value.dim() == 3):
-            found[name] = {1: (f"length_{name}", LENGTHS[0], LENGTHS[-1])}
+            dims[name] = {1: (f"length_{name}", LENGTHS[0], LENGTHS[-1])}
         elif value.dim() == 2 and extents[1] > LENGTHS[-1]:
-            found[name] = {1: ("samples", extents[1] // 2, extents[1])}
+            dims[name] = {1: ("samples", extents[1] // 2, extents[1])}
         elif value.dim() == 4 and has_sides:
-            found[name] = {
+            dims[name] = {
                 axis: (f"side{axis}", extents[axis] // 2, extents[axis]) for axis in (2, 3)
             }
-    return found
+    return dims
 
 
 def resized(value: torch.Tensor, axis: int, extent: int) -> torch.Tensor:
@@ -146,9 +146,9 @@ class Sweep:
                     raise
         shown = self._client.show("it")
         for axes in row["dynamic"].values():  # a range may have become narrower
-            for axis, (called, *_) in axes.items():
-                low, high = shown["dims"].get(called, (0, 0))
-                axes[axis] = (called, low, high)
+            for axis, (dim_name, *_) in axes.items():
+                low, high = shown["dims"].get(dim_name, (0, 0))
+                axes[axis] = (dim_name, low, high)
         row |= {"mode": shown["mode"], "bytes": shown["bytes"], "batch_max": shown["batch"][1]}
         row["groups"] = shown["groups"]
         folder = self._running.state_dir / "models" / shown["digest"]
@@ -159,31 +159,31 @@ class Sweep:
         row["operators"] = sorted(aten)
 
     def _ask(self, module: nn.Module, example: Inputs, most: int) -> dict[int, bool]:
-        found = {}
+        equal_by_batch = {}
         for batch in (1, BATCH) if most >= BATCH else (1,):
             inputs = tree_map_only(torch.Tensor, lambda t: torch.cat([t] * batch), example)  # noqa: B023
-            found[batch] = equal(self._client.infer("it", inputs), plainly(module, inputs))
-        return found
+            equal_by_batch[batch] = equal(self._client.infer("it", inputs), plainly(module, inputs))
+        return equal_by_batch
 
     def _ask_sizes(self, module: nn.Module, example: Inputs, dynamic: Dynamic) -> dict[str, bool]:
         """Each length; of sides and sounds the smallest, and one in between."""
-        found: dict[str, bool] = {}
+        equal_by_size: dict[str, bool] = {}
         if not dynamic:
-            return found
+            return equal_by_size
         names = named_inputs(module, example, None).names
         for step in range(len(LENGTHS)):
-            inputs, told = list(example), []
+            inputs, sizes = list(example), []
             for number, name in enumerate(names):
-                for axis, (called, low, high) in dynamic.get(name, {}).items():
-                    is_length = called.startswith("length")
+                for axis, (dim_name, low, high) in dynamic.get(name, {}).items():
+                    is_length = dim_name.startswith("length")
                     length = min(max(LENGTHS[step], low), high)
                     extent = length if is_length else (low, low + (high - low) // 3)[step % 2]
                     inputs[number] = resized(inputs[number], axis, extent)
-                    told.append(str(extent))
-            if told and "x".join(told) not in found:
+                    sizes.append(str(extent))
+            if sizes and "x".join(sizes) not in equal_by_size:
                 answer = self._client.infer("it", inputs)
-                found["x".join(told)] = equal(answer, plainly(module, tuple(inputs)))
-        return found
+                equal_by_size["x".join(sizes)] = equal(answer, plainly(module, tuple(inputs)))
+        return equal_by_size
 
     def _forget(self) -> None:
         if any(row["name"] == "it" for row in self._client.models()):

@@ -237,8 +237,8 @@ class Answers(nn.Module):
         named = dict(zip(self._names, inputs, strict=True))
         if hasattr(self.model.config, "use_cache"):
             named["use_cache"] = False
-        found = self.model(**named, return_dict=True)
-        return tuple(value for value in found.values() if isinstance(value, torch.Tensor))
+        output = self.model(**named, return_dict=True)
+        return tuple(value for value in output.values() if isinstance(value, torch.Tensor))
 
 
 class Dense(nn.Module):
@@ -249,8 +249,8 @@ class Dense(nn.Module):
         self.model = model
 
     def forward(self, x: torch.Tensor) -> Any:
-        found = self.model(x)
-        return tuple(found.values()) if isinstance(found, dict) else found
+        output = self.model(x)
+        return tuple(output.values()) if isinstance(output, dict) else output
 
 
 class Recurrent(nn.Module):
@@ -260,8 +260,8 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(48 if options.get("bidirectional") else 24, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.layer(x)[0][:, -1])
-        return found
+        output: torch.Tensor = self.head(self.layer(x)[0][:, -1])
+        return output
 
 
 class Nested(nn.Module):
@@ -284,8 +284,8 @@ class UNet(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.relu(self.first(x))
-        found: torch.Tensor = self.last(torch.cat([x, self.up(torch.relu(self.down(x)))], 1))
-        return found
+        output: torch.Tensor = self.last(torch.cat([x, self.up(torch.relu(self.down(x)))], 1))
+        return output
 
 
 class Recommender(nn.Module):
@@ -295,8 +295,8 @@ class Recommender(nn.Module):
         self.head = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 1))
 
     def forward(self, person: torch.Tensor, thing: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(torch.cat([self.people(person), self.things(thing)], -1))
-        return found
+        output: torch.Tensor = self.head(torch.cat([self.people(person), self.things(thing)], -1))
+        return output
 
 
 def _ids(length: int = 12) -> torch.Tensor:
@@ -402,10 +402,10 @@ def _small() -> dict[str, Entry]:
 
 def catalogue() -> dict[str, Entry]:
     """By name: torchvision, transformers, small ones."""
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
 
     def vision(name: str, *shape: int) -> None:
-        found[f"torchvision {name}"] = lambda: _vision(name, *shape)
+        entries[f"torchvision {name}"] = lambda: _vision(name, *shape)
 
     for side, names in PICTURES.items():
         for name in names.split():
@@ -415,7 +415,7 @@ def catalogue() -> dict[str, Entry]:
     for name in DETECTORS.split():
         vision(name, 3, 320, 320)
     for name in TRANSFORMERS:
-        found[f"transformers {name}"] = lambda name=name: _transformer(name)  # type: ignore[misc]
+        entries[f"transformers {name}"] = lambda name=name: _transformer(name)  # type: ignore[misc]
     clip = {
         "text_config": TRANSFORMERS["CLIPTextModel"][0],
         "vision_config": TRANSFORMERS["CLIPVisionModel"][0],
@@ -426,8 +426,8 @@ def catalogue() -> dict[str, Entry]:
         ("T5ForConditionalGeneration", T5, "both"),
         ("CLIPModel", clip, "ids", "pixels"),
     ):
-        found[f"transformers {name} as it comes"] = functools.partial(
+        entries[f"transformers {name} as it comes"] = functools.partial(
             _as_it_comes, name, options, *kinds
         )
-    found |= {f"small {name}": entry for name, entry in _small().items()}
-    return found | {f"odd {name}": entry for name, entry in ODD.items()}
+    entries |= {f"small {name}": entry for name, entry in _small().items()}
+    return entries | {f"odd {name}": entry for name, entry in ODD.items()}

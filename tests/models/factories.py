@@ -19,7 +19,7 @@ def factory_name(name: str) -> str:
 
 
 def __getattr__(name: str) -> Callable[[], nn.Module]:
-    entries = {factory_name(called): entry for called, entry in catalogue().items()}
+    entries = {factory_name(entry_name): entry for entry_name, entry in catalogue().items()}
     if name not in entries:
         raise AttributeError(name)
 

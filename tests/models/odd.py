@@ -112,11 +112,11 @@ def in_int8(m: Any, x: T) -> T:
 
 
 def int8() -> nn.Module:
-    held, weight = nn.Module(), rand(8, 16)
+    module, weight = nn.Module(), rand(8, 16)
     scale = weight.abs().amax(1, keepdim=True) / 127
-    held.register_buffer("weight", (weight / scale).round().to(torch.int8))
-    held.register_buffer("scale", scale)
-    return Does(in_int8, q=held)
+    module.register_buffer("weight", (weight / scale).round().to(torch.int8))
+    module.register_buffer("scale", scale)
+    return Does(in_int8, q=module)
 
 
 def mlp() -> nn.Module:

@@ -19,16 +19,16 @@ def trained(kind: str) -> Any:
     assert spec.origin is not None
     folder = Path(spec.origin).parent / "datasets" / "descr"
     texts = [file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.rst"))]
-    found: Any
+    tokenizer: Any
     if kind == "bytes":
-        found = tokenizers.Tokenizer(models.BPE())
-        found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        found.decoder = decoders.ByteLevel()
+        tokenizer = tokenizers.Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
         special, alphabet = ["<end>"], pre_tokenizers.ByteLevel.alphabet()
     else:
-        found = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-        found.normalizer = tokenizers.normalizers.Replace(" ", "▁")
-        found.decoder = decoders.Sequence(
+        tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+        tokenizer.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+        tokenizer.decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         )
         special, alphabet = ["<end>", "<unk>"], ["▁"]
@@ -36,14 +36,14 @@ def trained(kind: str) -> Any:
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=700, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    found.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     if kind == "fallback":  # byte tokens are words of the vocabulary, not special ones
-        text = json.loads(found.to_str())
+        text = json.loads(tokenizer.to_str())
         vocabulary = text["model"]["vocab"]
         for byte in range(256):
             vocabulary.setdefault(f"<0x{byte:02X}>", len(vocabulary))
-        found = tokenizers.Tokenizer.from_str(json.dumps(text))
-    return found
+        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(text))
+    return tokenizer
 
 
 def published(folder: Path, cls: Any, kind: str = "qwen2", scale: float = 1.0, **more: Any) -> Any:

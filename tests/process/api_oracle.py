@@ -108,7 +108,7 @@ class Oracle:
     """Everything a server that began empty must know by now.
 
     Args:
-        arena_slots: of ``SLOT_BYTES``, without the arrival words.
+        arena_slots: of ``SLOT_BYTES``, without the fences.
         store_bytes: of the host store.
         digests: of what was registered so far, by program and largest batch: they never change.
             The owner's and the other clients' differ.
@@ -163,8 +163,8 @@ class Oracle:
             return only("PermissionDenied")
         old = self.models.get(name)
         if old is not None:
-            asked = (program, max_batch or DEFAULT_MAX_BATCH, is_owner)
-            is_same = (old.program, old.max_batch, old.is_owners) == asked
+            registration = (program, max_batch or DEFAULT_MAX_BATCH, is_owner)
+            is_same = (old.program, old.max_batch, old.is_owners) == registration
             return only(OK if is_same else "AlreadyExists")
         if program.refusal:
             return only(program.refusal)
@@ -200,9 +200,9 @@ class Oracle:
 
     def know_digest(self, program: str, max_batch: int, digest: str) -> None:
         """The same program has the same digest for ever, of each tenant, and no other has it."""
-        found = self.digests.setdefault((program, max_batch), set())
-        found.add(digest)
-        assert len(found) <= 2, program
+        digests = self.digests.setdefault((program, max_batch), set())
+        digests.add(digest)
+        assert len(digests) <= 2, program
         others = {name for (name, _), known in self.digests.items() if digest in known}
         assert others == {program}, f"{others} have one digest"
 
@@ -386,13 +386,13 @@ class Oracle:
 
     def check_jobs(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """``jobs`` shows this test's jobs; others are of earlier ones, and over."""
-        left = dict(self.jobs)
+        remaining = dict(self.jobs)
         for row in rows:
-            if left.pop(row["name"], None) is not None:
+            if remaining.pop(row["name"], None) is not None:
                 self._saw_job(row["name"], row)
             else:
                 assert row["state"] in FINAL_JOB_STATES, row
-        assert not left, f"lost: {sorted(left)}"
+        assert not remaining, f"lost: {sorted(remaining)}"
 
     def check_ps(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """``ps`` agrees with ``models`` and ``jobs`` as far as it shows the same."""
@@ -414,8 +414,8 @@ class Oracle:
             assert row["prio"] == job.priority, row
         (daemon,) = by_kind["daemon"].values()
         if not self.jobs:  # a slice that is being zeroed is in no row
-            held = sum(int(row["device"]) for row in models.values())
-            assert int(daemon["device"]) == held, (daemon, models)
+            device_count = sum(int(row["device"]) for row in models.values())
+            assert int(daemon["device"]) == device_count, (daemon, models)
         pids = [row["pid"] for row in by_kind["worker"].values() if row["pid"]]
         assert len(pids) == len(set(pids)), f"one process in two slots: {pids}"
 

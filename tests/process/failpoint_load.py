@@ -94,8 +94,8 @@ class Lane:
                 if self.over.wait(PAUSE_S):
                     return
                 sent_at_s = time.monotonic()
-                said = self._ask(client, model, x, y)
-                self.answers.append(Answer(sent_at_s, time.monotonic(), said))
+                reply = self._ask(client, model, x, y)
+                self.answers.append(Answer(sent_at_s, time.monotonic(), reply))
 
     @staticmethod
     def _ask(client: Client, model: str, x: Any, y: Any) -> str:

@@ -190,8 +190,8 @@ class Tour:
         with contextlib.suppress(PipeSwitchError):
             self.client.job(name, "resume")  # it was paused when a fault struck
         row = finish(self.client.task(name))
-        said = (self.folder / f"{name}.out").read_text()
-        assert said == self._undisturbed.after(row["step"]), f"{name} differs at {row['step']}"
+        text = (self.folder / f"{name}.out").read_text()
+        assert text == self._undisturbed.after(row["step"]), f"{name} differs at {row['step']}"
 
     # -- faults ----------------------------------------------------------------------------------
 

@@ -146,8 +146,8 @@ class FakeScheduler:
             case ev.InferArrived():
                 self.held.append(event) if self.is_holding else self.finish(event)
             case ev.CancelRequest(token=token):
-                for held in [held for held in self.held if held.token == token]:
-                    self.held.remove(held)
+                for request in [request for request in self.held if request.token == token]:
+                    self.held.remove(request)
                     post(ev.Reply(token=token, error=ps.Cancelled("cancelled")))
             case ev.RegisterModelRequest(token=token, model=model):
                 post(ev.Reply(token=token, body={"stage": "export", "fraction": 0.5}, more=True))

@@ -142,11 +142,11 @@ class Keeper:
             socket.send_fds(self._door, [order.encode()], [writes])
         finally:
             os.close(writes)
-        said = self._door.recv(MAX_ORDER_BYTES)
-        if not said:
+        reply = self._door.recv(MAX_ORDER_BYTES)
+        if not reply:
             os.close(reads)
             raise RuntimeError("the keeper of warm servers has ended")
-        return Kept(int(said), open(reads))
+        return Kept(int(reply), open(reads))
 
     def _begin(self) -> None:
         descriptor = self._theirs.fileno()

@@ -131,13 +131,13 @@ def test_a_plan_says_what_a_job_will_do_that_is_limited_by_its_command_line(tmp_
         words = ("plan", "--train", script, "--memory", memory, "--json", "--", *arguments)
         return command(*words, environment=ENVIRONMENT)
 
-    made = json.loads(planned("800KiB").stdout)
-    needed, (whole, limited) = made["needed_bytes"], made["plans"]
-    assert made["min_bytes"] < limited["peak_bytes"] <= 800 << 10 < needed
+    plan = json.loads(planned("800KiB").stdout)
+    needed, (whole, limited) = plan["needed_bytes"], plan["plans"]
+    assert plan["min_bytes"] < limited["peak_bytes"] <= 800 << 10 < needed
     assert whole["offloaded_bytes"] == 0 < limited["offloaded_bytes"]
     assert limited["step_ms"] <= limited["layer_wise_ms"]
     refused = planned("40KiB")
-    assert f"--memory {-(-made['min_bytes'] >> 10)}KiB" in refused.stdout
+    assert f"--memory {-(-plan['min_bytes'] >> 10)}KiB" in refused.stdout
     assert refused.returncode == 1
     options: Any = {"arena": "64MiB", "environment": ENVIRONMENT, "state_dir": tmp_path / "state"}
     with checked_server(settles=False, **options) as checked:

@@ -40,11 +40,11 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def promtool() -> str:
-    found = shutil.which("promtool")
-    if found is None:
+    path_of_tool = shutil.which("promtool")
+    if path_of_tool is None:
         assert not os.environ.get("PIPESWITCH_NEED_PROMTOOL"), "this must run here"
         pytest.skip("no promtool here: it is in Debian's package prometheus")
-    return found
+    return path_of_tool
 
 
 def checked(promtool: str, *words: str) -> str:
@@ -64,7 +64,7 @@ def test_each_alert_fires_at_its_fault_and_no_other_does(
     promtool: str, tmp_path: Path, fault: str | None
 ) -> None:
     series = WELL | (FAULTS[fault] if fault else {})
-    found = {
+    alerts = {
         "rule_files": [str(RULES)],
         "evaluation_interval": "1m",
         "tests": [
@@ -85,5 +85,5 @@ def test_each_alert_fires_at_its_fault_and_no_other_does(
         ],
     }
     path = tmp_path / "test.yaml"
-    path.write_text(yaml.safe_dump(found))
+    path.write_text(yaml.safe_dump(alerts))
     checked(promtool, "test", "rules", str(path))

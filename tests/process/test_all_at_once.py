@@ -20,7 +20,7 @@ from tests.process.test_activations import SAVED_BYTES, SCRIPT
 SEED: Final = int(os.environ.get("PIPESWITCH_SEED", "1"))
 DISTURBANCES: Final = 200
 DAEMON_DIES: Final = range(30, DISTURBANCES, 45)  # before these
-ARENA: Final = "22MiB"  # 20 and the arrival words
+ARENA: Final = "22MiB"  # 20 and the fences
 MODELS: Final = {  # width and depth: 60 MiB stream, the others leave for each other
     "large": (1024, 15),
     "middle": (1024, 2),
@@ -55,7 +55,7 @@ class Asked:
         return count
 
 
-def disturb(checked: tools.Checked, asked: Asked, dice: random.Random, number: int) -> None:
+def disturb(checked: tools.Checked, requests: Asked, dice: random.Random, number: int) -> None:
     """At any instant of whatever goes on; it may be of the one before."""
     threading.Event().wait(dice.uniform(0, 0.3))  # an instant, not a condition
     how = dice.choices(("kill", "evict", "request"), (1, 3, 6))[0]
@@ -63,7 +63,7 @@ def disturb(checked: tools.Checked, asked: Asked, dice: random.Random, number: i
         assert tools.kill(checked.daemon_pid())
         checked.wait_until_whole()
     elif how == "request":
-        asked.ask(checked.client, dice.choice([*MODELS]))
+        requests.ask(checked.client, dice.choice([*MODELS]))
     else:
         tools.hurt(checked, checked.client.task(dice.choice([*JOBS])), how)
 
@@ -85,20 +85,20 @@ def test_whatever_dies_states_and_answers_are_as_undisturbed_and_all_bytes_come_
     enough = {name: tmp_path / f"enough-{name}" for name in JOBS}
     environment = {**tools.ENVIRONMENT, "PIPESWITCH_DEVICE__LINK_GBPS": "1"}
     with tools.checked_server(arena=ARENA, host_store="128MiB", environment=environment) as checked:
-        asked, over = Asked(checked.client), threading.Event()
+        requests, over = Asked(checked.client), threading.Event()
         tasks = {}
         for seed, (name, (offload, budget)) in enumerate(JOBS.items()):
             args = [str(tmp_path / name), str(budget), str(enough[name]), str(seed)]
             tasks[name] = checked.client.train(script, name=name, args=args, offload=offload)
         with checked.running.client() as other, ThreadPoolExecutor(1) as pool:
-            answers = pool.submit(asked.keep_asking, other, over)
+            answers = pool.submit(requests.keep_asking, other, over)
             try:
                 for number in range(DISTURBANCES):
-                    disturb(checked, asked, dice, number)
+                    disturb(checked, requests, dice, number)
             finally:
                 over.set()
             say(f"{answers.result(60)} answers beside")
-        told = {
+        figures_by_name = {
             name: tools.until(lambda t=task: figures_of(t.status()), f"figures of {name}", 60.0)
             for name, task in tasks.items()
         }
@@ -114,7 +114,7 @@ def test_whatever_dies_states_and_answers_are_as_undisturbed_and_all_bytes_come_
                 }
             )
         )
-        for name, figures in told.items():
+        for name, figures in figures_by_name.items():
             assert figures["peak_bytes"] <= JOBS[name][1], name
             assert (figures["offloaded_bytes"] > 0) == (name != "roomy"), figures
         for what in ("restarts", "evictions"):

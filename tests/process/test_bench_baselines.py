@@ -42,9 +42,9 @@ def setting(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     (folder / "config.json").write_text(json.dumps(TEXT))
     model = BenchModel("tiny", f"hf:{folder}", 1 << 20, {"input_ids": ((4, 16), "int64")})
-    made = Setting(model, folder, threads=1, seed=0)
-    made.write_files()
-    return made
+    setting_made = Setting(model, folder, threads=1, seed=0)
+    setting_made.write_files()
+    return setting_made
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +92,10 @@ def test_the_rig_answers_alike_however_a_model_is_cut_and_sent(setting, expected
                 rig.switch(plan, resident=1),
                 rig.resident(plan),
             ]
-            for found in switches:
-                assert found.checksum == pytest.approx(expected, rel=1e-5)
-                assert len(found.begins_ms) == len(plan)
-                pairs = zip(found.arrivals_ms, found.begins_ms, strict=True)
+            for switch in switches:
+                assert switch.checksum == pytest.approx(expected, rel=1e-5)
+                assert len(switch.begins_ms) == len(plan)
+                pairs = zip(switch.arrivals_ms, switch.begins_ms, strict=True)
                 assert all(arrived <= began for arrived, began in pairs)
         rig.map_arena()  # another mapping of the same arena holds the same weights
         assert rig.resident((0, 2)).checksum == pytest.approx(expected, rel=1e-5)

@@ -18,8 +18,8 @@ SECONDS, SEED = 60.0, 20
 @pytest.mark.timeout(900)
 def test_a_minute_of_every_fault_loses_and_doubles_nothing(tmp_path: Path) -> None:
     report = chaos(tmp_path, SECONDS, SEED, _say, _say)
-    seen = {name: value for name, value in report.items() if name != "recovery"}
-    assert not is_bad(report), json.dumps(seen, indent=1)
+    summary = {name: value for name, value in report.items() if name != "recovery"}
+    assert not is_bad(report), json.dumps(summary, indent=1)
     assert report["cells_missed"] == []
 
 

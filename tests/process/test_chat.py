@@ -81,11 +81,11 @@ class Terminal:
     def until(self, pattern: str) -> str:
         """Return what was shown up to the pattern, since the last call."""
         ends_at = time.monotonic() + 4 * DEADLINE_S
-        while (found := re.search(pattern, self._text)) is None:
+        while (match := re.search(pattern, self._text)) is None:
             ready, _, _ = select.select([self._ours], [], [], max(0, ends_at - time.monotonic()))
             assert ready, f"no {pattern!r} in {self._text!r}"
             self._text += os.read(self._ours, 1 << 16).decode(errors="replace")
-        shown, self._text = self._text[: found.end()], self._text[found.end() :]
+        shown, self._text = self._text[: match.end()], self._text[match.end() :]
         return shown
 
     def close(self) -> None:
@@ -100,13 +100,13 @@ def test_run_registers_a_folder_and_talks_until_bye(running: Checked, folder: Pa
         terminal.until(PROMPT)
         [row] = running.client.models()
         assert (row["name"], row["source"]) == ("tiny_chat-1b", f"hf:{folder}")
-        told = r"\[12 tokens, [0-9.]+ tokens/s, the first after [0-9.]+ s\]"
-        first = terminal.say("The data\r", told).split("[12")[0]
+        statistics = r"\[12 tokens, [0-9.]+ tokens/s, the first after [0-9.]+ s\]"
+        first = terminal.say("The data\r", statistics).split("[12")[0]
         terminal.until(PROMPT)
         terminal.say('"""two\r', r"\.\.\. ")
-        terminal.say('lines"""\r', told, PROMPT)
+        terminal.say('lines"""\r', statistics, PROMPT)
         terminal.say("/clear\r", "a new chat", PROMPT)
-        assert terminal.say("The data\r", told).split("[12")[0] == first  # as in a new chat
+        assert terminal.say("The data\r", statistics).split("[12")[0] == first  # as in a new chat
         terminal.until(PROMPT)
         terminal.say("/nonsense\r", "no command /nonsense", PROMPT)
         terminal.say("/bye\r", "/bye")
@@ -135,18 +135,18 @@ def test_a_chat_remembers_what_was_said_and_not_what_was_refused(url: str) -> No
     pieces = talk.say("The data")
     read = next(pieces) + next(pieces)
     pieces.close()  # as Ctrl-C does
-    said: Any = [
+    messages: Any = [
         {"role": "system", "content": "Be brief"},
         {"role": "user", "content": "The data"},
         {"role": "assistant", "content": read},
     ]
-    assert talk.messages == said
+    assert talk.messages == messages
     with pytest.raises(InvalidInput) as caught:
         next(talk.say("x1y2" * 2000))
-    assert (caught.value.hint, talk.messages) == ("/clear starts a new chat", said)
+    assert (caught.value.hint, talk.messages) == ("/clear starts a new chat", messages)
     assert ["set", "".join(talk.say("set"))] == [one["content"] for one in talk.messages[3:]]
     talk.clear()
-    assert talk.messages == said[:1]
+    assert talk.messages == messages[:1]
     with pytest.raises(ModelNotFound):
         next(Chat(url, "", "other", {}).say("Hi"))
     for other, error in (("http://127.0.0.1:9", ServerUnavailable), ("127.0.0.1:9", InvalidInput)):
@@ -155,9 +155,9 @@ def test_a_chat_remembers_what_was_said_and_not_what_was_refused(url: str) -> No
 
 
 def test_one_answer_is_printed_where_no_terminal_is(running: Checked, url: str) -> None:
-    asked = ("chat", "tiny_chat-1b", "--temperature", "0", "--max-tokens", "9")
-    piped = command("--host", running.running.ipc_address, *asked, input="The data")
-    over_http = command(*asked, "The data", "--http", f"{url}/v1")
+    options = ("chat", "tiny_chat-1b", "--temperature", "0", "--max-tokens", "9")
+    piped = command("--host", running.running.ipc_address, *options, input="The data")
+    over_http = command(*options, "The data", "--http", f"{url}/v1")
     assert piped.returncode == over_http.returncode == 0
     assert piped.stdout == over_http.stdout != "\n"
 

@@ -35,15 +35,15 @@ def test_litellm(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # its import sets this
     litellm = pytest.importorskip("litellm", reason="pip install litellm")
     here: Any = {"api_base": url, "api_key": "EMPTY"}
-    asked: Any = {**here, "model": "openai/chat", "max_tokens": 9, "temperature": 0}
-    text = litellm.completion(**asked, messages=SAID).choices[0].message.content
-    stream = litellm.completion(**asked, messages=SAID, stream=True)
+    options: Any = {**here, "model": "openai/chat", "max_tokens": 9, "temperature": 0}
+    text = litellm.completion(**options, messages=SAID).choices[0].message.content
+    stream = litellm.completion(**options, messages=SAID, stream=True)
     assert "".join(one.choices[0].delta.content or "" for one in stream) == text
-    assert len(litellm.completion(**asked, messages=SAID, n=2, seed=1).choices) == 2
+    assert len(litellm.completion(**options, messages=SAID, n=2, seed=1).choices) == 2
     rows = litellm.embedding("openai/words", ["Once", "The data"], **here).data
     assert [len(row["embedding"]) for row in rows] == [64, 64]
     with pytest.raises(litellm.ContextWindowExceededError):
-        litellm.completion(**asked, messages=[{**SAID[0], "content": "x1y2" * 2000}])
+        litellm.completion(**options, messages=[{**SAID[0], "content": "x1y2" * 2000}])
 
 
 def test_langchain(url: str) -> None:

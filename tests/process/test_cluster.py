@@ -25,7 +25,7 @@ from process_tools import ray_of_its_own
 
 from pipeswitch import AlreadyExists, Client, ModelNotFound, PermissionDenied
 from pipeswitch.base.errors import InvalidInput, ServerUnavailable
-from pipeswitch.client.cluster import connected_ray, placement_of, told
+from pipeswitch.client.cluster_client import answer_of, connected_ray, placement_of
 from pipeswitch.cluster.placement_actor import start_nodes
 from pipeswitch.wire.addresses import is_loopback, parse_listen
 
@@ -109,7 +109,7 @@ class Cluster:
 
     def status(self) -> dict[str, Any]:
         with connected_ray("auto") as ray:
-            status = dict(told(ray, placement_of(ray).status.remote()))
+            status = dict(answer_of(ray, placement_of(ray).status.remote()))
         self.pids |= {node["name"]: node["pid"] for node in status["nodes"]}
         return status
 
@@ -117,27 +117,27 @@ class Cluster:
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with ray_of_its_own() as (_, started):
-        made = Cluster(tmp_path_factory.mktemp("cluster"))
-        yield made
-        started += psutil.Process(made.process.pid).children(recursive=True)
-        made.stranger.kill()
-        made.stranger.communicate()
-        stopped = made.cli("cluster", "down")
-        assert made.process.wait(200) == 0, stopped.stderr
-        assert made.process.stdout is not None
-        made.process.stdout.close()
+        cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+        yield cluster
+        started += psutil.Process(cluster.process.pid).children(recursive=True)
+        cluster.stranger.kill()
+        cluster.stranger.communicate()
+        stopped = cluster.cli("cluster", "down")
+        assert cluster.process.wait(200) == 0, stopped.stderr
+        assert cluster.process.stdout is not None
+        cluster.process.stdout.close()
 
 
 @pytest.fixture(scope="module")
 def client(nodes: Cluster) -> Iterator[Client]:
-    with Client("cluster") as made:
+    with Client("cluster") as own_client:
         torch.manual_seed(0)
         module = torch.nn.Sequential(
             torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)
         )
-        row = made.register("m", module.eval(), example_inputs=(torch.zeros(1, 8),))
+        row = own_client.register("m", module.eval(), example_inputs=(torch.zeros(1, 8),))
         assert row["notes"] == []  # its second copy is there
-        yield made
+        yield own_client
 
 
 def test_each_node_listens_on_loopback_and_asks_for_its_key(nodes: Cluster, client: Client) -> None:
@@ -197,7 +197,7 @@ def test_placement_that_is_started_again_knows_as_much(nodes: Cluster, client: C
     before = nodes.status()
     with connected_ray("auto") as ray:
         ray.kill(placement_of(ray), no_restart=False)
-        again = told(ray, placement_of(ray).table.options(max_task_retries=-1).remote())
+        again = answer_of(ray, placement_of(ray).table.options(max_task_retries=-1).remote())
     assert again["version"] > before["version"]
     assert again["holders"]["m"] == before["models"]["m"]["nodes"]
     assert again["models"]["m"] in again["holders"]["m"]
@@ -222,7 +222,7 @@ class Job:
         with connected_ray("auto"):  # once
             wait_for(
                 lambda: nodes.status()["jobs"].get(self.name, {}),
-                lambda kept: sorted(kept.values()) == ["home", "replica"],
+                lambda states: sorted(states.values()) == ["home", "replica"],
             )
         return str(row["node"])
 
@@ -272,7 +272,7 @@ def test_a_jobs_node_hangs(nodes: Cluster, client: Client, tmp_path: Path) -> No
     try:
         wait_for(
             lambda: nodes.status()["jobs"].get("hung", {}),
-            lambda kept: "home" in kept.values() and to not in kept,
+            lambda states: "home" in states.values() and to not in states,
         )
     finally:
         node.resume()
@@ -292,7 +292,7 @@ def test_a_job_whose_node_is_lost_again_and_again(
             ray.kill(ray.get_actor(f"node:{home}", namespace="pipeswitch"), no_restart=True)
         os.kill(nodes.pids[home], signal.SIGKILL)
         wait_for(
-            lambda: nodes.status()["jobs"].get("lost", {}), lambda kept: "home" in kept.values()
+            lambda: nodes.status()["jobs"].get("lost", {}), lambda states: "home" in states.values()
         )
         with connected_ray("auto") as ray:
             where = ray.get_runtime_context().get_node_id()
@@ -308,10 +308,10 @@ def job_row(client: Client, name: str) -> dict[str, Any]:
 
 def wait_for(look: Callable[[], Any], is_so: Callable[[Any], bool] = bool) -> Any:
     until_s = time.monotonic() + 200.0
-    while not (found := look()) or not is_so(found):
-        assert time.monotonic() < until_s, found
+    while not (value := look()) or not is_so(value):
+        assert time.monotonic() < until_s, value
         time.sleep(0.05)
-    return found
+    return value
 
 
 def test_a_node_is_killed_under_requests_and_none_is_lost(
@@ -345,9 +345,9 @@ def test_a_node_is_killed_under_requests_and_none_is_lost(
     assert drained.result().returncode == 0, drained.result().stderr
     assert {answer.outputs["y"].tobytes() for answer in answers} == {expected}
     assert len({answer.request_id for answer in answers}) == len(answers)
-    left = nodes.status()
-    assert home not in {node["name"] for node in left["nodes"]}
-    assert home not in left["models"]["m"]["nodes"]
+    last_status = nodes.status()
+    assert home not in {node["name"] for node in last_status["nodes"]}
+    assert home not in last_status["models"]["m"]["nodes"]
     job.ends_as_the_whole_one()
     client.unregister("m")
     with pytest.raises(ModelNotFound):
@@ -378,11 +378,11 @@ def test_tokens_go_on_where_their_node_died(nodes: Cluster, client: Client) -> N
         for token in client.generate("chat", ids, max_new_tokens=60, seed=3, temperature=1.0)
     ]
     answer = client.generate("chat", ids, max_new_tokens=60, seed=3, temperature=1.0)
-    found = [next(answer).id for _ in range(9)]
+    first_ids = [next(answer).id for _ in range(9)]
     (row,) = client.sequences()
     nodes.status()
     os.kill(nodes.pids[row["node"]], signal.SIGKILL)
-    assert found + [token.id for token in answer] == expected
+    assert first_ids + [token.id for token in answer] == expected
     with client.generate("chat", ids, max_new_tokens=60) as another:
         next(another)
         assert row["node"] not in [now["node"] for now in client.sequences()]

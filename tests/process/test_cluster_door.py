@@ -94,8 +94,8 @@ class Asking:
 
     def goes_on(self, more: int = 10) -> None:
         """Wait for so many more answers or errors."""
-        wanted = self.count + more
-        wait_for(lambda: self.count >= wanted or self.process.poll() is not None)
+        target = self.count + more
+        wait_for(lambda: self.count >= target or self.process.poll() is not None)
         assert self.process.poll() is None
 
     def end(self) -> dict[str, Any]:
@@ -116,15 +116,15 @@ class Asking:
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with ray_of_its_own() as (_, started):
-        made = Cluster(tmp_path_factory.mktemp("cluster"))
-        made.stranger.kill()
-        made.stranger.communicate()
-        yield made
-        started += psutil.Process(made.process.pid).children(recursive=True)
-        stopped = made.cli("cluster", "down")
-        assert made.process.wait(200) == 0, stopped.stderr
-        assert made.process.stdout is not None
-        made.process.stdout.close()
+        cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+        cluster.stranger.kill()
+        cluster.stranger.communicate()
+        yield cluster
+        started += psutil.Process(cluster.process.pid).children(recursive=True)
+        stopped = cluster.cli("cluster", "down")
+        assert cluster.process.wait(200) == 0, stopped.stderr
+        assert cluster.process.stdout is not None
+        cluster.process.stdout.close()
 
 
 @pytest.fixture(scope="module")
@@ -157,8 +157,8 @@ def rows_of(nodes: Cluster, model: str = "m") -> tuple[dict[str, dict[str, Any]]
     """The nodes by name, and the holders of a model once it has two."""
     status = wait_for(
         nodes.status,
-        lambda found: (
-            len(found["nodes"]) == 3 and len(found["models"].get(model, {}).get("nodes", ())) >= 2
+        lambda status: (
+            len(status["nodes"]) == 3 and len(status["models"].get(model, {}).get("nodes", ())) >= 2
         ),
     )
     return {one["name"]: one for one in status["nodes"]}, status["models"][model]["nodes"]
@@ -216,20 +216,20 @@ def test_callers_are_the_same_at_the_node_that_computes(nodes: Cluster, client: 
         )
         with urllib.request.urlopen(request, timeout=100) as answer:
             assert answer.readline().startswith(b"data: ")
-            found = sequences(rows)
-            assert [*found.values()] == [ANYONE]
-            assert {*found} <= ({name} if name in holders else {*holders})
+            tenants = sequences(rows)
+            assert [*tenants.values()] == [ANYONE]
+            assert {*tenants} <= ({name} if name in holders else {*holders})
         until(lambda: not sequences(rows), "its sequence is gone")
 
 
 def sequences(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
     """The tenant of a node's sequence, by node."""
-    found = {}
+    tenants = {}
     for name, row in rows.items():
         with Client(row["owners"]) as owner:
             for one in owner.sequences():
-                found[name] = one["tenant"]
-    return found
+                tenants[name] = one["tenant"]
+    return tenants
 
 
 def test_nodes_die_and_no_client_of_a_door_loses_a_request(nodes: Cluster, client: Client) -> None:
@@ -247,14 +247,14 @@ def test_nodes_die_and_no_client_of_a_door_loses_a_request(nodes: Cluster, clien
             for one in clients.values():
                 one.goes_on()
             killed(nodes, victim, clients)
-        found = {kind: one.end() for kind, one in clients.items()}
+        ends = {kind: one.end() for kind, one in clients.items()}
     finally:
         for one in clients.values():
             one.close()
-    sys.stdout.write(f"{ {kind: [*one['answers'].values()] for kind, one in found.items()} }\n")
-    assert {kind: one["errors"] for kind, one in found.items()} == {kind: [] for kind in clients}
-    assert {*found["openai"]["answers"]} == {text}
-    assert {*found["http"]["answers"]} == {*found["grpc"]["answers"]} == {expected}
+    sys.stdout.write(f"{ {kind: [*one['answers'].values()] for kind, one in ends.items()} }\n")
+    assert {kind: one["errors"] for kind, one in ends.items()} == {kind: [] for kind in clients}
+    assert {*ends["openai"]["answers"]} == {text}
+    assert {*ends["http"]["answers"]} == {*ends["grpc"]["answers"]} == {expected}
 
 
 def killed(nodes: Cluster, victim: str, clients: dict[str, Asking]) -> None:
@@ -263,7 +263,7 @@ def killed(nodes: Cluster, victim: str, clients: dict[str, Asking]) -> None:
     os.kill(before["pid"], signal.SIGKILL)
     for one in clients.values():
         one.goes_on()
-    wait_for(lambda: rows_of(nodes)[0], lambda found: found[victim]["pid"] != before["pid"])
+    wait_for(lambda: rows_of(nodes)[0], lambda rows: rows[victim]["pid"] != before["pid"])
     after = rows_of(nodes)[0][victim]
     assert [after[kind] for kind in ("http", "grpc")] == [before[kind] for kind in ("http", "grpc")]
 
@@ -280,11 +280,11 @@ def test_a_door_whose_server_dies_goes_on_with_the_other_nodes(
             one.goes_on(3)
             killed(nodes, door, {"whole": one})
             one.goes_on(3)
-            found = one.end()
+            end = one.end()
         finally:
             one.close()
         sys.stdout.write(
-            f"{door} {door in holders}: {[*found['answers'].values()]} {found['errors']}\n"
+            f"{door} {door in holders}: {[*end['answers'].values()]} {end['errors']}\n"
         )
-        assert {*found["answers"]} == {text}
-        assert found["errors"] == []
+        assert {*end["answers"]} == {text}
+        assert end["errors"] == []

@@ -22,7 +22,7 @@ from process_tools import ray_of_its_own, until
 
 from pipeswitch import Client
 from pipeswitch.base.errors import PipeSwitchError
-from pipeswitch.client.cluster import connected_ray, placement_of, told
+from pipeswitch.client.cluster_client import answer_of, connected_ray, placement_of
 from tests.process.figures import publish
 
 pytestmark = [
@@ -62,19 +62,19 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 def raylets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[subprocess.Popen[str]]]:
     """Three of one Ray on this machine, with a cluster of three nodes; the head is the first."""
-    made: list[subprocess.Popen[str]] = []
+    processes: list[subprocess.Popen[str]] = []
     with ray_of_its_own(RAY_AUTH_MODE="token", RAY_worker_niceness="0") as (_, started):
 
         def start(*words: str) -> None:
-            made.append(
+            processes.append(
                 subprocess.Popen(
                     [*RAY, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
                 )
             )
-            assert made[-1].stdout is not None
+            assert processes[-1].stdout is not None
             lines: list[str] = []
             while "runtime started" not in "".join(lines[-1:]):
-                lines.append(made[-1].stdout.readline())
+                lines.append(processes[-1].stdout.readline())
                 assert lines[-1], lines
 
         try:
@@ -90,42 +90,42 @@ def raylets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[subproces
                 start(f"--address={os.environ['RAY_ADDRESS']}")
             state = str(tmp_path_factory.mktemp("cluster"))
             subprocess.run([*CLUSTER, "up", "--state-dir", state, "--", *SMALL], check=True)
-            yield made
+            yield processes
         finally:
-            for one in made:
+            for one in processes:
                 started += psutil.Process(one.pid).children(recursive=True)
-            for process in (*(psutil.Process(one.pid) for one in made), *started):
+            for process in (*(psutil.Process(one.pid) for one in processes), *started):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-            for one in made:
+            for one in processes:
                 one.communicate()
 
 
 @pytest.fixture(scope="module")
 def client(raylets: list[subprocess.Popen[str]]) -> Iterator[Client]:
-    with Client("cluster") as made:
+    with Client("cluster") as own_client:
         torch.manual_seed(0)
         module = torch.nn.Sequential(
             torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)
         ).eval()
         until(lambda: len(status()["nodes"]) >= 2, "two nodes", RETURN_S)
-        made.register("m", module, example_inputs=(torch.zeros(1, 8),))
-        yield made
+        own_client.register("m", module, example_inputs=(torch.zeros(1, 8),))
+        yield own_client
 
 
 def status() -> dict[str, Any]:
     with contextlib.suppress(Exception), connected_ray("auto") as ray:
-        found = dict(told(ray, placement_of(ray).status.remote(), 30.0))
-        return {**found, "nodes": {node["name"]: node for node in found["nodes"]}}
+        answer = dict(answer_of(ray, placement_of(ray).status.remote(), 30.0))
+        return {**answer, "nodes": {node["name"]: node for node in answer["nodes"]}}
     return {"nodes": {}, "models": {}}
 
 
 def holders() -> list[dict[str, Any]]:
     """The nodes that have the model, the one that serves it first."""
-    found = status()
-    model = found["models"].get("m", {"nodes": [], "serving": ""})
+    facts = status()
+    model = facts["models"].get("m", {"nodes": [], "serving": ""})
     names = sorted(model["nodes"], key=lambda name: name != model["serving"])
-    return [found["nodes"][name] for name in names if name in found["nodes"]]
+    return [facts["nodes"][name] for name in names if name in facts["nodes"]]
 
 
 def kill_server(node: dict[str, Any]) -> None:
@@ -154,9 +154,9 @@ def kill_raylet(raylet: subprocess.Popen[str]) -> None:
 def wait_for(is_so: Callable[[list[dict[str, Any]]], bool], what: str) -> list[dict[str, Any]]:
     """The holders, once it is so."""
     until_s = time.monotonic() + RETURN_S
-    while not is_so(found := holders()):
+    while not is_so(rows := holders()):
         assert time.monotonic() < until_s, f"{what}: {status()}"
-    return found
+    return rows
 
 
 def test_of_two_nodes_that_die_in_turn_the_first_is_found_again(client: Client) -> None:
@@ -164,12 +164,12 @@ def test_of_two_nodes_that_die_in_turn_the_first_is_found_again(client: Client) 
     expected = client.infer("m", X).outputs["y"].tobytes()
     waits_s = []
     for number in range(REPEATS):
-        first = wait_for(lambda found: len(found) >= 2, f"{number}: two holders")[0]
+        first = wait_for(lambda rows: len(rows) >= 2, f"{number}: two holders")[0]
         kill_server(first)
         back = (first["name"], first["pid"])
         others = wait_for(
-            lambda found, back=back: any(  # type: ignore[misc]
-                one["name"] == back[0] and one["pid"] != back[1] for one in found
+            lambda rows, back=back: any(  # type: ignore[misc]
+                one["name"] == back[0] and one["pid"] != back[1] for one in rows
             ),
             f"{number}: the first is back",
         )

@@ -22,7 +22,7 @@ import yaml
 from process_tools import ray_of_its_own, until
 
 from pipeswitch import Client
-from pipeswitch.client.cluster import connected_ray, placement_of, told
+from pipeswitch.client.cluster_client import answer_of, connected_ray, placement_of
 
 pytestmark = [
     pytest.mark.soak,
@@ -119,7 +119,7 @@ def ray_that_scales(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def nodes() -> list[dict[str, Any]]:
     with contextlib.suppress(Exception), connected_ray("auto") as ray:
-        return list(told(ray, placement_of(ray).status.remote())["nodes"])
+        return list(answer_of(ray, placement_of(ray).status.remote())["nodes"])
     return []
 
 

@@ -27,7 +27,7 @@ from pipeswitch.gateway.openai.tokenizer_worker import (
     TokensGenerated,
 )
 from pipeswitch.gateway.openai.tokenizer_worker import TokenizerWorker as TextProcess
-from pipeswitch.programs.decoding.generation import packed_tokenizer
+from pipeswitch.programs.decoding.generation_settings import packed_tokenizer
 from pipeswitch.programs.decoding.model_config import LanguageModelConfig
 from pipeswitch.programs.decoding.output import StopCriteria
 from pipeswitch.programs.decoding.sampling import Sampling
@@ -115,27 +115,29 @@ def post(running: Checked, path: str, body: Any, key: str = "EMPTY") -> tuple[in
 def test_a_completion_is_what_the_sdk_generates(running: Checked, ai: Any) -> None:
     ours = running.client.generate("chat", PROMPT, max_new_tokens=40)
     text, ids = ours.text, made()[1](PROMPT)["input_ids"]
-    asked: Any = {"model": "chat", "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
-    whole = ai.completions.create(**asked)
+    options: Any = {"model": "chat", "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+    whole = ai.completions.create(**options)
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == (text, "length")
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(ids), 40)
-    chunks = [*ai.completions.create(**asked, stream=True, stream_options={"include_usage": True})]
+    chunks = [
+        *ai.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    ]
     assert "".join(one.choices[0].text for one in chunks[:-1]) == text
     assert (chunks[-1].usage, chunks[-2].choices[0].finish_reason) == (whole.usage, "length")
-    by_ids = ai.completions.create(**{**asked, "prompt": ids})
+    by_ids = ai.completions.create(**{**options, "prompt": ids})
     assert by_ids.choices[0].token_ids == ours.tokens
     stop = text[8:12]
-    cut = ai.completions.create(**asked, stop=stop)
+    cut = ai.completions.create(**options, stop=stop)
     assert (cut.choices[0].text, cut.choices[0].finish_reason) == (text[: text.index(stop)], "stop")
     drawn = [
-        ai.completions.create(**{**asked, "temperature": 1.0, "seed": seed}).choices[0].text
+        ai.completions.create(**{**options, "temperature": 1.0, "seed": seed}).choices[0].text
         for seed in (1, 1, 2)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
     parameters = {"max_tokens": 40, "temperature": 0}
     triton = {"text_input": PROMPT, "parameters": parameters}
-    _, told, _ = post(running, "/v2/models/chat/generate", triton)
-    assert told == {"model_name": "chat", "model_version": "1", "text_output": text}
+    _, body, _ = post(running, "/v2/models/chat/generate", triton)
+    assert body == {"model_name": "chat", "model_version": "1", "text_output": text}
     _, events, _ = post(
         running, "/v2/models/chat/generate_stream", {"text_input": PROMPT, **parameters}
     )
@@ -149,12 +151,12 @@ def test_a_chat_is_rendered_as_transformers_does(running: Checked, ai: Any) -> N
     ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
     ours = running.client.generate("chat", ids, max_new_tokens=30)
     tokens = [one.id for one in ours]
-    asked: Any = {"model": "chat", "messages": SAID, "temperature": 0}
-    whole = ai.chat.completions.create(**asked, max_completion_tokens=30)
+    options: Any = {"model": "chat", "messages": SAID, "temperature": 0}
+    whole = ai.chat.completions.create(**options, max_completion_tokens=30)
     assert whole.choices[0].message.content == tokenizer.decode(tokens, skip_special_tokens=True)
     assert whole.usage.prompt_tokens == len(ids)
     chunks = []
-    for chunk in ai.chat.completions.create(**asked, max_tokens=30, stream=True):
+    for chunk in ai.chat.completions.create(**options, max_tokens=30, stream=True):
         if not chunks:  # as when the server forgets it: the tokens go on
             with contextlib.suppress(SequenceNotFound):
                 name = chunk.id.removeprefix("chatcmpl-")
@@ -165,17 +167,17 @@ def test_a_chat_is_rendered_as_transformers_does(running: Checked, ai: Any) -> N
         whole.choices[0].message.content
     )
     long: Any = {"role": "user", "content": "ab1" * 660}
-    unbound = ai.chat.completions.create(**{**asked, "messages": [long]})
+    unbound = ai.chat.completions.create(**{**options, "messages": [long]})
     assert unbound.usage.prompt_tokens > 1000
     assert unbound.usage.total_tokens == CONTEXT  # it ends with the context
     assert [one.id for one in ai.models.list()] == ["chat", "gpt-4o"]
     assert ai.models.retrieve("chat").id == "chat"
     assert ai.models.retrieve("gpt-4o").id == "gpt-4o"
-    alias = {**asked, "model": "gpt-4o", "extra_body": {"keep_alive": "5m", "ttl": 60}}
+    alias = {**options, "model": "gpt-4o", "extra_body": {"keep_alive": "5m", "ttl": 60}}
     other = ai.chat.completions.create(**alias, max_completion_tokens=30)
     assert other.choices == whole.choices
     with pytest.raises(openai.NotFoundError, match="absent"):
-        ai.chat.completions.create(**{**asked, "model": "gone"})
+        ai.chat.completions.create(**{**options, "model": "gone"})
 
 
 def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> None:
@@ -222,60 +224,60 @@ def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> 
             "not done",
         ),
     ):
-        found, told, _ = post(running, path, body)
-        assert (found, told["error"]["param"]) == (status, param), told
-        assert words in told["error"]["message"]
-        assert told["error"].keys() == {"message", "type", "param", "code"}
+        answer_status, reply, _ = post(running, path, body)
+        assert (answer_status, reply["error"]["param"]) == (status, param), reply
+        assert words in reply["error"]["message"]
+        assert reply["error"].keys() == {"message", "type", "param", "code"}
     with pytest.raises(openai.AuthenticationError, match="token"):
         ai.with_options(api_key="sk-0123456789abcdef").models.list()
     with pytest.raises(openai.NotFoundError, match="no language model"):
         ai.models.retrieve("other")
-    status, told, _ = post(
+    status, reply, _ = post(
         running, "/v2/models/chat/generate", {"text_input": "a", "bad_words": "b"}
     )
-    assert (status, told["code"]) == (400, "InvalidInput")
+    assert (status, reply["code"]) == (400, "InvalidInput")
 
 
 def test_answers_to_several_prompts_come_in_their_order(running: Checked, ai: Any) -> None:
-    asked: Any = {"model": "chat", "max_tokens": 9, "temperature": 0}
+    fields: Any = {"model": "chat", "max_tokens": 9, "temperature": 0}
     prompts = [PROMPT, "Once", PROMPT[:7]]
     ids = [made()[1](prompt)["input_ids"] for prompt in prompts]
-    alone = [ai.completions.create(**asked, prompt=prompt) for prompt in prompts]
+    alone = [ai.completions.create(**fields, prompt=prompt) for prompt in prompts]
     tokenizers = [one.choices[0].text for one in alone]
-    for given in (prompts, ids):
-        whole = ai.completions.create(**asked, prompt=given)
+    for prompt in (prompts, ids):
+        whole = ai.completions.create(**fields, prompt=prompt)
         assert [(one.index, one.text) for one in whole.choices] == [*enumerate(tokenizers)]
         usage, options = whole.usage, {"include_usage": True}
         assert (usage.prompt_tokens, usage.completion_tokens) == (sum(map(len, ids)), 27)
         came, chunks = ["", "", ""], []
-        stream = ai.completions.create(**asked, prompt=given, stream=True, stream_options=options)
+        stream = ai.completions.create(**fields, prompt=prompt, stream=True, stream_options=options)
         for chunk in stream:
             chunks.append(chunk)
             for choice in chunk.choices:
                 came[choice.index] += choice.text
         assert (came, chunks[-1].usage) == (tokenizers, usage)
     with pytest.raises(openai.BadRequestError, match="does not fit"):
-        ai.completions.create(**asked, prompt=[PROMPT, [5] * 3000])
+        ai.completions.create(**fields, prompt=[PROMPT, [5] * 3000])
 
 
 def test_several_answers_to_one_chat_differ_as_their_seeds_do(running: Checked, ai: Any) -> None:
-    asked: Any = {"model": "chat", "messages": SAID, "max_tokens": 9, "temperature": 1.0}
+    options: Any = {"model": "chat", "messages": SAID, "max_tokens": 9, "temperature": 1.0}
     create = ai.chat.completions.create
-    alone = [create(**asked, seed=seed).choices[0].message.content for seed in (5, 6, 7)]
-    whole = create(**asked, seed=5, n=3)
+    alone = [create(**options, seed=seed).choices[0].message.content for seed in (5, 6, 7)]
+    whole = create(**options, seed=5, n=3)
     assert [one.message.content for one in whole.choices] == alone
     came = ["", "", ""]
-    for chunk in create(**asked, seed=5, n=3, stream=True):
+    for chunk in create(**options, seed=5, n=3, stream=True):
         for choice in chunk.choices:
             came[choice.index] += choice.delta.content or ""
     assert came == alone
 
 
 def test_options_of_sampling_do_what_they_say(running: Checked, ai: Any) -> None:
-    asked: Any = {"model": "chat", "prompt": [4, 5], "temperature": 0, "max_tokens": 30}
+    options: Any = {"model": "chat", "prompt": [4, 5], "temperature": 0, "max_tokens": 30}
 
     def ids(**more: Any) -> Any:
-        return ai.completions.create(**{**asked, **more}).choices[0].token_ids
+        return ai.completions.create(**{**options, **more}).choices[0].token_ids
 
     plain = ids()
     assert plain[0] not in ids(logit_bias={plain[0]: -100})
@@ -288,10 +290,10 @@ def test_options_of_sampling_do_what_they_say(running: Checked, ai: Any) -> None
     stop = {"stop_token_ids": [plain[3]]}
     assert ids(extra_body=stop) == plain[: plain.index(plain[3]) + 1]
     assert plain[3] not in ids(extra_body={**stop, "min_tokens": 12})[:12]
-    asked["prompt"] = PROMPT
-    text = PROMPT + ai.completions.create(**asked).choices[0].text
-    assert ai.completions.create(**asked, echo=True).choices[0].text == text
-    chunks = ai.completions.create(**asked, echo=True, stream=True)
+    options["prompt"] = PROMPT
+    text = PROMPT + ai.completions.create(**options).choices[0].text
+    assert ai.completions.create(**options, echo=True).choices[0].text == text
+    chunks = ai.completions.create(**options, echo=True, stream=True)
     assert "".join(one.choices[0].text for one in chunks) == text
 
 
@@ -302,29 +304,33 @@ def chances_of(ids: list[int]) -> torch.Tensor:
 
 
 def batched(chunks: list[Any], name: str) -> list[Any]:
-    found = [one.choices[0].logprobs for one in chunks]
-    return [row for one in found if one is not None for row in getattr(one, name)]
+    chances = [one.choices[0].logprobs for one in chunks]
+    return [row for one in chances if one is not None for row in getattr(one, name)]
 
 
 def test_logprobs_are_transformers_own_in_each_form(running: Checked, ai: Any) -> None:
     prompt: list[int] = made()[1](PROMPT)["input_ids"]
-    asked: Any = {"model": "chat", "prompt": PROMPT, "max_tokens": 9, "temperature": 0}
-    whole = ai.completions.create(**asked, logprobs=3).choices[0]
-    told = whole.logprobs
-    assert "".join(told.tokens) == whole.text
+    options: Any = {"model": "chat", "prompt": PROMPT, "max_tokens": 9, "temperature": 0}
+    whole = ai.completions.create(**options, logprobs=3).choices[0]
+    logprobs = whole.logprobs
+    assert "".join(logprobs.tokens) == whole.text
     ours = [*running.client.generate("chat", PROMPT, max_new_tokens=9, logprobs=3)]
-    wanted = chances_of([*prompt, *[one.id for one in ours]])[len(prompt) - 1 :]
+    expected = chances_of([*prompt, *[one.id for one in ours]])[len(prompt) - 1 :]
     for number, one in enumerate(ours):
-        assert one.logprob == pytest.approx(float(wanted[number][one.id]), abs=1e-3)
-        assert [id for id, _ in one.top] == torch.topk(wanted[number], 3).indices.tolist()
-        assert told.token_logprobs[number] == one.logprob == max(told.top_logprobs[number].values())
-    chunks = [*ai.completions.create(**asked, logprobs=3, stream=True)]
+        assert one.logprob == pytest.approx(float(expected[number][one.id]), abs=1e-3)
+        assert [id for id, _ in one.top] == torch.topk(expected[number], 3).indices.tolist()
+        assert (
+            logprobs.token_logprobs[number]
+            == one.logprob
+            == max(logprobs.top_logprobs[number].values())
+        )
+    chunks = [*ai.completions.create(**options, logprobs=3, stream=True)]
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        assert batched(chunks, name) == getattr(told, name)
+        assert batched(chunks, name) == getattr(logprobs, name)
     chat: Any = {"model": "chat", "messages": SAID, "max_tokens": 5, "logprobs": True}
-    said = ai.chat.completions.create(**chat, top_logprobs=2).choices[0]
-    rows = said.logprobs.content
-    assert "".join(bytes(one.bytes).decode() for one in rows) == said.message.content
+    choice = ai.chat.completions.create(**chat, top_logprobs=2).choices[0]
+    rows = choice.logprobs.content
+    assert "".join(bytes(one.bytes).decode() for one in rows) == choice.message.content
     assert [len(one.top_logprobs) for one in rows] == [2] * 5
     with pytest.raises(InvalidInput):
         running.client.generate("chat", [1, 2], logprob=2)
@@ -336,23 +342,29 @@ def test_echo_with_logprobs_scores_the_prompt(running: Checked, ai: Any, new: in
     text = PROMPT + " been told of the large and the small words of all that there is, and of it"
     ids: list[int] = made()[1](text * 3)["input_ids"]
     assert len(ids) > 64  # several runs
-    asked: Any = {"model": "chat", "max_tokens": new, "logprobs": 1, "echo": True, "temperature": 0}
+    options: Any = {
+        "model": "chat",
+        "max_tokens": new,
+        "logprobs": 1,
+        "echo": True,
+        "temperature": 0,
+    }
     prompts: Any = [ids, ids[:1], ids[3:9]]
-    found = ai.completions.create(**asked, prompt=prompts, seed=1)
-    for given, choice in zip(prompts, found.choices, strict=True):
-        told = choice.logprobs
-        assert len(told.tokens) == len(told.top_logprobs) == len(given) + new
-        assert told.token_logprobs[0] is told.top_logprobs[0] is None
-        wanted = chances_of(given)
-        for number, one in enumerate(given[1:]):
-            own, top = told.token_logprobs[number + 1], told.top_logprobs[number + 1]
-            assert own == pytest.approx(float(wanted[number][one]), abs=1e-3)
-            assert (own == max(top.values())) == (int(wanted[number].argmax()) == one)
+    answers = ai.completions.create(**options, prompt=prompts, seed=1)
+    for prompt, choice in zip(prompts, answers.choices, strict=True):
+        logprobs = choice.logprobs
+        assert len(logprobs.tokens) == len(logprobs.top_logprobs) == len(prompt) + new
+        assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
+        expected = chances_of(prompt)
+        for number, one in enumerate(prompt[1:]):
+            own, top = logprobs.token_logprobs[number + 1], logprobs.top_logprobs[number + 1]
+            assert own == pytest.approx(float(expected[number][one]), abs=1e-3)
+            assert (own == max(top.values())) == (int(expected[number].argmax()) == one)
         assert choice.finish_reason == "length"
-        assert choice.text == "".join(told.tokens)
-    assert found.usage.completion_tokens == 3 * new
-    chunks = [*ai.completions.create(**asked, prompt=PROMPT, stream=True)]
-    whole = ai.completions.create(**asked, prompt=PROMPT).choices[0]
+        assert choice.text == "".join(logprobs.tokens)
+    assert answers.usage.completion_tokens == 3 * new
+    chunks = [*ai.completions.create(**options, prompt=PROMPT, stream=True)]
+    whole = ai.completions.create(**options, prompt=PROMPT).choices[0]
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.text
     assert batched(chunks, "token_logprobs") == whole.logprobs.token_logprobs
 
@@ -379,13 +391,13 @@ def test_answers_follow_their_schemas_when_workers_die(running: Checked, ai: Any
         psutil.Process(pid).kill()
     for stream in begun:
         chunks = [*stream]
-        found = json.loads("".join(one.choices[0].delta.content or "" for one in chunks))
-        assert {*found} == {"kind", "count"}
+        value = json.loads("".join(one.choices[0].delta.content or "" for one in chunks))
+        assert {*value} == {"kind", "count"}
         assert chunks[-1].choices[0].finish_reason == "stop"
     form["json_schema"]["schema"] = {"type": "objec"}
     for extra in ({"response_format": {"type": "json_object"}}, {"response_format": form, **end}):
-        status, told, _ = post(running, "/v1/chat/completions", {**more, **extra})
-        assert (status, told["error"]["param"]) == (400, "response_format"), told
+        status, body, _ = post(running, "/v1/chat/completions", {**more, **extra})
+        assert (status, body["error"]["param"]) == (400, "response_format"), body
 
 
 def test_tools_are_called_by_openais_client_whole_and_streamed(running: Checked, ai: Any) -> None:
@@ -402,13 +414,13 @@ def test_tools_are_called_by_openais_client_whole_and_streamed(running: Checked,
     tools = [openai.pydantic_function_tool(one) for one in (order, pydantic.create_model("no"))]
     named: Any = {"type": "function", "function": {"name": "Order"}}
     end = {"stop_token_ids": [tokenizer.convert_tokens_to_ids("<end>")]}
-    asked: Any = {"model": "caller", "messages": SAID, "extra_body": end, "tools": tools}
-    asked |= {"tool_choice": named, "parallel_tool_calls": False}
-    choice = ai.chat.completions.parse(**asked, seed=1).choices[0]
+    options: Any = {"model": "caller", "messages": SAID, "extra_body": end, "tools": tools}
+    options |= {"tool_choice": named, "parallel_tool_calls": False}
+    choice = ai.chat.completions.parse(**options, seed=1).choices[0]
     [call] = choice.message.tool_calls
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
     assert isinstance(call.function.parsed_arguments, order)
-    with ai.chat.completions.stream(**asked, seed=1) as stream:
+    with ai.chat.completions.stream(**options, seed=1) as stream:
         chunks = [one.chunk for one in stream if one.type == "chunk"]
         final = stream.get_final_completion().choices[0]
     assert final.finish_reason == "tool_calls"
@@ -416,12 +428,12 @@ def test_tools_are_called_by_openais_client_whole_and_streamed(running: Checked,
     deltas = [one.choices[0].delta.tool_calls for one in chunks if one.choices]
     assert len([one for one in deltas if one]) > 3  # arguments arrive as they are generated
     for seed in range(3):
-        some = ai.chat.completions.create(**{**asked, "tool_choice": "required"}, seed=seed, n=2)
+        some = ai.chat.completions.create(**{**options, "tool_choice": "required"}, seed=seed, n=2)
         for one in some.choices:
             assert one.message.tool_calls[0].function.name in ("Order", "no")
     result = {"role": "tool", "tool_call_id": call.id, "content": "sent"}
     later = [*SAID, choice.message.model_dump(exclude={"parsed"}), result]
-    free = {**asked, "tool_choice": "auto", "messages": later, "max_tokens": 5}
+    free = {**options, "tool_choice": "auto", "messages": later, "max_tokens": 5}
     answer = ai.chat.completions.create(**free).choices[0]
     assert (answer.finish_reason, answer.message.tool_calls) == ("length", None)
     for more, param in (
@@ -430,7 +442,7 @@ def test_tools_are_called_by_openais_client_whole_and_streamed(running: Checked,
         ({"tool_choice": "sometimes"}, "tool_choice"),
     ):
         with pytest.raises(openai.BadRequestError) as caught:
-            ai.chat.completions.create(**{**asked, **more})
+            ai.chat.completions.create(**{**options, **more})
         assert caught.value.param == param
     running.client.unregister("caller")
 
@@ -438,24 +450,24 @@ def test_tools_are_called_by_openais_client_whole_and_streamed(running: Checked,
 def test_a_prompt_that_is_too_long_has_openais_code(running: Checked) -> None:
     long = "x1y2" * 600
     chat: Any = {"messages": [{"role": "user", "content": long}]}
-    for given in ({"prompt": long}, {"prompt": [5] * CONTEXT}, {"prompt": "x" * 200_000}, chat):
-        path = "/v1/chat/completions" if given is chat else "/v1/completions"
-        _, told, _ = post(running, path, {"model": "chat", **given})
-        assert told["error"]["code"] == "context_length_exceeded"
+    for extra in ({"prompt": long}, {"prompt": [5] * CONTEXT}, {"prompt": "x" * 200_000}, chat):
+        path = "/v1/chat/completions" if extra is chat else "/v1/completions"
+        _, body, _ = post(running, path, {"model": "chat", **extra})
+        assert body["error"]["code"] == "context_length_exceeded"
 
 
 def test_a_stop_string_of_a_special_token_ends_the_answer(running: Checked, ai: Any) -> None:
     model, tokenizer = made()
     tokenizer.chat_template = {"default": TEMPLATE, "tool_use": "{{ tools }}"}
     over, weight = tokenizer.convert_tokens_to_ids("<end>"), model.get_output_embeddings().weight
-    asked: Any = {"model": "over", "prompt": [9, 8], "max_tokens": 30, "temperature": 0}
-    plain = ai.completions.create(**{**asked, "model": "chat"}).choices[0].token_ids
+    options: Any = {"model": "over", "prompt": [9, 8], "max_tokens": 30, "temperature": 0}
+    plain = ai.completions.create(**{**options, "model": "chat"}).choices[0].token_ids
     with torch.no_grad():
         weight[over] = weight[plain[12]] * 1.01  # it comes in this one's place
     running.client.register("over", model, generate=True, tokenizer=tokenizer)
-    ids = ai.completions.create(**asked).choices[0].token_ids
+    ids = ai.completions.create(**options).choices[0].token_ids
     assert over in ids
-    stopped = ai.completions.create(**asked, stop="<end>").choices[0]
+    stopped = ai.completions.create(**options, stop="<end>").choices[0]
     assert (stopped.finish_reason, stopped.token_ids) == ("stop", ids[: ids.index(over) + 1])
     chat = ai.chat.completions.create(model="over", messages=SAID, max_tokens=1)
     assert chat.choices[0].finish_reason == "length"  # the template named default was used
@@ -463,37 +475,37 @@ def test_a_stop_string_of_a_special_token_ends_the_answer(running: Checked, ai: 
 
 
 def test_who_hangs_up_ends_the_sequence(running: Checked, ai: Any) -> None:
-    asked: Any = {"model": "chat", "messages": SAID, "temperature": 0, "stream": True}
+    options: Any = {"model": "chat", "messages": SAID, "temperature": 0, "stream": True}
     with contextlib.ExitStack() as stack:  # side by side: none ends of itself for long
         for _ in range(8):
-            stream = stack.enter_context(ai.chat.completions.create(**asked))
+            stream = stack.enter_context(ai.chat.completions.create(**options))
             assert next(iter(stream)).choices
         assert [row["model"] for row in running.client.sequences()] == ["chat"] * 8
     until(lambda: running.client.sequences() == [], "their sequences are gone")
     with pytest.raises(openai.APITimeoutError):  # who waits for the whole answer hangs up too
-        ai.chat.completions.create(**{**asked, "stream": False}, timeout=0.2)
+        ai.chat.completions.create(**{**options, "stream": False}, timeout=0.2)
     until(lambda: running.client.sequences() == [], "its sequence is gone")
 
 
 def test_streams_side_by_side_lose_nothing(running: Checked) -> None:
     url = f"http://{running.running.http_address}/v1"
 
-    async def told(client: Any, seed: int) -> tuple[str, Any]:
-        asked = {"model": "chat", "prompt": PROMPT, "max_tokens": 24, "seed": seed}
+    async def text_of(client: Any, seed: int) -> tuple[str, Any]:
+        fields = {"model": "chat", "prompt": PROMPT, "max_tokens": 24, "seed": seed}
         options = {"include_usage": True}
-        stream = await client.completions.create(**asked, stream=True, stream_options=options)
+        stream = await client.completions.create(**fields, stream=True, stream_options=options)
         chunks = [one async for one in stream]
         return "".join(c.text for one in chunks for c in one.choices), chunks[-1].usage
 
     async def all_of(seeds: range) -> list[tuple[str, Any]]:
         async with openai.AsyncOpenAI(base_url=url, api_key="EMPTY", max_retries=0) as client:
-            return await asyncio.gather(*(told(client, seed) for seed in seeds))
+            return await asyncio.gather(*(text_of(client, seed) for seed in seeds))
 
-    found = asyncio.run(all_of(range(12)))
+    texts = asyncio.run(all_of(range(12)))
     alone = asyncio.run(all_of(range(5, 6)))
-    assert found[5] == alone[0]
-    assert len({text for text, _ in found}) > 6
-    assert {usage.completion_tokens for _, usage in found} == {24}
+    assert texts[5] == alone[0]
+    assert len({text for text, _ in texts}) > 6
+    assert {usage.completion_tokens for _, usage in texts} == {24}
 
 
 @pytest.mark.parametrize(
@@ -519,7 +531,7 @@ def test_a_hostile_template_costs_its_own_process_alone(
         chat_template=template,
         tokenizer=packed_tokenizer(trained("bytes").to_str()),
     )
-    asked = StartGeneration(
+    begin = StartGeneration(
         answer=1,
         messages=b'[{"role": "user"}]',
         sampling=Sampling(),
@@ -528,15 +540,15 @@ def test_a_hostile_template_costs_its_own_process_alone(
 
     async def asks() -> Any:
         talk = await tokenizers.TokenizerClient.open(facts)
-        plain = msgspec.structs.replace(asked, messages=None, prompt=PROMPT)
+        plain = msgspec.structs.replace(begin, messages=None, prompt=PROMPT)
         assert (await talk.ask(plain)).prompt_count == len(made()[1](PROMPT)["input_ids"])
         if template == ENDLESS:
             monkeypatch.setattr(tokenizers, "TEXT_S", 0.5)
-            hung_up = asyncio.create_task(talk.ask(asked))
+            hung_up = asyncio.create_task(talk.ask(begin))
             await asyncio.sleep(0)
             hung_up.cancel()
         try:
-            return await talk.ask(asked)
+            return await talk.ask(begin)
         finally:
             await talk.close()
 
@@ -545,20 +557,20 @@ def test_a_hostile_template_costs_its_own_process_alone(
 
 
 def text_processes(checked: Checked) -> list[psutil.Process]:
-    found = []
+    processes = []
     for one in psutil.Process(checked.running.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it ends just now
             if "pipeswitch.gateway.openai.tokenizer_worker" in one.cmdline():
-                found.append(one)
-    return found
+                processes.append(one)
+    return processes
 
 
 def test_an_answer_goes_on_when_its_text_process_ends(running: Checked, ai: Any) -> None:
     """Each time the rest comes from another one, and the text is the same."""
-    asked: Any = {"model": "chat", "prompt": PROMPT, "max_tokens": 400, "temperature": 0}
-    whole = ai.completions.create(**asked)
+    options: Any = {"model": "chat", "prompt": PROMPT, "max_tokens": 400, "temperature": 0}
+    whole = ai.completions.create(**options)
     chunks = []
-    for chunk in ai.completions.create(**asked, stream=True):
+    for chunk in ai.completions.create(**options, stream=True):
         chunks.append(chunk)
         if len(chunks) in (2, 60, 120):
             for process in text_processes(running):
@@ -571,10 +583,10 @@ def test_an_answer_goes_on_when_its_text_process_has_nothing_left(
     running: Checked, ai: Any
 ) -> None:
     """Neither memory, nor a descriptor, nor room for a thread."""
-    asked: Any = {"model": "chat", "prompt": PROMPT, "max_tokens": 300, "temperature": 0}
-    whole = ai.completions.create(**asked)
+    options: Any = {"model": "chat", "prompt": PROMPT, "max_tokens": 300, "temperature": 0}
+    whole = ai.completions.create(**options)
     chunks = []
-    for chunk in ai.completions.create(**asked, stream=True):
+    for chunk in ai.completions.create(**options, stream=True):
         chunks.append(chunk)
         if len(chunks) in (2, 100):
             for process in text_processes(running):
@@ -583,7 +595,7 @@ def test_an_answer_goes_on_when_its_text_process_has_nothing_left(
     assert "".join(one.choices[0].text for one in chunks) == whole.choices[0].text
     for process in text_processes(running):
         process.kill()
-    assert ai.completions.create(**asked).choices[0].text == whole.choices[0].text
+    assert ai.completions.create(**options).choices[0].text == whole.choices[0].text
 
 
 def test_a_text_process_that_cannot_be_started_is_one_clear_error(running: Checked) -> None:
@@ -616,21 +628,21 @@ def test_a_text_process_without_memory_for_a_token_ends_and_refuses_a_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A prompt may be what takes it all; a token is not: another process goes on."""
-    found = TextProcess(LanguageModelConfig(version=1, digest="d", vocabulary=9, context=CONTEXT))
+    worker = TextProcess(LanguageModelConfig(version=1, digest="d", vocabulary=9, context=CONTEXT))
     begin = StartGeneration(
         answer=1, prompt=[1], sampling=Sampling(), ending=StopCriteria(max_new_tokens=4)
     )
-    found.handle(begin)
+    worker.handle(begin)
 
     def fails(_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(found, "_step", fails)
-    assert isinstance(found.handle(begin), InvalidPrompt)
+    monkeypatch.setattr(worker, "_step", fails)
+    assert isinstance(worker.handle(begin), InvalidPrompt)
     with pytest.raises(MemoryError):
-        found.handle(TokensGenerated(answer=1, tokens=[1]))
+        worker.handle(TokensGenerated(answer=1, tokens=[1]))
     with pytest.raises(MemoryError):
-        found.handle(msgspec.structs.replace(begin, so_far=[1]))
+        worker.handle(msgspec.structs.replace(begin, so_far=[1]))
 
 
 def test_one_callers_long_prompts_wait_for_anothers_turn() -> None:
@@ -650,14 +662,14 @@ def test_one_callers_long_prompts_wait_for_anothers_turn() -> None:
 
         async def begin(caller: str, prompt: str) -> int:
             answer = next(number)
-            asked = StartGeneration(
+            begin_message = StartGeneration(
                 answer=answer,
                 prompt=prompt,
                 sampling=Sampling(),
                 ending=StopCriteria(max_new_tokens=4),
             )
             with contextlib.suppress(InvalidInput):
-                await talk.ask(asked, caller)
+                await talk.ask(begin_message, caller)
             order.append(caller)
             return answer
 
@@ -696,8 +708,8 @@ def test_more_models_than_text_processes_take_turns(tmp_path: Any) -> None:
 
         async def text(client: Any, name: str) -> str:
             prompt: Any = [1, 2, 3] if name == "ids" else PROMPT
-            asked = {"model": name, "prompt": prompt, "max_tokens": 900, "temperature": 0}
-            stream = await client.completions.create(**asked, stream=True)
+            options = {"model": name, "prompt": prompt, "max_tokens": 900, "temperature": 0}
+            stream = await client.completions.create(**options, stream=True)
             chunks = [chunk async for chunk in stream]
             assert chunks[-1].choices[0].finish_reason == "length"
             assert len(text_processes(checked)) <= 2  # one may be ending
@@ -708,18 +720,18 @@ def test_more_models_than_text_processes_take_turns(tmp_path: Any) -> None:
             async with openai.AsyncOpenAI(base_url=url, api_key="EMPTY", max_retries=0) as client:
                 return await asyncio.gather(*(text(client, name) for name in names))
 
-        found = asyncio.run(together())
-        assert len({*found}) == 4
+        texts = asyncio.run(together())
+        assert len({*texts}) == 4
         for number in range(3):
             ours = checked.client.generate(f"m{number}", PROMPT, max_new_tokens=900)
-            assert ours.text == found[number]
+            assert ours.text == texts[number]
 
 
 def test_an_authors_settings_are_followed_or_noted(running: Checked, ai: Any) -> None:
     model, tokenizer = made()
-    asked: Any = {"messages": SAID, "seed": 3}
+    options: Any = {"messages": SAID, "seed": 3}
     plain = ai.chat.completions.create(
-        model="chat", **asked, temperature=0.7, top_p=0.5, max_tokens=6
+        model="chat", **options, temperature=0.7, top_p=0.5, max_tokens=6
     )
     greedy = ai.completions.create(model="chat", prompt=[4, 5], temperature=0, max_tokens=9)
     end = greedy.choices[0].token_ids[3]
@@ -731,10 +743,10 @@ def test_an_authors_settings_are_followed_or_noted(running: Checked, ai: Any) ->
     row = running.client.register(
         "own", model, generate=True, tokenizer=tokenizer, precision="exact"
     )
-    found = ai.chat.completions.create(model="own", **asked)
-    text = found.choices[0].message.content
+    answer = ai.chat.completions.create(model="own", **options)
+    text = answer.choices[0].message.content
     assert plain.choices[0].message.content.startswith(text)
-    assert found.usage.completion_tokens <= 6
+    assert answer.usage.completion_tokens <= 6
     ended = ai.completions.create(model="own", prompt=[4, 5], temperature=0, max_tokens=9)
     assert (ended.choices[0].finish_reason, ended.usage.completion_tokens) == ("stop", 4)
     ignored: Any = {"model": "own", "prompt": [4, 5], "temperature": 0, "max_tokens": 9}
@@ -755,11 +767,11 @@ def ended_by(act: Callable[[Checked], object], path: str) -> tuple[list[Any], bo
         checked.client.register(
             "chat", model, generate=True, tokenizer=tokenizer, precision="exact"
         )
-        asked: Any = {"model": "chat", "prompt": PROMPT, "max_tokens": 2000, "stream": True}
+        fields: Any = {"model": "chat", "prompt": PROMPT, "max_tokens": 2000, "stream": True}
         if path != "/v1/completions":
-            asked = {"text_input": PROMPT, "max_tokens": 2000}
+            fields = {"text_input": PROMPT, "max_tokens": 2000}
         connection = http.client.HTTPConnection(checked.running.http_address, timeout=60)
-        connection.request("POST", path, json.dumps(asked).encode())
+        connection.request("POST", path, json.dumps(fields).encode())
         answer, body, is_whole = connection.getresponse(), b"", True
         assert answer.headers["Transfer-Encoding"] == "chunked"
         try:

@@ -91,9 +91,9 @@ def test_ready_comes_after_the_first_attempt_at_each_and_what_failed_is_shown(
         assert torch.allclose(second, 2 * first)
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"http://{running.http_address}/v2/models/typo/ready")
-        told = json.loads(refused.value.read())
-        assert "is failed" in told["error"]
-        assert "[[model]]" in told["hint"]
+        body = json.loads(refused.value.read())
+        assert "is failed" in body["error"]
+        assert "[[model]]" in body["hint"]
         client.register("typo", torch.nn.Linear(4, 4), example_inputs=x)  # the name is free
         assert client.infer("typo", x).value.shape == (1, 4)
 
@@ -137,7 +137,7 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "PEM",
     ),
     "a model's input": (A_MODEL + 'inputs = ["x=0x4"]', lambda f: None, "[[model]] a"),
-    "a model's state": (A_MODEL + 'state = ["h"]', lambda f: None, "INPUT=OUTPUT"),
+    "a model's state": (A_MODEL + 'state = ["h"]', lambda f: None, "h=h_out"),
     "a model's batch": (A_MODEL + 'batch_delay = "2ms"', lambda f: None, "batch"),
     "a model's file": (A_MODEL.replace("x:y", "no.bundle"), lambda f: None, "no.bundle"),
 }
@@ -145,13 +145,13 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_check_finds_what_serve_would_refuse(name: str, tmp_path: Path) -> None:
-    text, prepare, said = WRONG[name]
+    text, prepare, text_expected = WRONG[name]
     prepare(tmp_path)
     path = tmp_path / "p.toml"
     path.write_text(f"[gateway]\n{text}\n" if "model" not in text else f"{text}\n")
-    found = command("config", "check", str(path), cwd=tmp_path)
-    assert found.returncode == 2, found.stdout
-    assert said in found.stderr.replace("\n", " ")
+    done = command("config", "check", str(path), cwd=tmp_path)
+    assert done.returncode == 2, done.stdout
+    assert text_expected in done.stderr.replace("\n", " ")
 
 
 def test_a_check_names_every_problem_and_passes_a_good_file(tmp_path: Path) -> None:
@@ -160,13 +160,13 @@ def test_a_check_names_every_problem_and_passes_a_good_file(tmp_path: Path) -> N
     path = tmp_path / "p.toml"
     doors = '[gateway]\ntls_cert = "cert"\ntls_key = "key"\ntokens = "tokens"\n'
     path.write_text(doors + MODELS)
-    found = command("config", "check", str(path), cwd=tmp_path)
-    assert "[[model]] forgotten: torchvision:resnet18 needs weights" in found.stderr
+    done = command("config", "check", str(path), cwd=tmp_path)
+    assert "[[model]] forgotten: torchvision:resnet18 needs weights" in done.stderr
     path.write_text(doors + MODELS.replace('"torchvision:resnet18"', '"own:net"'))
-    found = command("config", "check", str(path), "--json", cwd=tmp_path)
-    assert found.returncode == 0, found.stderr
-    assert len(json.loads(found.stdout)["models"]) == 5
+    done = command("config", "check", str(path), "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["models"]) == 5
     path.write_text('[gateway]\ntls_cert = "cert"\n[[model]]\nname = "a"\nsource = "no.bundle"')
-    found = command("config", "check", str(path), cwd=tmp_path)
-    assert "need each other" in found.stderr
-    assert "[[model]] a" in found.stderr
+    done = command("config", "check", str(path), cwd=tmp_path)
+    assert "need each other" in done.stderr
+    assert "[[model]] a" in done.stderr

@@ -194,8 +194,8 @@ def test_two_gpus_serve_and_a_daemon_that_dies_is_nothing_to_the_other(
         def answers() -> list[str]:
             results = [client.infer(name, x.numpy()) for name in ("first", "second")]
             for result in results:
-                found = torch.from_numpy(next(iter(result.outputs.values())))
-                assert tools.is_bit_equal(found, expected)
+                output = torch.from_numpy(next(iter(result.outputs.values())))
+                assert tools.is_bit_equal(output, expected)
             return [result.timing.device for result in results]
 
         assert answers() == ["cuda:0", "cuda:1"]
@@ -209,10 +209,10 @@ def test_two_gpus_serve_and_a_daemon_that_dies_is_nothing_to_the_other(
 
 
 def test_doctor_examines_each_gpu(own_gpu: dict[str, str]) -> None:
-    asked = {"PIPESWITCH_DEVICE__NAME": "cuda:0,cuda:1", "CUDA_FAKE_DEVICES": "2"}
-    done = tools.command("doctor", "--json", environment={**own_gpu, **asked})
-    found = {row["name"]: row["status"] for row in json.loads(done.stdout)}
-    assert [found[f"cuda:{index} ipc"] for index in (0, 1)] == ["ok", "ok"]
+    environment = {"PIPESWITCH_DEVICE__NAME": "cuda:0,cuda:1", "CUDA_FAKE_DEVICES": "2"}
+    done = tools.command("doctor", "--json", environment={**own_gpu, **environment})
+    statuses = {row["name"]: row["status"] for row in json.loads(done.stdout)}
+    assert [statuses[f"cuda:{index} ipc"] for index in (0, 1)] == ["ok", "ok"]
 
 
 def test_a_cpu_device_beside_a_gpu_serves_what_asks_for_it(
@@ -223,8 +223,8 @@ def test_a_cpu_device_beside_a_gpu_serves_what_asks_for_it(
     ) as checked:
         client, module, x = checked.client, tools.mlp(64, 4, 8), torch.randn(3, 64)
         expected = tools.eager(module, x)
-        asked = {"by-itself": [], "on-cpu": ["cpu"], "on-both": ["cuda", "cpu"]}
-        for name, devices in asked.items():
+        devices_by_name = {"by-itself": [], "on-cpu": ["cpu"], "on-both": ["cuda", "cpu"]}
+        for name, devices in devices_by_name.items():
             client.register(name, module, example_inputs=(x,), devices=devices)
         limits = {row["name"]: row["devices"] for row in client.models()}
         assert limits == {
@@ -237,8 +237,8 @@ def test_a_cpu_device_beside_a_gpu_serves_what_asks_for_it(
             calls = [client.submit(name, x.numpy()) for _ in range(16)]
             results = [call.result(60) for call in calls]
             for result in results:
-                found = torch.from_numpy(next(iter(result.outputs.values())))
-                assert tools.is_bit_equal(found, expected)
+                output = torch.from_numpy(next(iter(result.outputs.values())))
+                assert tools.is_bit_equal(output, expected)
             return {result.timing.device for result in results}
 
         assert used("by-itself") == {"cuda:0"}
@@ -332,8 +332,8 @@ class Lookup(torch.nn.Module):
         self.is_hidden = is_hidden
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.table(ids * 2 - ids if self.is_hidden else ids)
-        return found
+        rows: torch.Tensor = self.table(ids * 2 - ids if self.is_hidden else ids)
+        return rows
 
 
 @pytest.mark.parametrize("is_hidden", [False, True], ids=["input", "computed"])
@@ -369,5 +369,5 @@ def test_an_index_out_of_range_is_answered_and_costs_one_worker_at_most(
 def test_inputs_are_arrays_of_the_host(server: tools.Checked) -> None:
     module, _ = register(server, "arrays", 6)
     x = np.random.default_rng(0).standard_normal((3, 64), dtype=np.float32)
-    found = next(iter(server.client.infer("arrays", x).outputs.values()))
-    assert tools.is_bit_equal(torch.from_numpy(found), tools.eager(module, torch.from_numpy(x)))
+    output = next(iter(server.client.infer("arrays", x).outputs.values()))
+    assert tools.is_bit_equal(torch.from_numpy(output), tools.eager(module, torch.from_numpy(x)))

@@ -34,7 +34,7 @@ from process_tools import (
 from pipeswitch.base.config import load
 from pipeswitch.base.errors import ConfigError, PipeSwitchError, RegistrationRefused
 from pipeswitch.commits.area import CommitArea
-from pipeswitch.commits.files import load_commit
+from pipeswitch.commits.commit_files import load_commit
 from pipeswitch.controller.folders import StateDir
 from pipeswitch.controller.journal import FILE_NAME, JournalFile
 from pipeswitch.controller.restore import restore
@@ -76,8 +76,8 @@ class Sound:
     images: dict[int, str]  # sha256 of the job's state, by step
 
     def files(self) -> list[Path]:
-        found = [path for path in self.folder.rglob("*") if path.is_file()]
-        return sorted(path.relative_to(self.folder) for path in found)
+        paths = [path for path in self.folder.rglob("*") if path.is_file()]
+        return sorted(path.relative_to(self.folder) for path in paths)
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +95,11 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Sound:
         steps = [{"model": "a"}, {"model": "b", "inputs": {name: "a.y"}}]
         client.register_chain("chained", steps)
         finish(client.train(short, name="over"))
-        held = client.train(loop, name="held")
+        job = client.train(loop, name="held")
         commits = folder / "state" / "commits" / "held"
         until(lambda: len(list(commits.glob("*.safetensors"))) == 2, "two commits are on disk")
-        held.pause()
-        until(lambda: held.status()["persisted_step"] == held.status()["committed_step"], "it is")
+        job.pause()
+        until(lambda: job.status()["persisted_step"] == job.status()["committed_step"], "it is")
         digests = {name: client.show(name)["digest"] for name in MODULES}
     state = Sound(folder / "state", digests, {})
     for image in sorted(commits.glob("*.safetensors")):
@@ -114,9 +114,9 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Sound:
 
 def step_and_digest(folder: Path) -> tuple[int, str]:
     """What a job would go on from; (0, "") where it starts over."""
-    told: list[str] = []
+    damages: list[str] = []
     try:
-        loaded = load_commit(folder, told.append)
+        loaded = load_commit(folder, damages.append)
     except PipeSwitchError:
         return 0, ""
     if loaded is None:
@@ -250,12 +250,12 @@ def check_restored(folder: Path, sound: Sound, hurt: Path) -> str:
         assert sound.images[step] == digest
         if hurt.name == FILE_NAME and not (folder / FILE_NAME).exists():
             assert losses
-    kept = Counter(
+    contents = Counter(
         hashlib.sha256(p.read_bytes()).digest() for p in folder.rglob("*") if p.is_file()
     )
     for path in sound.files():
         if path != hurt and path.parts[0] in ("models", "commits", "profiles", "keys"):
-            assert kept[hashlib.sha256((sound.folder / path).read_bytes()).digest()], path
+            assert contents[hashlib.sha256((sound.folder / path).read_bytes()).digest()], path
     return "told" if losses else "started"
 
 
@@ -338,8 +338,8 @@ def test_an_entry_that_cannot_be_used_is_left_out_and_named(sound: Sound, tmp_pa
             assert (models["spoiled"]["state"], jobs["odd"]["state"]) == ("failed", "failed")
             assert models["spoiled"]["reason"]
             assert jobs["odd"]["error"]
-            told = "\n".join(restored.server.journal.losses)
-            assert all(name in told for name in ("spoiled", "unchained", "odd"))
+            losses = "\n".join(restored.server.journal.losses)
+            assert all(name in losses for name in ("spoiled", "unchained", "odd"))
 
 
 def test_an_entry_without_a_copy_is_listed_as_failed(sound: Sound, tmp_path: Path) -> None:
@@ -360,9 +360,9 @@ def test_an_entry_without_a_copy_is_listed_as_failed(sound: Sound, tmp_path: Pat
         assert (jobs["over"]["state"], jobs["held"]["state"]) == ("done", "failed")
     digest = sound.digests["b"]
     for place in (f"models/{digest}", "commits/held"):
-        [kept] = folder.glob(f"orphans/*/{place}")
+        [entry] = folder.glob(f"orphans/*/{place}")
         names = [path.name for path in (sound.folder / place).iterdir()]
-        assert sorted(path.name for path in kept.iterdir()) == sorted(names)
+        assert sorted(path.name for path in entry.iterdir()) == sorted(names)
 
 
 def test_a_server_serves_what_is_undamaged(sound: Sound, tmp_path: Path) -> None:

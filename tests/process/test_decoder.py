@@ -27,8 +27,8 @@ from pipeswitch.programs.build.decoder import Decoder
 from pipeswitch.programs.build.export import export_decoder_to_bundle
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.verify import load_image
-from pipeswitch.programs.decoding import generation as generation_module
-from pipeswitch.programs.decoding.generation import (
+from pipeswitch.programs.decoding import generation_settings as generation_module
+from pipeswitch.programs.decoding.generation_settings import (
     check_generation,
     packed_tokenizer,
     tokenizer_json,
@@ -39,7 +39,7 @@ from pipeswitch.programs.graphs.bundle import Bundle, read_bundle
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.running.executor import GraphProgram
 from pipeswitch.programs.running.padding import cut, padded, padded_shape
-from pipeswitch.programs.running.views import tensor_over
+from pipeswitch.programs.running.tensor_views import tensor_over
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec
 from tests.models.words import trained
 
@@ -89,11 +89,13 @@ class Made:
         window = torch.zeros(1, 512, self.width)
         tokens, done = list(ids), 0
         while len(tokens) < len(ids) + new:
-            given = torch.tensor([tokens[done : done + piece]])
-            count = torch.tensor([given.shape[1]])
-            logits, rows = self.run(given, count, torch.tensor([done]), window[:, : max(done, 1)])
-            window[:, done : done + given.shape[1]] = rows
-            done += given.shape[1]
+            piece_ids = torch.tensor([tokens[done : done + piece]])
+            count = torch.tensor([piece_ids.shape[1]])
+            logits, rows = self.run(
+                piece_ids, count, torch.tensor([done]), window[:, : max(done, 1)]
+            )
+            window[:, done : done + piece_ids.shape[1]] = rows
+            done += piece_ids.shape[1]
             if done == len(tokens):
                 tokens.append(next_token(logits[0].numpy(), Sampling(), done))
         return tokens[len(ids) :]
@@ -111,7 +113,7 @@ def plain_model(model_type: str, **more: Any) -> Any:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp(request.param)
     model = plain_model(request.param)
     model.save_pretrained(folder / "model")
@@ -149,39 +151,39 @@ def own(model: Any, ids: Sequence[int], new: int) -> list[int]:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = model.generate(torch.tensor([ids]), settings)
-    return [int(token) for token in found[0][len(ids) :]]
+        output = model.generate(torch.tensor([ids]), settings)
+    return [int(token) for token in output[0][len(ids) :]]
 
 
-def test_greedy_tokens_are_those_of_generate_wherever_it_starts_again(made: Made) -> None:
-    ids = made.tokenizer("The data set has")["input_ids"]
+def test_greedy_tokens_are_those_of_generate_wherever_it_starts_again(decoder: Made) -> None:
+    ids = decoder.tokenizer("The data set has")["input_ids"]
     ids = (ids * PROMPT)[:PROMPT]
-    wanted = own(made.model, ids, NEW)
-    assert len(wanted) == NEW
-    assert len(set(wanted)) > 30
-    assert made.greedy(ids, NEW) == wanted
-    assert made.greedy(ids, 40, piece=7) == wanted[:40]
+    expected = own(decoder.model, ids, NEW)
+    assert len(expected) == NEW
+    assert len(set(expected)) > 30
+    assert decoder.greedy(ids, NEW) == expected
+    assert decoder.greedy(ids, 40, piece=7) == expected[:40]
     # From its prompt and the tokens so far, at each of them: eight of the answers in one step.
     for first in range(0, NEW, 8):
         counts = torch.arange(PROMPT + first, PROMPT + first + 8)
-        given = torch.tensor([[*ids, *wanted][: PROMPT + first + 7]] * 8)
+        ids_in = torch.tensor([[*ids, *expected][: PROMPT + first + 7]] * 8)
         used = torch.zeros(8, dtype=torch.int64)
-        logits, _ = made.run(
-            given, counts.clamp(max=given.shape[1]), used, torch.zeros(8, 1, made.width)
+        logits, _ = decoder.run(
+            ids_in, counts.clamp(max=ids_in.shape[1]), used, torch.zeros(8, 1, decoder.width)
         )
-        assert logits.argmax(-1).tolist()[:7] == wanted[first : first + 7]
+        assert logits.argmax(-1).tolist()[:7] == expected[first : first + 7]
 
 
-def test_in_one_step_with_others_a_sequence_answers_as_alone(made: Made) -> None:
+def test_in_one_step_with_others_a_sequence_answers_as_alone(decoder: Made) -> None:
     """Prompts and single tokens of unequal pasts together; what pads them changes nothing."""
     torch.manual_seed(1)
     pasts, counts = [0, 1, 40, 97, 12], [17, 1, 1, 5, 1]
     ids = torch.randint(1, VOCABULARY, (5, max(counts)))
-    cache = torch.randn(5, max(pasts), made.width)
-    together, rows = made.run(ids, torch.tensor(counts), torch.tensor(pasts), cache)
+    cache = torch.randn(5, max(pasts), decoder.width)
+    together, rows = decoder.run(ids, torch.tensor(counts), torch.tensor(pasts), cache)
     for index, (past, count) in enumerate(zip(pasts, counts, strict=True)):
         one = slice(index, index + 1)
-        alone, own_rows = made.run(
+        alone, own_rows = decoder.run(
             ids[one, :count],
             torch.tensor([count]),
             torch.tensor([past]),
@@ -192,14 +194,16 @@ def test_in_one_step_with_others_a_sequence_answers_as_alone(made: Made) -> None
         assert torch.allclose(rows[one, :count], own_rows, rtol=1e-4, atol=1e-4)
     cache[2, 40:] = 1e4  # what is not in use is not looked at: the same bits
     ids[3, 5:] = 1
-    again, _ = made.run(ids, torch.tensor(counts), torch.tensor(pasts), cache)
+    again, _ = decoder.run(ids, torch.tensor(counts), torch.tensor(pasts), cache)
     assert torch.equal(together, again)
 
 
 def test_of_a_run_of_unequal_requests_each_gets_its_own_extents_and_what_pads_is_zeros() -> None:
-    made = random.Random(3)
+    chance = random.Random(3)
     for axes in (1, 2, 3) * 20:
-        shapes = [[made.randint(1, 4) for _ in range(1 + axes)] for _ in range(made.randint(1, 5))]
+        shapes = [
+            [chance.randint(1, 4) for _ in range(1 + axes)] for _ in range(chance.randint(1, 5))
+        ]
         parts = [torch.rand(shape) for shape in shapes]
         whole = padded(parts, torch.full(padded_shape(parts), math.nan))
         for rows, part in zip(torch.split(whole, [*map(len, parts)]), parts, strict=True):
@@ -224,29 +228,36 @@ def test_one_whose_answers_depend_on_what_pads_is_not_joined(
         build(spec, tmp_path / "out", lambda stage, done: None)
 
 
-def test_its_bundle_says_what_its_tokens_mean(made: Made) -> None:
-    said = made.bundle.generation
-    assert said is not None
-    assert (said.vocabulary, said.context, said.eos_ids, said.bos_id) == (700, 256, (0,), 0)
-    assert made.manifest.extra["generation"] == {
+def test_its_bundle_says_what_its_tokens_mean(decoder: Made) -> None:
+    generation = decoder.bundle.generation
+    assert generation is not None
+    assert (generation.vocabulary, generation.context, generation.eos_ids, generation.bos_id) == (
+        700,
+        256,
+        (0,),
+        0,
+    )
+    assert decoder.manifest.extra["generation"] == {
         "vocabulary": 700,
         "context": 256,
         "eos_ids": (0,),
         "bos_id": 0,
     }
-    batching = made.manifest.batching
+    batching = decoder.manifest.batching
     assert batching is not None
     assert (batching.limit, batching.delay_ms) == (8, 0.0)
-    assert made.manifest.extra["state"] == {"cache": ("cache_new", 1)}
-    assert said.chat_template == "{{ messages }}"
+    assert decoder.manifest.extra["state"] == {"cache": ("cache_new", 1)}
+    assert generation.chat_template == "{{ messages }}"
     from tokenizers import Tokenizer
 
-    decode = Tokenizer.from_str(tokenizer_json(said.tokenizer)).decode
-    ids = made.tokenizer("A set of data")["input_ids"]
-    answer = OutputProcessor(StopCriteria(max_new_tokens=20, eos_ids=said.eos_ids), decode, ids)
-    tokens = made.greedy(ids, 20)
+    decode = Tokenizer.from_str(tokenizer_json(generation.tokenizer)).decode
+    ids = decoder.tokenizer("A set of data")["input_ids"]
+    answer = OutputProcessor(
+        StopCriteria(max_new_tokens=20, eos_ids=generation.eos_ids), decode, ids
+    )
+    tokens = decoder.greedy(ids, 20)
     text = "".join(answer.push(token) for token in tokens[: tokens.index(0) if 0 in tokens else 20])
-    assert text.strip("\ufffd") in made.tokenizer.decode(tokens)
+    assert text.strip("\ufffd") in decoder.tokenizer.decode(tokens)
 
 
 def test_a_client_exports_its_own_model_and_keeps_it_as_it_was(
@@ -255,17 +266,17 @@ def test_a_client_exports_its_own_model_and_keeps_it_as_it_was(
     model = plain_model("qwen2")
     before, attention = own(model, [5, 6, 7], 5), model.config._attn_implementation
     monkeypatch.setattr(decoder_module, "MAX_CACHE_BYTES", 100 * 192 * 4)  # of 100 tokens
-    told = export_decoder_to_bundle(model, tmp_path / "chat.bundle", max_batch=4)
-    assert told["dims"] == {"batch": [1, 4], "length": [1, 100], "past": [1, 100]}
-    assert "context is 100 tokens, not 256" in told["notes"][0]
+    report = export_decoder_to_bundle(model, tmp_path / "chat.bundle", max_batch=4)
+    assert report["dims"] == {"batch": [1, 4], "length": [1, 100], "past": [1, 100]}
+    assert "context is 100 tokens, not 256" in report["notes"][0]
     assert model.config._attn_implementation == attention
     assert own(model, [5, 6, 7], 5) == before
     assert all(parameter.requires_grad for parameter in model.parameters())
     spec = BuildSpec(name="chat", source=str(tmp_path / "chat.bundle"))
     build(spec, tmp_path / "out", lambda stage, done: None)
-    said = read_bundle(tmp_path / "out" / BUNDLE_FILE).generation
-    assert said is not None
-    assert said.tokenizer == b""
+    generation = read_bundle(tmp_path / "out" / BUNDLE_FILE).generation
+    assert generation is not None
+    assert generation.tokenizer == b""
 
 
 @pytest.mark.parametrize(
@@ -280,35 +291,35 @@ def test_a_client_exports_its_own_model_and_keeps_it_as_it_was(
     ],
 )
 def test_what_a_bundle_may_not_say_of_its_tokens(
-    made: Made, change: dict[str, Any], words: str
+    decoder: Made, change: dict[str, Any], words: str
 ) -> None:
-    assert made.bundle.generation is not None
-    bad = msgspec.structs.replace(made.bundle.generation, **change)
-    graph = made.bundle.graph
+    assert decoder.bundle.generation is not None
+    bad = msgspec.structs.replace(decoder.bundle.generation, **change)
+    graph = decoder.bundle.graph
     with pytest.raises(RegistrationRefused, match=words):
         check_generation(bad, (*graph.inputs, *graph.outputs), graph.dims)
 
 
 def test_a_bundle_that_says_other_things_than_its_graph_is_not_read(
-    made: Made, tmp_path: Path
+    decoder: Made, tmp_path: Path
 ) -> None:
     path = tmp_path / "bad.bundle"
-    said = rb"\"vocabulary\":700"
-    written = made.path.read_bytes()
-    assert written.count(said) == 1
-    path.write_bytes(written.replace(said, rb"\"vocabulary\":699"))
+    text = rb"\"vocabulary\":700"
+    written = decoder.path.read_bytes()
+    assert written.count(text) == 1
+    path.write_bytes(written.replace(text, rb"\"vocabulary\":699"))
     with pytest.raises(RegistrationRefused):
         read_bundle(path)
 
 
 @pytest.mark.parametrize("cut", [0, 20])
 def test_a_tokenizer_that_unfolds_without_end_is_refused(
-    made: Made, cut: int, monkeypatch: pytest.MonkeyPatch
+    decoder: Made, cut: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = packed_tokenizer(json.dumps("x" * 10_000))
     monkeypatch.setattr(generation_module, "MAX_TOKENIZER_BYTES", 10_000 if not cut else 1 << 20)
-    assert made.bundle.generation is not None
-    bad = msgspec.structs.replace(made.bundle.generation, tokenizer=packed[: len(packed) - cut])
+    assert decoder.bundle.generation is not None
+    bad = msgspec.structs.replace(decoder.bundle.generation, tokenizer=packed[: len(packed) - cut])
     with pytest.raises(RegistrationRefused):
         tokenizer_json(bad.tokenizer)
 
@@ -420,8 +431,8 @@ def test_a_servers_sequence_answers_the_same_tokens(tmp_path: Path) -> None:
             tokens, done = list(prompt), 0
             while len(tokens) < len(prompt) + new:
                 ids = np.array([tokens[done:]])
-                given = {"count": np.array([ids.shape[1]]), "used": np.array([done])}
-                logits = sequence.infer(ids=ids, **given)["logits"]
+                inputs = {"count": np.array([ids.shape[1]]), "used": np.array([done])}
+                logits = sequence.infer(ids=ids, **inputs)["logits"]
                 done = len(tokens)
                 tokens.append(next_token(logits[0], Sampling(), done))
         assert tokens[len(prompt) :] == own(model, prompt, new)

@@ -18,14 +18,14 @@ import torch
 from process_tools import checked_server
 
 from pipeswitch.base.errors import RegistrationRefused
-from pipeswitch.programs.build.attention import Step
+from pipeswitch.programs.build.attention import AttentionStep
 from pipeswitch.programs.build.decoder import Decoder, decoder
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.verify import load_image
 from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.graphs.cached_attention import DecodeRows
 from pipeswitch.programs.running.executor import GraphProgram
-from pipeswitch.programs.running.views import tensor_over
+from pipeswitch.programs.running.tensor_views import tensor_over
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec
 from tests.process.test_decoder import own
 
@@ -111,7 +111,7 @@ def built(model: Path, path: Path) -> tuple[Run, int]:
     bound = program.bind(lambda tensor: tensor_over(image, tensor, 0))
     width = manifest.inputs[3].shape[2]
     assert isinstance(width, int)
-    return lambda *given: bound.run(given, lambda group: None), width
+    return lambda *arguments: bound.run(arguments, lambda group: None), width
 
 
 def together(run: Run, width: int, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
@@ -119,16 +119,16 @@ def together(run: Run, width: int, prompts: Sequence[Sequence[int]], new: int) -
     rows = torch.full((len(prompts), LONG, width), 3.0)
     tokens, done = [list(one) for one in prompts], [0] * len(prompts)
     for _ in range(new):
-        given = [torch.tensor(one[at:]) for one, at in zip(tokens, done, strict=True)]
-        ids = torch.nn.utils.rnn.pad_sequence(given, batch_first=True)
-        counts = torch.tensor([len(one) for one in given])
+        rests = [torch.tensor(one[at:]) for one, at in zip(tokens, done, strict=True)]
+        ids = torch.nn.utils.rnn.pad_sequence(rests, batch_first=True)
+        counts = torch.tensor([len(one) for one in rests])
         with DecodeRows(done if ids.shape[1] == 1 else []):  # as a worker computes a step
             logits, fresh = run(ids, counts, torch.tensor(done), rows[:, : max(done) + 1])
-        for at, one in enumerate(given):
+        for at, one in enumerate(rests):
             rows[at, done[at] : done[at] + len(one)] = fresh[at, : len(one)]
             done[at] += len(one)
             tokens[at].append(int(logits[at].argmax()))
-    return [one[len(asked) :] for one, asked in zip(tokens, prompts, strict=True)]
+    return [one[len(prompt_ids) :] for one, prompt_ids in zip(tokens, prompts, strict=True)]
 
 
 # Each has a relative above that runs every time: ``pytest -m soak`` runs these as well.
@@ -146,28 +146,28 @@ def test_greedy_tokens_of_a_batch_are_those_of_generate(family: str, tmp_path: P
     """Two prompts of other lengths in the same steps; the longer one begins with the shorter."""
     model = plain_model(family)
     model.save_pretrained(tmp_path / "model")
-    asked = [prompt(PROMPT), prompt(PROMPT - 14)]
-    found = together(*built(tmp_path / "model", tmp_path), asked, NEW)
-    wanted = [own(model, one, NEW) for one in asked]
-    assert len({*wanted[0]}) > 5
-    assert found == wanted
+    prompts = [prompt(PROMPT), prompt(PROMPT - 14)]
+    actual = together(*built(tmp_path / "model", tmp_path), prompts, NEW)
+    expected = [own(model, one, NEW) for one in prompts]
+    assert len({*expected[0]}) > 5
+    assert actual == expected
 
 
 @pytest.mark.soak
 def test_a_server_answers_families_with_shared_prefixes_side_by_side() -> None:
     """Three prompts begin alike; the client's own models stay as they were."""
     start = prompt(60)
-    asked = [start, start + prompt(9, 99), start + prompt(20, 7), prompt(12, 50)]
+    prompts = [start, start + prompt(9, 99), start + prompt(20, 7), prompt(12, 50)]
     with checked_server(arena="32MiB", host_store="64MiB") as checked:
         for family in ("mistral", "gpt_oss", "qwen3_moe", "bloom"):
             model = plain_model(family)
-            wanted = [own(model, one, 40) for one in asked]
+            expected = [own(model, one, 40) for one in prompts]
             checked.client.register(family, model, generate=True, precision="exact")
             ask = partial(checked.client.generate, family, max_new_tokens=40)
             first = [token.id for token in ask(start)]
-            streams = [ask(one) for one in asked[1:]]
-            assert [first, *[[token.id for token in one] for one in streams]] == wanted
-            assert own(model, asked[3], 5) == wanted[3][:5]
+            streams = [ask(one) for one in prompts[1:]]
+            assert [first, *[[token.id for token in one] for one in streams]] == expected
+            assert own(model, prompts[3], 5) == expected[3][:5]
         assert checked.stats()["tokens_reused"] >= 4 * 48  # of each family's prefix, whole blocks
 
 
@@ -179,7 +179,7 @@ def test_a_wrong_window_is_found_before_it_answers(
     module = Decoder(plain_model(family))
     assert {*module.spec.windows} <= {0, 16}
     module.check()
-    monkeypatch.setattr(Step, "window", lambda step, layer, asked: 0)
+    monkeypatch.setattr(AttentionStep, "window", lambda step, layer, width: 0)
     with pytest.raises(RegistrationRefused, match="answers other logits"):
         module.check()
 
@@ -237,9 +237,9 @@ def test_a_quantized_checkpoint_is_loaded_as_plain_tensors(
     save_file(weights, file, metadata={"format": "pt"})
     how = {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     quantized(tmp_path / "m", {"quant_method": method, **(how if method == "fp8" else {})})
-    asked = [prompt(20), prompt(9)]
-    found = together(*built(tmp_path / "m", tmp_path), asked, 30)
-    assert found == [own(model, one, 30) for one in asked]
+    prompts = [prompt(20), prompt(9)]
+    actual = together(*built(tmp_path / "m", tmp_path), prompts, 30)
+    assert actual == [own(model, one, 30) for one in prompts]
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq", "squeezed"])

@@ -138,12 +138,12 @@ def test_the_demo_that_is_looked_at_serves_until_control_c(folder: Path) -> None
     try:
         url = next(line.strip() for line in demo.stdout if "#token=" in line)
         page, _, token = url.partition("#token=")
-        asked = urllib.request.Request(
+        request = urllib.request.Request(
             page.replace("/ui", "/api/jobs"), headers={"Authorization": f"Bearer {token}"}
         )
 
         def suspensions() -> int:
-            with urllib.request.urlopen(asked, timeout=30) as answer:
+            with urllib.request.urlopen(request, timeout=30) as answer:
                 return int(json.load(answer)["jobs"][0]["suspensions"])
 
         until(lambda: suspensions() > 1, "training is suspended, again and again")

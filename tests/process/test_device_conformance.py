@@ -48,7 +48,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 MIB: Final = 1 << 20
 ARENA_BYTES: Final = 48 * MIB
 STORE_BYTES: Final = 48 * MIB
-WORDS: Final = 256
+FENCE_COUNT: Final = 256
 BELL_COUNT: Final = 3
 DEADLINE_S: Final = 60.0
 POISON: Final = 0xA5
@@ -59,7 +59,7 @@ def settings(link_bytes_per_s: float = 0.0) -> DaemonSettings:
         device="",
         arena_bytes=ARENA_BYTES,
         store_bytes=STORE_BYTES,
-        words=WORDS,
+        fence_count=FENCE_COUNT,
         link_bytes_per_s=link_bytes_per_s,
     )
 
@@ -98,7 +98,7 @@ class CpuRig:
             slot=slot,
             device="cpu",
             arena_bytes=ARENA_BYTES,
-            words=WORDS,
+            fence_count=FENCE_COUNT,
             pool_bytes=0,
             threads=1,
             doorbell_count=BELL_COUNT,
@@ -116,7 +116,7 @@ class CpuRig:
         """Device bytes as any other process would see them."""
         return os.pread(self.models_fd, size, start)
 
-    def word(self, index: int) -> int:
+    def fence(self, index: int) -> int:
         return int.from_bytes(self.arena(4 * index, 4), "little")
 
     def fill_store(self, offset: int, data: bytes) -> None:
@@ -189,7 +189,7 @@ class FakeCudaRig(CpuRig):
             slot=slot,
             device="cuda:0",
             arena_bytes=ARENA_BYTES,
-            words=WORDS,
+            fence_count=FENCE_COUNT,
             pool_bytes=0,
             threads=1,
             doorbell_count=BELL_COUNT,
@@ -201,7 +201,7 @@ class FakeCudaRig(CpuRig):
             side,
             settings,
             options,
-            words_descriptor=self.words_fd,
+            fences_descriptor=self.words_fd,
             control_page=self.control_page_fd,
             doorbells=self.doorbells,
         )
@@ -279,7 +279,8 @@ from pipeswitch.devices.cpu.worker_device import CpuWorkerDevice
 from pipeswitch.ipc.messages.worker import WorkerSettings
 models, work, board, *doorbells = map(int, sys.argv[1:{4 + BELL_COUNT}])
 arguments = sys.argv[{4 + BELL_COUNT}:]
-settings = WorkerSettings(slot=0, device="cpu", arena_bytes={ARENA_BYTES}, words={WORDS},
+settings = WorkerSettings(slot=0, device="cpu", arena_bytes={ARENA_BYTES},
+    fence_count={FENCE_COUNT},
                           pool_bytes=0, threads=1, doorbell_count=len(doorbells))
 view = CpuWorkerDevice(settings, [models, work], control_page=board, doorbells=doorbells)
 arena = mmap.mmap(models, {ARENA_BYTES}, prot=mmap.PROT_READ)
@@ -298,11 +299,12 @@ handle, waits, package = bytes.fromhex(sys.argv[1]), sys.argv[2], sys.argv[3]
 words, board, *doorbells = map(int, sys.argv[4:{6 + BELL_COUNT}])
 arguments = sys.argv[{6 + BELL_COUNT}:]
 side = torch_side(package, 0)
-settings = WorkerSettings(slot=0, device="cuda:0", arena_bytes={ARENA_BYTES}, words={WORDS},
+settings = WorkerSettings(slot=0, device="cuda:0", arena_bytes={ARENA_BYTES},
+    fence_count={FENCE_COUNT},
                           pool_bytes=0, threads=1, doorbell_count=len(doorbells), handle=handle)
 options = CudaOptions(package=package, waits=waits)
 view = CudaWorkerDevice(Cuda.load(package), side, settings, options,
-                    words_descriptor=words, control_page=board, doorbells=doorbells)
+                    fences_descriptor=words, control_page=board, doorbells=doorbells)
 class Arena:
     def __getitem__(self, place):
         with side.computing(in_slice=False):  # behind the waits
@@ -344,7 +346,7 @@ def rig(make_rig: MakeRig) -> CpuRig:
 
 
 def order(
-    op_id: int, start: int, sizes: Sequence[int], *, store: int = 0, first_word: int = 0
+    op_id: int, start: int, sizes: Sequence[int], *, store: int = 0, first_fence: int = 0
 ) -> TransmitModel:
     """Groups of ``sizes`` bytes, one behind the other in the store and in the arena."""
     groups, position = [], 0
@@ -354,7 +356,7 @@ def order(
                 store_offset_bytes=store + position,
                 arena_offset_bytes=start + position,
                 size_bytes=size,
-                word=first_word + index,
+                fence=first_fence + index,
             )
         )
         position += size
@@ -385,10 +387,10 @@ def finish(child: subprocess.Popen[str], expected: int = 0) -> str:
 
 
 def expect(child: subprocess.Popen[str], text: str) -> None:
-    said = child.stdout.readline().strip()
-    if not said:  # it has ended, or been killed by its deadline
+    line = child.stdout.readline().strip()
+    if not line:  # it has ended, or been killed by its deadline
         finish(child)
-    assert said == text
+    assert line == text
 
 
 # ---- transmissions --------------------------------------------------------------------------
@@ -401,17 +403,17 @@ def test_copies_land_at_their_offsets_and_nothing_else_changes(rig: CpuRig) -> N
     rig.fill_store(0, data)
     sizes = [1, 511, 512, 4097, 9 * MIB + 3, 0, 8 * MIB]
     start = 2 * MIB + 512
-    before = rig.arena(WORDS * 4, ARENA_BYTES - WORDS * 4)
-    ended = rig.run(order(2, start, sizes, first_word=10))
+    before = rig.arena(FENCE_COUNT * 4, ARENA_BYTES - FENCE_COUNT * 4)
+    ended = rig.run(order(2, start, sizes, first_fence=10))
     total = sum(sizes)
     assert (ended.is_complete, ended.group_count, ended.copied_bytes) == (True, len(sizes), total)
-    after = rig.arena(WORDS * 4, ARENA_BYTES - WORDS * 4)
-    at = start - WORDS * 4
+    after = rig.arena(FENCE_COUNT * 4, ARENA_BYTES - FENCE_COUNT * 4)
+    at = start - FENCE_COUNT * 4
     assert after[at : at + total] == data[:total]
     assert after[:at] == before[:at]
     assert after[at + total :] == before[at + total :]
-    words = [rig.word(index) for index in range(WORDS)]
-    assert words == [1] + [0] * 9 + [2] * len(sizes) + [0] * (WORDS - 10 - len(sizes))
+    fences = [rig.fence(index) for index in range(FENCE_COUNT)]
+    assert fences == [1] + [0] * 9 + [2] * len(sizes) + [0] * (FENCE_COUNT - 10 - len(sizes))
 
 
 def test_the_bill_names_every_group_in_order(rig: CpuRig) -> None:
@@ -449,21 +451,21 @@ for epoch in range(1, {rounds} + 1):
 
 def test_words_rise_in_the_order_of_the_groups(make_rig: MakeRig) -> None:
     rig = make_rig(400 * MIB)
-    seen: list[int] = []
+    counts: list[int] = []
     view = rig.view()
 
     def watch() -> None:
         for group in range(16):
             view.wait_group(group, OpId(1))
-            seen.append(sum(rig.word(index) == 1 for index in range(16)))
-            assert all(rig.word(index) == 1 for index in range(group + 1))
+            counts.append(sum(rig.fence(index) == 1 for index in range(16)))
+            assert all(rig.fence(index) == 1 for index in range(group + 1))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     rig.run(order(1, MIB, [MIB] * 16))
     watcher.join(DEADLINE_S)
-    assert len(seen) == 16
-    assert seen == sorted(seen)
+    assert len(counts) == 16
+    assert counts == sorted(counts)
 
 
 @pytest.mark.parametrize("stale", [4, 6, 2**32 + 4])
@@ -490,7 +492,7 @@ def test_only_exactly_the_epoch_satisfies_a_wait(
 
 def test_a_copy_of_no_bytes_raises_its_word(rig: CpuRig) -> None:
     assert rig.run(order(9, MIB, [0, 0])).is_complete
-    assert (rig.word(0), rig.word(1), rig.word(2)) == (9, 9, 0)
+    assert (rig.fence(0), rig.fence(1), rig.fence(2)) == (9, 9, 0)
 
 
 def test_a_cancelled_transmission_stops_where_it_says(make_rig: MakeRig) -> None:
@@ -502,8 +504,8 @@ def test_a_cancelled_transmission_stops_where_it_says(make_rig: MakeRig) -> None
     ended = rig.ended.get(timeout=DEADLINE_S)
     assert not ended.is_complete
     assert 1 <= ended.group_count < 10
-    words = [rig.word(index) for index in range(10)]
-    assert words == [3] * ended.group_count + [0] * (10 - ended.group_count)
+    fences = [rig.fence(index) for index in range(10)]
+    assert fences == [3] * ended.group_count + [0] * (10 - ended.group_count)
     untouched = rig.arena(MIB + ended.copied_bytes, 40 * MIB - ended.copied_bytes)
     assert not any(untouched), "bytes were written beyond what was reported"
     rig.memory.cancel(OpId(3))  # once more, late: means nothing
@@ -514,7 +516,7 @@ def test_a_transmission_cancelled_in_the_queue_writes_nothing(make_rig: MakeRig)
     rig = make_rig(4 * MIB)  # per second: the first is under way for 2 s if it has begun on cuda
     rig.fill_store(0, bytes([7]) * (8 * MIB))
     rig.transmit(order(1, MIB, [8 * MIB]))
-    rig.transmit(order(2, 20 * MIB, [MIB], first_word=20))
+    rig.transmit(order(2, 20 * MIB, [MIB], first_fence=20))
     rig.memory.cancel(OpId(2))
     rig.memory.cancel(OpId(1))
     ended = [rig.ended.get(timeout=DEADLINE_S) for _ in range(2)]
@@ -547,11 +549,11 @@ def test_no_group_lands_before_what_lay_there_has_computed(rig: CpuRig) -> None:
     for op_id in (1, 2):
         rig.transmit(through_a_ring(op_id, count))
         for index in range(count):
-            view.tell_computed(OpId(op_id), index)
+            view.report_computed(OpId(op_id), index)
             view.wait_group(index, OpId(op_id))
             view.quiesce()
             if index + 2 < count:
-                assert rig.word(index + 2) == op_id - 1, "its landing is read"
+                assert rig.fence(index + 2) == op_id - 1, "its landing is read"
             assert rig.arena(2 * MIB + index % 2 * 2 * MIB, GROUP) == bytes([index + 1]) * GROUP
         ended = rig.ended.get(timeout=DEADLINE_S)
         assert (ended.is_complete, ended.copied_bytes) == (True, count * GROUP)
@@ -564,7 +566,7 @@ def test_a_copy_that_waits_believes_no_word_of_another_pass_and_ends_when_it_is_
     view = rig.view()
     rig.transmit(through_a_ring(7, 9))
     view.wait_group(1, OpId(7))
-    view.tell_computed(OpId(6), 9)  # late
+    view.report_computed(OpId(6), 9)  # late
     rig.memory.cancel(OpId(7))
     ended = rig.ended.get(timeout=DEADLINE_S)
     assert (ended.is_complete, ended.group_count) == (False, 2)
@@ -594,7 +596,7 @@ for epoch in range(1, {rounds} + 1):
     expect(child, "ready")
     rng = random.Random(1)
     giver = rig.view(slot=1)
-    seen = 0
+    turns = 0
     for op_id in range(1, rounds + 1):
         for _ in range(rng.randrange(2000) if rng.random() < 0.5 else 0):
             pass
@@ -604,14 +606,14 @@ for epoch in range(1, {rounds} + 1):
         is_turn_first = rng.random() < 0.5
         if has_turn and is_turn_first:
             giver.raise_turn(op_id, 0)
-        rig.transmit(order(op_id, MIB, [rng.randrange(200)], first_word=op_id % 7))
+        rig.transmit(order(op_id, MIB, [rng.randrange(200)], first_fence=op_id % 7))
         if has_turn and not is_turn_first:
             giver.raise_turn(op_id, 0)
         # The child may lag, but not so far that a word it waits for is written over.
         allowed_lag = rng.randrange(3)
-        while seen < op_id - allowed_lag:
+        while turns < op_id - allowed_lag:
             assert child.stdout.read(1) == ".", "the child hangs: a wake-up was lost"
-            seen += 1
+            turns += 1
     finish(child)
 
 
@@ -755,7 +757,7 @@ def test_each_tensor_has_a_version_counter_of_its_own(rig: CpuRig) -> None:
 @pytest.mark.parametrize(
     ("bad", "region"),
     [
-        (spec("float32", (4,), 0, 16), 0),  # over the arrival words
+        (spec("float32", (4,), 0, 16), 0),  # over the fences
         (spec("float32", (4,), 0, 16), -512),
         (spec("float32", (4,), -MIB, 16), MIB),
         (spec("float32", (4,), 0, 16), ARENA_BYTES - 12),
@@ -781,7 +783,7 @@ def test_pieces_of_a_slice_are_read_in_order(rig: CpuRig) -> None:
     view = rig.view()
     data = np.frombuffer(bytearray(random.Random(6).randbytes(20 * MIB)), dtype=np.uint8)
     view.slice_bytes(3 * MIB, 20 * MIB).copy_(torch.from_numpy(data))
-    view.settle()
+    view.synchronize()
     pieces = [(19 * MIB, MIB), (5, 17), (0, 0), (100, 10 * MIB)]
     into = bytearray(sum(size for _, size in pieces))
     ranges = [ByteRange(offset_bytes=offset, size_bytes=size) for offset, size in pieces]
@@ -803,7 +805,7 @@ def test_a_scrubbed_range_reads_as_zeros_and_its_neighbours_do_not(
     view = rig.view()
     memory = view.slice_bytes(0, ARENA_BYTES)
     memory.fill_(POISON)
-    view.settle()
+    view.synchronize()
     rig.memory.scrub(offset, size)
     everything = on_host(memory)
     assert not everything[offset : offset + size].any()
@@ -843,7 +845,7 @@ def two_models(rig: CpuRig) -> None:
     for op_id, start, value, size in ((1, 2, b"A", 4 * MIB - 100), (2, 6, b"B", 3 * MIB + 100)):
         rig.fill_store(0, value * size)
         sizes = [MIB // 2, 10_000, size - MIB // 2 - 10_000]
-        rig.run(order(op_id, start * MIB, sizes, first_word=3 * op_id))
+        rig.run(order(op_id, start * MIB, sizes, first_fence=3 * op_id))
 
 
 ENTER_A = f"view.enter({2 * MIB}, {4 * MIB - 100}, 5, 1); view.show({4 * MIB - 100})\n"
@@ -906,7 +908,7 @@ def test_when_a_groups_word_rises_its_last_unit_holds_nothing_of_another() -> No
         rig.run(in_whole_units(order(1, 2 * MIB, [8 * MIB])))
         rig.fill_store(0, b"A" * (8 * MIB))
         sizes = [1000, 3000, MIB, 7 * MIB - 4000]
-        rig.transmit(in_whole_units(order(2, 2 * MIB, sizes, first_word=1)))
+        rig.transmit(in_whole_units(order(2, 2 * MIB, sizes, first_fence=1)))
         view = rig.view()
         view.wait_group(1, OpId(2))
         assert rig.arena(2 * MIB, 2 * MIB) == b"A" * (2 * MIB)
@@ -921,7 +923,7 @@ def test_of_a_ring_what_has_landed_can_be_read_and_its_last_unit_is_nobody_elses
     cpu: CpuRig, offset: int
 ) -> None:
     cpu.fill_store(0, b"S" * (20 * MIB))
-    cpu.run(order(1, 2 * MIB, [20 * MIB], first_word=20))
+    cpu.run(order(1, 2 * MIB, [20 * MIB], first_fence=20))
     cpu.fill_store(0, b"A" * (2 * GROUP))
     sent = through_a_ring(2, 2)
     cpu.run(msgspec.structs.replace(sent, groups=sent.groups[:1], waits=(0,)))
@@ -957,11 +959,11 @@ pool = mmap.mmap(-1, {16 * PAGE})
 pool[:] = b"p" * {16 * PAGE}
 from pipeswitch.devices.cpu.page_protection import address_of
 view.pin(address_of(pool), len(pool))
-view.lend((({2 * PAGE}, {3 * PAGE + 1}), ({9 * PAGE}, {9 * PAGE + 1})), writable=False)
+view.map_inputs((({2 * PAGE}, {3 * PAGE + 1}), ({9 * PAGE}, {9 * PAGE + 1})), writable=False)
 last = pool[{4 * PAGE} - 1]
-view.lend((({6 * PAGE}, {6 * PAGE + 10}),), writable=True)
+view.map_inputs((({6 * PAGE}, {6 * PAGE + 10}),), writable=True)
 pool[{6 * PAGE}] = last
-view.lend((({2 * PAGE}, {2 * PAGE + 1}),), writable=False)
+view.map_inputs((({2 * PAGE}, {2 * PAGE + 1}),), writable=False)
 say(pool[{2 * PAGE}])
 match arguments[0]:
     case "behind":

@@ -47,12 +47,12 @@ def test_both_serve_to_the_bit_and_a_daemon_that_dies_under_load_costs_no_reques
         lambda: all(row["state"] == "resident" for row in client.ps() if row["name"] == "a"),
         "a is on both devices",
     )
-    seen: list[str] = []
+    devices: list[str] = []
     wrong: list[Any] = []
 
     def ask(name: str) -> None:
         with running.running.client() as mine:
-            while len(seen) < 200:
+            while len(devices) < 200:
                 try:
                     result = mine.infer(name, x)
                 except Exception as error:
@@ -60,13 +60,13 @@ def test_both_serve_to_the_bit_and_a_daemon_that_dies_under_load_costs_no_reques
                     return
                 if not tools.is_bit_equal(result["y"], expected[name]):
                     wrong.append(name)
-                seen.append(result.timing.device)
+                devices.append(result.timing.device)
 
     before = pids(running, "cpu:0")
     threads = [threading.Thread(target=ask, args=(name,)) for name in "aabb"]
     for thread in threads:
         thread.start()
-    tools.until(lambda: {"cpu:0", "cpu:1"} <= set(seen), "both devices answer")
+    tools.until(lambda: {"cpu:0", "cpu:1"} <= set(devices), "both devices answer")
     dead = pids(running, "cpu:1")
     tools.kill(dead["memory-daemon"])
     for thread in threads:
@@ -119,9 +119,9 @@ def test_a_job_that_moves_repeats_no_step_unless_its_process_dies(
     row = task.status()
     assert (row["restarts"], row["steps_recomputed"]) == (before["restarts"], 0)
     assert row["evictions"] - before["evictions"] >= moves - 1
-    told = (tmp_path / "m.told").read_text().split()
-    assert told.count("begun") == row["evictions"] + 1 - before["evictions"]
-    whole = dict.fromkeys(map(int, filter(str.isdigit, told)))
+    words = (tmp_path / "m.told").read_text().split()
+    assert words.count("begun") == row["evictions"] + 1 - before["evictions"]
+    whole = dict.fromkeys(map(int, filter(str.isdigit, words)))
     assert [*whole] == [*range(len(whole))]  # no step is lost
     assert disturb(running, task, random.Random(7), others) == others, "it ended too soon"
     assert tools.finish(task, 240.0)["step"] == 100 * epochs

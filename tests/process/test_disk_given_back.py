@@ -18,13 +18,13 @@ TURNS = 5
 
 def resident_bytes(running: RunningServer) -> int:
     """Of programs and uploads; what is removed while we look is no longer kept."""
-    found = 0
+    total_bytes = 0
     for folder in (running.state_dir / "models", running.state_dir / "uploads"):
         for path, _, names in os.walk(folder):
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
-                    found += os.stat(os.path.join(path, name)).st_size
-    return found
+                    total_bytes += os.stat(os.path.join(path, name)).st_size
+    return total_bytes
 
 
 def settled_bytes(running: RunningServer) -> int:
@@ -92,10 +92,7 @@ def test_what_does_not_fit_a_clients_share_is_refused_before_it_is_written(tmp_p
 
 def test_a_model_from_a_name_is_refused_before_it_is_written(tmp_path: Path) -> None:
     environment = {"PIPESWITCH_SERVER__MAX_DISK": "8MiB"}
-    with (
-        server(state_dir=tmp_path, environment=environment) as running,
-        running.client() as client,
-    ):
+    with server(state_dir=tmp_path, environment=environment) as running, running.client() as client:
         with pytest.raises(ps.HostStoreFull):
             client.register("large", "torchvision:resnet18", weights="random:0")
         assert resident_bytes(running) == 0
@@ -105,9 +102,9 @@ def test_a_model_from_a_name_is_refused_before_it_is_written(tmp_path: Path) -> 
 def test_what_jobs_and_builds_of_before_left_is_swept_at_the_start(tmp_path: Path) -> None:
     os.chmod(tmp_path, 0o700)
     for folder in ("commits/gone", "models/.build-7-abc"):
-        left = tmp_path / folder
-        left.mkdir(parents=True, mode=0o700)
-        (left / "file").write_bytes(b"x" * 4096)
+        remains = tmp_path / folder
+        remains.mkdir(parents=True, mode=0o700)
+        (remains / "file").write_bytes(b"x" * 4096)
     for folder in ("commits", "models"):
         (tmp_path / folder).chmod(0o700)
     with server(state_dir=tmp_path) as running, running.client() as client:

@@ -22,7 +22,7 @@ import torch
 from pipeswitch.base.errors import PipeSwitchError
 from pipeswitch.base.failpoints import POINTS, VARIABLE
 from pipeswitch.client.client import FINAL_JOB_STATES
-from pipeswitch.commits.files import load_commit
+from pipeswitch.commits.commit_files import load_commit
 from tests.process import tools
 from tests.process.figures import publishing, say
 
@@ -74,8 +74,8 @@ class Ledger:
             checked.client.register(name, module, example_inputs=(x,))
         else:  # behind the job that trains: it stays in the queue until it is held
             checked.client.train(self.waits, name=name)
-            held = checked.client.job(name, "pause")["job"]
-            if held["state"] != "paused":  # its turn had come while the other one's worker was dead
+            row = checked.client.job(name, "pause")["job"]
+            if row["state"] != "paused":  # its turn had come while the other one's worker was dead
                 return
         self.there.append(name)
         self.unsure.discard(name)
@@ -108,8 +108,10 @@ class Ledger:
         names = [row["name"] for row in checked.client.models()]
         names += [row["name"] for row in jobs if row["state"] not in FINAL_JOB_STATES]
         assert len(names) == len(set(names)), f"twice: {sorted(names)}"
-        lost = set(self.there) - set(names)
-        assert not lost, f"lost: {lost} of {self.there}, unsure {self.unsure}, found {jobs}"
+        lost_jobs = set(self.there) - set(names)
+        assert not lost_jobs, (
+            f"lost: {lost_jobs} of {self.there}, unsure {self.unsure}, found {jobs}"
+        )
         assert set(names) - set(self.there) - self.unsure == set(), "not asked for, or removed"
         freed = {row["name"] for row in jobs if row["state"] != "paused"}
         assert not freed & set(self.there), f"paused, and not any more: {jobs}"
@@ -162,7 +164,7 @@ def live_and_die(ledger: Ledger, folder: Path, name: str, generator: random.Rand
 
 
 def kill_servers(folder: Path, kills: int, seed: int) -> dict[str, int]:
-    """So many lives of one state directory; what was found stands in ``found.json`` after each.
+    """So many lives of one state directory; what was found stands in ``figures.json`` after each.
 
     Every ``LIVES_OF_A_JOB`` lives the job that trains comes to its end, is judged against its
     plain run, and another one begins.
@@ -175,33 +177,33 @@ def kill_servers(folder: Path, kills: int, seed: int) -> dict[str, int]:
         "state_dir": folder / "state",
         "environment": ENVIRONMENT,
     }
-    found = {"kills": 0, "jobs": 0, "steps": 0}
-    while found["kills"] < kills:
-        name = f"trains-{found['jobs']}"
+    figures = {"kills": 0, "jobs": 0, "steps": 0}
+    while figures["kills"] < kills:
+        name = f"trains-{figures['jobs']}"
         served, plain = folder / f"{name}.served", folder / f"{name}.plain"
         with tools.checked_server(settles=False, **options) as first:
             first.client.train(script, name=name, args=[str(served), "1000000", "64"])
         ledger.persisted_step = -1
-        for _ in range(min(LIVES_OF_A_JOB, kills - found["kills"])):
+        for _ in range(min(LIVES_OF_A_JOB, kills - figures["kills"])):
             live_and_die(ledger, folder, name, generator)
-            found["kills"] += 1
-            found.update(ledger.counts())
-            (folder / "found.json").write_text(json.dumps(found))
+            figures["kills"] += 1
+            figures.update(ledger.counts())
+            (folder / "found.json").write_text(json.dumps(figures))
         with tools.checked_server(settles=False, **options) as last:
             ledger.check(last)
             task = last.client.task(name)
             epoch = task.status()["step"] // EPOCH_STEPS + 5  # no step of it is made yet
             Path(f"{served}.enough-{epoch}").touch()
-            found["steps"] += tools.finish(task)["step"]
+            figures["steps"] += tools.finish(task)["step"]
         tools.run_plain(script, str(plain), str(epoch), "64")
         assert served.read_text() == plain.read_text()
-        found["jobs"] += 1
-        say(f"{folder.name}: {found['kills']} of {kills} servers killed: {json.dumps(found)}")
+        figures["jobs"] += 1
+        say(f"{folder.name}: {figures['kills']} of {kills} servers killed: {json.dumps(figures)}")
     with tools.checked_server(**options) as last:
         ledger.check(last)
         for job in [name for name in ledger.there if name.startswith("s")]:
             last.client.job(job, "cancel")
-    return found
+    return figures
 
 
 @contextlib.contextmanager
@@ -242,12 +244,12 @@ BODIES = """
 def lost(begun: Path) -> list[tuple[int, float]]:
     """Of each death of the server: the steps that were done again, and how long ago they were."""
     rows = [tuple(map(int, line.split())) for line in begun.read_text().splitlines()]
-    began_at_ns, found = dict[int, int](), []
+    began_at_ns, repeats = dict[int, int](), []
     for (step, at_ns), (following, _) in itertools.pairwise(rows):
         began_at_ns[step] = at_ns
         if following <= step:
-            found.append((step - following, (at_ns - began_at_ns[following]) / 1e9))
-    return found
+            repeats.append((step - following, (at_ns - began_at_ns[following]) / 1e9))
+    return repeats
 
 
 def _has_grown(out: Path, size_bytes: int) -> bool:
@@ -317,9 +319,9 @@ def test_steps_that_a_killed_server_costs_are_counted(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_killed_servers_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
-    found = kill_servers(tmp_path, 2, SEED)
-    assert found["steps"] > 0
-    assert found["acknowledged"] > 0
+    figures = kill_servers(tmp_path, 2, SEED)
+    assert figures["steps"] > 0
+    assert figures["acknowledged"] > 0
 
 
 @pytest.mark.soak
@@ -335,9 +337,11 @@ def test_three_hundred_killed_servers_lose_nothing(tmp_path: Path) -> None:
             assert [process.wait() for process in lanes] == [0] * LANES
             figures.update(lost=0, twice=0, torn=0)  # or a lane would have failed
         finally:
-            found = [json.loads(path.read_text()) for path in tmp_path.glob("lane-*/found.json")]
+            figures_of_lanes = [
+                json.loads(path.read_text()) for path in tmp_path.glob("lane-*/found.json")
+            ]
             for key in ("kills", "jobs", "steps", "acknowledged", "removed", "unsure"):
-                figures[key] = sum(each[key] for each in found)
+                figures[key] = sum(each[key] for each in figures_of_lanes)
 
 
 if __name__ == "__main__":

@@ -100,12 +100,12 @@ def flat(outputs: Any) -> list[torch.Tensor]:
 
 
 def check_bits(client: ps.Client, name: str, module: nn.Module, inputs: Any) -> None:
-    found = client.infer(name, inputs)
+    result = client.infer(name, inputs)
     with torch.no_grad():
         is_named = isinstance(inputs, dict)
         expected = flat(module(**inputs) if is_named else module(*inputs))
-    assert len(found.outputs) == len(expected)
-    for ours, theirs in zip(found.outputs.values(), expected, strict=True):
+    assert len(result.outputs) == len(expected)
+    for ours, theirs in zip(result.outputs.values(), expected, strict=True):
         assert ours.shape == theirs.shape
         assert torch.equal(ours, theirs)
 
@@ -292,8 +292,8 @@ def test_a_transformer_by_name_takes_the_lengths_it_is_asked_for(
         intermediate_size=64,
         vocab_size=128,
     ).save_pretrained(hub / "bert")
-    given = dict.fromkeys(("input_ids", "attention_mask"), ((1, (2, 512)), "int64"))
-    client.register("bert", f"hf:{hub / 'bert'}", weights="random:1", inputs=given)
+    dims = dict.fromkeys(("input_ids", "attention_mask"), ((1, (2, 512)), "int64"))
+    client.register("bert", f"hf:{hub / 'bert'}", weights="random:1", inputs=dims)
     assert client.show("bert")["dims"] == {"batch": [1, 64], "length": [2, 512]}
     for length in (2, 7, 512):
         answer = client.infer("bert", [np.ones((2, length), np.int64)] * 2)
@@ -308,10 +308,10 @@ ROWS = 1 << 12
 
 
 def deep(levels: int) -> Expr:
-    found: Any = "rows"
+    extent: Any = "rows"
     for _ in range(levels):
-        found = Expr("+", (found, 1))
-    return Expr("+", (found, -levels))
+        extent = Expr("+", (extent, 1))
+    return Expr("+", (extent, -levels))
 
 
 def bundle(folder: Path, y: Shape, nodes: list[Node], high: int = 8) -> Path:
@@ -370,8 +370,8 @@ def test_an_answer_larger_than_its_signature_says_is_an_error_and_nothing_else_i
         for rows in (129, 2000):
             with pytest.raises(ps.InvalidInput) as refused:
                 stranger.infer("hostile", np.ones((rows, 4), np.float32))
-            said = f'"y" is float32[{rows}, 4] at rows={rows}, its signature says float32[128, 4]'
-            assert said in refused.value.message
+            text = f'"y" is float32[{rows}, 4] at rows={rows}, its signature says float32[128, 4]'
+            assert text in refused.value.message
         assert stranger.infer("hostile", ones)["y"].shape == (128, 4)
         stranger.unregister("hostile")
     assert running.worker_pids() == workers

@@ -96,11 +96,11 @@ def test_a_program_runs_with_the_code_that_it_was_checked_with_or_not_at_all(
     edit(folder / name, old, new)
     make_program(before, None, "cpu")  # this worker has the former code
     imported = {name: sys.modules[name] for name in ("editing", "helping")}
-    kept = dict(factories._imported)
+    saved = dict(factories._imported)
     after = built(folder, "after")
     assert after.digest != before.digest
     sys.modules |= imported
-    factories._imported |= kept
+    factories._imported |= saved
     program = make_program(after, None, "cpu")
     assert type(program.module) is sys.modules["editing"].Net  # type: ignore[attr-defined]
     assert sys.modules["editing"] is not imported["editing"]

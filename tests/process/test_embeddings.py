@@ -28,7 +28,7 @@ def running() -> Iterator[Checked]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "mark", "pooling", "said"),
+    ("kind", "mark", "pooling", "text"),
     [
         ("bert", "", "mean", {}),
         ("bert", "", "cls", {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}),
@@ -37,35 +37,35 @@ def running() -> Iterator[Checked]:
     ],
 )
 def test_an_embedding_is_the_pooled_and_normalized_hidden_state(
-    running: Checked, tmp_path: Path, kind: str, mark: str, pooling: str, said: Any
+    running: Checked, tmp_path: Path, kind: str, mark: str, pooling: str, text: Any
 ) -> None:
     cls = transformers.AutoModelForCausalLM if mark else transformers.AutoModel
     tokenizer = published(tmp_path, cls, kind)
     (tmp_path / "1_Pooling").mkdir()
-    (tmp_path / "1_Pooling/config.json").write_text(json.dumps(said))
+    (tmp_path / "1_Pooling/config.json").write_text(json.dumps(text))
     name = f"{kind}-{pooling}"
     running.client.register(name, f"hf:{tmp_path}{mark}", weights="pretrained")
     ids = [tokenizer(text)["input_ids"] for text in TEXTS]
-    model, wanted = transformers.AutoModel.from_pretrained(tmp_path).eval(), []
+    model, expected = transformers.AutoModel.from_pretrained(tmp_path).eval(), []
     for one in ids:
         with torch.no_grad():
             hidden = model(input_ids=torch.tensor([one])).last_hidden_state[0]
         row = {"mean": hidden.mean(0), "cls": hidden[0], "last": hidden[-1]}[pooling]
-        wanted.append((row / row.norm()).numpy())
+        expected.append((row / row.norm()).numpy())
     url = f"http://{running.running.http_address}/v1"
     with openai.OpenAI(base_url=url, api_key="EMPTY", max_retries=0) as ai:
-        for given in (TEXTS, ids):
+        for texts in (TEXTS, ids):
             for form in ("float", "base64"):
-                found = ai.embeddings.create(model=name, input=given, encoding_format=form)
+                answer = ai.embeddings.create(model=name, input=texts, encoding_format=form)
                 rows = [
                     np.frombuffer(base64.b64decode(one.embedding), np.float32)
                     if isinstance(one.embedding, str)
                     else one.embedding
-                    for one in found.data
+                    for one in answer.data
                 ]
-                np.testing.assert_allclose(rows, wanted, atol=1e-5)
-                assert found.usage.prompt_tokens == sum(map(len, ids))
-                assert [one.index for one in found.data] == [0, 1, 2]
+                np.testing.assert_allclose(rows, expected, atol=1e-5)
+                assert answer.usage.prompt_tokens == sum(map(len, ids))
+                assert [one.index for one in answer.data] == [0, 1, 2]
         assert len(ai.embeddings.create(model=name, input=["Once"] * 100).data) == 100
         ai.embeddings.create(model=name, input=[5] * 512)  # as long as the model takes
         for wrong in ([5] * 513, "x1y2" * 990, [700]):
@@ -83,7 +83,7 @@ def test_a_model_of_texts_without_hidden_states_is_served_and_embeds_nothing(
     published(tmp_path, transformers.AutoModelForSequenceClassification, "bert")
     running.client.register("classes", f"hf:{tmp_path}", weights="pretrained")
     ids = np.array([[5, 6]], np.int64)
-    given = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
-    assert running.client.infer("classes", given)["logits"].shape == (1, 2)
+    inputs = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    assert running.client.infer("classes", inputs)["logits"].shape == (1, 2)
     with pytest.raises(InvalidInput):
         running.client._ask("generation", model="classes", body={"embedding": True})

@@ -45,10 +45,10 @@ LARGE = np.ones((512, 1024), dtype=np.float32)  # over INLINE_COPY_BYTES
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[FakeScheduler]:
-    made = FakeScheduler(tmp_path)
-    made.announce("m", width=1024, batch_max=1024)
-    yield made
-    made.close()
+    scheduler = FakeScheduler(tmp_path)
+    scheduler.announce("m", width=1024, batch_max=1024)
+    yield scheduler
+    scheduler.close()
 
 
 def fails_once(monkeypatch: pytest.MonkeyPatch, of: Any, name: str, error: BaseException) -> None:

@@ -53,12 +53,12 @@ def test_eight_threads_export_at_once_and_torch_is_as_it_was(tmp_path: Path) -> 
 
 def test_who_waits_for_an_exports_end_computes_with_mkldnn() -> None:
     tracing, looked = threading.Event(), threading.Event()
-    seen: list[tuple[bool, bool]] = []
+    states: list[tuple[bool, bool]] = []
 
     def look() -> None:
         tracing.wait()
         with one_export_at_a_time():
-            seen.append((torch.backends.mkldnn.enabled, torch.compiler.is_exporting()))
+            states.append((torch.backends.mkldnn.enabled, torch.compiler.is_exporting()))
             looked.set()
 
     def when_traced() -> None:
@@ -73,7 +73,7 @@ def test_who_waits_for_an_exports_end_computes_with_mkldnn() -> None:
     finally:
         tracing.set()
         looking.join()
-    assert seen == [(True, False)]
+    assert states == [(True, False)]
 
 
 def test_what_an_export_leaves_switched_off_is_put_back_and_said(
@@ -82,8 +82,8 @@ def test_what_an_export_leaves_switched_off_is_put_back_and_said(
     before = TorchSettings.now()
     export_module(During(lambda: torch.backends.mkldnn.set_flags(False)), X)
     assert TorchSettings.now() == before
-    said = [r.message for r in caplog.records if r.name == one_export_at_a_time.__module__]
-    assert [" put_back=" in text for text in said] == [True]
+    messages = [r.message for r in caplog.records if r.name == one_export_at_a_time.__module__]
+    assert [" put_back=" in text for text in messages] == [True]
 
 
 def test_an_export_hides_no_other_threads_errors(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,30 +171,29 @@ class Keeps(nn.Module):
         self.last: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept: torch.Tensor | float
+        first: torch.Tensor | float
         match self.way:
             case "a first input":
-                kept = self.first = x.mean() if self.first is None else self.first
+                first = self.first = x.mean() if self.first is None else self.first
             case "a dict":
-                kept = self.by_name.setdefault("mean", x.mean())
+                first = self.by_name.setdefault("mean", x.mean())
             case "a number":
-                kept = self.scale = self.scale or float(x.max())
+                first = self.scale = self.scale or float(x.max())
             case "a tensor in a list":
-                kept = self.held[0].clone()
+                first = self.held[0].clone()
                 self.held[0].copy_(x)
             case "a buffer":
-                kept = self.last.clone()
+                first = self.last.clone()
                 self.last.copy_(x)
             case _:  # the weights are set by the first data
                 if not self.scale:
                     self.offset.data.copy_(x.mean(0))
-                kept, self.scale = self.offset, 1.0
-        return x + kept
+                first, self.scale = self.offset, 1.0
+        return x + first
 
 
 @pytest.mark.parametrize(
-    "way",
-    ["a first input", "a dict", "a number", "a tensor in a list", "a buffer", "a first fit"],
+    "way", ["a first input", "a dict", "a number", "a tensor in a list", "a buffer", "a first fit"]
 )
 def test_what_a_module_keeps_of_a_call_is_no_constant_of_its_graph(
     way: str, tmp_path: Path
@@ -226,6 +225,6 @@ def test_what_a_module_keeps_and_would_make_again_alike_is_served(tmp_path: Path
 def test_what_a_module_kept_before_it_is_registered_stays(tmp_path: Path) -> None:
     module = Keeps("a first input")
     module(torch.rand(2, 4))
-    kept = module.first
+    first = module.first
     export_module_to_bundle(module, torch.rand(2, 4), tmp_path / "m.bundle")
-    assert module.first is kept
+    assert module.first is first

@@ -14,13 +14,7 @@ from tests.process.figures import publish, say
 from tests.process.tools import shm_names
 
 ACTIONS = ("crash", "error", "memory", "disk", "delay 300")
-ONCE_FATAL = (
-    "daemon.send",
-    "daemon.transmit.end",
-    "commit.copied",
-    "job.obey",
-    "upload.write",
-)
+ONCE_FATAL = ("daemon.send", "daemon.transmit.end", "commit.copied", "job.obey", "upload.write")
 """Where an exception once left a process half alive: its request, commit or job hung for ever."""
 
 

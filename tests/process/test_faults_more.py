@@ -161,13 +161,13 @@ def test_three_deaths_of_the_daemon_in_a_row_lose_no_request(
 
 def test_a_killed_builder_is_a_refusal_and_leaves_nothing(running: tools.Checked) -> None:
     def named(name: str) -> set[int]:
-        found = set()
+        pids = set()
         for entry in os.listdir("/proc"):
             if entry.isdigit():
                 with contextlib.suppress(OSError):
                     if Path("/proc", entry, "comm").read_text().strip() == name:
-                        found.add(int(entry))
-        return found & tools.marked_pids(running.mark)
+                        pids.add(int(entry))
+        return pids & tools.marked_pids(running.mark)
 
     failures: list[errors.PipeSwitchError] = []
 
@@ -264,9 +264,9 @@ def test_a_stop_on_a_full_disk_fails_and_names_the_steps_that_are_lost(
         tools.until(lambda: task.status()["committed_step"] > step, "it goes on")
         done = tools.command("--host", checked.running.ipc_address, "stop")
         assert done.returncode == 1
-        [told] = re.findall(r'job "trains" loses steps (\d+) to (\d+)', done.stderr)
-        assert int(told[0]) <= int(told[1])
-        assert int(told[1]) > step
+        [steps] = re.findall(r'job "trains" loses steps (\d+) to (\d+)', done.stderr)
+        assert int(steps[0]) <= int(steps[1])
+        assert int(steps[1]) > step
         assert "No space left" in done.stderr
 
 

@@ -111,12 +111,12 @@ def run(source: str, *args: str, python: str = sys.executable) -> Any:
 
 def gateway_of(checked: Checked) -> int:
     """Return the process id of the server's gateway."""
-    [found] = [
+    [gateway] = [
         child.pid
         for child in psutil.Process(checked.running.pid).children()
         if "pipeswitch.gateway.main" in child.cmdline()
     ]
-    return found
+    return gateway
 
 
 def resident_bytes(pid: int) -> int:
@@ -125,14 +125,14 @@ def resident_bytes(pid: int) -> int:
 
 def curl(address: str, path: str, *args: str) -> tuple[int, Any]:
     """Status and JSON."""
-    said = subprocess.run(
+    output = subprocess.run(
         ["curl", "-s", "-w", "\n%{http_code}", f"http://{address}{path}", *args],
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     ).stdout
-    body, _, status = said.rpartition("\n")
+    body, _, status = output.rpartition("\n")
     return int(status), json.loads(body)
 
 
@@ -168,14 +168,14 @@ WORDS = """
 
 def test_a_text_goes_in_and_a_label_comes_out(checked: Checked, http: str) -> None:
     texts = ["a text", "größer"]
-    wanted = [one.decode() for one in checked.client.infer("moods", texts)["mood"].tolist()]
-    assert all(one.startswith("mood ") for one in wanted)
-    found = run(WORDS, http, checked.running.grpc_address, *texts)
-    assert found == {"http": wanted, "grpc": wanted}
+    expected = [one.decode() for one in checked.client.infer("moods", texts)["mood"].tolist()]
+    assert all(one.startswith("mood ") for one in expected)
+    actual = run(WORDS, http, checked.running.grpc_address, *texts)
+    assert actual == {"http": expected, "grpc": expected}
     ask = {"inputs": [{"name": "text", "shape": [2], "datatype": "BYTES", "data": texts}]}
     status, answer = curl(http, "/v2/models/moods/infer", "-d", json.dumps(ask))
     assert (status, answer["outputs"][0]["datatype"]) == (200, "BYTES"), answer
-    assert answer["outputs"][0]["data"] == wanted
+    assert answer["outputs"][0]["data"] == expected
     assert answer["parameters"]["postprocess_ms"] > 0
     about = curl(http, "/v2/models/moods")[1]
     assert about["inputs"] == [{"name": "text", "datatype": "BYTES", "shape": [-1]}]
@@ -200,7 +200,7 @@ def test_a_text_goes_in_and_a_label_comes_out(checked: Checked, http: str) -> No
         check=True,
         timeout=60,
     ).stdout
-    assert raw.endswith(wanted[0].encode())
+    assert raw.endswith(expected[0].encode())
 
 
 ASK = '{"inputs": [{"name": "x", "shape": [1, 16], "datatype": "FP32", "data": [%s]}]}'
@@ -270,25 +270,25 @@ TRITON = """
 
 
 def test_tritons_client_does_every_verb(http: str, net: torch.nn.Module) -> None:
-    found = run(TRITON, http, TOKEN)
-    assert [found[key] for key in ("live", "ready", "model_ready", "no_model")] == [True] * 3 + [
+    actual = run(TRITON, http, TOKEN)
+    assert [actual[key] for key in ("live", "ready", "model_ready", "no_model")] == [True] * 3 + [
         False
     ]
-    assert "binary_tensor_data" in found["about"]["extensions"]
-    assert found["config"]["max_batch_size"] == 64
-    assert found["config"]["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": [16]}]
-    assert found["metadata"]["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 16]}]
-    assert {row["name"]: row["state"] for row in found["index"]} == dict.fromkeys(
+    assert "binary_tensor_data" in actual["about"]["extensions"]
+    assert actual["config"]["max_batch_size"] == 64
+    assert actual["config"]["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": [16]}]
+    assert actual["metadata"]["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 16]}]
+    assert {row["name"]: row["state"] for row in actual["index"]} == dict.fromkeys(
         ("mlp", "half", "brain", "moods"), "READY"
     )
     x = np.random.default_rng(0).standard_normal((5, 16), dtype=np.float32)
     plain = eager(net, torch.from_numpy(x)).numpy()
-    for answer in found["answers"]:
+    for answer in actual["answers"]:
         assert np.array_equal(np.array(answer, np.float32), plain)
-    assert len(found["answers"]) == 9
-    assert all(bill["total_ms"] >= bill["compute_ms"] > 0 for bill in found["bill"])
-    assert found["half"] == [[2.0] * 4] * 2
-    statuses, words = zip(*found["refused"], strict=True)
+    assert len(actual["answers"]) == 9
+    assert all(timing["total_ms"] >= timing["compute_ms"] > 0 for timing in actual["bill"])
+    assert actual["half"] == [[2.0] * 4] * 2
+    statuses, words = zip(*actual["refused"], strict=True)
     assert statuses == ("404", "404", "400", "504", "403", "400", "400")
     for part, text in zip(
         (
@@ -304,7 +304,7 @@ def test_tritons_client_does_every_verb(http: str, net: torch.nn.Module) -> None
         strict=True,
     ):
         assert part.lower() in text.lower()
-    (row,) = found["statistics"]
+    (row,) = actual["statistics"]
     assert row["inference_count"] >= 7
     assert row["inference_stats"]["compute_infer"]["ns"] > 0
 
@@ -372,14 +372,14 @@ def test_tritons_client_hands_tensors_over_in_shared_memory(
 ) -> None:
     address = getattr(checked.running, f"{kind}_address")
     token = (checked.running.state_dir / "owner.token").read_text().strip()
-    found = run(SHARED, kind, address, token)
+    actual = run(SHARED, kind, address, token)
     x = np.random.default_rng(0).standard_normal((64, 16), dtype=np.float32)
     plain = eager(net, torch.from_numpy(x)).numpy()
     for key in ("answer", "shared"):
-        assert np.array_equal(np.array(found[key], np.float32), plain)
-    assert found["rows"] == ["in", "out"]
-    assert all('"code"' in found[key] for key in ("stranger", "without"))
-    assert 'no region "in"' in found["after"]
+        assert np.array_equal(np.array(actual[key], np.float32), plain)
+    assert actual["rows"] == ["in", "out"]
+    assert all('"code"' in actual[key] for key in ("stranger", "without"))
+    assert 'no region "in"' in actual["after"]
 
 
 AIO = """
@@ -497,19 +497,19 @@ GRPC = """
 
 
 def test_tritons_grpc_client_does_every_verb(checked: Checked, net: torch.nn.Module) -> None:
-    found = run(GRPC, checked.running.grpc_address, TOKEN)
-    assert (found["live"], found["ready"], found["model_ready"]) == (True, True, True)
-    assert "binary_tensor_data" in found["about"]
-    assert found["config"]["max_batch_size"] == 64
-    assert found["config"]["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": ["16"]}]
-    assert found["metadata"]["outputs"][0]["shape"] == ["-1", "16"]
-    assert {"brain", "half", "mlp"} <= set(found["index"])
+    actual = run(GRPC, checked.running.grpc_address, TOKEN)
+    assert (actual["live"], actual["ready"], actual["model_ready"]) == (True, True, True)
+    assert "binary_tensor_data" in actual["about"]
+    assert actual["config"]["max_batch_size"] == 64
+    assert actual["config"]["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": ["16"]}]
+    assert actual["metadata"]["outputs"][0]["shape"] == ["-1", "16"]
+    assert {"brain", "half", "mlp"} <= set(actual["index"])
     x = np.random.default_rng(0).standard_normal((5, 16), dtype=np.float32)
     plain = eager(net, torch.from_numpy(x)).numpy()
-    assert len(found["answers"]) == 4
-    assert all(np.array_equal(np.array(a, np.float32), plain) for a in found["answers"])
-    assert found["bill"] > 0
-    codes, words = zip(*found["refused"], strict=True)
+    assert len(actual["answers"]) == 4
+    assert all(np.array_equal(np.array(a, np.float32), plain) for a in actual["answers"])
+    assert actual["bill"] > 0
+    codes, words = zip(*actual["refused"], strict=True)
     assert codes == (
         "stream",
         "StatusCode.NOT_FOUND",
@@ -523,13 +523,13 @@ def test_tritons_grpc_client_does_every_verb(checked: Checked, net: torch.nn.Mod
         strict=True,
     ):
         assert part in text
-    assert min(found["statistics"]) > 0
-    assert found["health"] == [1, 1]
-    assert found["garbage"] == [
+    assert min(actual["statistics"]) > 0
+    assert actual["health"] == [1, 1]
+    assert actual["garbage"] == [
         "INVALID_ARGUMENT",
         "these bytes are no inference.ModelInferRequest",
     ]
-    assert "inference.GRPCInferenceService" in found["reflected"]
+    assert "inference.GRPCInferenceService" in actual["reflected"]
 
 
 HALF_OPEN = """
@@ -747,19 +747,19 @@ def test_kserves_clients_ask_over_rest_and_grpc(
         pytest.skip("PIPESWITCH_KSERVE_PYTHON names no Python that has kserve")
     checked.client.register("plain", Doubled(), example_inputs=(torch.zeros(2, 4),))
     checked.client.register("long", Long(), example_inputs=(torch.zeros(2, 16),))
-    found = run(KSERVE, http, checked.running.grpc_address, python=python)
+    actual = run(KSERVE, http, checked.running.grpc_address, python=python)
     checked.client.unregister("plain")
     checked.client.unregister("long")
-    assert found["states"] == [True, True, True, False, True, True, True]
+    assert actual["states"] == [True, True, True, False, True, True, True]
     x = np.random.default_rng(0).standard_normal((5, 16), dtype=np.float32)
     plain = eager(net, torch.from_numpy(x)).numpy()
-    assert len(found["answers"]) == 4
-    assert all(np.array_equal(np.array(one, np.float32), plain) for one in found["answers"])
-    assert found["halves"] == [[[2.0] * 4] * 2] * 2
-    assert len(found["odds"]) == 2
-    for odd in found["odds"]:
+    assert len(actual["answers"]) == 4
+    assert all(np.array_equal(np.array(one, np.float32), plain) for one in actual["answers"])
+    assert actual["halves"] == [[[2.0] * 4] * 2] * 2
+    assert len(actual["odds"]) == 2
+    for odd in actual["odds"]:
         assert np.array_equal(odd, [[np.nan, 2, 4, 6]] * 2, equal_nan=True)
-    codes, words = zip(*found["refused"], strict=True)
+    codes, words = zip(*actual["refused"], strict=True)
     assert codes == (400, "NOT_FOUND", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED")
     for part, text in zip(("float16", 'did you mean "mlp"', "float16", ""), words, strict=True):
         assert part in text
@@ -797,9 +797,9 @@ def test_a_token_that_is_added_or_taken_counts_soon_on_a_connection_that_is_kept
     assert status() == 401
     tokens.write_text(f"{without}late a-token-that-was-added operate\n")
     until(lambda: status() == 200, "it counts")
-    kept = connection.sock
+    socket_kept = connection.sock
     assert [status(), status()] == [200, 200]
-    assert connection.sock is kept
+    assert connection.sock is socket_kept
     tokens.write_text(without)
     until(lambda: status() == 401, "it counts no more")
 
@@ -865,8 +865,8 @@ def test_prometheus_own_checker_has_nothing_to_say_of_the_metrics(http: str) -> 
 def test_every_refusal_is_json_and_says_what_would_be_right(
     http: str, path: str, args: tuple[str, ...], status: int, words: str
 ) -> None:
-    said, answer = curl(http, path, *args)
-    assert (said, set(answer)) == (status, {"error", "code", "hint"})
+    answer_status, answer = curl(http, path, *args)
+    assert (answer_status, set(answer)) == (status, {"error", "code", "hint"})
     assert words in f"{answer['error']} {answer['hint']}"
 
 

@@ -56,8 +56,8 @@ class Caller:
     def open(
         self, method: str, path: str, body: bytes | None = None, **headers: str
     ) -> http.client.HTTPResponse:
-        given = {name.replace("_", "-"): value for name, value in headers.items()}
-        self._connection.request(method, path, body, {**self._headers, **given})
+        fields = {name.replace("_", "-"): value for name, value in headers.items()}
+        self._connection.request(method, path, body, {**self._headers, **fields})
         self._answer = self._connection.getresponse()
         return self._answer
 
@@ -68,9 +68,9 @@ class Caller:
 
     def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Any:
         answer = self.open(method, path, body, **headers)
-        told = json.loads(answer.read())
-        assert answer.status == 200, told
-        return told
+        reply = json.loads(answer.read())
+        assert answer.status == 200, reply
+        return reply
 
 
 Call = Callable[..., Caller]
@@ -79,14 +79,14 @@ Call = Callable[..., Caller]
 @pytest.fixture
 def call(checked: Checked) -> Iterator[Call]:
     """Callers that are closed at the end."""
-    made = []
+    callers = []
 
     def make(*, is_owner: bool = True) -> Caller:
-        made.append(Caller(checked, is_owner=is_owner))
-        return made[-1]
+        callers.append(Caller(checked, is_owner=is_owner))
+        return callers[-1]
 
     yield make
-    for caller in made:
+    for caller in callers:
         caller.close()
 
 
@@ -124,14 +124,14 @@ def test_a_model_comes_as_a_bundle_answers_and_goes(call: Call, tmp_path: Path) 
     owner, bundle = call(), tmp_path / "net.bundle"
     export_module_to_bundle(mlp(8, 1, seed=1), (torch.zeros(1, 8),), bundle)
     octets = {"content_type": "application/octet-stream"}
-    told = owner.ask("POST", "/api/models/b?priority=high&pin=true", bundle.read_bytes(), **octets)
-    assert told["model"] == "b"
+    body = owner.ask("POST", "/api/models/b?priority=high&pin=true", bundle.read_bytes(), **octets)
+    assert body["model"] == "b"
     row = owner.ask("GET", "/api/models/b")
     assert (row["state"], row["priority"], row["pinned"]) == ("ready", "high", True)
     assert owner.ask("POST", "/v2/models/b/infer", INFER)["parameters"]["total_ms"] > 0
-    (held,) = [one for one in owner.ask("GET", "/api/ps")["rows"] if one["name"] == "b"]
-    ((_, size),) = held["regions"]
-    assert 0 < sum(held["group_bytes"]) <= size
+    (entry,) = [one for one in owner.ask("GET", "/api/ps")["rows"] if one["name"] == "b"]
+    ((_, size),) = entry["regions"]
+    assert 0 < sum(entry["group_bytes"]) <= size
     owner.ask("POST", "/api/models/b/unload")
     owner.ask("DELETE", "/api/models/b")
     answer = owner.open("GET", "/api/models/b")
@@ -142,23 +142,23 @@ def test_a_model_comes_as_a_bundle_answers_and_goes(call: Call, tmp_path: Path) 
 
 def test_events_are_read_as_they_come_and_gone_on_with(checked: Checked, call: Call) -> None:
     stream = call().open("GET", "/api/events?topics=model.")
-    told = records(stream)
-    assert "now_ms" in next(told)
-    seen: list[dict[str, Any]] = []
-    reader = threading.Thread(target=lambda: seen.append(next(told)))
+    events = records(stream)
+    assert "now_ms" in next(events)
+    received: list[dict[str, Any]] = []
+    reader = threading.Thread(target=lambda: received.append(next(events)))
     reader.start()
 
     def more() -> bool:  # the subscription may begin a moment after the greeting
         checked.client.register("e", mlp(8, 1, seed=2), example_inputs=(torch.zeros(1, 8),))
         checked.client.unregister("e")
-        return bool(seen)
+        return bool(received)
 
     until(more, "an event came")
     reader.join()
-    again = records(call().open("GET", "/api/events", last_event_id=seen[0]["id"]))
+    again = records(call().open("GET", "/api/events", last_event_id=received[0]["id"]))
     assert "now_ms" in next(again)
     following = next(again)
-    first, second = (int(one["id"].rpartition("-")[2]) for one in (seen[0], following))
+    first, second = (int(one["id"].rpartition("-")[2]) for one in (received[0], following))
     assert second == first + 1
 
 

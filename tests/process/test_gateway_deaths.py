@@ -76,8 +76,8 @@ def checked(state: Path) -> Iterator[Checked]:
 
 def resident_mib(pid: int) -> float:
     text = Path("/proc", str(pid), "status").read_text()
-    found = re.search(r"VmRSS:\s+(\d+) kB", text)
-    return int(found[1]) / 1024
+    match = re.search(r"VmRSS:\s+(\d+) kB", text)
+    return int(match[1]) / 1024
 
 
 HOSTILE = (
@@ -133,8 +133,8 @@ def stand(checked: Checked, count: int) -> None:
 def test_a_port_in_use_is_refused_in_words_when_it_was_asked_for(tmp_path: Path) -> None:
     from pipeswitch.testing import server
 
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
         with (
             pytest.raises(RuntimeError, match=re.escape(f"cannot listen on {address}")),
             server(http=True, args=("--http", address), state_dir=tmp_path / "state"),
@@ -154,9 +154,9 @@ def test_it_dies_and_the_next_one_answers_those_who_came_meanwhile(checked: Chec
 class Caller(threading.Thread):
     """Asks until it is told to stop, over one connection while that lasts."""
 
-    def __init__(self, address: str, wanted: list[float]) -> None:
+    def __init__(self, address: str, expected: list[float]) -> None:
         super().__init__()
-        self._address, self._wanted = address, wanted
+        self._address, self._wanted = address, expected
         self.answered = self.broken = 0
         self.error: Exception | None = None
         self.is_over = threading.Event()
@@ -187,9 +187,9 @@ def test_killed_a_hundred_times_under_load_every_call_ends_and_no_answer_is_lost
     patient = {"PIPESWITCH_WORKERS__RESTART_BACKOFF": "10ms"}
     with checked_server(http=True, environment=patient) as checked:
         checked.client.register("m", net, example_inputs=(torch.zeros(2, 16),))
-        wanted = eager(net, torch.ones(1, 16)).reshape(-1).tolist()
+        expected = eager(net, torch.ones(1, 16)).reshape(-1).tolist()
         before = checked.settle()
-        callers = [Caller(checked.running.http_address, wanted) for _ in range(CALLERS)]
+        callers = [Caller(checked.running.http_address, expected) for _ in range(CALLERS)]
         for caller in callers:
             caller.start()
         for _ in range(KILLS):

@@ -44,12 +44,12 @@ SIZES = {
 def model() -> Any:
     torch.manual_seed(7)
     config = transformers.AutoConfig.for_model("qwen2", **SIZES)
-    made = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model_made = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():  # so that answers are no one word again and again
-        for parameter in made.parameters():
+        for parameter in model_made.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(8)
-    return made
+    return model_made
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +77,8 @@ def nothing_is_left(running: Checked) -> Iterator[None]:
 def wanted(model: Any, ids: list[int], new: int) -> list[int]:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        found = model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False)
-    return [int(one) for one in found[0, len(ids) :]]
+        output = model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False)
+    return [int(one) for one in output[0, len(ids) :]]
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(17, marks=pytest.mark.soak)])
@@ -123,10 +123,10 @@ def by_hand(client: Any, ids: list[int], new: int, deadlines: list[float | None]
     tokens, done = list(ids), 0
     with client.sequence("chat") as sequence:
         while len(tokens) < len(ids) + new:
-            given = {"ids": np.array([tokens[done:]]), "used": np.array([done])}
-            given["count"] = np.array([len(tokens) - done])
+            inputs = {"ids": np.array([tokens[done:]]), "used": np.array([done])}
+            inputs["count"] = np.array([len(tokens) - done])
             try:
-                logits = sequence.infer(given, deadline_ms=deadlines[len(tokens) % 3])["logits"]
+                logits = sequence.infer(inputs, deadline_ms=deadlines[len(tokens) % 3])["logits"]
             except DeadlineExceeded:
                 deadlines = [*deadlines[1:], None]
                 continue
@@ -141,19 +141,19 @@ def test_in_one_run_with_others_that_leave_fail_and_die_each_answers_its_own_tok
     client, new, gone = running.client, 36, Client(running.running.ipc_address)
     prompts = [[5 + n, *range(1, 2 + 5 * n)] for n in range(8)]
     expected = [wanted(model, ids, new) for ids in prompts]
-    found: list[list[int]] = [[] for _ in prompts]
+    ids: list[list[int]] = [[] for _ in prompts]
     before, start = (running.count("runs"), running.count("inferences")), threading.Barrier(9)
 
-    def talk(number: int, asked: Any) -> None:
+    def talk(number: int, client_of: Any) -> None:
         start.wait()
-        with asked.generate("chat", prompts[number], max_new_tokens=new) as answer:
+        with client_of.generate("chat", prompts[number], max_new_tokens=new) as answer:
             for token in answer:
-                found[number].append(token.id)
-                if number == 0 and len(found[0]) in (9, 24):  # in whatever step the others are
+                ids[number].append(token.id)
+                if number == 0 and len(ids[0]) in (9, 24):  # in whatever step the others are
                     for row in running.rows("worker"):
                         if row["pid"]:
                             kill(row["pid"])
-                if number == 1 and len(found[1]) == 12:
+                if number == 1 and len(ids[1]) == 12:
                     break
 
     def is_gone() -> None:
@@ -162,19 +162,19 @@ def test_in_one_run_with_others_that_leave_fail_and_die_each_answers_its_own_tok
 
     def fails() -> None:
         start.wait()
-        found[3][:] = by_hand(client, prompts[3], new, [None, 0.05, 2.0])
+        ids[3][:] = by_hand(client, prompts[3], new, [None, 0.05, 2.0])
 
     tasks = [partial(talk, number, client) for number in (0, 1, 4, 5, 6, 7)]
     with ThreadPoolExecutor(8) as pool:
         ends = [pool.submit(task) for task in (*tasks, is_gone, fails)]
         start.wait()
-        until(lambda: len(found[2]) > 15, "it has some tokens")
+        until(lambda: len(ids[2]) > 15, "it has some tokens")
         gone.close()
         for end in ends:
             end.result()
     for number, tokens in enumerate(expected):
-        count = 12 if number == 1 else len(found[2]) if number == 2 else new
-        assert found[number] == tokens[:count], number
+        count = 12 if number == 1 else len(ids[2]) if number == 2 else new
+        assert ids[number] == tokens[:count], number
     runs, inferences = running.count("runs") - before[0], running.count("inferences") - before[1]
     assert runs < inferences
 
@@ -211,7 +211,7 @@ def test_what_a_conversation_has_computed_is_not_computed_again(
     client, ids = running.client, [3 + 7 * n % 600 for n in range(150)]
     for turn in range(3):
         expected, before = wanted(model, ids, 20), running.stats()
-        told = before["sequences_by_model"].get("chat", {}).get("tokens", 0)
+        tokens_before = before["sequences_by_model"].get("chat", {}).get("tokens", 0)
         with client.generate("chat", ids, max_new_tokens=20) as answer:
             assert [next(answer).id for _ in range(5)] == expected[:5]
             other = client.generate("chat", [*ids[:120], 9], max_new_tokens=20)
@@ -220,7 +220,7 @@ def test_what_a_conversation_has_computed_is_not_computed_again(
             assert [token.id for token in answer] == expected[5:]
         reused = running.stats()["tokens_reused"] - before["tokens_reused"]
         (row,) = [row for row in client.ps() if row["name"] == "chat"]
-        assert row["tokens"] - told == 40
+        assert row["tokens"] - tokens_before == 40
         assert row["spare_bytes"] >= row["sequence_bytes"] == row["sequences"] == 0
         assert reused >= (240 if turn else 120)  # the second may take over what the first has left
         ids += [*answer.tokens, 5, 6]

@@ -117,12 +117,12 @@ def test_one_broken_mechanism_is_named_and_hides_nothing_that_does_not_need_it(
     (written,) = tmp_path.glob("gpu-*.json")
     outcomes = json.loads(written.read_text())["stages"]
     rows = [row for stage in outcomes for row in stage["results"] if "mechanism" in row]
-    found = {row["mechanism"]: row["outcome"] for row in rows}
+    outcome_by_name = {row["mechanism"]: row["outcome"] for row in rows}
     expected = {
         name: "FAILED" if name in failed else "not run" if name in behind else "ok"
         for name in MECHANISMS
     }
-    assert found == expected, rows
+    assert outcome_by_name == expected, rows
     assert f"first broken rung: {failed[0]}: " in capsys.readouterr().out
     bad = {*failed, *behind}
     for stage, outcome in zip(stages, outcomes, strict=True):
@@ -229,8 +229,8 @@ def test_no_stage_is_begun_when_the_time_is_over(tmp_path: Path) -> None:
 
 def test_a_devices_name_becomes_part_of_the_files(tmp_path: Path) -> None:
     report = gpu.Report(tmp_path, "a command")
-    found = {"device": {"name": "NVIDIA H200"}}
-    report.add(gpu.Outcome("environment", "ok", results=[found]))
+    document = {"device": {"name": "NVIDIA H200"}}
+    report.add(gpu.Outcome("environment", "ok", results=[document]))
     times = {"p50": 1.0, "p99": 2.0, "min": 0.5, "n": 3}
     rows = [
         {"case": "r/8", "arm": "cold", "total_ms": times},

@@ -96,16 +96,16 @@ def test_a_daemon_that_dies_too_often_ends_the_server_with_a_status() -> None:
         arena="64MiB", environment=tools.ENVIRONMENT, settles=False, status=os.EX_SOFTWARE
     ) as checked:
         waiting = checked.client.task("nobody")
-        seen: set[int] = set()
+        pids: set[int] = set()
         while checked.running.process.poll() is None:
             try:
                 pid = checked.daemon_pid()
             except (PipeSwitchError, StopIteration):
                 break  # it is leaving
-            if pid and pid not in seen:
-                seen.add(pid)
+            if pid and pid not in pids:
+                pids.add(pid)
                 tools.kill(pid)
-            assert len(seen) < 20
+            assert len(pids) < 20
         assert checked.running.process.wait(20) == os.EX_SOFTWARE
         assert "died too often" in checked.running.log()
         with pytest.raises(PipeSwitchError):
@@ -269,10 +269,7 @@ def test_systemd_hears_readiness_life_and_the_end(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(30)
-        environment = {
-            "NOTIFY_SOCKET": str(tmp_path / "notify"),
-            "WATCHDOG_USEC": "1500000",
-        }
+        environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "1500000"}
         with tools.checked_server(arena="64MiB", environment=environment) as checked:
             first = manager.recv(4000).decode()
             assert first.startswith("READY=1\nSTATUS=pipeswitch is ready"), first
@@ -337,8 +334,8 @@ def test_a_model_in_an_endless_loop_is_killed_and_the_device_is_free_again(tmp_p
 def test_a_fork_server_is_replaced_though_its_log_cannot_be_written(running: tools.Checked) -> None:
     """As on a disk that has become read-only."""
     logs = running.running.state_dir / "logs"
-    path, kept = logs / "processes.log", logs / "processes.log.kept"
-    path.rename(kept)
+    path, old_path = logs / "processes.log", logs / "processes.log.kept"
+    path.rename(old_path)
     path.mkdir()  # a folder cannot be opened for writing, not even by root
     replace_fork_server(running)
     worker = running.worker_pids()[0]
@@ -347,5 +344,5 @@ def test_a_fork_server_is_replaced_though_its_log_cannot_be_written(running: too
     assert running.client.infer("small", X)["y"].shape == (1, 16)
     assert "processes.log cannot be written" in (logs / "server.log").read_text()
     path.rmdir()
-    kept.rename(path)
+    old_path.rename(path)
     running.wait_until_whole()

@@ -33,7 +33,7 @@ from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.running import factories
 from pipeswitch.programs.running.executor import BoundProgram
-from pipeswitch.programs.running.views import tensor_over
+from pipeswitch.programs.running.tensor_views import tensor_over
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec, weights_file
 from pipeswitch.wire.register_request import RegisterRequest
 from pipeswitch.workers.inference.task import make_program, read_graph
@@ -283,8 +283,8 @@ def by_factory(
 def is_served_right(bound: BoundProgram, module: nn.Module, *inputs: T, **named: T) -> bool:
     with torch.no_grad():
         expected = module(*inputs, **named)
-    found = bound.run([*inputs, *named.values()], lambda index: None)
-    return all(map(same_bits, found, [expected] if isinstance(expected, T) else expected))
+    outputs = bound.run([*inputs, *named.values()], lambda index: None)
+    return all(map(same_bits, outputs, [expected] if isinstance(expected, T) else expected))
 
 
 @pytest.mark.parametrize("kind", SERVED)
@@ -384,9 +384,9 @@ class Step(nn.Module):
 @pytest.mark.parametrize("t", [torch.tensor(7.0), torch.tensor([7.0])], ids=["scalar", "one"])
 def test_a_number_has_no_say_about_the_batch(t: T, tmp_path: Path) -> None:
     inputs = (torch.randn(2, 4), torch.randn(2, 4), t)
-    made = export_module_to_bundle(Step(), inputs, tmp_path / "it.bundle")
-    assert made["dims"] == {"batch": [1, 64]}
-    assert not made["notes"]
+    report = export_module_to_bundle(Step(), inputs, tmp_path / "it.bundle")
+    assert report["dims"] == {"batch": [1, 64]}
+    assert not report["notes"]
     _, bound = built(BuildSpec(name="it", source=str(tmp_path / "it.bundle")), tmp_path)
     assert is_served_right(bound, Step(), torch.randn(3, 4), torch.randn(3, 4), t + 1)
 
@@ -397,11 +397,11 @@ def test_the_note_of_a_fixed_batch_says_what_opens_it(tmp_path: Path) -> None:
             return (rows + of) @ table
 
     inputs = (torch.randn(2, 4), torch.randn(2, 4), torch.randn(4, 3))
-    made = export_module_to_bundle(Scored(), inputs, tmp_path / "it.bundle")
-    assert 'equal ranges for all of the inputs that change together, {"a"' in made["notes"][0]
+    report = export_module_to_bundle(Scored(), inputs, tmp_path / "it.bundle")
+    assert 'equal ranges for all of the inputs that change together, {"a"' in report["notes"][0]
     dynamic = {name: {0: (1, 64)} for name in ("rows", "of")}
-    made = export_module_to_bundle(Scored(), inputs, tmp_path / "it.bundle", dynamic=dynamic)
-    assert made["dims"] == {"batch": [1, 64]}
+    report = export_module_to_bundle(Scored(), inputs, tmp_path / "it.bundle", dynamic=dynamic)
+    assert report["dims"] == {"batch": [1, 64]}
 
 
 class Lengths(nn.Module):
@@ -417,8 +417,8 @@ class Lengths(nn.Module):
 def test_counts_are_cut_to_the_ends_of_a_range(tmp_path: Path) -> None:
     dynamic = {"x": {1: (2, 40)}}
     inputs = (torch.randn(2, 16), torch.tensor([16, 9]))
-    made = export_module_to_bundle(Lengths(), inputs, tmp_path / "it.bundle", dynamic=dynamic)
-    assert made["dims"]["length"] == [2, 40], made["notes"]
+    report = export_module_to_bundle(Lengths(), inputs, tmp_path / "it.bundle", dynamic=dynamic)
+    assert report["dims"]["length"] == [2, 40], report["notes"]
 
 
 class Mixed(nn.Module):
@@ -428,14 +428,14 @@ class Mixed(nn.Module):
 
 def test_arguments_by_place_and_by_keyword_mix(tmp_path: Path) -> None:
     a, b, z = (torch.randn(2, 4) for _ in range(3))
-    made = export_module_to_bundle(Mixed(), {0: a, 1: b, "z": z}, tmp_path / "it.bundle")
-    assert [one["name"] for one in made["inputs"]] == ["x0", "x1", "z"]
+    report = export_module_to_bundle(Mixed(), {0: a, 1: b, "z": z}, tmp_path / "it.bundle")
+    assert [one["name"] for one in report["inputs"]] == ["x0", "x1", "z"]
     _, bound = built(BuildSpec(name="it", source=str(tmp_path / "it.bundle")), tmp_path)
     assert is_served_right(bound, Mixed(), a, b, z=z)
     exported = torch.export.export(Mixed(), (a, b), {"z": z})
     torch.export.save(exported, tmp_path / "it.pt2")
-    made = convert(str(tmp_path / "it.pt2"), tmp_path / "it.bundle")
-    assert [one["name"] for one in made["inputs"]][2:] == ["z"]
+    report = convert(str(tmp_path / "it.pt2"), tmp_path / "it.bundle")
+    assert [one["name"] for one in report["inputs"]][2:] == ["z"]
 
 
 def test_a_factory_gets_what_it_takes_by_keyword_alone(tmp_path: Path) -> None:
@@ -556,8 +556,8 @@ def test_a_part_that_was_compiled_has_the_modules_names(tmp_path: Path) -> None:
     state = {name.replace("0.", "0._orig_mod."): v for name, v in plain().state_dict().items()}
     save_file(state, tmp_path / "it.safetensors")
     path = str(tmp_path / "it.safetensors")
-    found = load_source(BuildSpec(name="it", source=f"{PACKAGE}:plain", weights=path, inputs=X))
-    assert torch.equal(found.module.state_dict()["0.weight"], state["0._orig_mod.weight"])
+    loaded = load_source(BuildSpec(name="it", source=f"{PACKAGE}:plain", weights=path, inputs=X))
+    assert torch.equal(loaded.module.state_dict()["0.weight"], state["0._orig_mod.weight"])
 
 
 @pytest.mark.parametrize(
@@ -616,8 +616,8 @@ def _compiled_within(module: Halves) -> nn.Module:
 def test_a_compiled_module_is_exported_as_it_was_before(
     compiled: Callable[[Any], Any], tmp_path: Path
 ) -> None:
-    made = export_module_to_bundle(compiled(Halves()), torch.randn(3, 8), tmp_path / "m.bundle")
-    assert (made["notes"], made["dims"]) == ([], {"batch": [1, 64]})
+    report = export_module_to_bundle(compiled(Halves()), torch.randn(3, 8), tmp_path / "m.bundle")
+    assert (report["notes"], report["dims"]) == ([], {"batch": [1, 64]})
     names = {tensor.name for tensor in read_bundle(tmp_path / "m.bundle").tensors}
     assert names == {*Halves().state_dict()}
 

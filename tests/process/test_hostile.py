@@ -24,7 +24,7 @@ import torch
 from process_tools import Checked, checked_server, mlp, until
 
 import pipeswitch as ps
-from pipeswitch.wire.keys import KeyFolder, make_pair
+from pipeswitch.wire.curve_keys import KeyFolder, make_pair
 from tests.process.figures import publishing, say
 
 X = np.ones((1, 64), np.float32)
@@ -115,7 +115,7 @@ def attacked(
 ) -> Iterator[dict[str, int]]:
     """So many hostile connections meanwhile; afterwards ``ended`` says how many were cut."""
     host, port = address.removeprefix("tcp://").split(":")
-    found: dict[str, int] = {}
+    figures: dict[str, int] = {}
     how_often = "again" if comes_again else "once"
     command = [
         sys.executable,
@@ -137,9 +137,9 @@ def attacked(
     )
     try:
         assert process.stdout.readline() == "ready\n"
-        yield found
+        yield figures
         process.stdin.close()
-        found.update(json.loads(process.stdout.readline()))
+        figures.update(json.loads(process.stdout.readline()))
         assert process.wait(30) == 0
     finally:
         process.kill()
@@ -179,13 +179,13 @@ class Rss:
 
 def ask_for(client: ps.Client, seconds: float) -> list[float]:
     """Latencies in ms of one request after the other; every one must be answered."""
-    found = []
+    times_ms = []
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         begin_s = time.perf_counter()
         assert client.infer("small", X)["y"].shape == (1, 64)
-        found.append((time.perf_counter() - begin_s) * 1000)
-    return found
+        times_ms.append((time.perf_counter() - begin_s) * 1000)
+    return times_ms
 
 
 def p99(values: list[float]) -> float:
@@ -247,10 +247,10 @@ def test_two_hundred_hostile_connections_cost_no_answer_and_little_memory(
     with_keys: bool, tmp_path: Path
 ) -> None:
     with good_client(tmp_path, with_keys=with_keys) as (checked, client):
-        found = measure(checked, client, 200, 5.0, with_keys=with_keys)
-        assert found["answers"] > 0
-        assert found["cut"] > 0
-        assert found["rss_growth_mib"] < 64, found
+        figures = measure(checked, client, 200, 5.0, with_keys=with_keys)
+        assert figures["answers"] > 0
+        assert figures["cut"] > 0
+        assert figures["rss_growth_mib"] < 64, figures
         until(lambda: checked.stats()["connections"] <= 4, "they are forgotten")
 
 

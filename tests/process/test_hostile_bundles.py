@@ -293,8 +293,8 @@ def test_a_program_that_older_contracts_let_through_is_checked_again_at_a_restar
     state, folder, manifest = kept_by_an_older_server(tmp_path)
     (tmp_path / "hostile.bundle").unlink()
     with checked_server(arena="64MiB", host_store="128MiB", state_dir=state) as checked:
-        found = checked.client.infer("kept", np.zeros((2, 4), np.float32))
-        assert np.all(found["y"] == 1)
+        answer = checked.client.infer("kept", np.zeros((2, 4), np.float32))
+        assert np.all(answer["y"] == 1)
         assert load_manifest(folder).extra["checked_by"] == manifest.extra["checked_by"]
 
 

@@ -70,8 +70,9 @@ def installed() -> Iterator[Installed]:
                 for source in sources:
                     copy(ROOT / source, Path(f"{root}{target}"))
         wheels = root / "wheels"
-        made = ["wheel", "--no-build-isolation", "--wheel-dir", wheels, root / "src"]  # make wheel
-        pip(sys.executable, *made)
+        # make wheel
+        arguments = ["wheel", "--no-build-isolation", "--wheel-dir", wheels, root / "src"]
+        pip(sys.executable, *arguments)
         shutil.rmtree(root / "src")
         python = environment_at(root / "opt/pipeswitch")
         pip(
@@ -122,15 +123,15 @@ def copy(source: Path, target: Path) -> None:
 
 
 def files(folder: Path) -> set[str]:
-    found = [path for path in folder.rglob("*.*") if "__pycache__" not in path.parts]
-    return {str(path.relative_to(folder)) for path in found if path.is_file()}
+    paths = [path for path in folder.rglob("*.*") if "__pycache__" not in path.parts]
+    return {str(path.relative_to(folder)) for path in paths if path.is_file()}
 
 
 def status(address: str, path: str, token: str = "") -> int:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    asked = urllib.request.Request(f"http://{address}{path}", headers=headers)
+    request = urllib.request.Request(f"http://{address}{path}", headers=headers)
     try:
-        with urllib.request.urlopen(asked, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=30) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         error.close()
@@ -157,9 +158,9 @@ def served(installed: Installed, *args: str, **environment: str) -> Iterator[str
 
 
 def address_of(line: str, scheme: str) -> str:
-    found = re.search(rf"{scheme}://\S+:(\d+)", line)
-    assert found, line
-    return f"127.0.0.1:{found[1]}"
+    match = re.search(rf"{scheme}://\S+:(\d+)", line)
+    assert match, line
+    return f"127.0.0.1:{match[1]}"
 
 
 @pytest.mark.slow
@@ -188,8 +189,8 @@ def test_the_wheel_serves_as_the_compose_file_says(installed: Installed) -> None
         http = address_of(line, "http")
         paths = ("/v2/health/ready", "/ui", "/ui/page.js", "/ui/icon.svg")
         assert [status(http, path) for path in paths] == 4 * [200]
-        asked = [status(http, "/v2/models/m", token) for token in ("", TOKEN)]
-        assert asked == [401, 200]
+        statuses = [status(http, "/v2/models/m", token) for token in ("", TOKEN)]
+        assert statuses == [401, 200]
         address_of(line, "grpc")
 
 
@@ -261,7 +262,7 @@ def test_a_checkout_imports_what_the_wheel_does(tmp_path: Path, way: str) -> Non
     code = """if True:
         import importlib.util
         import pipeswitch.launch, pipeswitch.memory_daemon.main, pipeswitch.workers.main
-        from pipeswitch.workers.training import dry_run
+        from pipeswitch.workers.training import script_dry_run as dry_run
         print(pipeswitch.__file__, dry_run.__file__)
         print(importlib.util.find_spec("workers"), importlib.util.find_spec("memory_daemon"))
     """

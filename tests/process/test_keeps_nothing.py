@@ -29,7 +29,7 @@ from pipeswitch.programs.build.statefulness import Fresh
 from pipeswitch.programs.build.verify import load_image, same_bits
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.running.executor import BoundProgram
-from pipeswitch.programs.running.views import tensor_over
+from pipeswitch.programs.running.tensor_views import tensor_over
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec, weights_file
 from pipeswitch.workers.inference.task import make_program, read_graph
 
@@ -88,8 +88,8 @@ class InNewClassAttribute(Base):
 
 
 class InDefault(Base):
-    def of(self, x: T, kept: dict[str, T] = {}) -> Any:  # noqa: B006
-        return kept.setdefault("first", x.mean(0))
+    def of(self, x: T, memory: dict[str, T] = {}) -> Any:  # noqa: B006
+        return memory.setdefault("first", x.mean(0))
 
 
 class InClosure(Base):
@@ -370,12 +370,12 @@ def test_what_answers_alike_after_any_call_is_served(
     }
     bound = makers[way]()
     for x in (torch.randn(2, 4), torch.zeros(2, 4), torch.randn(2, 4)):
-        asked = x.clone()
+        clone = x.clone()
         with torch.no_grad():
             right = fresh(kind, does_export=way != "module")(x.clone())
-        [answer] = bound.run([asked], lambda index: None)
+        [answer] = bound.run([clone], lambda index: None)
         assert same_bits(answer.clone(), right)
-        assert same_bits(asked, x), "a request is run again if its worker dies"
+        assert same_bits(clone, x), "a request is run again if its worker dies"
 
 
 class Uncopied:
@@ -425,15 +425,15 @@ def test_what_a_models_code_reaches_is_not_ended_by_its_registration(
 ) -> None:
     """A copy of an object would run the object's ``__del__``, on what both share."""
     ended: SimpleQueue[int] = SimpleQueue()
-    held: Any = Owning(ended=ended) if way == "container" else Connected(ended)
-    module = Calls(lambda: None if way == "attribute" else held).eval()
+    owner: Any = Owning(ended=ended) if way == "container" else Connected(ended)
+    module = Calls(lambda: None if way == "attribute" else owner).eval()
     if way == "attribute":
-        module.connection = held
+        module.connection = owner
     export_module_to_bundle(module, torch.randn(2, 4), tmp_path / "it.bundle")
     gc.collect()
     assert ended.empty()
-    module.connection = held  # it lives until here
-    module.connection = held = None
+    module.connection = owner  # it lives until here
+    module.connection = owner = None
     gc.collect()
     assert ended.qsize() == 1
 
@@ -442,9 +442,9 @@ def test_objects_of_installed_packages_are_used_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They reach far: a test's fixture reaches the whole test session."""
-    seen: SimpleQueue[int] = SimpleQueue()
-    Fresh(Calls(lambda: seen.put(id(monkeypatch))).eval())([torch.randn(2, 4)])
-    assert seen.get() == id(monkeypatch)
+    ids: SimpleQueue[int] = SimpleQueue()
+    Fresh(Calls(lambda: ids.put(id(monkeypatch))).eval())([torch.randn(2, 4)])
+    assert ids.get() == id(monkeypatch)
 
 
 def test_a_models_own_package_is_no_library_where_it_is_installed(

@@ -28,14 +28,8 @@ from pipeswitch.gateway import curve_listener
 from pipeswitch.gateway.serving.oip import InferRequest
 from pipeswitch.gateway.serving.upstream import Upstream
 from pipeswitch.scheduler.events import InferArrived, Publish
-from pipeswitch.wire.frames import (
-    MAGIC,
-    RequestHeader,
-    WireTensor,
-    decode_reply,
-    encode_header,
-)
-from pipeswitch.wire.keys import GATEWAY_KEY, KeyFolder, client_keys, make_pair
+from pipeswitch.wire.curve_keys import GATEWAY_KEY, KeyFolder, client_keys, make_pair
+from pipeswitch.wire.frames import MAGIC, RequestHeader, WireTensor, decode_reply, encode_header
 from pipeswitch.wire.sockets import make_dealer
 
 X = np.ones((1, 4), np.float32)
@@ -120,9 +114,9 @@ class Guarded:
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[Guarded]:
-    found = Guarded(tmp_path)
-    yield found
-    found.fake.close()
+    rig = Guarded(tmp_path)
+    yield rig
+    rig.fake.close()
 
 
 def test_keys_may_come_from_the_environment(
@@ -149,8 +143,8 @@ def test_a_request_says_who_asks_and_only_the_owner_names_another(guarded: Guard
         with pytest.raises(ps.PermissionDenied):
             client._ask("infer", model="m", body={"tenant": "b"})
     asyncio.run(_ask_as_gateway(guarded.fake.listeners.ipc.address, "alice", ANYONE, ""))
-    asked = guarded.fake.wait_for(InferArrived, 5)
-    assert [event.caller for event in asked] == ["a", "", "alice", ANYONE, ""]
+    events = guarded.fake.wait_for(InferArrived, 5)
+    assert [event.caller for event in events] == ["a", "", "alice", ANYONE, ""]
 
 
 async def _ask_as_gateway(address: str, *tenants: str) -> None:
@@ -258,7 +252,7 @@ def raw_ask(sock: zmq.Socket[bytes], **fields: Any) -> Any:
 def dealer(guarded: Guarded) -> Iterator[Callable[..., zmq.Socket[bytes]]]:
     """Makes bare clients, by key."""
     context: zmq.Context[Any] = zmq.Context()
-    made: list[zmq.Socket[bytes]] = []
+    sockets: list[zmq.Socket[bytes]] = []
 
     def make(key: str, routing_id: bytes = b"") -> zmq.Socket[bytes]:
         keys = client_keys(key, guarded.server_key)
@@ -267,11 +261,11 @@ def dealer(guarded: Guarded) -> Iterator[Callable[..., zmq.Socket[bytes]]]:
         if routing_id:
             sock.setsockopt(zmq.ROUTING_ID, routing_id)
         sock.connect(guarded.address)
-        made.append(sock)
+        sockets.append(sock)
         return sock
 
     yield make
-    for sock in made:
+    for sock in sockets:
         sock.close(0)
     context.term()
 
@@ -357,9 +351,9 @@ class Pair:
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    made = Pair()
-    with made.theirs, made.ours:
-        yield made
+    rig = Pair()
+    with rig.theirs, rig.ours:
+        yield rig
 
 
 def test_what_the_kernel_received_and_is_no_message_yet_is_held(pair: Pair) -> None:
@@ -454,14 +448,14 @@ def test_a_client_waits_while_its_port_listens_and_nobody_answers_there_yet(
 ) -> None:
     """The server keeps the port while its gateway is started again, however long that takes."""
     guarded, looks = Guarded(tmp_path), 0
-    look = Connection._look
+    look = Connection._poll
 
     def counted(connection: Connection) -> None:
         nonlocal looks
         looks += 1
         look(connection)
 
-    monkeypatch.setattr(Connection, "_look", counted)
+    monkeypatch.setattr(Connection, "_poll", counted)
     with guarded.client() as client:
         assert client.infer("m", X)["y"][0, 0] == 2.0
         connection = client._connection
@@ -473,7 +467,7 @@ def test_a_client_waits_while_its_port_listens_and_nobody_answers_there_yet(
             until(lambda: looks >= 3 or future.done())
             assert not future.done()
             connection._timeout_s = DEADLINE_S
-            until(lambda: connection._look_at_s > time.monotonic() + 1.0)
+            until(lambda: connection._poll_at_s > time.monotonic() + 1.0)
         fake = FakeScheduler(tmp_path, auth="keys", listen=guarded.address)
         try:
             fake.announce("m")

@@ -41,15 +41,15 @@ HALF = 1 << 20  # of the rig's share
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[FakeScheduler]:
-    made = started(tmp_path)
-    yield made
-    made.close()
+    server_made = started(tmp_path)
+    yield server_made
+    server_made.close()
 
 
 def started(folder: Path, **config: Any) -> FakeScheduler:
-    made = FakeScheduler(folder, **config)
-    made.announce("double", width=WIDTH)
-    return made
+    scheduler = FakeScheduler(folder, **config)
+    scheduler.announce("double", width=WIDTH)
+    return scheduler
 
 
 def rows(count: int, seed: int = 0) -> Any:
@@ -69,13 +69,13 @@ class Raw(RawPeer):
         self.memory = -1
 
     def say(
-        self, *tensors: Any, places: tuple[int, ...] = (), taken: int = 0, **fields: Any
+        self, *tensors: Any, places: tuple[int, ...] = (), count: int = 0, **fields: Any
     ) -> None:
         header = self.header(**fields)
         table = [(len(header), INLINE)]
         table += zip(map(len, tensors), places or [INLINE] * len(tensors), strict=True)
         inline = [t for t, (_, place) in zip(tensors, table[1:], strict=True) if place == INLINE]
-        self.put(pack_table(table, taken), header, *inline)
+        self.put(pack_table(table, count), header, *inline)
 
     def header(self, **fields: Any) -> bytes:
         return encode_header(RequestHeader(v=1, id="1", session=self.session, **fields))
@@ -113,25 +113,25 @@ class Raw(RawPeer):
 
 @pytest.fixture
 def peer(server: FakeScheduler) -> Iterator[Raw]:
-    made = Raw(server)
-    yield made
-    made.close()
+    peer_made = Raw(server)
+    yield peer_made
+    peer_made.close()
 
 
 def test_answers_are_the_same_by_every_way_and_the_callers_own(server: FakeScheduler) -> None:
     address = server.listeners.ipc.address
     with ps.Client(address) as ours, ps.Client(address, shared_memory=False) as plain:
-        kept = []
+        answers = []
         for seed, count in enumerate((1, 8, 3, 1)):  # 8 rows have no room in the share
             x = rows(count, seed)
             for client in (ours, plain):
                 y = client.infer("double", x)["y"]
-                kept.append((y, 2 * x))
+                answers.append((y, 2 * x))
                 assert y.flags.writeable
         futures = [(ours.submit("double", x), 2 * x) for x in (rows(2, seed) for seed in range(6))]
-        kept += [(future.result()["y"], wanted) for future, wanted in futures]
+        answers += [(future.result()["y"], expected) for future, expected in futures]
         assert all(
-            y.tobytes() == wanted.tobytes() for y, wanted in kept
+            y.tobytes() == expected.tobytes() for y, expected in answers
         )  # no later one wrote there
         assert ours.stats()["shares"] == 1
     until(lambda: not shares(server))
@@ -234,9 +234,9 @@ def test_an_event_loop_asks_by_itself_takes_back_and_goes_on_with_the_next_serve
         for _ in range(2):
             assert all(await asyncio.gather(*map(is_doubled, (1, 3, 8, 2, 1))))
         server.is_holding = True
-        asked = [asyncio.create_task(is_doubled(count)) for count in (1, 3)]
+        tasks = [asyncio.create_task(is_doubled(count)) for count in (1, 3)]
         await asyncio.to_thread(until, lambda: len(server.held) == 2)
-        for task in asked:
+        for task in tasks:
             task.cancel()
         late = asyncio.create_task(is_doubled(4))
         await asyncio.sleep(0)  # it copies
@@ -306,8 +306,8 @@ def test_what_a_client_changes_after_it_asked_does_not_count(
     peer.infer(0)
     until(lambda: server.held)
     own[:] = bytes(4 * WIDTH)
-    (held,) = server.held
-    server.finish(held)
+    (request,) = server.held
+    server.finish(request)
     (y,) = peer.hear()[2:]
     assert (np.frombuffer(y, dtype=np.float32) == 2).all()
 
@@ -329,7 +329,7 @@ def _lie(peer: Raw, what: str) -> None:
         case "a header in the share":
             peer.sock.send(pack_table([(10, 0)]))
         case "parts taken that were not lent":
-            peer.say(op="ping", taken=1)
+            peer.say(op="ping", count=1)
 
 
 @pytest.mark.parametrize(
@@ -377,11 +377,11 @@ def _with_an_answer_that_waits(server: FakeScheduler, peer: Raw) -> Any:
 
 
 def test_a_ping_behind_a_large_answer_is_answered(server: FakeScheduler, peer: Raw) -> None:
-    wanted = _with_an_answer_that_waits(server, peer)
+    expected = _with_an_answer_that_waits(server, peer)
     peer.say(op="ping")
     peer.say(op="stats")
     answers = [peer.hear() for _ in range(3)]
-    assert bytes(answers[0][2]) == wanted.tobytes()
+    assert bytes(answers[0][2]) == expected.tobytes()
     assert b"protocol" in bytes(answers[1][1])
     assert b"malformed" in bytes(answers[2][1])
 
@@ -389,11 +389,11 @@ def test_a_ping_behind_a_large_answer_is_answered(server: FakeScheduler, peer: R
 def test_a_second_hello_does_not_change_what_is_on_its_way(
     server: FakeScheduler, peer: Raw
 ) -> None:
-    wanted = _with_an_answer_that_waits(server, peer)
+    expected = _with_an_answer_that_waits(server, peer)
     peer.say(op="hello")
     with ps.Client(server.listeners.ipc.address) as other:
         other.infer("double", rows(8, seed=1))  # it would get the room of the answer
-    assert bytes(peer.hear()[2]) == wanted.tobytes()
+    assert bytes(peer.hear()[2]) == expected.tobytes()
     assert b"hello" in bytes(peer.hear()[1])
 
 

@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from pipeswitch.commits.area import CommitArea, create_area
-from pipeswitch.commits.files import load_commit
+from pipeswitch.commits.commit_files import load_commit
 from pipeswitch.ipc.channel import EVENT_BYTES, channel_pair, encode_message
 from pipeswitch.ipc.control_page import BOARD_BYTES, new_doorbell, sealed_memfd
 from pipeswitch.ipc.messages import base as base_msg
@@ -33,7 +33,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 MIB: Final = 1 << 20
 ARENA_BYTES: Final = 24 * MIB
 STORE_BYTES: Final = 24 * MIB
-WORDS: Final = 64
+FENCE_COUNT: Final = 64
 SLOT_BYTES: Final = 2 * MIB
 DEADLINE_S: Final = 60.0
 MODEL: Final = base_msg.ModelName("m")
@@ -62,7 +62,7 @@ class DaemonRig:
             device="cpu",
             arena_bytes=ARENA_BYTES,
             store_bytes=STORE_BYTES,
-            words=WORDS,
+            fence_count=FENCE_COUNT,
             link_bytes_per_s=rate,
         )
         self.control, theirs = channel_pair()
@@ -163,7 +163,7 @@ def daemon(start: Start) -> DaemonRig:
 
 
 def transmit(
-    op_id: int, start: int, size: int, *, groups: int = 1, word: int = 0
+    op_id: int, start: int, size: int, *, groups: int = 1, fence: int = 0
 ) -> daemon_msg.TransmitModel:
     piece = size // groups
     return daemon_msg.TransmitModel(
@@ -176,7 +176,7 @@ def transmit(
                 store_offset_bytes=piece * index,
                 arena_offset_bytes=start + piece * index,
                 size_bytes=piece,
-                word=word + index,
+                fence=fence + index,
             )
             for index in range(groups)
         ),
@@ -211,9 +211,9 @@ def committed(area: int, slot_bytes: int = SLOT_BYTES) -> tuple[int, bytes] | No
     """(step, image) as a resuming worker finds it."""
     reader = CommitArea(area, slot_bytes)
     newest = reader.newest()
-    found = None if newest is None else (newest.step, bytes(reader.image(newest)))
+    commit = None if newest is None else (newest.step, bytes(reader.image(newest)))
     reader.close()
-    return found
+    return commit
 
 
 def persisted(directory: Path) -> tuple[int, bytes] | None:
@@ -221,9 +221,9 @@ def persisted(directory: Path) -> tuple[int, bytes] | None:
     loaded = load_commit(directory)
     if loaded is None:
         return None
-    found = committed(loaded[0], loaded[1])
+    commit = committed(loaded[0], loaded[1])
     os.close(loaded[0])
-    return found
+    return commit
 
 
 def write_model(directory: Path, data: bytes) -> Path:
@@ -348,7 +348,7 @@ def test_it_ignores_the_terminals_signals_and_has_a_name(daemon: DaemonRig) -> N
         transmit(5, 0, 100),
         transmit(5, ARENA_BYTES - 99, 100),
         transmit(5, MIB, ARENA_BYTES),
-        transmit(5, MIB, 100, word=WORDS),
+        transmit(5, MIB, 100, fence=FENCE_COUNT),
         daemon_msg.Scrub(op_id=base_msg.OpId(5), offset_bytes=-1, size_bytes=10),
         daemon_msg.Scrub(op_id=base_msg.OpId(5), offset_bytes=ARENA_BYTES, size_bytes=1),
         commit_copy(5, 1),  # no such job
@@ -370,7 +370,7 @@ def test_overlapping_and_stale_transmissions_are_refused(start: Start) -> None:
     daemon.control.send(transmit(10, 4 * MIB, 4 * MIB, groups=4))
     assert (
         "overlaps"
-        in daemon.ask(transmit(11, 7 * MIB, 2 * MIB, word=9), daemon_msg.DaemonFault).reason
+        in daemon.ask(transmit(11, 7 * MIB, 2 * MIB, fence=9), daemon_msg.DaemonFault).reason
     )
     assert daemon.answer(daemon_msg.TransmitEnded).is_complete
     assert "stale" in daemon.ask(transmit(9, 7 * MIB, 2 * MIB), daemon_msg.DaemonFault).reason

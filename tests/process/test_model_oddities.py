@@ -248,8 +248,8 @@ def test_what_one_model_sets_in_torch_is_not_set_for_another(
     name = register_factory(running, factories, f"sets_{what}")
     for _ in range(3):  # one of them runs in the worker that the other has just left
         running.client.infer(name, torch.ones(2, WIDTH))
-        found = list(running.client.infer("tells", x).outputs.values())
-        assert [is_bit_equal(a, b) for a, b in zip(found, expected, strict=True)] == [True, True]
+        outputs = list(running.client.infer("tells", x).outputs.values())
+        assert [is_bit_equal(a, b) for a, b in zip(outputs, expected, strict=True)] == [True, True]
     running.client.unregister(name)
 
 
@@ -339,9 +339,9 @@ def test_a_number_is_a_number_whoever_made_it(client: ps.Client, deadline_ms: An
 def test_what_cannot_be_sent_is_an_invalid_input_and_the_client_goes_on(
     client: ps.Client, model: Any, options: dict[str, Any]
 ) -> None:
-    given = () if "\udc80" in options else (X,)
+    arguments = () if "\udc80" in options else (X,)
     with pytest.raises(errors.InvalidInput):
-        client.submit(model, *given, **options).result(WAIT_S)
+        client.submit(model, *arguments, **options).result(WAIT_S)
     assert client.submit("evictor", X).result(WAIT_S)["y"].shape == X.shape
 
 

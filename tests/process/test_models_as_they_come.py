@@ -27,8 +27,8 @@ from pipeswitch.programs.build.verify import load_image, same_bits
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.running.executor import BoundProgram
 from pipeswitch.programs.running.factories import without_cache
+from pipeswitch.programs.running.tensor_views import tensor_over
 from pipeswitch.programs.running.values import flatten_outputs
-from pipeswitch.programs.running.views import tensor_over
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec, weights_file
 from pipeswitch.wire.register_request import RegisterRequest
 from pipeswitch.workers.inference.task import make_program, read_graph
@@ -91,8 +91,8 @@ class Sounds(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         window = self.window * torch.hamming_window(48)
-        found = torch.stft(x, 64, 16, 48, window, return_complex=True)
-        return self.layer(found.abs().transpose(1, 2))
+        spectrum = torch.stft(x, 64, 16, 48, window, return_complex=True)
+        return self.layer(spectrum.abs().transpose(1, 2))
 
 
 class OneKey(nn.Module):
@@ -105,8 +105,8 @@ class OneKey(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q = self.q(x).unflatten(-1, (4, 4)).transpose(1, 2)
         k, v = self.kv(x).unsqueeze(1).chunk(2, -1)
-        found = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return found.transpose(1, 2).flatten(2)
+        output = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return output.transpose(1, 2).flatten(2)
 
 
 class Detector(nn.Module):
@@ -122,8 +122,8 @@ class Detector(nn.Module):
         self.anchors = [one.to(images[0].dtype) for one in self.anchors]
         shift, times = self.offsets["first"]
         rows = self.layer(images[0].mean() + torch.cat(self.anchors) * times) + shift
-        kept = rows[:, 0] > images[0].amax()
-        return [{"boxes": rows[kept], "scores": rows[kept, 0]}]
+        mask = rows[:, 0] > images[0].amax()
+        return [{"boxes": rows[mask], "scores": rows[mask, 0]}]
 
 
 class Appends(Detector):
@@ -200,10 +200,10 @@ def loaded(spec: BuildSpec, folder: Path) -> tuple[Manifest, BoundProgram]:
 
 def check_bits(bound: BoundProgram, module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
     with torch.no_grad():
-        wanted = flatten_outputs(module(*inputs, **without_cache(module))).values()
-    found = bound.run([value.clone() for value in inputs], lambda index: None)
-    assert len(found) == len(wanted)
-    assert all(map(same_bits, found, wanted))
+        expected = flatten_outputs(module(*inputs, **without_cache(module))).values()
+    outputs = bound.run([value.clone() for value in inputs], lambda index: None)
+    assert len(outputs) == len(expected)
+    assert all(map(same_bits, outputs, expected))
 
 
 IDS = ((2, 7), "int64")
@@ -290,9 +290,9 @@ def test_windows_that_are_copied_have_the_transforms_bits(options: dict[str, Any
     if options["window"] is None:
         options["window"] = torch.ones(options.get("win_length", 33))
     for x in (torch.randn(2, 300), torch.randn(300)):
-        wanted, found = torch.stft(x, 33, **options), _stft(x, 33, **options)
-        assert wanted.shape == found.shape
-        parts = (torch.view_as_real(v) if v.is_complex() else v for v in (wanted, found))
+        expected, actual = torch.stft(x, 33, **options), _stft(x, 33, **options)
+        assert expected.shape == actual.shape
+        parts = (torch.view_as_real(v) if v.is_complex() else v for v in (expected, actual))
         assert same_bits(*(part.contiguous() for part in parts))
 
 
@@ -307,9 +307,9 @@ class Rows8(torch.Tensor):
 
     @staticmethod
     def __new__(cls, q: torch.Tensor, scale: torch.Tensor) -> Rows8:
-        made = torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=scale.dtype)
-        made.q, made.scale = q, scale
-        return made
+        tensor = torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=scale.dtype)
+        tensor.q, tensor.scale = q, scale
+        return tensor
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["q", "scale"], None
@@ -340,9 +340,9 @@ def test_int8_weights_that_a_library_wraps_are_streamed_as_int8(tmp_path: Path) 
         q = (layer.weight.detach() / scale).round().to(torch.int8)
         layer.weight = nn.Parameter(Rows8(q, scale), requires_grad=False)
     path = tmp_path / "it.bundle"
-    made = export_module_to_bundle(module, torch.randn(2, 64), path)
+    report = export_module_to_bundle(module, torch.randn(2, 64), path)
     int8, floats = 64 * 32 + 32 * 4, 2 * (32 + 4)
-    assert made["weight_bytes"] == int8 + 4 * floats
+    assert report["weight_bytes"] == int8 + 4 * floats
     spec = BuildSpec(name="it", source=str(path))
     _, bound = loaded(spec, tmp_path / "out")
     check_bits(bound, module, [torch.randn(3, 64)])
@@ -379,10 +379,10 @@ def test_tensors_that_are_no_buffers_come_with_the_weights(tmp_path: Path) -> No
     counts = set()
     for image in (torch.full((3, 6, 6), low) for low in (-9.0, 0.0, 9.0)):
         with torch.no_grad():
-            [wanted] = fresh("detector")([image])
-        found = bound.run([image], lambda index: None)
-        assert all(map(same_bits, found, wanted.values()))
-        counts.add(len(found[0]))
+            [expected] = fresh("detector")([image])
+        outputs = bound.run([image], lambda index: None)
+        assert all(map(same_bits, outputs, expected.values()))
+        counts.add(len(outputs[0]))
     assert {0, 5} <= counts, "as many boxes as the picture has"
 
 
@@ -438,8 +438,8 @@ def test_what_is_no_state_dict_is_told_how_to_save_one(saved: Any, tmp_path: Pat
 def test_torchscript_is_served_with_its_own_bits(make: Any, tmp_path: Path) -> None:
     module = plain().eval()
     torch.jit.save(make(module), tmp_path / "it.pt")
-    made = convert(str(tmp_path / "it.pt"), tmp_path / "it.bundle", {"x": ((1, 8), "float32")})
-    assert made["dims"] == {"batch": [1, 64]}
+    report = convert(str(tmp_path / "it.pt"), tmp_path / "it.bundle", {"x": ((1, 8), "float32")})
+    assert report["dims"] == {"batch": [1, 64]}
     _, bound = loaded(BuildSpec(name="it", source=str(tmp_path / "it.bundle")), tmp_path / "out")
     check_bits(bound, module, [torch.randn(3, 8)])
 

@@ -46,17 +46,17 @@ def connected(server: FakeScheduler, timeout_s: float = DEADLINE_S) -> socket.so
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[FakeScheduler]:
-    found = FakeScheduler(tmp_path)
-    found.announce("m")
-    yield found
-    found.close()
+    scheduler = FakeScheduler(tmp_path)
+    scheduler.announce("m")
+    yield scheduler
+    scheduler.close()
 
 
 @pytest.fixture
 def peers(server: FakeScheduler) -> Iterator[list[RawPeer]]:
-    found = [RawPeer(server.listeners.tcp.address) for _ in range(2)]
-    yield found
-    for peer in found:
+    raw_peers = [RawPeer(server.listeners.tcp.address) for _ in range(2)]
+    yield raw_peers
+    for peer in raw_peers:
         peer.close()
 
 
@@ -75,10 +75,7 @@ def test_shadowmq_a_pickle_in_any_frame_stays_bytes(server: FakeScheduler, tmp_p
         assert reply.error.type == "InvalidInput"
         header = {"v": 1, "id": "2", "op": "train", "session": session, "body": {"args": raw}}
         sock.send(msgspec.msgpack.encode(header))
-        assert decode_reply(sock.hear()).error.type in (
-            "InvalidInput",
-            "RemoteProtocolError",
-        )
+        assert decode_reply(sock.hear()).error.type in ("InvalidInput", "RemoteProtocolError")
     assert not target.exists()
     pickle.loads(raw)  # it would have
     assert target.exists()
@@ -155,8 +152,8 @@ def test_pipeswitch_requests_that_arrive_in_turns_byte_by_byte_are_not_mixed_up(
             peer.sock.sendall(message[cut : cut + 1])
     for peer, x in zip(peers, data, strict=True):
         assert peer.hear()[2] == (2 * x).tobytes()
-    seen = [event.model for event in server.seen if isinstance(event, InferArrived)]
-    assert sorted(seen) == ["m", "other"]
+    models = [event.model for event in server.seen if isinstance(event, InferArrived)]
+    assert sorted(models) == ["m", "other"]
 
 
 @pytest.mark.parametrize("came", [(), (0,), (15,), (17,), (4 << 10,), (16, 16)], ids=str)

@@ -167,18 +167,18 @@ def listening(pids: set[int]) -> set[str]:
             with contextlib.suppress(FileNotFoundError):  # closed meanwhile
                 with_type = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry))
                 inodes |= {with_type[1]} if with_type else set()
-    found = set()
+    addresses = set()
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/net", table).read_text().splitlines()[1:]:
             words = line.split()
             if words[3] == "0A" and words[9] in inodes:
                 address, port = words[1].split(":")
-                found.add(f"{address}:{int(port, 16)}")
+                addresses.add(f"{address}:{int(port, 16)}")
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         words = line.split()
         if words[6] in inodes and (len(words) > 7 and int(words[3], 16) & 0x10000):
-            found.add(words[7])
-    return found
+            addresses.add(words[7])
+    return addresses
 
 
 def test_pipeswitch_nobody_reaches_the_memory_who_was_not_given_it(running: Checked) -> None:

@@ -42,10 +42,10 @@ REFUSED = {"InvalidInput", "RemoteProtocolError", "PermissionDenied", "ModelNotF
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[FakeScheduler]:
-    found = FakeScheduler(tmp_path, max_upload_bytes=1 << 20)
-    found.announce("m")
-    yield found
-    found.close()
+    scheduler = FakeScheduler(tmp_path, max_upload_bytes=1 << 20)
+    scheduler.announce("m")
+    yield scheduler
+    scheduler.close()
 
 
 class Stranger:

@@ -90,9 +90,9 @@ def program(*names: str) -> str:
     """Where one of these programs is; without it there is no test, which must not go unnoticed
     where PIPESWITCH_NEED_BROWSER says that there is a browser."""
     for name in names:
-        found = shutil.which(name)
-        if found:
-            return found
+        path_of_tool = shutil.which(name)
+        if path_of_tool:
+            return path_of_tool
     without(f"no {names[0]} here: apt-get install chromium chromium-driver")
 
 
@@ -109,17 +109,17 @@ class Tab:
         self.driver = driver
 
     def text(self, selector: str) -> str:
-        found: str = self.driver.execute_script(
+        value: str = self.driver.execute_script(
             "return document.querySelector(arguments[0])?.innerText ?? ''", selector
         )
-        return found
+        return value
 
     def texts(self, selector: str) -> list[str]:
-        found: list[str] = self.driver.execute_script(
+        values: list[str] = self.driver.execute_script(
             "return [...document.querySelectorAll(arguments[0])].map((one) => one.innerText)",
             selector,
         )
-        return found
+        return values
 
     def shows(self, selector: str, words: str) -> None:
         until(lambda: words in self.text(selector), f"{selector} shows {words!r}")
@@ -145,8 +145,8 @@ class Tab:
 
 def folded(driver: Any) -> set[str]:
     """Titles of the panels that are headings alone."""
-    found = driver.find_elements("css selector", ".folded h2")
-    return {one.get_attribute("id") for one in found}
+    elements = driver.find_elements("css selector", ".folded h2")
+    return {one.get_attribute("id") for one in elements}
 
 
 @pytest.fixture(scope="module")
@@ -168,9 +168,9 @@ def driver() -> Iterator[Any]:
     ):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    made = webdriver.Chrome(options=options, service=Service(chromedriver))
-    yield made
-    made.quit()
+    chrome = webdriver.Chrome(options=options, service=Service(chromedriver))
+    yield chrome
+    chrome.quit()
 
 
 @contextlib.contextmanager
@@ -225,7 +225,7 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
 
         for name in ("left", "right"):
             checked.client.infer(name, x)
-        until(lambda: "cold, preempts" in tab.texts("#bills .tags"), "both in the bills")
+        until(lambda: "cold, preempts" in tab.texts("#timings .tags"), "both in the timings")
         tab.shows("#request-title", "Last switch")
         tab.shows("#request-line", "layer groups streamed in")
         tab.shows("#headline", "suspended")
@@ -306,7 +306,7 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
         until(lambda: tab.state == "live", "it is back by itself")
         tab.shows("#jobs", "digits")
         checked.client.infer("left", x)
-        tab.shows("#bills", "left")
+        tab.shows("#timings", "left")
         tab.shows("#events", "switch.started")
         tab.shows("#owners", "on cpu:")
         until(lambda: len(driver.find_elements("css selector", ".arena")) == 2, "two arenas")

@@ -70,15 +70,15 @@ class Slow(torch.nn.Module):
         self.net, self.rows = mlp(WIDTH, DEPTH, number), 512 << 2 * number
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.net(x.repeat(self.rows, 1))[:1]
-        return found
+        output: torch.Tensor = self.net(x.repeat(self.rows, 1))[:1]
+        return output
 
 
 def models() -> dict[str, tuple[torch.nn.Module, torch.Tensor]]:
-    found: dict[str, tuple[torch.nn.Module, torch.Tensor]] = {
+    by_name: dict[str, tuple[torch.nn.Module, torch.Tensor]] = {
         name: (Slow(number), torch.zeros(1, WIDTH)) for number, name in enumerate("abc")
     }
-    return found | {"long": (Long(), torch.zeros(1, WIDTH))}
+    return by_name | {"long": (Long(), torch.zeros(1, WIDTH))}
 
 
 @pytest.fixture

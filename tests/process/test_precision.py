@@ -19,7 +19,7 @@ from pipeswitch.programs.build.verify import load_image
 from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.interface.packing import DERIVED_FILE
 from pipeswitch.programs.running.executor import GraphProgram
-from pipeswitch.programs.running.views import tensor_over
+from pipeswitch.programs.running.tensor_views import tensor_over
 from pipeswitch.programs.spec import load_manifest, save_manifest, weights_file
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"packed weights: {missing()}")
@@ -166,17 +166,17 @@ def test_a_chain_has_models_of_several_precisions(running: tools.Checked) -> Non
         precision="bf16",
     )
     output = next(iter(client.show("half")["outputs"]))
-    [given] = client.show("tail")["inputs"]
+    [input_name] = client.show("tail")["inputs"]
     client.register_chain(
         "both",
         [
             {"name": "first", "model": "half", "inputs": {"x": "x"}},
-            {"name": "last", "model": "tail", "inputs": {given: f"first.{output}"}},
+            {"name": "last", "model": "tail", "inputs": {input_name: f"first.{output}"}},
         ],
     )
     middle = client.infer("half", {"x": X.numpy()}).outputs[output]
     assert bits(client.infer("both", {"x": X.numpy()})) == bits(
-        client.infer("tail", {given: middle})
+        client.infer("tail", {input_name: middle})
     )
 
 
@@ -228,11 +228,11 @@ def test_a_form_that_is_larger_than_the_arena_streams(form: str, tmp_path: Path)
         row = checked.client.register(
             "deep", torch.nn.Sequential(*layers).eval(), example_inputs=(x,), precision=form
         )
-        given = next(iter(checked.client.show("deep")["inputs"]))
+        input_name = next(iter(checked.client.show("deep")["inputs"]))
         assert any(note.startswith("streams: ") for note in row["notes"])
         expected = alone(state, row["digest"], x)
         for _ in range(3):
-            result = checked.client.infer("deep", {given: x.numpy()})
+            result = checked.client.infer("deep", {input_name: x.numpy()})
             assert result.timing.streamed > 0
             assert bits(result) == expected
 

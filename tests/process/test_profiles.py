@@ -11,14 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from process_tools import (
-    Checked,
-    checked_server,
-    eager,
-    is_bit_equal,
-    mlp,
-    until,
-)
+from process_tools import Checked, checked_server, eager, is_bit_equal, mlp, until
 
 from pipeswitch.base import errors
 from pipeswitch.planning.grouping import spans
@@ -70,9 +63,9 @@ def in_force(checked: Checked, grouping: str, name: str = "net") -> dict[str, An
         row = checked.client.show(name)
         return row if row["grouping"] == grouping else None
 
-    found = until(look, f"the groups of {name} are {grouping}")
-    assert found is not None
-    return found
+    row = until(look, f"the groups of {name} are {grouping}")
+    assert row is not None
+    return row
 
 
 def sizes_of(profile: dict[str, Any], plan: list[int]) -> list[int]:

@@ -32,9 +32,9 @@ from pipeswitch.programs.interface.dims import Dim, at_batch
 from pipeswitch.programs.interface.groups import layer_bytes, regrouped
 from pipeswitch.programs.interface.layout import TENSOR_ALIGN_BYTES, Manifest
 from pipeswitch.programs.interface.pytree import unflatten
-from pipeswitch.programs.interface.requests import random_inputs
+from pipeswitch.programs.interface.synthetic_inputs import random_inputs
+from pipeswitch.programs.running.tensor_views import bytes_over, tensor_over
 from pipeswitch.programs.running.values import flatten_outputs
-from pipeswitch.programs.running.views import bytes_over, tensor_over
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec, load_manifest, weights_file
 from pipeswitch.workers.inference.task import BoundProgram, make_program, read_graph
 
@@ -144,13 +144,13 @@ def check_bits(
         with torch.no_grad():
             expected = list(flatten_outputs(plain(*[x.clone() for x in inputs])).values())
         arena.reset()
-        kept = [value.clone() for value in inputs]
-        found = bound.run(inputs, arena.arrive)
+        clones = [value.clone() for value in inputs]
+        outputs = bound.run(inputs, arena.arrive)
         assert arena.opened == list(range(len(manifest.groups)))
-        assert len(found) == len(expected)
-        for ours, theirs in zip(found, expected, strict=True):
+        assert len(outputs) == len(expected)
+        for ours, theirs in zip(outputs, expected, strict=True):
             assert same_bits(ours, theirs), f"differs at batch {batch}"
-        assert all(same_bits(a, b) for a, b in zip(inputs, kept, strict=True))
+        assert all(same_bits(a, b) for a, b in zip(inputs, clones, strict=True))
 
 
 # test_server_bitequal.py serves ten more.
@@ -166,11 +166,11 @@ FAMILIES = [
 def test_a_torchvision_family_computes_the_plain_models_bits(
     name: str, side: int, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Loaded] = []  # initialising a large model twice would be half of the test's time
+    loaded: list[Loaded] = []  # initialising a large model twice would be half of the test's time
 
     def load_once(spec: BuildSpec) -> Loaded:
-        made.append(load_source(spec))
-        return made[0]
+        loaded.append(load_source(spec))
+        return loaded[0]
 
     monkeypatch.setattr(build_module, "load_source", load_once)
     spec = BuildSpec(
@@ -184,7 +184,7 @@ def test_a_torchvision_family_computes_the_plain_models_bits(
     assert manifest.mode == "graph"
     assert manifest.outputs[0].shape == ("batch", 1000)
     assert manifest.batch == (1, 64)
-    check_bits(made[0].module, manifest, bound, arena, [1, 2, 3])
+    check_bits(loaded[0].module, manifest, bound, arena, [1, 2, 3])
 
 
 # --- transformers, with small configurations in a local folder ------------------------------------
@@ -264,10 +264,10 @@ def test_a_decoder_of_transformers_is_exported_without_its_cache(tmp_path: Path)
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model("gpt2", **SMALL["gpt2"])
     example = {"input_ids": torch.randint(0, 100, (1, 8))}
-    made = export_module_to_bundle(transformers.GPT2LMHeadModel(config), example, tmp_path / "b")
-    assert [value["name"] for value in made["outputs"]] == ["logits"]
-    assert made["dims"]["batch"] == [1, 64]
-    assert made["notes"] == ["use_cache=False: each request is computed alone"]
+    report = export_module_to_bundle(transformers.GPT2LMHeadModel(config), example, tmp_path / "b")
+    assert [value["name"] for value in report["outputs"]] == ["logits"]
+    assert report["dims"]["batch"] == [1, 64]
+    assert report["notes"] == ["use_cache=False: each request is computed alone"]
 
 
 @pytest.mark.parametrize(
@@ -466,8 +466,8 @@ class _Factories:
     def __getattr__(self, name: str) -> Callable[[], nn.Module]:
         for table in (MODELS, MODULE_MODE, REFUSED):
             if name in table:
-                found: Callable[[], nn.Module] = table[name][0]
-                return found
+                factory: Callable[[], nn.Module] = table[name][0]
+                return factory
         raise AttributeError(name)
 
 
@@ -841,8 +841,8 @@ def test_weights_come_from_a_safetensors_file(programs: Programs, tmp_path: Path
     spec = BuildSpec(name="m", source="operators_models:hidden", weights=str(path), inputs=inputs)
     manifest, _, _ = programs(spec)
     image = load_image(programs.folder(spec) / "program.bundle", manifest)
-    held = {t.name: tensor_over(image.untyped_storage(), t, 0) for t in manifest.tensors}
-    assert torch.equal(held["linear.weight"], module.linear.weight)
+    tensors = {t.name: tensor_over(image.untyped_storage(), t, 0) for t in manifest.tensors}
+    assert torch.equal(tensors["linear.weight"], module.linear.weight)
 
 
 # --- bundles from a client ------------------------------------------------------------------------

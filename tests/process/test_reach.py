@@ -75,8 +75,8 @@ def constant(value: float) -> nn.Module:
 
 def items(running: Checked, model: str, place: int) -> tuple[list[float], int]:
     answer = running.client.infer(model, torch.full((1, 4), float(place)))
-    found, own = answer.outputs.values()
-    return found.reshape(-1).tolist(), int(own.reshape(-1)[0])
+    output, own = answer.outputs.values()
+    return output.reshape(-1).tolist(), int(own.reshape(-1)[0])
 
 
 @pytest.mark.parametrize("beyond", [-FLOATS_PER_REGION, FLOATS_PER_PAGE, FLOATS_PER_REGION])
@@ -85,8 +85,8 @@ def test_of_the_arena_a_kernel_reads_its_own_model_and_no_other(
 ) -> None:
     running.client.infer("secret", torch.ones(1, 4))  # both are on the device
     register(running, "Weights")
-    found, own = items(running, "weights", -1)
-    assert found == [7.0] * 4
+    values, own = items(running, "weights", -1)
+    assert values == [7.0] * 4
     assert items(running, "weights", own + 4)[0] == [7.0] * 4
     with pytest.raises(WorkerLost):
         items(running, "weights", own + beyond)

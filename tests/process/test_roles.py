@@ -21,8 +21,8 @@ from pipeswitch.frontend.transport.clients import Counters
 from pipeswitch.frontend.verbs import VERBS
 from pipeswitch.scheduler.events import Publish
 from pipeswitch.testing import RunningServer, server
+from pipeswitch.wire.curve_keys import KeyFolder, make_pair
 from pipeswitch.wire.frames import decode_reply
-from pipeswitch.wire.keys import KeyFolder, make_pair
 from tests.raw_peer import ask, raw_peer
 
 X = np.ones((1, 4), np.float32)
@@ -67,12 +67,12 @@ def test_without_a_key_a_verb_is_served_when_its_role_is_the_addresss(
                 while reply.more and verb != "events":
                     reply = decode_reply(sock.hear())
                 is_denied = reply.error is not None and reply.error.type == "PermissionDenied"
-                given = () if role is None else (Role.INFER, role)
-                assert is_denied == (needed not in given), (verb, reply.error)
+                roles_given = () if role is None else (Role.INFER, role)
+                assert is_denied == (needed not in roles_given), (verb, reply.error)
                 if is_denied:
                     assert reply.error.data["role"] == needed
-                    wanted = ",".join(in_order({*given, needed}))
-                    assert f"--tcp-roles {wanted}" in reply.error.hint
+                    role_names = ",".join(in_order({*roles_given, needed}))
+                    assert f"--tcp-roles {role_names}" in reply.error.hint
                     assert len(fake.seen) == before
     finally:
         fake.close()
@@ -102,9 +102,9 @@ class Keyed:
 
 @pytest.fixture
 def keyed(tmp_path: Path) -> Iterator[Keyed]:
-    made = Keyed(tmp_path)
-    yield made
-    made.fake.close()
+    rig = Keyed(tmp_path)
+    yield rig
+    rig.fake.close()
 
 
 def denied(role: Role, call: Callable[[], Any]) -> ps.PermissionDenied:

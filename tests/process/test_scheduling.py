@@ -113,10 +113,10 @@ def test_a_policy_that_hangs_a_simulation_is_named_and_may_be_interrupted(
     until(reached.exists, "it hangs", 60)
     if status == EXIT_INTERRUPTED:
         process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == status
-    named = 'Error: policy "hangs" has not returned from rank, for 1 s now' in said
-    assert named == (status == os.EX_SOFTWARE), said
+    named = 'Error: policy "hangs" has not returned from rank, for 1 s now' in errors
+    assert named == (status == os.EX_SOFTWARE), errors
 
 
 def test_a_tenant_has_its_turns_by_weight_between_a_greedy_ones_requests(running: Checked) -> None:
@@ -129,8 +129,8 @@ def test_a_tenant_has_its_turns_by_weight_between_a_greedy_ones_requests(running
     assert order.count("greedy") == 8 * order.count("modest") == 64
     assert "modest" not in order[12:]
     assert client.stats()["tenant_s"].keys() == {"(owner)", "greedy", "modest"}
-    told = {row["name"] for row in client.ps() if row["kind"] == "tenant"}
-    assert told == {"greedy", "modest"}
+    tenants = {row["name"] for row in client.ps() if row["kind"] == "tenant"}
+    assert tenants == {"greedy", "modest"}
 
 
 async def _order_of(address: str) -> list[str]:
@@ -140,12 +140,12 @@ async def _order_of(address: str) -> list[str]:
     request = InferRequest(id="", inputs=(x,), frames=[bytes(4 * WIDTH)])
 
     async def ask(tenant: str, model: str) -> tuple[int, str]:
-        _, bill = await upstream.infer(model, 0, request, tenant)
-        return bill["op_id"], tenant
+        _, timing = await upstream.infer(model, 0, request, tenant)
+        return timing["op_id"], tenant
 
-    asked = [("", "long"), *[("greedy", "theirs")] * 64, *[("modest", "mine")] * 8]
+    requests = [("", "long"), *[("greedy", "theirs")] * 64, *[("modest", "mine")] * 8]
     try:
-        ran = await asyncio.gather(*[ask(*one) for one in asked])
+        ran = await asyncio.gather(*[ask(*one) for one in requests])
         return [tenant for _, tenant in sorted(ran)[1:]]
     finally:
         upstream.close()

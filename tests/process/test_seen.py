@@ -40,9 +40,9 @@ def clients(running: RunningServer) -> list[tuple[Any, Any]]:
 def test_the_request_log_has_each_request_with_its_callers_trace(running: RunningServer) -> None:
     x = np.ones((1, 4), np.float32)
     for library, client in clients(running):
-        given = library.InferInput("x", x.shape, "FP32")
-        given.set_data_from_numpy(x)
-        client.infer("line", [given], headers=dict(HEADERS))
+        tensor = library.InferInput("x", x.shape, "FP32")
+        tensor.set_data_from_numpy(x)
+        client.infer("line", [tensor], headers=dict(HEADERS))
         client.close()
     with running.client() as own, pytest.raises(ps.ModelNotFound):
         own.infer("lin", x)

@@ -69,18 +69,18 @@ def nothing_is_left(running: Checked) -> Iterator[None]:
 
 
 def pieces(batch: int, seed: int, count: int = STEPS) -> list[torch.Tensor]:
-    made = torch.Generator().manual_seed(seed)
-    return [torch.randn(batch, 8, generator=made) for _ in range(count)]
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, 8, generator=generator) for _ in range(count)]
 
 
-def plain_loop(given: list[torch.Tensor], h: torch.Tensor, c: torch.Tensor) -> list[torch.Tensor]:
-    cell, found = seeded(Cell), []
+def plain_loop(inputs: list[torch.Tensor], h: torch.Tensor, c: torch.Tensor) -> list[torch.Tensor]:
+    cell, outputs = seeded(Cell), []
     with torch.inference_mode():
-        for x in given:
+        for x in inputs:
             out = eager(cell, x, h, c)
             h, c = out["h_out"], out["c_out"]
-            found.append(out["y"])
-    return found
+            outputs.append(out["y"])
+    return outputs
 
 
 def strike(running: Checked, are_over: threading.Event) -> None:
@@ -93,21 +93,21 @@ def strike(running: Checked, are_over: threading.Event) -> None:
 def test_many_at_once_equal_plain_loops_while_workers_are_killed(running: Checked) -> None:
     """Each of another batch; one begins with a state of its own."""
     client = running.client
-    given = [pieces(1 + seed % 3, seed) for seed in range(6)]
-    starts = [cell_inputs(len(one[0]))[1:] for one in given]
+    inputs = [pieces(1 + seed % 3, seed) for seed in range(6)]
+    starts = [cell_inputs(len(one[0]))[1:] for one in inputs]
     starts[0] = tuple(torch.randn(s.shape) for s in starts[0])
-    wanted = [plain_loop(one, *start) for one, start in zip(given, starts, strict=True)]
-    open_ones = [client.sequence("cell") for _ in given]
+    expected = [plain_loop(one, *start) for one, start in zip(inputs, starts, strict=True)]
+    open_ones = [client.sequence("cell") for _ in inputs]
     strikes = threading.Event()
     striking = threading.Thread(target=strike, args=(running, strikes))
     striking.start()
     for step in range(STEPS):
         for number, one in enumerate(open_ones):
-            x = given[number][step]
+            x = inputs[number][step]
             brought = dict(zip("hc", starts[0], strict=True)) if step == number == 0 else {}
-            found = one.infer(x=x, **brought)
-            assert [*found] == ["y"]
-            assert is_bit_equal(torch.as_tensor(found["y"]), wanted[number][step])
+            answer = one.infer(x=x, **brought)
+            assert [*answer] == ["y"]
+            assert is_bit_equal(torch.as_tensor(answer["y"]), expected[number][step])
     strikes.set()
     striking.join()
     rows = {row["id"]: row for row in client.sequences()}
@@ -122,8 +122,8 @@ def test_pieces_of_any_length(running: Checked) -> None:
     with running.client.sequence("sliding") as one, torch.inference_mode():
         for length in (1, 16, 64, 3, 1, 1, 40):
             x = torch.randn(1, 2, length)
-            wanted, past = eager(sliding, x, past)
-            assert is_bit_equal(torch.as_tensor(one.infer(x).outputs["y0"]), wanted)
+            expected, past = eager(sliding, x, past)
+            assert is_bit_equal(torch.as_tensor(one.infer(x).outputs["y0"]), expected)
 
 
 def test_a_state_that_grows_is_appended_where_it_lies(running: Checked) -> None:
@@ -134,10 +134,10 @@ def test_a_state_that_grows_is_appended_where_it_lies(running: Checked) -> None:
         past = torch.randn(1, 7, 8)
         for length in (33, *[1] * 150, 64, 64, 64, 10, 8):
             x = torch.randn(1, length, 8)
-            wanted = eager(recalls, x, past)
+            expected = eager(recalls, x, past)
             first = {"past": past} if past.shape[1] == 7 else {}
-            assert is_bit_equal(torch.as_tensor(one.infer(x=x, **first)["y"]), wanted["y"])
-            past = torch.cat((past, wanted["rows"]), 1)
+            assert is_bit_equal(torch.as_tensor(one.infer(x=x, **first)["y"]), expected["y"])
+            past = torch.cat((past, expected["rows"]), 1)
         strikes.set()
         striking.join()
         assert past.shape[1] == 400
@@ -155,7 +155,7 @@ def test_a_state_that_grows_is_appended_where_it_lies(running: Checked) -> None:
 
 def test_what_fails_leaves_the_state_and_what_is_over_is_said(running: Checked) -> None:
     client, (x, y) = running.client, pieces(2, 7, 2)
-    wanted = plain_loop([x, y], *cell_inputs(2)[1:])
+    expected = plain_loop([x, y], *cell_inputs(2)[1:])
     with client.sequence("cell") as one:
         one.infer(x)
         with pytest.raises(InvalidInput, match="expects float32"):
@@ -164,7 +164,7 @@ def test_what_fails_leaves_the_state_and_what_is_over_is_said(running: Checked) 
             one.infer(x=x, h=torch.zeros(2, WIDTH))
         with pytest.raises(InvalidInput, match="batch=3"):
             one.infer(torch.zeros(3, 8))
-        assert is_bit_equal(torch.as_tensor(one.infer(y)["y"]), wanted[1])
+        assert is_bit_equal(torch.as_tensor(one.infer(y)["y"]), expected[1])
         client.end_sequence(one.id)
         with pytest.raises(SequenceNotFound):
             one.infer(y)
@@ -201,8 +201,8 @@ def test_a_client_that_is_gone_leaves_nothing_and_another_cannot_go_on(running: 
 
 
 def test_sequences_over_http(running: Checked) -> None:
-    given = pieces(1, 5, 3)
-    wanted = plain_loop(given, *cell_inputs(1)[1:])
+    inputs = pieces(1, 5, 3)
+    expected = plain_loop(inputs, *cell_inputs(1)[1:])
     url = f"http://{running.running.http_address}/v2/models/cell/infer"
 
     def ask(x: torch.Tensor, **parameters: Any) -> dict[str, Any]:
@@ -211,11 +211,11 @@ def test_sequences_over_http(running: Checked) -> None:
         with urllib.request.urlopen(url, body) as answer:
             return json.load(answer)
 
-    for step, x in enumerate(given):
+    for step, x in enumerate(inputs):
         flags = {"sequence_start": step == 0, "sequence_end": step == 2}
         (row,) = ask(x, sequence_id=42, **flags)["outputs"]
-        assert np.array_equal(np.float32(row["data"]), wanted[step].numpy().ravel())
+        assert np.array_equal(np.float32(row["data"]), expected[step].numpy().ravel())
     with pytest.raises(urllib.error.HTTPError) as refused:
-        ask(given[0], sequence_id=42)
+        ask(inputs[0], sequence_id=42)
     with refused.value as answer:
         assert answer.code == 404

@@ -56,7 +56,7 @@ from tests.process.figures import publishing
 
 ROOT: Final = Path(__file__).parents[2]
 ANSWER_S: Final = 60.0  # a question that takes longer has no answer
-ARENA_MIB: Final = 10  # 2 of them are arrival words; two wide models and nothing else
+ARENA_MIB: Final = 10  # 2 of them are fences; two wide models and nothing else
 STORE_MIB: Final = 6  # two wide models, not three
 ENVIRONMENT: Final = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
@@ -375,21 +375,19 @@ RULES: Final[dict[str, frozenset[str]]] = {}
 """The verbs that each rule speaks whenever it runs."""
 
 
-def speaks(
-    *verbs: str,
-) -> Callable[[Callable[Given, None]], Callable[Given, None]]:
+def speaks(*verbs: str) -> Callable[[Callable[Given, None]], Callable[Given, None]]:
     """A rule that sends these verbs; a failure in it spoils the server."""
 
     def mark(method: Callable[Given, None]) -> Callable[Given, None]:
         RULES[method.__name__] = frozenset(verbs)
 
         @functools.wraps(method)
-        def run(*args: Given.args, **given: Given.kwargs) -> None:
+        def run(*args: Given.args, **arguments: Given.kwargs) -> None:
             machine: Any = args[0]
             stage: Stage = machine.stage
             stage.sent.clear()
             stage.is_spoilt = True
-            method(*args, **given)
+            method(*args, **arguments)
             assert stage.sent >= set(verbs), f"only {stage.sent} of {verbs} were sent"
             stage.ran[method.__name__] += 1
             stage.is_spoilt = False
@@ -492,9 +490,9 @@ class ServerApi(RuleBasedStateMachine):
 
     def outcome(self, question: Callable[[], Answered]) -> tuple[str, Any]:
         """OK and the answer, or the error's name and the error. Any other exception is a bug."""
-        asked = self.stage.threads.submit(question)
+        future = self.stage.threads.submit(question)
         try:
-            return OK, asked.result(ANSWER_S)
+            return OK, future.result(ANSWER_S)
         except PipeSwitchError as error:
             return type(error).__name__, error
         except TimeoutError:
@@ -623,17 +621,17 @@ class ServerApi(RuleBasedStateMachine):
         ids: list[str] = []
 
         def noted(op: str, model: str, body: dict[str, Any] | None) -> dict[str, Any]:
-            made = header(op, model, body)
-            ids.append(made["id"])
-            return made
+            request_header = header(op, model, body)
+            ids.append(request_header["id"])
+            return request_header
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(connection, "_header", noted)
             future = self.raw("register", model=name, body={"source": source, "inputs": inputs})
         threading.Event().wait(wait_ms / 1000)  # a moment inside the build, not a condition
-        found = self.raw("cancel", body={"id": ids[0]}).result(ANSWER_S).body["found"]
+        is_found = self.raw("cancel", body={"id": ids[0]}).result(ANSWER_S).body["found"]
         allowed = self.oracle.may_register(name, PROGRAMS[program], 0, is_owner=True)
-        allowed |= {"Cancelled"} if found and name not in self.oracle.models else set()
+        allowed |= {"Cancelled"} if is_found and name not in self.oracle.models else set()
         outcome, reply = self.ask(allowed, functools.partial(future.result, ANSWER_S))
         if outcome == OK:
             self.oracle.did_register(
@@ -824,8 +822,8 @@ class ServerApi(RuleBasedStateMachine):
         allowed = self.oracle.may_infer(name)
         future = self.client(is_owner).submit(name, value(self.program(name), 1, 1))
         body = {"id": self._last_id(is_owner)}
-        found = self.raw("cancel", is_owner=is_owner, body=body).result(ANSWER_S).body["found"]
-        if found:
+        is_found = self.raw("cancel", is_owner=is_owner, body=body).result(ANSWER_S).body["found"]
+        if is_found:
             allowed |= {"Cancelled"}
         self.collect(requests, futures)
         outcome, result = self.ask(allowed, functools.partial(future.result, ANSWER_S))
@@ -834,8 +832,8 @@ class ServerApi(RuleBasedStateMachine):
     def _last_id(self, is_owner: bool) -> str:
         """Of the latest request: ids are numbered, and no other thread uses this client."""
         connection = self.client(is_owner)._connection
-        made = connection._header("ps", "", None)["id"]  # never sent
-        prefix, number = made.rsplit("-", 1)
+        header_id = connection._header("ps", "", None)["id"]  # never sent
+        prefix, number = header_id.rsplit("-", 1)
         return f"{prefix}-{int(number) - 1}"
 
     @rule(fates=FATES)
@@ -902,8 +900,8 @@ class ServerApi(RuleBasedStateMachine):
                 self.oracle.did_infer(name, outcome)
             self._wait_until_queued(len(run) + len(taken_back))
         for name, request_id, is_owner, future in taken_back:
-            found = self.raw("cancel", is_owner=is_owner, body={"id": request_id})
-            assert found.result(ANSWER_S).body["found"] is True
+            reply = self.raw("cancel", is_owner=is_owner, body={"id": request_id})
+            assert reply.result(ANSWER_S).body["found"] is True
             outcome, _ = self.ask(only("Cancelled"), functools.partial(future.result, ANSWER_S))
             self.oracle.did_infer(name, outcome)
         assert self._waiting() == (2 + len(run), len(run))
@@ -1387,18 +1385,18 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
 
 @pytest.fixture
 def stage(material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    made = Stage(material, tmp_path / "state")
+    stage_made = Stage(material, tmp_path / "state")
     transmit = Connection._transmit
 
     def noted(link: Any, fields: Mapping[str, Any], frames: Sequence[Any]) -> None:
-        made.sent.add(str(fields["op"]))
+        stage_made.sent.add(str(fields["op"]))
         transmit(link, fields, frames)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Connection, "_transmit", staticmethod(noted))
     try:
-        yield made
+        yield stage_made
     finally:
-        made.close()
+        stage_made.close()
 
 
 def test_every_verb_of_the_protocol_has_a_rule() -> None:

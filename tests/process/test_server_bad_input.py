@@ -60,8 +60,8 @@ def test_inputs_by_place_and_by_name_are_not_chosen_among(running: Checked) -> N
 # ------------------------------------------------------------------------------- registrations
 
 
-def register(running: Checked, name: str, made: torch.nn.Module, x: torch.Tensor = X) -> Any:
-    return running.client.register(name, made, example_inputs=(x,))
+def register(running: Checked, name: str, network: torch.nn.Module, x: torch.Tensor = X) -> Any:
+    return running.client.register(name, network, example_inputs=(x,))
 
 
 def test_weights_of_another_model_are_refused(running: Checked, tmp_path: Path) -> None:

@@ -70,8 +70,7 @@ def test_training_that_is_suspended_in_place_loses_no_step(
         assert result.timing.worker != worker
         assert task.status()["step"] >= step
     row = until(
-        lambda: (lambda r: r if r["suspensions"] >= 10 else None)(task.status()),
-        "it was suspended",
+        lambda: (lambda r: r if r["suspensions"] >= 10 else None)(task.status()), "it was suspended"
     )
     assert (row["restarts"], row["evictions"], row["steps_recomputed"]) == (0, 0, 0)
     assert row["worker"] == worker  # the same process all the time

@@ -75,7 +75,7 @@ class Soak:
         """Switch, watch, and note; judges what must not change at all."""
         self.switch(warm_up)
         before, pids = self.checked.stats(), processes(self.checked)
-        held = {name: holdings(pid) for name, pid in pids.items()}
+        held_before = {name: holdings(pid) for name, pid in pids.items()}
         rss: dict[str, list[int]] = {name: [] for name in pids}
         for number in range(0, switches, SAMPLE_EVERY):
             self.switch(SAMPLE_EVERY)
@@ -93,12 +93,12 @@ class Soak:
             grown_mib={n: round((each[-1] - each[0]) / (1 << 20), 2) for n, each in rss.items()},
             deltas={key: after[key] - before[key] for key in KEPT},
             held_deltas={
-                kind: sum(held_after[n][kind] - held[n][kind] for n in pids)
+                kind: sum(held_after[n][kind] - held_before[n][kind] for n in pids)
                 for kind in ("descriptors", "memfds", "mapped memfds", "threads")
             },
         )
         assert processes(self.checked) == pids  # none died on the way
-        assert held_after == held
+        assert held_after == held_before
         assert not any(figures["deltas"].values()), figures
         assert figures["transmissions"] >= switches * 0.9
         assert figures["evictions"] >= switches * 0.9

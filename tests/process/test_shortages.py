@@ -58,8 +58,8 @@ def is_whole_afterwards(running: tools.Checked) -> Iterator[None]:
 
 
 def answers(checked: tools.Checked) -> None:
-    found = checked.client.submit("small", SMALL).result(30)["y"]
-    assert tools.is_bit_equal(found, tools.eager(tools.mlp(64, 2, 1), SMALL))
+    output = checked.client.submit("small", SMALL).result(30)["y"]
+    assert tools.is_bit_equal(output, tools.eager(tools.mlp(64, 2, 1), SMALL))
 
 
 def wide(checked: tools.Checked) -> float:
@@ -91,8 +91,8 @@ def test_workers_without_descriptors_take_a_new_model(running: tools.Checked) ->
     """A program's files come as descriptors."""
     with limited(running.worker_pids().values(), resource.RLIMIT_NOFILE, 0):
         running.client.register("fresh", tools.mlp(64, 3, 2), example_inputs=(SMALL,))
-        found = running.client.submit("fresh", SMALL).result(60)["y"]
-        assert tools.is_bit_equal(found, tools.eager(tools.mlp(64, 3, 2), SMALL))
+        output = running.client.submit("fresh", SMALL).result(60)["y"]
+        assert tools.is_bit_equal(output, tools.eager(tools.mlp(64, 3, 2), SMALL))
 
 
 def test_workers_without_memory_refuse_what_is_large_alone(running: tools.Checked) -> None:
@@ -117,14 +117,14 @@ def test_a_worker_whose_threads_cannot_start_is_started_again(running: tools.Che
 
 def test_a_gateway_without_descriptors_takes_later_who_waits(running: tools.Checked) -> None:
     assert status(running, "small", ONE) == 200
-    pid, found = gateway_pid(running), []
-    asks = threading.Thread(target=lambda: found.append(status(running, "small", ONE)))
+    pid, statuses = gateway_pid(running), []
+    asks = threading.Thread(target=lambda: statuses.append(status(running, "small", ONE)))
     with limited([pid], resource.RLIMIT_NOFILE, 0):
         asks.start()
         tools.until(lambda: "Too many open files" in running.running.log(), "it cannot accept")
-        assert not found
+        assert not statuses
     asks.join(60)
-    assert (found, gateway_pid(running)) == ([200], pid)
+    assert (statuses, gateway_pid(running)) == ([200], pid)
     with grpc.insecure_channel(running.running.grpc_address) as channel:
         infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
         infer(infer_message("small", ONE, "x"), timeout=60)
@@ -156,7 +156,7 @@ def test_a_gateway_without_memory_or_threads_goes_on(running: tools.Checked) -> 
 
 def test_a_gateway_without_memory_refuses_long_json(running: tools.Checked) -> None:
     """There is memory for its bytes, and none for what it becomes."""
-    pid, found = gateway_pid(running), []
+    pid, statuses = gateway_pid(running), []
     tensor = {"name": "x", "shape": ONE.shape, "datatype": "FP32", "data": ONE.tolist()}
     body = json.dumps({"id": "x" * 4 * MIB, "inputs": [tensor]})
     with limited([pid], resource.RLIMIT_DATA, 9 * MIB):
@@ -164,7 +164,7 @@ def test_a_gateway_without_memory_refuses_long_json(running: tools.Checked) -> N
             caller = http.client.HTTPConnection(running.running.http_address, timeout=60)
             with contextlib.closing(caller), contextlib.suppress(OSError):
                 caller.request("POST", path, body)
-                found.append(caller.getresponse().status)
+                statuses.append(caller.getresponse().status)
         assert status(running, "small", ONE) == 200
-    assert set(found) <= {413, 429, 503}
+    assert set(statuses) <= {413, 429, 503}
     assert gateway_pid(running) == pid

@@ -132,8 +132,8 @@ def running(options: dict[str, Any]) -> Iterator[tools.Checked]:
         yield checked
 
 
-def text(said: str) -> Any:
-    return np.frombuffer(said.encode(), np.uint8)
+def text(value: str) -> Any:
+    return np.frombuffer(value.encode(), np.uint8)
 
 
 TEXTS = {"text": (((1, 8),), "bytes")}
@@ -147,18 +147,20 @@ def test_texts_go_in_and_labels_come_out(running: tools.Checked, functions: Modu
         "labels", module, preprocess="staged:read", raw=TEXTS, postprocess="staged:label", **options
     )
     client.register("behind", module, postprocess="staged:label", **options)
-    said = ["a text", "größer", ""]
-    rows = functions.read([one.encode() for one in said])["x"]
+    texts = ["a text", "größer", ""]
+    rows = functions.read([one.encode() for one in texts])["x"]
     plain = client.infer("plain", rows)["y"]
-    wanted = functions.label(plain)
-    for found in (
-        client.infer("labels", {"text": said}),
-        client.infer("labels", np.array(said, dtype=object)),
+    expected = functions.label(plain)
+    for answer in (
+        client.infer("labels", {"text": texts}),
+        client.infer("labels", np.array(texts, dtype=object)),
         client.infer("behind", rows),
     ):
-        assert found["label"].tolist() == [one.encode() for one in wanted["label"]]
-        assert tools.is_bit_equal(torch.as_tensor(found["score"]), torch.as_tensor(wanted["score"]))
-        assert 0.0 < found.timing.postprocess_ms < found.timing.total_ms
+        assert answer["label"].tolist() == [one.encode() for one in expected["label"]]
+        assert tools.is_bit_equal(
+            torch.as_tensor(answer["score"]), torch.as_tensor(expected["score"])
+        )
+        assert 0.0 < answer.timing.postprocess_ms < answer.timing.total_ms
     assert client.infer("labels", "one text")["label"].shape == (1,)
     row = client.show("labels")
     assert (row["preprocess"], row["postprocess"]) == ("staged:read", "staged:label")
@@ -194,14 +196,14 @@ def stage_pid(running: tools.Checked, state: str) -> int:
 def test_an_answer_is_that_of_the_function_here_and_the_plain_model(
     running: tools.Checked, functions: ModuleType
 ) -> None:
-    for said in ("a", "some longer text", "w" * 4 * WIDTH):
-        wanted = running.client.infer("plain", functions.rows(text(said))["x"])
+    for value in ("a", "some longer text", "w" * 4 * WIDTH):
+        expected = running.client.infer("plain", functions.rows(text(value))["x"])
         for name in ("rows", "lone"):
-            found = running.client.infer(name, {"text": text(said)})
-            assert tools.is_bit_equal(torch.as_tensor(found["y"]), torch.as_tensor(wanted["y"]))
-            bill = found.timing
-            assert 0.0 < bill.preprocess_ms <= bill.total_ms - bill.compute_ms
-        assert wanted.timing.preprocess_ms == 0.0
+            answer = running.client.infer(name, {"text": text(value)})
+            assert tools.is_bit_equal(torch.as_tensor(answer["y"]), torch.as_tensor(expected["y"]))
+            timing = answer.timing
+            assert 0.0 < timing.preprocess_ms <= timing.total_ms - timing.compute_ms
+        assert expected.timing.preprocess_ms == 0.0
     with pytest.raises(errors.InvalidInput, match=r"expects uint8\[1\.\.256\], got float32"):
         running.client.infer("rows", np.zeros((1, WIDTH), np.float32))
 
@@ -213,8 +215,8 @@ def test_what_a_client_sends_is_told_everywhere(running: tools.Checked) -> None:
     assert row["dims"]["text.0"] == [1, 4 * WIDTH]
     (planned,) = (one for one in running.client.plan()["models"] if one["name"] == "rows")
     assert planned["preprocess"] == "staged:rows"
-    made = running.client.signature("rows").random(seed=1)
-    assert running.client.infer("rows", made)["y"].shape == (1, WIDTH)
+    inputs = running.client.signature("rows").random(seed=1)
+    assert running.client.infer("rows", inputs)["y"].shape == (1, WIDTH)
 
 
 def test_while_a_function_blocks_other_models_compute_and_a_request_can_be_taken_back(
@@ -270,9 +272,9 @@ def test_a_killed_process_costs_no_request_and_a_deadly_one_costs_its_own(
 
 def test_what_a_function_returns_in_vain_is_one_error_that_names_it(running: tools.Checked) -> None:
     before = running.count("stage_restarts")
-    for said, reason in ODD.items():
+    for value, reason in ODD.items():
         with pytest.raises(errors.TaskFailed, match=rf"(?s)staged:odd.*{reason}"):
-            running.client.infer("odd", {"text": text(said)})
+            running.client.infer("odd", {"text": text(value)})
     assert running.client.infer("odd", {"text": text("fine")})["y"].shape == (1, WIDTH)
     assert running.count("stage_restarts") == before
 
@@ -331,8 +333,8 @@ def test_a_client_without_the_role_code_names_no_function(running: tools.Checked
 def test_after_a_restart_a_model_has_its_function_and_one_of_the_configuration_its_own(
     options: dict[str, Any], functions: ModuleType, running: tools.Checked, tmp_path: Path
 ) -> None:
-    said = text("once more")
-    wanted = running.client.infer("rows", {"text": said})
+    value = text("once more")
+    expected = running.client.infer("rows", {"text": value})
     running.settle()
     running.client.close()
     assert running.running.stop() == 0
@@ -348,8 +350,8 @@ def test_after_a_restart_a_model_has_its_function_and_one_of_the_configuration_i
     """)
     with tools.checked_server(args=("--config", str(config)), **options) as again:
         tools.until(lambda: again.client.show("configured")["state"] == "ready", "it is built")
-        found = again.client.infer("configured", {"text": said})
-        assert tools.is_bit_equal(torch.as_tensor(found["y"]), torch.as_tensor(wanted["y"]))
-        found = again.client.infer("rows", {"text": said})
-        assert tools.is_bit_equal(torch.as_tensor(found["y"]), torch.as_tensor(wanted["y"]))
+        answer = again.client.infer("configured", {"text": value})
+        assert tools.is_bit_equal(torch.as_tensor(answer["y"]), torch.as_tensor(expected["y"]))
+        answer = again.client.infer("rows", {"text": value})
+        assert tools.is_bit_equal(torch.as_tensor(answer["y"]), torch.as_tensor(expected["y"]))
         assert again.client.show("rows")["preprocess"] == "staged:rows"

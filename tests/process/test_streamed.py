@@ -14,7 +14,7 @@ from pipeswitch.base.errors import InvalidInput, OutOfDeviceMemory
 
 WIDE = 1024
 DEPTH = 30  # 120 MiB
-ARENA = "42MiB"  # 40 and the arrival words
+ARENA = "42MiB"  # 40 and the fences
 SLOW_LINK = ("--link-gbps", "0.2")  # a pass takes more than half a second
 X = torch.linspace(-1, 1, WIDE).reshape(1, WIDE)
 

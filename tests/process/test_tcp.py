@@ -155,13 +155,13 @@ def test_a_full_pool_is_queue_full_with_numbers(server: FakeScheduler, client: p
     server.announce("wide", width=1 << 18)  # 1 MiB in and out; a client's share is 6 MiB
     server.is_holding = True
     x = np.zeros((1, 1 << 18), np.float32)
-    kept = [client.submit("wide", x) for _ in range(3)]
+    futures = [client.submit("wide", x) for _ in range(3)]
     with pytest.raises(ps.QueueFull) as caught:
         client.infer("wide", x)
     assert caught.value.data["requested_bytes"] == 2 << 20
     for event in server.wait_for(ev.InferArrived, 3):
         server.finish(event)
-    assert all(future.result(DEADLINE_S) for future in kept)
+    assert all(future.result(DEADLINE_S) for future in futures)
 
 
 def test_a_cancelled_future_takes_the_request_back(
@@ -172,8 +172,8 @@ def test_a_cancelled_future_takes_the_request_back(
     future = client.submit("m", np.zeros((1, 4), np.float32))
     (arrived,) = server.wait_for(ev.InferArrived)
     assert future.cancel()
-    (asked,) = server.wait_for(ev.CancelRequest)
-    assert asked.token == arrived.token
+    (request,) = server.wait_for(ev.CancelRequest)
+    assert request.token == arrived.token
     until(lambda: server.tcp.requests.counts.in_flight == 0)
 
 
@@ -189,7 +189,7 @@ class HeldCopier(WorkerThread):
 
 
 @pytest.fixture
-def held(server: FakeScheduler) -> Iterator[HeldCopier]:
+def held_copier(server: FakeScheduler) -> Iterator[HeldCopier]:
     """A server whose large payloads wait to be copied; width 1 << 18 and 2 rows are 2 MiB."""
     server.announce("wide", width=1 << 18)
     copier, before = HeldCopier(), server.tcp.inference.copier
@@ -203,24 +203,24 @@ LARGE = np.zeros((2, 1 << 18), np.float32)
 
 
 def test_a_large_payload_announces_its_model_before_it_is_copied(
-    server: FakeScheduler, client: ps.Client, held: HeldCopier
+    server: FakeScheduler, client: ps.Client, held_copier: HeldCopier
 ) -> None:
     future = client.submit("wide", LARGE)
     (hint,) = server.wait_for(ev.PrefetchHint)
     assert hint.model == "wide"
     assert not [event for event in server.seen if isinstance(event, ev.InferArrived)]
-    until(lambda: held.held)[0]()
+    until(lambda: held_copier.held)[0]()
     assert np.array_equal(future.result(DEADLINE_S)["y"], LARGE * 2)
 
 
 def test_a_request_taken_back_while_it_is_copied_is_answered_once(
-    server: FakeScheduler, client: ps.Client, held: HeldCopier
+    server: FakeScheduler, client: ps.Client, held_copier: HeldCopier
 ) -> None:
     future = client.submit("wide", LARGE)
-    until(lambda: held.held)
+    until(lambda: held_copier.held)
     assert future.cancel()
     client.models()  # the cancellation was sent before it
-    held.held[0]()
+    held_copier.held[0]()
     until(lambda: server.tcp.requests.counts.in_flight == 0)
     assert server.tcp.requests.counts.error == 1
     assert not [
@@ -229,13 +229,13 @@ def test_a_request_taken_back_while_it_is_copied_is_answered_once(
 
 
 def test_a_client_that_leaves_while_its_payload_is_copied_frees_its_room(
-    server: FakeScheduler, held: HeldCopier
+    server: FakeScheduler, held_copier: HeldCopier
 ) -> None:
     with ps.Client(server.listeners.tcp.address) as client:
         client.submit("wide", LARGE)
-        until(lambda: held.held)
+        until(lambda: held_copier.held)
     until(lambda: len(server.tcp.sessions.clients) == 0)
-    held.held[0]()
+    held_copier.held[0]()
     until(lambda: server.tcp.requests.counts.undeliverable == 1)
     until(lambda: server.tcp.pool.is_empty)
 
@@ -412,8 +412,8 @@ def test_registration_reports_progress_and_ends(server: FakeScheduler, client: p
         progress=lambda stage, fraction: stages.append((stage, fraction)),
     )
     assert stages == [("export", 0.5)]
-    (asked,) = server.wait_for(ev.RegisterModelRequest)
-    spec = msgspec.msgpack.decode(asked.spec, type=BuildSpec)
+    (request,) = server.wait_for(ev.RegisterModelRequest)
+    spec = msgspec.msgpack.decode(request.spec, type=BuildSpec)
     assert spec.inputs == {"x": ((1, 4), "float32")}
     assert not spec.allow_module_mode
 
@@ -427,8 +427,8 @@ def test_an_upload_arrives_whole_and_is_found_by_its_digest(
     data = len(head).to_bytes(8, "little") + head + os.urandom(size)
     (tmp_path / "net.bundle").write_bytes(data)
     client.register("net", tmp_path / "net.bundle")
-    (asked,) = server.wait_for(ev.RegisterModelRequest)
-    stored = Path(msgspec.msgpack.decode(asked.spec, type=BuildSpec).source)
+    (request,) = server.wait_for(ev.RegisterModelRequest)
+    stored = Path(msgspec.msgpack.decode(request.spec, type=BuildSpec).source)
     assert stored.read_bytes() == data
     assert stored.parent == Path(server.config.server.state_dir, "uploads")
     client.register("net", tmp_path / "net.bundle")  # there already: nothing is sent again
@@ -448,8 +448,8 @@ def test_code_comes_through_the_owners_listener_only(server: FakeScheduler, tmp_
     with ps.Client(server.listeners.ipc.address) as owner:
         owner.register("m", "pkg.models:make")
         assert owner.train(script, args=["--lr", "1"]).name == "train"
-    (asked,) = server.wait_for(ev.TrainRequest)
-    assert asked.entry == str(script)
+    (request,) = server.wait_for(ev.TrainRequest)
+    assert request.entry == str(script)
 
 
 def test_logs_are_paged_at_characters(server: FakeScheduler, client: ps.Client) -> None:
@@ -468,9 +468,9 @@ def first_event(server: FakeScheduler, client: ps.Client) -> dict[str, Any]:
     events = client.events("switch.", timeout_s=DEADLINE_S)
     server.post(ev.Publish(topic="job.step", body={"n": 1}))
     server.post(ev.Publish(topic="switch.m", body={"n": 2}))
-    found = next(events)
+    event = next(events)
     events.close()  # type: ignore[attr-defined]
-    return found
+    return event
 
 
 def test_events_go_on_with_the_next_server_and_end_with_the_client(tmp_path: Path) -> None:
@@ -499,12 +499,12 @@ def test_who_does_not_read_events_misses_some_and_holds_up_nothing(server: FakeS
         (client,) = server.tcp.sessions.readers.clients
         assert client.unsent_bytes < 2 << 20
         server.post(ev.Publish(topic="job.t", body={"n": "missed"}))
-        found = [frames.decode_reply(deaf.hear()).body["n"]]
-        while found[-1] != "last":
+        names = [frames.decode_reply(deaf.hear()).body["n"]]
+        while names[-1] != "last":
             server.post(ev.Publish(topic="job.t", body={"n": "last"}))
-            found.append(frames.decode_reply(deaf.hear()).body["n"])
-        assert 4 < len(set(found)) < 40
-        assert "missed" not in found
+            names.append(frames.decode_reply(deaf.hear()).body["n"])
+        assert 4 < len(set(names)) < 40
+        assert "missed" not in names
         header = frames.RequestHeader(v=1, id="c", op="cancel", session=session, body={"id": "e"})
         deaf.send(frames.encode_header(header))
         until(lambda: not frames.decode_reply(deaf.hear()).more)

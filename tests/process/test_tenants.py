@@ -23,7 +23,7 @@ from pipeswitch.testing import server
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
-WORDS_BYTES = 64 << 10  # arrival words, at the start of each tenant's file
+FENCES_BYTES = 64 << 10  # fences, at the start of each tenant's file
 BLOCK_BYTES = 512
 
 pytestmark = pytest.mark.skipif(
@@ -63,7 +63,7 @@ def infer(message, programs, pool, view, task, slot):
         return REAL[0](message, programs, pool, view, task, slot)
     programs.bound(message)
     for index in range(len(message.plan) or 1):
-        view.wait_group(message.first_word + index, message.residency_id)
+        view.wait_group(message.first_fence + index, message.residency_id)
     view.wait_turn(message.op_id)
     view.control_page.write_begun(slot, message.op_id)
     wanted = {{name: struct.pack("<4f", *[value] * 4) for name, value in {values!r}.items()}}
@@ -132,8 +132,8 @@ def separate(**more: str) -> dict[str, str]:
 
 
 def output(answer: Any) -> torch.Tensor:
-    [found] = answer.outputs.values()
-    return torch.as_tensor(found)
+    [value] = answer.outputs.values()
+    return torch.as_tensor(value)
 
 
 @pytest.mark.parametrize("mode", ["shared", "separate"])
@@ -166,7 +166,7 @@ def test_a_workers_hostile_python_reads_and_maps_nothing_of_another_tenant(
             waiting = threads.submit(other.infer, "victim", row(REQUEST))
             tools.until(lambda: checked.stats()["pool_slabs"] == 4, "the victim's request waits")
             second = threads.submit(again.infer, "hostile", row(9.0625))
-            found, mapped = report(first)
+            values, mapped = report(first)
             report(second)
             assert tools.is_bit_equal(output(waiting.result()), answer)
             assert answer.tolist() == [[VALUES["another's answer"]] * 4]
@@ -177,10 +177,10 @@ def test_a_workers_hostile_python_reads_and_maps_nothing_of_another_tenant(
         (ARENA_BYTES, True),
     )
     if mode == "shared":
-        assert set(found) == set(VALUES)
+        assert set(values) == set(VALUES)
         assert mapped == [control_page, pool, models, work]
     else:
-        assert set(found) == {"own weights", "own request", "stop"}
+        assert set(values) == {"own weights", "own request", "stop"}
         assert mapped == [control_page, pool, models]
 
 
@@ -188,8 +188,8 @@ def report(ended: Future[Any]) -> tuple[list[str], list[tuple[int, bool]]]:
     """What a hostile process found, and the files it could map, by size: some to be written."""
     with pytest.raises(TaskFailed) as caught:
         ended.result()
-    found, mapped = json.loads(caught.value.message)
-    return found, [(size, can_write) for size, can_write in mapped]
+    values, mapped = json.loads(caught.value.message)
+    return values, [(size, can_write) for size, can_write in mapped]
 
 
 # -- what serves beside it -------------------------------------------------------------------------
@@ -214,19 +214,19 @@ class Pair:
 
     def tenants_files(self, what: str, pid: int) -> dict[int, int]:
         """Bytes that each of a process's files of this name takes, by inode."""
-        found = {}
+        bytes_by_file = {}
         for entry in Path("/proc", str(pid), "fd").iterdir():
             if os.readlink(entry).startswith(f"/memfd:pipeswitch-{what}"):
                 facts = entry.stat()
-                found[facts.st_ino] = facts.st_blocks * BLOCK_BYTES
-        return found
+                bytes_by_file[facts.st_ino] = facts.st_blocks * BLOCK_BYTES
+        return bytes_by_file
 
     def wait_until_arena_is_bounded(self) -> None:
         """Pages of the place that a copy took are given back right after that copy."""
 
         def is_bounded() -> bool:
             models = self.tenants_files("models", self.checked.daemon_pid())
-            return sum(models.values()) <= 12 * MIB + len(models) * WORDS_BYTES
+            return sum(models.values()) <= 12 * MIB + len(models) * FENCES_BYTES
 
         tools.until(is_bounded, "both tenants' models take no more than the arena")
         assert len(self.tenants_files("models", self.checked.daemon_pid())) == 2
@@ -251,9 +251,9 @@ def test_tenants_in_turns_answer_bit_for_bit_and_take_no_more_than_the_arena(pai
     assert pair.checked.worker_pids().keys() == pids.keys()
     pools = tools.until(
         lambda: (
-            (held := pair.tenants_files("pool", pair.checked.pid))
-            and not sum(held.values())
-            and held
+            (bytes_by_file := pair.tenants_files("pool", pair.checked.pid))
+            and not sum(bytes_by_file.values())
+            and bytes_by_file
         ),
         "slabs are given back",
     )
@@ -279,10 +279,10 @@ def test_after_a_kill_both_tenants_are_served_again(pair: Pair, which: str) -> N
     before = checked.daemon_pid()
     victims = [before] if which == "daemon" else list(checked.worker_pids().values())
     with ThreadPoolExecutor(2) as threads:
-        asked = [threads.submit(pair.ask, name) for name in ("mine", "theirs")]
+        futures = [threads.submit(pair.ask, name) for name in ("mine", "theirs")]
         for pid in victims:
             tools.kill(pid, signal.SIGKILL)
-        for one in asked:
+        for one in futures:
             one.result()
     checked.wait_until_whole()
     for name in ("mine", "theirs") * 2:

@@ -371,10 +371,10 @@ def live(host: FakeHost, path: Path, out: Path, lives: int, dice: random.Random)
     gate = HookedGate(lambda *_: None)
     gate.grant(1)
     gate.countdown = dice.randrange(1, 120) if dice.random() < 0.7 else -1
-    left = iter(range(dice.randrange(1, 14)))
+    chances = iter(range(dice.randrange(1, 14)))
 
     def poke() -> None:
-        if gate.countdown < 0 and next(left, None) is None:
+        if gate.countdown < 0 and next(chances, None) is None:
             session.place.is_over = True  # no more commits, whatever is closed on the way out
             raise Crashed
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from pipeswitch import job
 from pipeswitch.base.errors import TaskPreempted
 from pipeswitch.commits.area import CommitArea
-from pipeswitch.commits.files import load_commit, read_record, write_commit
+from pipeswitch.commits.commit_files import load_commit, read_record, write_commit
 from pipeswitch.commits.image import parse_image
 from pipeswitch.devices.cpu.copies import CpuCopies
 from pipeswitch.ipc.gate import Gate
@@ -517,11 +517,11 @@ def test_suspended_in_place_at_random_nothing_is_lost(at_boundary: bool) -> None
     host, result, dice = FakeHost(), Result(), random.Random(3)
     parked = threading.Semaphore(0)
     places: list[str] = []
-    kept, calls = [], list[int]()
+    counts, calls = [], list[int]()
 
     def on_parked(turn: int, next_turn: int, where: str) -> None:
         places.append(where)
-        kept.append(len(LIVING))
+        counts.append(len(LIVING))
         parked.release()
 
     gate = Gate(on_parked)
@@ -553,11 +553,11 @@ def test_suspended_in_place_at_random_nothing_is_lost(at_boundary: bool) -> None
     assert len(places) > 40
     if at_boundary:
         assert set(places) <= {"boundary", "loader"}
-        assert not any(kept)
+        assert not any(counts)
         assert len(calls) > 20
     else:
         assert {"forward", "backward"} & set(places)
-        assert any(kept)
+        assert any(counts)
         assert not calls
     assert len(calls) <= len(places)
     assert result.trace == expected.trace
@@ -686,8 +686,8 @@ for room in (1 << 40, 0):
 
 def test_a_job_that_waits_for_another_one_gives_freed_memory_back_where_it_is_short() -> None:
     command = [sys.executable, "-c", FREED]
-    kept = subprocess.run(command, capture_output=True, check=True, text=True).stdout
-    assert kept.split() == ["True", "False"]
+    output = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    assert output.split() == ["True", "False"]
 
 
 def test_a_job_takes_the_page_faults_of_a_block_once() -> None:
@@ -712,8 +712,8 @@ print("stays")
 
 def test_a_scripts_process_is_ended_before_it_is_itself() -> None:
     command = [sys.executable, "-c", EARLY]
-    said = subprocess.run(command, capture_output=True, check=True, text=True).stdout
-    assert said.split() == ["-15", "stays"], "a pool would wait for it for ever"
+    output = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    assert output.split() == ["-15", "stays"], "a pool would wait for it for ever"
 
 
 def test_the_history_of_lbfgs_has_its_room_from_the_start() -> None:
@@ -796,8 +796,8 @@ def test_an_iterable_without_state_warns_once() -> None:
         train()
     session.finish()
     assert len(caught) == 1
-    [told] = [values for kind, values in host.events if kind == "warning"]
-    assert "batches" in told["text"]  # which ``jobs`` shows as its ``why``
+    [warning] = [values for kind, values in host.events if kind == "warning"]
+    assert "batches" in warning["text"]  # which ``jobs`` shows as its ``why``
 
 
 def test_another_torch_has_loaders_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -808,6 +808,18 @@ def test_another_torch_has_loaders_as_they_were(monkeypatch: pytest.MonkeyPatch)
         assert DataPosition(loader, {}).warn_if_inexact()
     assert persistent_loaders.capture() == {}
     session.close()
+
+
+def test_what_a_worker_sends_passes_through_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        persistent_loaders, "get_worker_info", lambda: SimpleNamespace(id=1, dataset=Drawn())
+    )
+    loader = DataLoader(range(2), collate_fn=list)  # type: ignore[arg-type]
+    worker = persistent_loaders._Worker(loader, {})
+    plain = worker.collate([1])
+    batch, pinned = torch.utils.data._utils.pin_memory.pin_memory(plain)
+    assert (batch, pinned.states) == ([1], plain[1].states)
+    persistent_loaders._Worker(loader, {1: pinned.states}).start(1)
 
 
 def test_a_loader_is_itself_again_after_the_script() -> None:

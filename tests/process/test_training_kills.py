@@ -109,14 +109,14 @@ class Life:
 
 def lives(trace: str) -> list[Life]:
     """The lives of a job in their order; the steps of each follow each other."""
-    found: list[Life] = []
+    lives_seen: list[Life] = []
     for line in trace.splitlines():
         pid, step, loss = line.split()
-        if not found or found[-1].pid != int(pid):
-            found.append(Life(int(pid), int(step)))
-        found[-1].losses.append(loss)
-        assert found[-1].last_step == int(step), f"{pid} counted {step} out of order"
-    return found
+        if not lives_seen or lives_seen[-1].pid != int(pid):
+            lives_seen.append(Life(int(pid), int(step)))
+        lives_seen[-1].losses.append(loss)
+        assert lives_seen[-1].last_step == int(step), f"{pid} counted {step} out of order"
+    return lives_seen
 
 
 class Killer:
@@ -338,10 +338,10 @@ def kill_real_jobs(folder: Path, kills: int, aims: list[str], figures: dict[str,
             epochs = killer.out.read_text().split()[-1]
             run_plain(folder / "victim.py", str(seed), str(plain), epochs)
             figures["differences"] += 1  # until judged
-            found = judge(killer, plain)
+            figures_of_job = judge(killer, plain)
             figures["differences"] -= 1
             figures["jobs"] += 1
-            for key, value in found.items():
+            for key, value in figures_of_job.items():
                 figures[key] += value
             for name, times_ms in killer.recovery_ms.items():
                 recovery_ms[name] += times_ms
@@ -353,7 +353,7 @@ def kill_real_jobs(folder: Path, kills: int, aims: list[str], figures: dict[str,
                 }
                 for name, times_ms in sorted(recovery_ms.items())
             }
-            say(f"job {figures['jobs']}: {found}; {figures['kills']} of {kills} kills")
+            say(f"job {figures['jobs']}: {figures_of_job}; {figures['kills']} of {kills} kills")
 
 
 @pytest.mark.slow

@@ -191,9 +191,9 @@ def test_an_eviction_at_any_layer_loses_no_finished_step_and_ends_bit_equal(scri
         assert lives < 60, "no progress"
         ended = live(host, script, evict_at=3 * lives % 13 + 4)
         if not ended:
-            kind, said = host.events[-1]
+            kind, event = host.events[-1]
             assert kind == "evicting"
-            assert said["committed_step"] in (said["step"], None if said["step"] == 0 else -1)
+            assert event["committed_step"] in (event["step"], None if event["step"] == 0 else -1)
     assert lives > 2
     assert ended == expected
 
@@ -202,7 +202,7 @@ def test_an_eviction_at_any_layer_loses_no_finished_step_and_ends_bit_equal(scri
 def test_commits_go_on_whether_an_optimizer_has_stepped_or_not(script: Script) -> None:
     host = FakeHost()
     live(host, script, evict_at=-1, every_ms=1.0)
-    steps = [said["step"] for kind, said in host.events if kind == "committed"]
+    steps = [event["step"] for kind, event in host.events if kind == "committed"]
     most = 6 if script is accumulates else 2
     assert len(steps) >= 8
     assert max(late - early for early, late in itertools.pairwise(steps)) <= most
@@ -243,14 +243,14 @@ def growing(kind: str) -> Script:
                 loss = F.mse_loss(net(a), a)
                 loss.backward()
                 opt.step()
-                made = {
+                tensors = {
                     "tensors": lambda a=a, loss=loss: [(one, loss.detach()) for one in a] * 8,
                     "numbers": lambda loss=loss: [loss.item()] * 2000,
                     "one tensor": lambda: torch.randn(20_000),
                     "array": lambda: np.random.rand(20_000),
                     "optimizer": list,
                 }[kind]()
-                note["kept"].append(made)
+                note["kept"].append(tensors)
         return digest(net.state_dict(), opt.state_dict(), [*map(repr, note["kept"])])
 
     return script
@@ -338,13 +338,13 @@ def test_a_failed_job_is_started_again_from_its_last_commit_also_by_the_next_ser
         task = checked.client.train(path, name="it", args=[str(tmp_path / "out"), "served"])
         with pytest.raises(errors.TaskFailed, match="the disk is full"):
             task.wait(60)
-        lost = 40 - task.status()["committed_step"]
+        steps_lost = 40 - task.status()["committed_step"]
         assert task.resume()["error"] == ""
         with pytest.raises(errors.TaskFailed):
             task.wait(60)
         row = task.status()
-        assert (row["step"], row["steps_recomputed"]) == (60, lost)
-        assert row["persisted_step"] >= 40 - lost
+        assert (row["step"], row["steps_recomputed"]) == (60, steps_lost)
+        assert row["persisted_step"] >= 40 - steps_lost
         assert "".join(task.logs()).count("ValueError: the disk") == 2, "the log goes on"
     with checked_server(**options) as checked:
         task = checked.client.task("it")
@@ -384,7 +384,7 @@ def nested_notes(poke: Poke) -> str:
     opt = torch.optim.SGD(net.parameters(), 0.1)
     note: dict[str, Any] = {"best": 9.0, "deep": {"list": [0, {"x": 0}], "pair": ([], 1)}}
     losses: list[float] = []
-    hidden, array, seen = torch.zeros(6), np.zeros(6), set[int]()
+    hidden, array, numbers = torch.zeros(6), np.zeros(6), set[int]()
     memory, deep = deque[Any](maxlen=5), note["deep"]["list"][1]
     rows, inner = torch.zeros(0, 6), note["deep"]["pair"][0]
     for _ in job.epochs(4):
@@ -397,7 +397,7 @@ def nested_notes(poke: Poke) -> str:
                 "losses": losses,
                 "hidden": hidden,
                 "array": array,
-                "seen": seen,
+                "seen": numbers,
                 "memory": memory,
                 "many": {"rows": [rows]},
             },
@@ -410,10 +410,10 @@ def nested_notes(poke: Poke) -> str:
             losses.append(loss)
             hidden.mul_(0.9).add_(a.mean(0))
             array += loss
-            seen.add(job.step % 7)
+            numbers.add(job.step % 7)
             memory.append((a[0], loss))
             rows.set_(torch.cat([rows, a[:1]]))
-    return digest(net.state_dict(), note, losses, hidden, array, seen, list(memory), rows, inner)
+    return digest(net.state_dict(), note, losses, hidden, array, numbers, list(memory), rows, inner)
 
 
 def kept_list(poke: Poke) -> str:
@@ -601,14 +601,14 @@ UNKNOWN = ["behind", "arguments", "own loop"]
 def loaded(name: str) -> Script:
     def script(poke: Poke) -> str:
         data()
-        loader, net, seen = LOADERS[name](), nn.Linear(2, 1), list[float]()
+        loader, net, sums = LOADERS[name](), nn.Linear(2, 1), list[float]()
         opt = torch.optim.SGD(net.parameters(), 0.01)
         for _ in job.epochs(1 if "arguments" in name else 3):
-            for a in job.steps(loader, model=net, optimizer=opt, extra_state={"seen": seen}):
+            for a in job.steps(loader, model=net, optimizer=opt, extra_state={"seen": sums}):
                 poke()
                 trained(a, net, opt)
-                seen.append(a.sum().item())
-        return digest(net.state_dict(), seen)
+                sums.append(a.sum().item())
+        return digest(net.state_dict(), sums)
 
     return script
 
@@ -618,8 +618,8 @@ def test_whatever_loads_the_data_a_resumed_job_sees_the_same_or_warns(name: str)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         resumes(loaded(name), crash_at=4 if "arguments" in name else 9, lives=2)
-    said = {str(one.message) for one in caught if one.category is job.InexactResumeWarning}
-    assert bool(said) == any(word in name for word in UNKNOWN), said
+    warnings_seen = {str(one.message) for one in caught if one.category is job.InexactResumeWarning}
+    assert bool(warnings_seen) == any(word in name for word in UNKNOWN), warnings_seen
 
 
 def test_a_source_that_never_brings_a_batch_back_is_warned_of_as_the_job_resumes() -> None:
@@ -717,26 +717,26 @@ KEPT: dict[str, Callable[[], Any]] = {
 }
 
 
-def use(kept: Any, net: nn.Module, loss: float) -> Any:
+def use(note: Any, net: nn.Module, loss: float) -> Any:
     """Change it as a loop's body does; returns what the variable is assigned."""
-    if isinstance(kept, float):
-        return kept + loss
-    if isinstance(kept, list):
-        kept.append(loss)
-    elif isinstance(kept, dict):
-        kept["calls"] += 1
-    elif isinstance(kept, torch.Tensor):
-        kept.add_(loss)
-    elif isinstance(kept, torch.optim.swa_utils.AveragedModel):
-        kept.update_parameters(net)
-    elif isinstance(kept, Early):
-        kept.bad += 1
-    elif isinstance(kept, torch.amp.GradScaler):
-        kept.scale(torch.ones(1))
-        kept._growth_tracker.add_(1)
+    if isinstance(note, float):
+        return note + loss
+    if isinstance(note, list):
+        note.append(loss)
+    elif isinstance(note, dict):
+        note["calls"] += 1
+    elif isinstance(note, torch.Tensor):
+        note.add_(loss)
+    elif isinstance(note, torch.optim.swa_utils.AveragedModel):
+        note.update_parameters(net)
+    elif isinstance(note, Early):
+        note.bad += 1
+    elif isinstance(note, torch.amp.GradScaler):
+        note.scale(torch.ones(1))
+        note._growth_tracker.add_(1)
     else:
-        kept.random()
-    return kept
+        note.random()
+    return note
 
 
 @pytest.mark.parametrize("where", ["in the body", "between two epochs"])

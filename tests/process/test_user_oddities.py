@@ -102,8 +102,10 @@ def test_an_odd_module_answers_bit_equal(running: Checked, name: str) -> None:
         running.client.register(name, module, example_inputs=inputs)
     expected = eager(module, *(value.clone() for value in inputs))
     expected = [expected] if isinstance(expected, torch.Tensor) else list(expected)
-    found = list(running.client.infer(name, list(inputs)).outputs.values())
-    assert [is_bit_equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(found)
+    outputs = list(running.client.infer(name, list(inputs)).outputs.values())
+    assert [is_bit_equal(a, b) for a, b in zip(outputs, expected, strict=True)] == [True] * len(
+        outputs
+    )
 
 
 def test_inputs_are_called_what_forward_calls_them(running: Checked) -> None:
@@ -151,8 +153,8 @@ def test_what_nests_goes_in_and_comes_back_as_it_was_also_after_evictions() -> N
         assert list(checked.client.show("nested-a")["outputs"]) == names
         for name, module in [*modules.items()] * 2:
             expected = eager(module, x, state)
-            for given in ((x, state, None), {"state": {"h": state.h}, "x": x, "mask": None}):
-                answer = checked.client.infer(name, given)
+            for inputs in ((x, state, None), {"state": {"h": state.h}, "x": x, "mask": None}):
+                answer = checked.client.infer(name, inputs)
                 assert list(answer.outputs) == names
                 value = answer.value
                 assert is_bit_equal(value["out"], expected["out"])
@@ -212,12 +214,12 @@ def test_any_numpy_array_of_the_right_values_is_answered_alike(running: Checked)
     expected = eager(module, torch.from_numpy(x)).numpy()
     read_only = x.copy()
     read_only.flags.writeable = False
-    for given in (x.astype(">f4"), np.asfortranarray(x), np.repeat(x, 2, 0)[::2], read_only):
-        assert np.array_equal(running.client.infer("arrays", given)["y"], expected)
+    for array in (x.astype(">f4"), np.asfortranarray(x), np.repeat(x, 2, 0)[::2], read_only):
+        assert np.array_equal(running.client.infer("arrays", array)["y"], expected)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "value",
     [
         [[1.0, 2.0], [3.0]],
         np.array([{}]),
@@ -227,9 +229,9 @@ def test_any_numpy_array_of_the_right_values_is_answered_alike(running: Checked)
     ],
     ids=["ragged", "objects", "meta", "conjugate", "float8"],
 )
-def test_what_is_no_array_is_an_invalid_input(running: Checked, given: Any) -> None:
+def test_what_is_no_array_is_an_invalid_input(running: Checked, value: Any) -> None:
     with pytest.raises(InvalidInput):
-        running.client.infer("anything", given)
+        running.client.infer("anything", value)
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,9 @@ def test_an_ended_jobs_state_and_history_are_there_until_it_is_removed(
     row = task.export(tmp_path / "left.safetensors")
     assert row["persisted_step"] == 12
     assert row["state"] == "done"
-    wanted, found = torch.load(tmp_path / "left.pt"), load_file(tmp_path / "left.safetensors")
-    assert set(found) == set(wanted)
-    assert all(tools.is_bit_equal(found[name], wanted[name]) for name in wanted)
+    expected, actual = torch.load(tmp_path / "left.pt"), load_file(tmp_path / "left.safetensors")
+    assert set(actual) == set(expected)
+    assert all(tools.is_bit_equal(actual[name], expected[name]) for name in expected)
     assert checked.count("store_free_bytes") == checked.count("store_capacity_bytes")
 
     history = task.history()
@@ -123,9 +123,11 @@ def test_a_file_of_weights_becomes_the_next_version_and_the_old_one_can_come_bac
     if way == "client":
         row = client.register(name, weights=path, as_version=True)
     elif way == "command":
-        said = by_hand(checked, "register", name, "--weights", str(path), "--as-version", "--json")
-        assert said.exit_code == 0, said.output
-        row = json.loads(said.output)
+        result = by_hand(
+            checked, "register", name, "--weights", str(path), "--as-version", "--json"
+        )
+        assert result.exit_code == 0, result.output
+        row = json.loads(result.output)
     else:
         from safetensors.torch import save_file
 
@@ -370,8 +372,8 @@ def test_each_answer_is_of_one_version_while_a_script_publishes(
                 step = int(sources[version].removeprefix("job:p@"))
                 assert step % 40 == 0
                 plain.load_state_dict(torch.load(tmp_path / f"{step}.pt"))
-            wanted = tools.eager(plain, x)
-            assert all(tools.is_bit_equal(answer, wanted) for answer in answers), version
+            expected = tools.eager(plain, x)
+            assert all(tools.is_bit_equal(answer, expected) for answer in answers), version
         log = "".join(task.logs())
         assert log.count("ModelNotFound") == 2, log
         assert task.status()["why"] == ""
@@ -428,18 +430,20 @@ def test_publications_under_load_outlive_worker_daemon_and_server(
             (tmp_path / "stop").touch()
             tools.finish(second.client.task("p"), 120.0)
             stack.close()
-        wanted = {"before": tools.eager(net, x)}
+        expected = {"before": tools.eager(net, x)}
         for path in tmp_path.glob("*.pt"):
             plain = copy.deepcopy(net)
             plain.load_state_dict(torch.load(path))
-            wanted[path.stem] = tools.eager(plain, x)
+            expected[path.stem] = tools.eager(plain, x)
         steps: dict[int, str] = {}
         for asker in askers:
             assert asker.error is None
             assert all(began <= up_s and ended >= down_s for began, ended in asker.without_server)
             for version, answers in asker.answers.items():
                 (step,) = (
-                    step for step, plain in wanted.items() if tools.is_bit_equal(answers[0], plain)
+                    step
+                    for step, plain in expected.items()
+                    if tools.is_bit_equal(answers[0], plain)
                 )
                 assert steps.setdefault(version, step) == step
                 assert all(tools.is_bit_equal(answer, answers[0]) for answer in answers)
@@ -540,9 +544,9 @@ def test_an_average_is_served_by_its_name_after_a_kill_and_never_the_other_one_u
             other.load_state_dict(torch.load(tmp_path / f"{part}.pt"))
             plain[part] = tools.eager(other.eval(), x)
         assert not tools.is_bit_equal(plain["net"], plain["ema"])
-        said = [line for line in "".join(task.logs()).splitlines() if "refused:" in line]
-        assert '"ema", "net"' in said[0]
-        assert 'no part "emma"' in said[1], said
+        lines = [line for line in "".join(task.logs()).splitlines() if "refused:" in line]
+        assert '"ema", "net"' in lines[0]
+        assert 'no part "emma"' in lines[1], lines
         tools.until(lambda: client.show("live")["version"] == 2, "the script's version")
         assert client.show("live")["source"].endswith(":ema")
         assert tools.is_bit_equal(answer(), plain["ema"])
@@ -554,8 +558,10 @@ def test_an_average_is_served_by_its_name_after_a_kill_and_never_the_other_one_u
             client.publish("live", "p", part="emma")
         assert client.publish("live", "p", part="ema")["version"] == 2, "the same weights"
         for part, status in (("", 1), ("net", 0)):
-            said = by_hand(checked, "register", "live", "--from-job", "p", "--part", part)
-            assert (said.exit_code, "--part ema" in said.stderr) == (status, not part), said.output
+            lines = by_hand(checked, "register", "live", "--from-job", "p", "--part", part)
+            assert (lines.exit_code, "--part ema" in lines.stderr) == (status, not part), (
+                lines.output
+            )
         assert tools.is_bit_equal(answer(), plain["net"])
 
         with pytest.raises(errors.InvalidInput, match='"ema", "net"'):
@@ -588,12 +594,12 @@ def test_the_next_server_serves_the_last_version_and_has_the_ended_job(
         )
         tools.finish(task)
         assert first.client.publish("kept", "s")["version"] == 2
-        wanted = tools.eager(trained_as(net, task, tmp_path), x)
+        expected = tools.eager(trained_as(net, task, tmp_path), x)
         first.client.split("kept", 1, 1)
     with tools.checked_server(environment=tools.ENVIRONMENT, state_dir=state, http=True) as second:
         result = second.client.infer("kept", x)
         assert result.timing.version == 2
-        assert tools.is_bit_equal(next(iter(result.outputs.values())), wanted)
+        assert tools.is_bit_equal(next(iter(result.outputs.values())), expected)
         rows = second.client.models(versions=True)
         assert [(row["version"], row["share"]) for row in rows] == [(1, 1), (2, 99)]
         row = second.client.task("s").export(tmp_path / "again.safetensors")
@@ -601,7 +607,7 @@ def test_the_next_server_serves_the_last_version_and_has_the_ended_job(
         assert (tmp_path / "again.safetensors").read_bytes() == (
             tmp_path / "s.safetensors"
         ).read_bytes()
-        for path, version, plain in (("", 2, wanted), ("/versions/1", 1, tools.eager(net, x))):
+        for path, version, plain in (("", 2, expected), ("/versions/1", 1, tools.eager(net, x))):
             answer = by_http(second, f"/v2/models/kept{path}/infer", x)
             assert answer["model_version"] == str(version)
             assert tools.is_bit_equal(torch.tensor(answer["outputs"][0]["data"]), plain.reshape(-1))

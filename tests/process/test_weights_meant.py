@@ -44,8 +44,8 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
     """The same values 8 bytes behind where torch would put them, as a mapped file may have them."""
     memory = bytearray(tensor.nbytes + 128)
     start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % 64 + 8
-    found = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
-    return found.view(tensor.shape).copy_(tensor)
+    copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+    return copy.view(tensor.shape).copy_(tensor)
 
 
 def mapped() -> nn.Module:
@@ -74,8 +74,8 @@ def spec_of(name: str, state: dict[str, torch.Tensor], folder: Path) -> BuildSpe
 def test_what_a_wrapper_puts_before_names_is_no_part_of_them(prefix: str, tmp_path: Path) -> None:
     state = plain().state_dict()
     named = {prefix + name: value for name, value in state.items()}
-    found = load_source(spec_of("plain", named, tmp_path)).module.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in state.items())
+    state_read = load_source(spec_of("plain", named, tmp_path)).module.state_dict()
+    assert all(torch.equal(state_read[name], value) for name, value in state.items())
 
 
 @pytest.mark.parametrize(
@@ -105,9 +105,9 @@ def test_weights_that_do_not_fit_are_refused_by_name(
 def test_a_tied_weight_is_in_the_file_once_or_twice_alike(tmp_path: Path) -> None:
     state = Tied().state_dict()
     once = {"table.weight": state["table.weight"]}
-    for given in (once, state):
-        found = load_source(spec_of("tied", given, tmp_path)).module.state_dict()
-        assert torch.equal(found["head.weight"], state["table.weight"])
+    for state_given in (once, state):
+        state_read = load_source(spec_of("tied", state_given, tmp_path)).module.state_dict()
+        assert torch.equal(state_read["head.weight"], state["table.weight"])
     unlike = {**state, "head.weight": state["head.weight"] + 1}
     with pytest.raises(RegistrationRefused, match=r"table.weight, head.weight"):
         load_source(spec_of("tied", unlike, tmp_path))
@@ -169,10 +169,10 @@ def test_weights_of_a_mapped_file_are_aligned_before_anything_is_compared(tmp_pa
     assert {w.data_ptr() % 64 for w in load_source(spec).module.parameters()} == {0}
     module = mapped()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    made = export_module_to_bundle(module, torch.ones(2, 8), tmp_path / "it.bundle")
+    report = export_module_to_bundle(module, torch.ones(2, 8), tmp_path / "it.bundle")
     assert {w.data_ptr() % 64 for w in module.parameters()} == {0}
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
-    assert any("aligned" in note for note in made["notes"])
+    assert any("aligned" in note for note in report["notes"])
 
 
 def test_weights_that_others_share_stay_where_they_are(tmp_path: Path) -> None:

@@ -80,23 +80,23 @@ def until(look: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T
 
 def marked_pids(mark: str) -> set[int]:
     """Living processes (no zombies) with this mark in their environment."""
-    wanted, found = f"{MARK}={mark}".encode(), set()
+    mark_text, pids = f"{MARK}={mark}".encode(), set()
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
         with contextlib.suppress(OSError):
             environment = Path("/proc", entry, "environ").read_bytes()
-            if wanted in environment.split(b"\0"):
-                found.add(int(entry))
-    return found
+            if mark_text in environment.split(b"\0"):
+                pids.add(int(entry))
+    return pids
 
 
 def children_of(pid: int) -> set[int]:
     """Direct children of a process, of all its threads."""
-    found: set[int] = set()
+    pids: set[int] = set()
     for task in Path("/proc", str(pid), "task").iterdir():
-        found.update(int(child) for child in (task / "children").read_text().split())
-    return found
+        pids.update(int(child) for child in (task / "children").read_text().split())
+    return pids
 
 
 def command_of(pid: int) -> str:
@@ -244,10 +244,10 @@ def gone(mark: str, deadline_s: float = DEADLINE_S, *, but: frozenset[int] = fro
     try:
         until(lambda: marked_pids(mark) <= but, "every process left", deadline_s)
     except AssertionError:
-        left = {pid: command_of(pid) for pid in marked_pids(mark) - but}
-        for pid in left:
+        remaining = {pid: command_of(pid) for pid in marked_pids(mark) - but}
+        for pid in remaining:
             kill(pid)
-        raise AssertionError(f"orphans: {left}") from None
+        raise AssertionError(f"orphans: {remaining}") from None
 
 
 @contextlib.contextmanager
@@ -411,9 +411,9 @@ def run_plain(script: Path, *args: str) -> str:
         process = _plain()
         process.stdin.write(json.dumps([printed.name, str(script), *args]) + "\n")
         process.stdin.flush()
-        status, said = process.stdout.readline(), printed.read()
-    assert status == "0\n", f"{script} ended with {status}: {said}"
-    return said
+        status, output = process.stdout.readline(), printed.read()
+    assert status == "0\n", f"{script} ended with {status}: {output}"
+    return output
 
 
 # ------------------------------------------------------------------------------- models

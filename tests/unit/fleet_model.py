@@ -21,11 +21,11 @@ from pipeswitch.planning.profile import (
     UNKNOWN_DEVICE,
     VERSION,
     BatchProfile,
-    Found,
     LayerProfile,
     LinkProfile,
     Overheads,
     Profile,
+    ProfileFile,
 )
 from pipeswitch.programs.interface.groups import layer_bytes
 from pipeswitch.programs.interface.layout import Batching, Manifest
@@ -147,7 +147,7 @@ class World(simulator.World):
         settings = SchedulerSettings(
             arena_bytes=arena_mib * MIB,
             store_bytes=256 * MIB,
-            words=64,
+            fence_count=64,
             standby=standby,
             max_queue=16,
             restart_backoff_ms=100.0,
@@ -288,7 +288,7 @@ class World(simulator.World):
         )
 
     def check_rest(self) -> None:
-        """I3 at rest: the arena holds arrival words and idle models, nothing else."""
+        """I3 at rest: the arena holds fences and idle models, nothing else."""
         machine = self.scheduler.machine
         open_areas = [daemon.areas for daemon in self.daemons.values() if daemon is not None]
         require(not any(open_areas), f"commit areas of jobs that are over: {open_areas}")
@@ -299,7 +299,7 @@ class World(simulator.World):
             for region in device.arena.regions:
                 owner = region.owner
                 is_idle_model = owner.kind in ("model", "rest") and owner.name in state.replicas
-                require(owner.kind == "words" or is_idle_model, f"leaked {region}")
+                require(owner.kind == "fences" or is_idle_model, f"leaked {region}")
             require(all(m.users == 0 for m in state.replicas.values()), "a lease at rest")
             require(state.owner.job is None and state.owner.running is None, "a task at rest")
 
@@ -307,7 +307,7 @@ class World(simulator.World):
 
     def register(self, name: str, total_bytes: int, *, pin: bool = False, groups: int = 2) -> int:
         """With luck there is a profile of it on the disk."""
-        found: tuple[Found, ...] = ()
+        profiles: tuple[ProfileFile, ...] = ()
         program = program_of(
             f"d-{name}", total_bytes, groups=groups, layer_ms=LAYER_MS, batching=JOINED.get(name)
         )
@@ -317,12 +317,12 @@ class World(simulator.World):
             program = replace(program, manifest=manifest)
         if self.random.random() < self.profiled:
             layer_ms = self.random.choice((1.0, 12.0, 40.0))
-            found = (Found("found.json", profile_of(name, program.manifest, layer_ms)),)
+            profiles = (ProfileFile("found.json", profile_of(name, program.manifest, layer_ms)),)
         names = [device.state.settings.device for device in self.scheduler.machine.devices]
         only: tuple[str, ...] = ()
         if len(names) > 1 and name[-1] in "34":
             only = (names[-1],) if name.endswith("3") else tuple(names)
-        program = replace(program, profiles=found)
+        program = replace(program, profiles=profiles)
         return self.clients.register(name, program, pin=pin, devices=only)
 
     def infer(self, name: str, *, priority: int = 1, deadline_ms: float | None = None) -> int:

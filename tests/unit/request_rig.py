@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeswitch.base.roles import LEAST
+from pipeswitch.base.roles import DEFAULT_ROLES
 from pipeswitch.client.client import Client
 from pipeswitch.ipc.channel import channel_pair
 from pipeswitch.ipc.control_page import BOARD_BYTES, Board, new_doorbell, sealed_memfd
@@ -33,7 +33,7 @@ from pipeswitch.programs.graphs.bundle import Graph, Node
 from pipeswitch.programs.interface.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
 from pipeswitch.wire import frames
 from pipeswitch.wire.stream import Stream
-from pipeswitch.workers.main import Worker
+from pipeswitch.workers.main import WorkerProcess
 
 COLUMNS = 64
 BILL: dict[str, Any] = {
@@ -172,18 +172,18 @@ async def _gateway(address: str, sock: socket.socket) -> Any:
     from pipeswitch.gateway.admin.ui import Page
     from pipeswitch.gateway.auth import Authenticator
     from pipeswitch.gateway.http.event_stream import EventLog
-    from pipeswitch.gateway.http.server import HttpServer, Limits
+    from pipeswitch.gateway.http.http_server import HttpServer, Limits
     from pipeswitch.gateway.offload import OffloadThread
-    from pipeswitch.gateway.rest import Rest
+    from pipeswitch.gateway.rest import RestApi
     from pipeswitch.gateway.serving.service import Service
     from pipeswitch.gateway.serving.upstream import Upstream
 
     upstream = Upstream(address)
     callers = Authenticator(
-        roles=LEAST, tokens={}, needs_token=False, hosts=frozenset({"127.0.0.1"})
+        roles=DEFAULT_ROLES, tokens={}, needs_token=False, hosts=frozenset({"127.0.0.1"})
     )
     api = Api(upstream, EventLog(), version="1", allow_code=())
-    server = HttpServer(Rest(Service(upstream), callers, api, Page(), OffloadThread()), Limits())
+    server = HttpServer(RestApi(Service(upstream), callers, api, Page(), OffloadThread()), Limits())
     await asyncio.get_running_loop().connect_accepted_socket(server, sock)
     return upstream
 
@@ -218,12 +218,12 @@ def workers_calls() -> int:
         slot=0,
         device="cpu",
         arena_bytes=16 * page,
-        words=16,
+        fence_count=16,
         pool_bytes=16 * page,
         threads=1,
         doorbell_count=1,
     )
-    worker = Worker(settings, task, control, control_page, [doorbell])
+    worker = WorkerProcess(settings, task, control, control_page, [doorbell])
     worker.map_memory([pool, models, work])
     worker._programs._read["m"] = ("d", *_two_groups())
     x = SlabTensor(name="x", dtype="float32", shape=(1, 4), offset_bytes=0, size_bytes=16)
@@ -234,13 +234,13 @@ def workers_calls() -> int:
         digest="d",
         directory="",
         arena_offset_bytes=page,
-        first_word=2,
+        first_fence=2,
         residency_id=7,
         inputs=(x,),
         reply_offset_bytes=page,
         reply_bytes=64,
     )
-    os.pwrite(models, (7).to_bytes(4, "little") * 2, 4 * order.first_word)
+    os.pwrite(models, (7).to_bytes(4, "little") * 2, 4 * order.first_fence)
     Board(control_page).write_turn(order.op_id)
 
     for _ in range(REQUESTS):

@@ -22,9 +22,9 @@ from pipeswitch.frontend.sequences import manager as sequences
 from pipeswitch.frontend.sequences.blocks import Block, BlockPool, BlockTable, tokens_of
 from pipeswitch.frontend.sequences.caches import Caches
 from pipeswitch.frontend.sequences.manager import IDLE_MS
-from pipeswitch.frontend.sequences.sequence import SequenceState
+from pipeswitch.frontend.sequences.sequence_state import SequenceState
 from pipeswitch.ipc.messages.base import OpId, SlabTensor
-from pipeswitch.programs.decoding.generation import PADS
+from pipeswitch.programs.decoding.generation_settings import PADS
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import ValueSpec
 from pipeswitch.scheduler.events import Token
@@ -86,11 +86,11 @@ class Request(msgspec.Struct):
 
 
 def rows_of(caller: str, tokens: list[int]) -> bytes:
-    found, last = [], zlib.crc32(caller.encode())
+    rows, last = [], zlib.crc32(caller.encode())
     for token in tokens:
         last = zlib.crc32(token.to_bytes(8, "little"), last)
-        found.append(last.to_bytes(ROW, "little"))
-    return b"".join(found)
+        rows.append(last.to_bytes(ROW, "little"))
+    return b"".join(rows)
 
 
 class World:
@@ -124,42 +124,42 @@ class World:
     def begin(self, key: Key, ids: list[int], how: str) -> None:
         """``how``: "refused" has no room for its run."""
         self.numbers += 1
-        held = self.sequences.open(self, key[0], MODEL, Token(self.numbers))  # type: ignore[arg-type]
+        sequence = self.sequences.open(self, key[0], MODEL, Token(self.numbers))  # type: ignore[arg-type]
         try:
-            reused = self.sequences.reuse(held, tokens_of(ids), len(ids))
+            reused = self.sequences.reuse(sequence, tokens_of(ids), len(ids))
             assert reused < len(ids)
-            self.sequences.fit(held, len(ids) + self.steps - 1, self.steps)
+            self.sequences.fit(sequence, len(ids) + self.steps - 1, self.steps)
             if how == "refused":
                 raise QueueFull("behind its cache")
         except QueueFull:
-            self.sequences.drop(held)
+            self.sequences.drop(sequence)
             return
         self.spared += reused
-        self.live[key] = Request(held, ids, held.values["cache"], held.used)
+        self.live[key] = Request(sequence, ids, sequence.values["cache"], sequence.used)
 
     def run(self, key: Key, chosen: list[int], how: str) -> None:
         """A run ends: its worker has written its rows behind the others. ``how``: "wrong" is a run
         that died in the middle, "full" one after which there is no room."""
         request = self.live[key]
-        held, ids = request.held, request.ids
+        sequence, ids = request.held, request.ids
         fed = [*ids[request.used :], *chosen[:-1]]
         rows = rows_of(key[0], [*ids, *chosen[:-1]])[ROW * request.used :]
         if how == "wrong":
             rows = b"\x66" * len(rows)
-        lent = held.values["cache"]
+        lent = sequence.values["cache"]
         self.pool.copy_rows("", lent.places(lent.size_bytes, len(rows)), memoryview(rows))
         if how != "wrong":
-            self.sequences.append(held, tokens_of(fed), OpId(1), len(chosen))
+            self.sequences.append(sequence, tokens_of(fed), OpId(1), len(chosen))
             ids.extend(chosen)
             self.tokens += len(chosen)
         try:
-            self.sequences.fit(held, len(ids) + self.steps - 1, self.steps)
+            self.sequences.fit(sequence, len(ids) + self.steps - 1, self.steps)
             if how == "full":
                 raise QueueFull("it waits")
         except QueueFull:  # the youngest gives up its cache
             self.end(key)
             return
-        request.cache, request.used = held.values["cache"], held.used
+        request.cache, request.used = sequence.values["cache"], sequence.used
 
     def end(self, key: Key) -> None:
         """It is over, or its client is gone."""
@@ -177,9 +177,9 @@ class World:
             assert rows == max(one.used, 1) or rows % step in (0, MOST % step)
             size, most = table.space.rows, len(one.ids) + self.steps - 1
             assert len(table.blocks) == max(-(-most // size), -(-one.used // size), 1)
-        taken = {offset for one in tables for offset in one.pieces}
-        taken |= {one.offset_bytes for one in blocks.unlocked}
-        assert len(taken) == self.pool._slabs.slab_count, "memory nobody holds"
+        offsets = {offset for one in tables for offset in one.pieces}
+        offsets |= {one.offset_bytes for one in blocks.unlocked}
+        assert len(offsets) == self.pool._slabs.slab_count, "memory nobody holds"
         for start, size in self.pool._slabs._holes:
             memory[start : start + size] = b"\xee" * size
 
@@ -192,8 +192,11 @@ class World:
         self.move(("idle",))
         assert self.pool.is_empty, "memory is lost"
         assert not [*self.sequences.blocks.spaces], "tokens of nobody are known"
-        told = self.sequences.by_model().get("m", {"tokens": 0})
-        assert {key: value for key, value in told.items() if value} in ({}, {"tokens": self.tokens})
+        counts = self.sequences.by_model().get("m", {"tokens": 0})
+        assert {key: value for key, value in counts.items() if value} in (
+            {},
+            {"tokens": self.tokens},
+        )
 
 
 def check(blocks: BlockPool, tables: Sequence[BlockTable]) -> None:
@@ -228,9 +231,9 @@ def gathered(pool: RequestPool, lent: SlabTensor) -> bytes:
     return b"".join(parts)[: lent.size_bytes]
 
 
-def made(pool: RequestPool, room: PoolAllocation, rows: bytes) -> SlabTensor:
+def made(pool: RequestPool, allocation: PoolAllocation, rows: bytes) -> SlabTensor:
     """What a worker wrote into the reply's room."""
-    at, data = room.reply_offset_bytes, np.frombuffer(rows, np.uint8)
+    at, data = allocation.reply_offset_bytes, np.frombuffer(rows, np.uint8)
     pool.memory[at : at + data.nbytes] = rows
     return SlabTensor(
         name="cache_new",

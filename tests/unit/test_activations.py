@@ -18,8 +18,8 @@ from pipeswitch.base.errors import OutOfDeviceMemory, TaskPreempted
 from pipeswitch.devices.cpu.copies import CpuCopies
 from pipeswitch.ipc.gate import Gate, GateState
 from pipeswitch.workers.training.activations import Activations
-from pipeswitch.workers.training.copy_lane import CopyLanes
-from pipeswitch.workers.training.saved import Place
+from pipeswitch.workers.training.copy_streams import CopyStreams
+from pipeswitch.workers.training.saved import StoragePlace
 
 Model = Callable[[torch.Tensor], torch.Tensor]
 Grads = list[torch.Tensor]
@@ -28,16 +28,16 @@ Grads = list[torch.Tensor]
 @pytest.fixture(autouse=True)
 def lanes_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Their threads: a log of more than a hundred is cut off."""
-    made: list[CopyLanes] = []
-    begin = CopyLanes.__init__
+    streams: list[CopyStreams] = []
+    begin = CopyStreams.__init__
 
-    def recorded(self: CopyLanes, *given: Any) -> None:
-        made.append(self)
-        begin(self, *given)
+    def recorded(self: CopyStreams, *arguments: Any) -> None:
+        streams.append(self)
+        begin(self, *arguments)
 
-    monkeypatch.setattr(CopyLanes, "__init__", recorded)
+    monkeypatch.setattr(CopyStreams, "__init__", recorded)
     yield
-    for one in made:
+    for one in streams:
         one.close()
 
 
@@ -153,32 +153,32 @@ class Ticking(Activations):
 
     ticks = 0
 
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, *arguments: Any) -> None:
         self.asks: list[int] = []  # for host memory
-        super().__init__(*given, charge=self.asks.append)
+        super().__init__(*arguments, charge=self.asks.append)
 
-    def _settle(self) -> bool:
-        changed = super()._settle()
+    def _finish_copies(self) -> bool:
+        changed = super()._finish_copies()
         self.ticks += 1
         there = [
             one.size_bytes
             for one in self._alive
-            if one.device is not None or one.place is Place.COMING
+            if one.device is not None or one.place is StoragePlace.COMING
         ]
-        assert sum(there) <= self.room.held <= self.room.budget
+        assert sum(there) <= self.memory.held <= self.memory.budget
         away = [
             one.size_bytes
             for one in self._alive
-            if one.host is not None or one.place is Place.LEAVING
+            if one.host is not None or one.place is StoragePlace.LEAVING
         ]
         assert sum(away) == self._on_host <= self._charged
         return changed
 
     def drain(self) -> None:
         """The lane has carried all that it was asked to."""
-        while self._lanes.is_busy:
+        while self._streams.is_busy:
             self._wait("forward", 0, lambda: True)
-        self._settle()
+        self._finish_copies()
 
 
 def open_gate() -> Gate:
@@ -234,13 +234,13 @@ def test_gradients_are_bit_equal_within_every_budget(model: str, autocast: bool)
     plain = train(make, None, autocast=autocast)
     all_of_it = limited("none", 1 << 40)
     assert same(train(make, all_of_it, autocast=autocast), plain)
-    total = all_of_it.room.peak_bytes
+    total = all_of_it.memory.peak_bytes
     most = 4 if model in ("vgg", "resnet", "transformer") else 1.5  # one layer takes the rest
     for offload, share in (("auto", 1), ("auto", 1.5), ("auto", most), ("all", most), ("all", 0)):
         limit = limited(offload, int(total / share) if share else None)
         assert same(train(make, limit, autocast=autocast), plain), (offload, share)
         limit.drain()
-        assert limit.room.held == limit._on_host == 0, "bytes that nobody uses are counted"
+        assert limit.memory.held == limit._on_host == 0, "bytes that nobody uses are counted"
         assert limit.ticks > 20
         figures = limit.figures
         assert limit.asks == sorted({ask >> 20 << 20 for ask in limit.asks}), "as it grows"
@@ -285,7 +285,7 @@ def test_a_second_backward_finds_everything_again() -> None:
         limit = limited(offload, 300_000)
         assert same(twice(limit), twice(None))
         limit.drain()
-        assert limit.room.held == 0  # what the script holds on to is the script's
+        assert limit.memory.held == 0  # what the script holds on to is the script's
 
 
 def test_gradients_of_gradients() -> None:
@@ -363,9 +363,9 @@ def test_a_step_over_its_budget_is_told_by_how_much() -> None:
     whole = limited("none", 1 << 40)
     train(vgg, whole)
     with pytest.raises(OutOfDeviceMemory, match="too much") as caught:
-        train(vgg, limited("none", whole.room.peak_bytes - 1000))
-    assert caught.value.requested_bytes == whole.room.peak_bytes
-    assert caught.value.largest_free_bytes == whole.room.peak_bytes - 1000
+        train(vgg, limited("none", whole.memory.peak_bytes - 1000))
+    assert caught.value.requested_bytes == whole.memory.peak_bytes
+    assert caught.value.largest_free_bytes == whole.memory.peak_bytes - 1000
     assert 'offload="auto"' in caught.value.hint
     with pytest.raises(OutOfDeviceMemory, match="too much"):
         train(vgg, limited("auto", 30_000))
@@ -380,18 +380,18 @@ def test_what_a_refusal_says_to_set_is_enough_at_once(
     whole = limited("none", 1 << 40)
     train(make, whole)
     try:
-        train(make, limited(offload, int(share * whole.room.peak_bytes)))
+        train(make, limited(offload, int(share * whole.memory.peak_bytes)))
     except OutOfDeviceMemory as refusal:
-        found = re.search(r'activation_memory="(\d+)KiB"', refusal.hint)
-        assert found is not None
-        train(make, limited(offload, int(found[1]) << 10))
+        match = re.search(r'activation_memory="(\d+)KiB"', refusal.hint)
+        assert match is not None
+        train(make, limited(offload, int(match[1]) << 10))
 
 
 def test_forward_alone_may_save_more_than_fits() -> None:
     limit = limited("none", 10_000)
     with limit.body(()):
         vgg()(torch.randn(8, 3, 16, 16))
-    assert limit.room.peak_bytes <= 10_000
+    assert limit.memory.peak_bytes <= 10_000
 
 
 # ------------------------------------------------------------------------------- the lane
@@ -465,11 +465,11 @@ def test_a_main_thread_that_waits_for_a_copy_parks_and_the_lane_is_quiet() -> No
     gate.enter()
     copies = Told(2, lambda: gate.request_stop(1, 2))
     limit = limited("all", 3 << 20, copies, gate)
-    seen: list[int] = []
+    pieces: list[int] = []
 
     def controller() -> None:
         assert parked.wait(10)
-        seen.append(copies.pieces_come)
+        pieces.append(copies.pieces_come)
         gate.grant(2)
 
     thread = threading.Thread(target=controller)
@@ -478,7 +478,7 @@ def test_a_main_thread_that_waits_for_a_copy_parks_and_the_lane_is_quiet() -> No
     with limit.body(()):
         x.sigmoid().tanh().sigmoid().sum().backward()
     thread.join()
-    assert seen == [2]  # nothing moved behind the stop
+    assert pieces == [2]  # nothing moved behind the stop
     expected = torch.autograd.grad(x.sigmoid().tanh().sigmoid().sum(), x)[0]
     assert x.grad is not None
     assert torch.equal(x.grad, expected)
@@ -501,7 +501,7 @@ def test_an_eviction_unwinds_a_main_thread_that_waits(piece: int) -> None:
     limit.close()
 
 
-def in_flight(then: Callable[[], None]) -> tuple[CopyLanes, Any]:
+def in_flight(then: Callable[[], None]) -> tuple[CopyStreams, Any]:
     """Lanes whose first copy is under way until ``then`` returns."""
     begun, gate = threading.Event(), open_gate()
 
@@ -509,27 +509,27 @@ def in_flight(then: Callable[[], None]) -> tuple[CopyLanes, Any]:
         begun.set()
         then()
 
-    lanes = CopyLanes(Told(1, comes), gate)
-    copy = lanes.submit("first", torch.zeros(64, dtype=torch.uint8), to_host=True)
+    streams = CopyStreams(Told(1, comes), gate)
+    copy = streams.submit("first", torch.zeros(64, dtype=torch.uint8), to_host=True)
     assert begun.wait(10)
-    return lanes, copy
+    return streams, copy
 
 
 def test_a_cancelled_copy_frees_its_tensor_while_another_is_under_way() -> None:
     may_end = threading.Event()
-    lanes, first = in_flight(lambda: None if may_end.wait(10) else pytest.fail("never"))
-    second = lanes.submit("second", torch.zeros(64, dtype=torch.uint8), to_host=True)
-    held = weakref.ref(second.source)
-    assert lanes.cancel(second)
+    streams, first = in_flight(lambda: None if may_end.wait(10) else pytest.fail("never"))
+    second = streams.submit("second", torch.zeros(64, dtype=torch.uint8), to_host=True)
+    reference = weakref.ref(second.source)
+    assert streams.cancel(second)
     del second
-    assert held() is None
+    assert reference() is None
     may_end.set()
-    while lanes.is_busy:
-        lanes.wait("forward")
-        assert lanes.take_ended() == [first]
-    third = lanes.submit("third", torch.zeros(64, dtype=torch.uint8), to_host=True)
-    lanes.wait("forward")
-    assert lanes.take_ended() == [third]
+    while streams.is_busy:
+        streams.wait("forward")
+        assert streams.take_ended() == [first]
+    third = streams.submit("third", torch.zeros(64, dtype=torch.uint8), to_host=True)
+    streams.wait("forward")
+    assert streams.take_ended() == [third]
 
 
 @pytest.mark.parametrize("error", [MemoryError(), SystemExit(), KeyError("a bug")])
@@ -539,11 +539,11 @@ def test_an_error_in_a_copy_reaches_the_main_thread_and_the_lane_goes_on(
     def fails() -> None:
         raise error
 
-    lanes, first = in_flight(fails)
-    lanes.wait("forward")
-    assert lanes.take_ended() == [first]
+    streams, first = in_flight(fails)
+    streams.wait("forward")
+    assert streams.take_ended() == [first]
     assert first.error is error
-    second = lanes.submit("second", torch.zeros(64, dtype=torch.uint8), to_host=True)
-    lanes.wait("forward")
-    assert lanes.take_ended() == [second]
+    second = streams.submit("second", torch.zeros(64, dtype=torch.uint8), to_host=True)
+    streams.wait("forward")
+    assert streams.take_ended() == [second]
     assert second.target is not None

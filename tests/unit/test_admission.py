@@ -18,7 +18,7 @@ from pipeswitch.scheduler.requests.forecast import MARGIN_MS
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state.predictions import OLD_MS, Predictions
 from pipeswitch.simulator.costs import Costs, Link
-from pipeswitch.simulator.programs import Program, program_of
+from pipeswitch.simulator.programs import SimulatedProgram, program_of
 from tests.unit.test_simulator import Answered
 
 MIB = 1 << 20
@@ -37,9 +37,9 @@ class Server(Answered):
         bytes_per_ms: float = MIB / 2,
         **settings: Any,
     ) -> None:
-        given: dict[str, Any] = {"admission": "deadline", **settings}
+        all_settings: dict[str, Any] = {"admission": "deadline", **settings}
         chosen = SchedulerSettings(
-            arena_bytes=arena_mib * MIB, store_bytes=64 * MIB, words=64, **given
+            arena_bytes=arena_mib * MIB, store_bytes=64 * MIB, fence_count=64, **all_settings
         )
         link = Link(bytes_per_ms=bytes_per_ms)
         super().__init__(Scheduler(chosen, policy, 1e6), Costs(to_device=link))
@@ -86,8 +86,8 @@ def test_what_waits_for_a_model_is_bounded_in_time() -> None:
 
 def test_what_waits_for_a_model_may_be_anothers_but_for_the_rest_of_the_time() -> None:
     server = Server(admission="off", max_queue_time_ms=80.0)
-    asked = [server.clients.infer(ModelName("m0"), caller="greedy") for _ in range(40)]
-    assert [server.error(token) is None for token in asked].index(False) == 2 + 15  # of 20
+    tokens = [server.clients.infer(ModelName("m0"), caller="greedy") for _ in range(40)]
+    assert [server.error(token) is None for token in tokens].index(False) == 2 + 15  # of 20
     other = [server.clients.infer(ModelName("m0"), caller="modest") for _ in range(5)]
     assert [server.error(token) is None for token in other] == [True] * 4 + [False]
 
@@ -115,10 +115,10 @@ def test_one_that_others_delay_is_told_as_soon_as_it_is_clear() -> None:
         server.ask(2, deadline_ms=None, priority=0)  # 20 ms each
     urgent = [server.ask(0, deadline_ms=30.0, priority=2), waits]
     server.run()
-    told = [server.answers[token][0] - began_ms for token in urgent]
+    times_ms = [server.answers[token][0] - began_ms for token in urgent]
     assert server.error(waits) is None  # it was alone when it came, and is computed at once
     assert isinstance(server.error(urgent[0]), DeadlineExceeded)
-    assert told[0] == pytest.approx(30.0 - COMPUTE_MS[0], abs=0.1)  # not at its deadline
+    assert times_ms[0] == pytest.approx(30.0 - COMPUTE_MS[0], abs=0.1)  # not at its deadline
 
 
 def test_what_was_never_measured_is_not_refused() -> None:
@@ -132,7 +132,7 @@ def slow_once(server: Server, model: int, took_ms: float) -> None:
     """All that is known of the model is one run in a bad moment."""
     name = ModelName(f"m{model}")
     predictions = server.scheduler.machine.devices[0].state.predictions
-    predictions.forget(name)
+    predictions.remove(name)
     predictions.computed(name, 1, took_ms, server.now_ms)
 
 
@@ -155,7 +155,7 @@ def test_one_slow_copy_does_not_refuse_for_ever() -> None:
     server = Server(arena_mib=8)  # room for one, the last
     name = ModelName("m0")
     predictions = server.scheduler.machine.devices[0].state.predictions
-    predictions.forget(name)
+    predictions.remove(name)
     predictions.sent(name, 900.0, server.now_ms)
     assert server.error(server.ask(0, deadline_ms=500.0)) is not None
     server.run(server.now_ms + OLD_MS)
@@ -171,7 +171,7 @@ def test_one_slow_batch_does_not_refuse_for_ever_beside_one_that_is_measured() -
     known.computed("m", 1, 1.0, OLD_MS)
     assert known.is_due("m", 8, is_sent=False, now_ms=OLD_MS)
     assert not known.is_due("m", 1, is_sent=False, now_ms=OLD_MS)
-    known.taken("m", 8, is_sent=False, now_ms=OLD_MS)
+    known.on_dispatched("m", 8, is_sent=False, now_ms=OLD_MS)
     assert not known.is_due("m", 8, is_sent=False, now_ms=OLD_MS)
 
 
@@ -200,8 +200,8 @@ def test_a_long_text_says_nothing_of_a_short_one() -> None:
         chosen = tuple(Dim(name, 1, 512) for name in dims)
         replica.manifest = msgspec.structs.replace(replica.manifest, dims=chosen)
         slow_once(server, 0, 900.0)
-        asked = server.ask(0, deadline_ms=500.0)
-        assert (server.error(asked) is not None) is is_refused
+        token = server.ask(0, deadline_ms=500.0)
+        assert (server.error(token) is not None) is is_refused
 
 
 def arrivals_of(seed: int) -> list[tuple[float, int, float | None, int]]:
@@ -269,38 +269,38 @@ def test_at_overload_all_that_are_accepted_are_in_time_and_the_others_told_when_
     """Four models, as often each: 10 ms in the mean. Only those that many others overtake are told
     later, by their deadline less what they take."""
     server, rng = Server("edf"), random.Random(11)
-    began_ms, asked = server.now_ms, []
+    began_ms, tokens = server.now_ms, []
     while server.now_ms < began_ms + 8_000.0:
         server.run(server.now_ms + rng.expovariate(factor / 10.0))
         deadline_ms = rng.uniform(87.0, 121.0)
-        asked.append((server.ask(rng.randrange(4), deadline_ms), server.now_ms, deadline_ms))
+        tokens.append((server.ask(rng.randrange(4), deadline_ms), server.now_ms, deadline_ms))
     server.run()
-    ended = [(server.answers[token], at_ms, deadline) for token, at_ms, deadline in asked]
+    ended = [(server.answers[token], at_ms, deadline) for token, at_ms, deadline in tokens]
     served = [one for one in ended if one[0][1].error is None]
     assert all(end_ms <= at_ms + deadline + MARGIN_MS for (end_ms, _), at_ms, deadline in served)
     at_once = [one for one in ended if one[0][1].error is not None and one[0][0] == one[1]]
-    assert len(served) + len(at_once) == len(asked), "none was accepted and then refused"
+    assert len(served) + len(at_once) == len(tokens), "none was accepted and then refused"
     spent_us = server.scheduler.machine.devices[0].state.spent_us
     assert sum(spent_us.values()) / 1000.0 >= 0.95 * 8_000.0
 
 
 def test_what_is_accepted_is_in_time_though_runs_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines of some 17 runs: sums of medians fall short of sums, and 1 of 20 was late."""
-    rng, exact = random.Random(3), Program.group_ms
+    rng, exact = random.Random(3), SimulatedProgram.group_ms
 
-    def scattered(program: Program, *asked: Any) -> tuple[float, ...]:
+    def scattered(program: SimulatedProgram, *arguments: Any) -> tuple[float, ...]:
         factor = 0.9 + rng.expovariate(1 / 0.12)
-        return tuple(factor * ms for ms in exact(program, *asked))
+        return tuple(factor * ms for ms in exact(program, *arguments))
 
-    monkeypatch.setattr(Program, "group_ms", scattered)
-    server, asked, began_ms = Server("edf"), [], 1_000.0
+    monkeypatch.setattr(SimulatedProgram, "group_ms", scattered)
+    server, tokens, began_ms = Server("edf"), [], 1_000.0
     server.run(began_ms)
     while server.now_ms < began_ms + 10_000.0:
         server.run(server.now_ms + rng.expovariate(2.0 / 12.0))
         deadline_ms = rng.uniform(110.0, 230.0)
-        asked.append((server.ask(3, deadline_ms), server.now_ms, deadline_ms))
+        tokens.append((server.ask(3, deadline_ms), server.now_ms, deadline_ms))
     server.run()
-    ended = [(*server.answers[token], at_ms, deadline) for token, at_ms, deadline in asked]
+    ended = [(*server.answers[token], at_ms, deadline) for token, at_ms, deadline in tokens]
     accepted = [one for one in ended if one[1].error is None or one[0] > one[2]]
     in_time = [one[1].error is None and one[0] <= one[2] + one[3] for one in accepted]
     assert sum(in_time) >= 0.99 * len(in_time)

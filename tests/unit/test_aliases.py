@@ -9,8 +9,8 @@ import pytest
 
 from pipeswitch.base.errors import AlreadyExists, InvalidInput, PermissionDenied
 from pipeswitch.controller.journal import FILE_NAME, JournalFile
-from pipeswitch.frontend.models import Models
-from pipeswitch.programs.interface.chains import Step
+from pipeswitch.frontend.announced_models import AnnouncedModels
+from pipeswitch.programs.interface.chains import ChainStep
 from pipeswitch.scheduler import events as ev
 from tests.unit.test_scheduler_rules import Rig, publish, register_net, trained, unregister
 
@@ -19,7 +19,7 @@ class Names(Rig):
     """A scheduler, what its frontend knows, and its journal."""
 
     def __init__(self) -> None:
-        self.models, self.journal = Models(1 << 20), dict[str, str]()
+        self.models, self.journal = AnnouncedModels(1 << 20), dict[str, str]()
         super().__init__()
 
     def _take(self, commands: list[ev.Command]) -> None:
@@ -73,7 +73,7 @@ def test_a_name_is_one_models(rig: Names) -> None:
     rig.add("n", "b")
     for name, aliases in (("a", ()), ("c", ("a",)), ("c", ("m",)), ("m", ("b",)), ("m", ("n",))):
         assert isinstance(rig.add(name, *aliases), AlreadyExists)
-    token = rig.ask(ev.ChainRequest, model="a", steps=(Step(model="m"),))
+    token = rig.ask(ev.ChainRequest, model="a", steps=(ChainStep(model="m"),))
     assert isinstance(rig.error(token), AlreadyExists)
     assert rig.rows() == {"m": ["a"], "n": ["b"]}
     assert isinstance(rig.add("m", *[f"x{number}" for number in range(16)]), InvalidInput)

@@ -59,14 +59,14 @@ def test_no_part_of_a_stop_string_is_ever_shown(
         StopCriteria(max_new_tokens=99, eos_ids=(0,), stop=tuple(stops)), tokenizer.decode
     )
     places = [text.find(stop) for stop in stops if stop in text]
-    wanted = text[: min(places, default=len(text))]
+    expected = text[: min(places, default=len(text))]
     shown = ""
     for token in [*tokens, 0]:
         shown += answer.push(token)
-        assert wanted.startswith(shown)
+        assert expected.startswith(shown)
         if answer.reason:
             break
-    assert shown == wanted
+    assert shown == expected
     assert answer.reason == "stop"
     assert (answer.tokens[-1] == 0) == (not places)
 
@@ -108,8 +108,8 @@ def test_only_the_candidates_of_top_k_and_min_p_are_drawn() -> None:
 
 def test_penalties_follow_their_formulas() -> None:
     logits = np.array([2.0, -2.0, 1.0, 0.5, 0.0], np.float32)
-    seen = seen_of([0, 1, 2, 2, 2, 99], 2)  # 0 and 1 are the prompt's; 99 is no token
-    assert seen == {0: 0, 1: 0, 2: 3, 99: 1}
+    counts = seen_of([0, 1, 2, 2, 2, 99], 2)  # 0 and 1 are the prompt's; 99 is no token
+    assert counts == {0: 0, 1: 0, 2: 3, 99: 1}
     for options, adjusted in (
         (Options(repetition_penalty=2.0), [1.0, -4.0, 0.5, 0.5, 0.0]),
         (Options(presence_penalty=0.5), [2.0, -2.0, 0.5, 0.5, 0.0]),
@@ -118,8 +118,8 @@ def test_penalties_follow_their_formulas() -> None:
         (Options(held=(0,), until=8), [-math.inf, -2.0, 1.0, 0.5, 0.0]),
         (Options(held=(0,), until=7), [2.0, -2.0, 1.0, 0.5, 0.0]),
     ):
-        assert options.adjusted(logits, 7, seen).tolist() == adjusted
-        best = next_token(logits, Sampling(options=options), 7, seen)
+        assert options.adjusted(logits, 7, counts).tolist() == adjusted
+        best = next_token(logits, Sampling(options=options), 7, counts)
         assert best == int(np.argmax(adjusted))
 
 
@@ -169,13 +169,13 @@ def naive(logits: Any, temperature: float, top_p: float) -> dict[int, float]:
     """Each token's share, by the book."""
     weights = [math.exp((value - max(logits)) / temperature) for value in logits]
     order = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
-    kept, mass = [], 0.0
+    tokens_kept, mass = [], 0.0
     for token in order:
-        kept.append(token)
+        tokens_kept.append(token)
         mass += weights[token]
         if mass >= top_p * sum(weights):
             break
-    return {token: weights[token] / mass for token in kept}
+    return {token: weights[token] / mass for token in tokens_kept}
 
 
 @settings(max_examples=30, deadline=None)
@@ -245,5 +245,5 @@ def test_a_prompt_that_does_not_fit_is_refused(
     facts = LanguageModelConfig(version=1, digest="d", vocabulary=9, context=8, eos_ids=(3,))
     with pytest.raises(InvalidInput, match=words):
         ending_of(facts, prompt, ending)
-    found = ending_of(facts, [1, 2], StopCriteria(max_new_tokens=99, eos_ids=(4,)))
-    assert (found.max_new_tokens, found.eos_ids) == (6, (3, 4))
+    criteria = ending_of(facts, [1, 2], StopCriteria(max_new_tokens=99, eos_ids=(4,)))
+    assert (criteria.max_new_tokens, criteria.eos_ids) == (6, (3, 4))

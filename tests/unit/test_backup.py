@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeswitch.base.errors import InvalidInput, PipeSwitchError, ServerUnavailable
-from pipeswitch.commits.files import load_commit, write_commit
+from pipeswitch.commits.commit_files import load_commit, write_commit
 from pipeswitch.controller import backup as module
 from pipeswitch.controller.backup import backup, restore
 from pipeswitch.controller.journal import FILE_NAME, JournalFile
@@ -59,13 +59,13 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> State:
 def restored(copy: Path, root: Path) -> tuple[set[str], int]:
     """Restore a copy; return its models and its job's step."""
     restore(copy, root)
-    found = JournalFile(root / FILE_NAME)
-    found.close()
-    assert (set(found.jobs), found.losses) == ({"j"}, [])
+    journal = JournalFile(root / FILE_NAME)
+    journal.close()
+    assert (set(journal.jobs), journal.losses) == ({"j"}, [])
     loaded = load_commit(root / "commits" / "j")
     assert loaded is not None
     os.close(loaded[0])
-    return set(found.models), loaded[2].step
+    return set(journal.models), loaded[2].step
 
 
 def test_what_a_running_server_has_is_restored(state: State, tmp_path: Path) -> None:
@@ -125,11 +125,11 @@ def test_a_copy_has_the_whole_journal_and_a_start_finds_no_damage(
     backup(state.root, copy)
     restore(copy, root)
     for folder in (copy, root):  # a start in the backup itself does no harm either
-        found = JournalFile(folder / FILE_NAME)
-        found.close()
-        assert (found.losses, found.lost, {*found.holds}) == ([], [], {"j"})
-        assert {*found.models} == {"a", "b", "m0", "m1", "m2"}
-        assert found.models["a"]["priority"] == 299
+        journal = JournalFile(folder / FILE_NAME)
+        journal.close()
+        assert (journal.losses, journal.lost, {*journal.holds}) == ([], [], {"j"})
+        assert {*journal.models} == {"a", "b", "m0", "m1", "m2"}
+        assert journal.models["a"]["priority"] == 299
 
 
 def test_a_damaged_journal_is_named_and_leaves_no_copy(state: State, tmp_path: Path) -> None:

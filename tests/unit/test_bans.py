@@ -31,8 +31,8 @@ def ruff(*arguments: str, text: str | None = None) -> list[dict[str, Any]]:
     done = subprocess.run(
         [*command, *arguments], input=text, capture_output=True, text=True, check=False, cwd=ROOT
     )
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    return found
+    findings: list[dict[str, Any]] = json.loads(done.stdout)
+    return findings
 
 
 def test_our_code_has_none_of_it() -> None:
@@ -54,8 +54,8 @@ def test_each_banned_name_is_found_where_it_is_used() -> None:
     for name in BANNED:
         module, _, last = name.rpartition(".")
         lines += [f"from {module} import {last}"] if module else [f"import {name}"]
-    found = ruff("--stdin-filename", "pipeswitch/x.py", "-", text="\n".join(lines) + "\n")
-    messages = " ".join(finding["message"] for finding in found if finding["code"] == "TID251")
+    findings = ruff("--stdin-filename", "pipeswitch/x.py", "-", text="\n".join(lines) + "\n")
+    messages = " ".join(finding["message"] for finding in findings if finding["code"] == "TID251")
     assert [name for name in BANNED if f"`{name}`" not in messages] == []
 
 
@@ -70,8 +70,8 @@ def test_each_banned_name_is_found_where_it_is_used() -> None:
     ],
 )
 def test_an_assert_is_found_wherever_outside_input_may_come(path: str, is_found: bool) -> None:
-    found = ruff("--stdin-filename", path, "-", text="def f(x):\n    assert x\n")
-    assert [one["code"] for one in found] == ["S101"] * is_found
+    findings = ruff("--stdin-filename", path, "-", text="def f(x):\n    assert x\n")
+    assert [one["code"] for one in findings] == ["S101"] * is_found
 
 
 # ---- what is banned by its method's name, which ruff cannot say --------------------------------
@@ -108,12 +108,12 @@ def offences(tree: ast.AST, path: str) -> Iterator[str]:
 def test_no_socket_is_made_elsewhere_and_no_pickling_method_is_called() -> None:
     paths = [path for folder in CODE for path in folder.rglob("*.py")]
     assert len(paths) > 50
-    found = [
+    findings = [
         offence
         for path in paths
         for offence in offences(ast.parse(path.read_text("utf-8")), str(path.relative_to(ROOT)))
     ]
-    assert found == []
+    assert findings == []
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from msgspec import structs
 from pipeswitch.base import errors
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
 from pipeswitch.ipc.messages.worker import InferenceDone, RunInference, SamplingParams
-from pipeswitch.programs.decoding.generation import PADS
+from pipeswitch.programs.decoding.generation_settings import PADS
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import Batching, ValueSpec
 from pipeswitch.scheduler import events as ev
@@ -42,8 +42,12 @@ class Server(World):
         self.faults: dict[str, list[str]] = {}  # by kind, on the models' next runs
         self.unjoined: list[str] = []
         self.interrupts: list[ev.Interrupt] = []
-        given = {"arena_bytes": 64 * MIB, "store_bytes": 64 * MIB, "words": 64} | settings
-        chosen = SchedulerSettings(**given)
+        all_settings = {
+            "arena_bytes": 64 * MIB,
+            "store_bytes": 64 * MIB,
+            "fence_count": 64,
+        } | settings
+        chosen = SchedulerSettings(**all_settings)
         super().__init__(Scheduler(chosen, policy, max_wait_ms), choices=self)
         for name, delay_ms in (("joins", 0.0), ("waits", DELAY_MS), ("other", None)):
             batching = None
@@ -70,9 +74,9 @@ class Server(World):
                 if worker.computes
                 for run in worker.orders
             )
-        left = self.faults.get(what, [])
-        if name in left:
-            left.remove(name)
+        names = self.faults.get(what, [])
+        if name in names:
+            names.remove(name)
             return True
         return False
 
@@ -141,8 +145,8 @@ def test_what_waits_together_is_one_run_up_to_the_limit_and_each_has_its_own_ans
     for token in tokens:
         _, answer = server.answers[token]
         assert [output.name for output in answer.outputs] == [f"r{token}"]
-    bills = [server.answers[token][1].timing for token in tokens]
-    assert [(b.batch, b.batched, b.compute_ms) for b in bills if b] == [
+    timings = [server.answers[token][1].timing for token in tokens]
+    assert [(b.batch, b.batched, b.compute_ms) for b in timings if b] == [
         *[(4, 4, 4 * COMPUTE_MS)] * 8,
         *[(2, 2, 2 * COMPUTE_MS)] * 2,
     ]
@@ -165,20 +169,20 @@ def test_the_parts_of_a_bill_never_exceed_its_total() -> None:
     tokens = [server.ask(name) for name in ("cold0", "cold3", "cold1", "other", "cold2", "cold1")]
     tokens += server.ask_behind(6)
     server.run(server.now_ms + 5000.0)
-    bills = [server.answers[token][1].timing for token in tokens]
-    assert {bill.resident for bill in bills if bill} == {True, False}
-    for bill in bills:
-        assert bill is not None
-        assert sum(getattr(bill, part) for part in PARTS) <= bill.total_ms + 1e-6, bill
-        assert bill.compute_ms > 0.0
+    timings = [server.answers[token][1].timing for token in tokens]
+    assert {timing.resident for timing in timings if timing} == {True, False}
+    for timing in timings:
+        assert timing is not None
+        assert sum(getattr(timing, part) for part in PARTS) <= timing.total_ms + 1e-6, timing
+        assert timing.compute_ms > 0.0
 
 
 def test_a_request_alone_has_a_batch_and_is_not_joined() -> None:
     server = Server()
     token = server.ask("other")
     server.run()
-    bill = server.answers[token][1].timing
-    assert (bill.batch, bill.batched) == (1, 1)
+    timing = server.answers[token][1].timing
+    assert (timing.batch, timing.batched) == (1, 1)
 
 
 def test_other_lengths_are_passed_over_and_a_batch_that_is_too_large_ends_it() -> None:
@@ -218,8 +222,8 @@ def test_the_delay_and_the_bill_count_from_when_a_request_was_read_from_its_clie
     server = Server()
     token = server.ask("waits", arrived_at_ms=server.now_ms - 3.0)
     server.run()
-    bill = server.answers[token][1].timing
-    assert (bill.queue_ms, bill.total_ms) == pytest.approx((DELAY_MS, DELAY_MS + COMPUTE_MS))
+    timing = server.answers[token][1].timing
+    assert (timing.queue_ms, timing.total_ms) == pytest.approx((DELAY_MS, DELAY_MS + COMPUTE_MS))
     assert server.end_ms(token) == pytest.approx(DELAY_MS - 3.0 + COMPUTE_MS)
 
 
@@ -253,7 +257,7 @@ def test_one_waits_no_longer_than_its_deadline_allows() -> None:
 
 def test_before_a_model_is_measured_a_deadline_within_the_delay_is_kept() -> None:
     server = Server()
-    server.scheduler.machine.devices[0].state.predictions.forget("waits")
+    server.scheduler.machine.devices[0].state.predictions.remove("waits")
     token = server.ask("waits", deadline_ms=DELAY_MS - 1.0)
     server.run(server.now_ms + 100.0)
     assert server.error(token) is None
@@ -262,7 +266,7 @@ def test_before_a_model_is_measured_a_deadline_within_the_delay_is_kept() -> Non
 
 def test_before_a_model_is_measured_one_without_a_deadline_waits_for_others_all_the_same() -> None:
     server = Server()
-    server.scheduler.machine.devices[0].state.predictions.forget("waits")
+    server.scheduler.machine.devices[0].state.predictions.remove("waits")
     tokens = [server.ask("waits") for _ in range(LIMIT)]
     server.run(server.now_ms + 100.0)
     assert server.batched() == [tokens]
@@ -271,8 +275,8 @@ def test_before_a_model_is_measured_one_without_a_deadline_waits_for_others_all_
 def test_few_rows_are_taken_to_cost_at_most_what_more_did() -> None:
     predictions = Predictions()
     predictions.computed("m", 4, 8.0, now_ms=0.0)
-    asked = [predictions.at_most_ms("m", batch) for batch in (1, 4, 6)]
-    assert asked == [8.0, 8.0, 12.0]
+    costs_ms = [predictions.at_most_ms("m", batch) for batch in (1, 4, 6)]
+    assert costs_ms == [8.0, 8.0, 12.0]
 
 
 def test_none_is_joined_that_would_make_another_late() -> None:
@@ -533,8 +537,8 @@ class Steps(Server):
         return token
 
     def sampling_params(self, token: ev.Token) -> SamplingParams:
-        left = self.to_come[token]
-        return SamplingParams(steps=min(left, self.run_of), left=left)
+        remaining = self.to_come[token]
+        return SamplingParams(steps=min(remaining, self.run_of), left=remaining)
 
     def next_run(self, answer: ev.Reply) -> ev.NextRun:
         assert answer.more
@@ -600,11 +604,11 @@ def test_the_next_run_begins_in_the_moment_in_which_the_last_one_ended() -> None
     server.run()
     assert server.sizes == [1] * 10
     assert server.runs[-1][0] - server.runs[0][0] == pytest.approx(9 * alone)
-    bill = server.answers[token][1].timing
-    assert bill is not None
-    assert bill.queue_ms == 0.0
-    assert bill.compute_ms == pytest.approx(10 * COMPUTE_MS, rel=0.01)
-    assert bill.total_ms >= bill.compute_ms
+    timing = server.answers[token][1].timing
+    assert timing is not None
+    assert timing.queue_ms == 0.0
+    assert timing.compute_ms == pytest.approx(10 * COMPUTE_MS, rel=0.01)
+    assert timing.total_ms >= timing.compute_ms
 
 
 def test_one_that_waits_for_room_costs_the_others_nothing_and_joins_again() -> None:
@@ -649,11 +653,11 @@ def test_an_urgent_request_of_another_model_goes_between_two_runs() -> None:
     for _ in range(3):
         server.step(past=40, tokens=64)
     server.run(server.now_ms + 1.0)
-    asked = server.ask("other", priority=0)
+    token = server.ask("other", priority=0)
     server.run()
     models = [run.model for _, run in server.runs]
     assert models.index("other") <= 2
-    assert server.answers[asked][1].error is None
+    assert server.answers[token][1].error is None
 
 
 @pytest.mark.parametrize(("max_wait_ms", "switches"), [(2000.0, [1]), (20.0, [1, 2, 3])])
@@ -676,9 +680,9 @@ def test_a_generation_that_waits_for_room_keeps_nobody_waiting() -> None:
     token = server.step(past=40, tokens=60)
     server.run(server.now_ms + 0.5)
     server.parked.add(token)
-    asked = server.ask("other")
+    other_token = server.ask("other")
     server.run()
-    assert server.answers[asked][1].error is None
+    assert server.answers[other_token][1].error is None
     server.parked.clear()
     server.handle(ev.NextRuns(runs=(server.run_for(token),)))
     server.run()
@@ -711,7 +715,7 @@ def test_a_worker_that_chooses_too_many_tokens_or_none_is_killed(tokens: Any) ->
         tokens=tokens,
     )
     worker = device.state.workers[task.slot]
-    device.endings.done(worker, done)
+    device.completion.done(worker, done)
     assert worker.kill_reason
     assert device.state.requests[token].state.state is TaskState.RUNNING
 
@@ -732,11 +736,11 @@ def test_each_run_has_its_own_deaths_and_its_own_deadline() -> None:
 def test_lengths_are_joined_as_far_as_padding_pays() -> None:
     server = Steps()
     server.ask_behind(0)
-    given = [(40, 1), (60, 1), (400, 1), (64, 1), (390, 1), (1, 33), (1, 40), (64, 1)]
-    tokens = [server.step(past=past, length=length) for past, length in given]
+    shapes = [(40, 1), (60, 1), (400, 1), (64, 1), (390, 1), (1, 33), (1, 40), (64, 1)]
+    tokens = [server.step(past=past, length=length) for past, length in shapes]
     server.run()
-    found = [one for one in server.batched() if set(one) <= set(tokens)]
-    assert found == [[tokens[n] for n in one] for one in ([0, 1, 3, 7], [2, 4], [5, 6])]
+    groups = [one for one in server.batched() if set(one) <= set(tokens)]
+    assert groups == [[tokens[n] for n in one] for one in ([0, 1, 3, 7], [2, 4], [5, 6])]
 
 
 def test_what_is_joined_together_has_room_in_a_workers_memory(
@@ -760,9 +764,9 @@ def test_the_requests_of_a_run_that_failed_are_tried_alone_and_the_next_ones_joi
     server.runs.clear()
     server.faults["infer_error"] = ["lm"]
     server.run()
-    found = server.sizes[server.sizes.index(1) :]
-    assert found[:8] == [1] * 8
-    assert found[-3:] == [8] * 3
+    sizes = server.sizes[server.sizes.index(1) :]
+    assert sizes[:8] == [1] * 8
+    assert sizes[-3:] == [8] * 3
 
 
 def test_steps_that_follow_one_another_end_when_another_request_waits() -> None:

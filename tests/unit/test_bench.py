@@ -27,9 +27,9 @@ def test_arms_take_turns_and_the_warm_up_is_not_told():
         return Arm(name, lambda: calls.append(name) or {}, **options)
 
     arms = [arm("a"), arm("b"), arm("slow", every=2, warms_up=False)]
-    told = [(each.name, number) for each, number, _ in interleave(arms, 3, warmup=1)]
+    rounds = [(each.name, number) for each, number, _ in interleave(arms, 3, warmup=1)]
     assert calls == ["a", "b", "a", "b", "slow", "a", "b", "a", "b", "slow"]
-    assert told == [(name, n) for n in range(3) for name in ("a", "b", "slow")[: 3 - n % 2]]
+    assert rounds == [(name, n) for n in range(3) for name in ("a", "b", "slow")[: 3 - n % 2]]
 
 
 def test_quantiles_are_interpolated():
@@ -85,18 +85,18 @@ def test_a_benchmarks_child_ends_in_silence_at_ctrl_c(monkeypatch: pytest.Monkey
 
 def test_the_gateways_benchmark_asks_what_protobuf_reads() -> None:
     x = np.arange(300, dtype=np.float32).reshape(1, 300)
-    found = INFERENCE["ModelInferRequest"].FromString(infer_message("some-model", x, "x"))
-    (tensor,) = found.inputs
-    assert (found.model_name, tensor.name, tensor.datatype) == ("some-model", "x", "FP32")
+    message = INFERENCE["ModelInferRequest"].FromString(infer_message("some-model", x, "x"))
+    (tensor,) = message.inputs
+    assert (message.model_name, tensor.name, tensor.datatype) == ("some-model", "x", "FP32")
     assert list(tensor.shape) == [1, 300]
-    assert list(found.raw_input_contents) == [x.tobytes()]
+    assert list(message.raw_input_contents) == [x.tobytes()]
 
 
-@pytest.mark.parametrize("found", [(), ("kserve",), gateway.RIVALS])
+@pytest.mark.parametrize("installed", [(), ("kserve",), gateway.RIVALS])
 def test_rivals_that_are_not_installed_are_left_out_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: tuple[str, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...]
 ) -> None:
-    for name in found:
+    for name in installed:
         (tmp_path / "lib/python3.11/site-packages" / name).mkdir(parents=True)
     bench = Run("gateway", "", is_quick=True, seed=0, as_json=True, emit=lambda _: None, facts={})
     usable = partial(foreign.usable, bench, foreign.RIVALS_FOLDER, gateway.RIVALS)
@@ -104,7 +104,7 @@ def test_rivals_that_are_not_installed_are_left_out_in_words(
     assert usable() == []
     monkeypatch.setenv(foreign.RIVALS_FOLDER, str(tmp_path))
     bench.notes.clear()
-    assert usable() == list(found)
+    assert usable() == list(installed)
     assert [note.partition(":")[0] for note in bench.notes] == [
-        name for name in gateway.RIVALS if name not in found
+        name for name in gateway.RIVALS if name not in installed
     ]

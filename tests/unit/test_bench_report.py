@@ -121,11 +121,11 @@ def switch(transfers_ms: list[float], computes_ms: list[float]) -> Switch:
 
 
 def test_a_switchs_times_are_those_of_its_groups():
-    found = switch([2.0, 3.0], [1.0, 4.0])
-    assert found.transfers_ms == [2.0, 3.0]
-    assert found.computes_ms == [1.0, 4.0]
-    assert found.makespan_ms == 10.0  # 1 until the copy begins, 5 sent, 4 computed
-    assert found.numbers()["stall_ms"] == 5.0
+    measured = switch([2.0, 3.0], [1.0, 4.0])
+    assert measured.transfers_ms == [2.0, 3.0]
+    assert measured.computes_ms == [1.0, 4.0]
+    assert measured.makespan_ms == 10.0  # 1 until the copy begins, 5 sent, 4 computed
+    assert measured.numbers()["stall_ms"] == 5.0
 
 
 def test_the_links_two_numbers_are_found_from_one_copy_and_many():
@@ -191,10 +191,10 @@ def test_without_a_name_benchmarks_are_listed_and_none_is_run(monkeypatch) -> No
     ran: list[tuple[str, ...]] = []
     monkeypatch.setenv("PYTHONPATH", "")  # it is set for children
     monkeypatch.setattr("benchmarks.__main__.run", lambda names, **_: ran.append(names) or 0)
-    told = CliRunner().invoke(main, []).output
+    output = CliRunner().invoke(main, []).output
     assert not ran
-    assert all(f"  {name} " in told for name in NAMES)
-    assert " min" in told
+    assert all(f"  {name} " in output for name in NAMES)
+    assert " min" in output
     for words, names in ((["all"], ()), (["switch", "state"], ("switch", "state"))):
         CliRunner().invoke(main, words)
         assert ran.pop() == names

@@ -167,7 +167,7 @@ def test_bytes_held_are_those_of_the_rows_that_live_but_for_the_last_blocks() ->
 def test_nothing_is_shared_between_callers_programs_or_row_sizes() -> None:
     memory, ids = Memory(1 << 30), tokens_of(prompt(0, 100))
     blocks = memory.blocks
-    kept = memory.begin("a", ids.tolist())
+    sequence = memory.begin("a", ids.tolist())
     for key in (("b", ROW, "digest"), ("a", 2 * ROW, "digest"), ("a", ROW, "other")):
         caller, row_bytes, program = key
         table = blocks.open(caller, "m", "", row_bytes, program)
@@ -175,7 +175,7 @@ def test_nothing_is_shared_between_callers_programs_or_row_sizes() -> None:
         assert not table.used
     table = blocks.open("a", "m", "", ROW, "digest")
     assert blocks.match(table.space, ids)[1] == 100 // BLOCK_ROWS * BLOCK_ROWS
-    blocks.close(kept)  # its last block, which is not full, is known from now on
+    blocks.close(sequence)  # its last block, which is not full, is known from now on
     assert blocks.match(table.space, ids)[1] == 100
 
 

@@ -22,7 +22,7 @@ from pipeswitch.base.config import LogConfig
 from pipeswitch.base.roles import OWNER
 from pipeswitch.frontend.request_log import RateLimitedLog, RequestLog
 from pipeswitch.frontend.requests import Requests
-from pipeswitch.frontend.transport.clients import Client
+from pipeswitch.frontend.transport.clients import Session
 from pipeswitch.ipc.messages import worker as worker_msg
 from pipeswitch.ipc.messages.daemon import TransmitEnded
 from pipeswitch.scheduler import events as ev
@@ -94,7 +94,7 @@ class Counted(Rig):
         self.spent = Spent()
         self.is_counting = False
         super().__init__(
-            arena_bytes=256 * MIB, store_bytes=16 * MIB * (models + 1), words=64 + 4 * models
+            arena_bytes=256 * MIB, store_bytes=16 * MIB * (models + 1), fence_count=64 + 4 * models
         )
         for name in ("a", *(f"m{index}" for index in range(models - 1))):
             self.register(name)
@@ -115,7 +115,7 @@ class Counted(Rig):
             super().handle(event, at_ms)
             return
         with self.spent.counting():
-            commands = self.scheduler.decide(event, self.now_ms) + self.scheduler.settle()
+            commands = self.scheduler.decide(event, self.now_ms) + self.scheduler.run_deferred()
         self._take(commands)
 
     @contextmanager
@@ -221,7 +221,7 @@ def test_a_log_of_requests_that_is_off_costs_them_no_call_and_no_file(tmp_path: 
     def note(frame: FrameType, what: str, _: Any) -> None:
         files.append(Path(frame.f_code.co_filename).name)
 
-    client = Client(peer=SimpleNamespace(), principal=OWNER)
+    client = Session(peer=SimpleNamespace(), principal=OWNER)
     requests = Requests(SimpleNamespace(memory_of=lambda _: memoryview(b"")), log, cast(Any, None))
     before = sys.getprofile()
     sys.setprofile(note)

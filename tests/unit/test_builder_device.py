@@ -14,7 +14,7 @@ from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages.base import ModelName, OpId
 from pipeswitch.ipc.messages.builder import BuildSettings
 from pipeswitch.programs.build import program as build_module
-from pipeswitch.programs.build.builder import exports, run
+from pipeswitch.programs.build.build_process import exports, run
 from pipeswitch.programs.spec import BuildSpec
 
 
@@ -55,14 +55,14 @@ def test_the_fork_server_is_told_which_builds_export(
 
 def test_a_builder_sees_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    seen: list[str | None] = []
+    values: list[str | None] = []
 
     def build(*_: object, **__: object) -> None:
-        seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        values.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
         raise RegistrationRefused("build", "far enough")
 
     monkeypatch.setattr(build_module, "build", build)
     spec = BuildSpec(name="m", source="torchvision:resnet18", weights="random:0", inputs={})
     settings = settings_of(msgspec.msgpack.encode(spec), tmp_path)
     assert run(settings, cast(Channel, Sent())) == 0
-    assert seen == [""]
+    assert values == [""]

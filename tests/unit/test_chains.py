@@ -11,7 +11,7 @@ from pipeswitch.base.errors import AlreadyExists, InvalidInput
 from pipeswitch.base.roles import OWNER
 from pipeswitch.frontend.verbs import Rules, ask
 from pipeswitch.ipc.messages.base import ModelName
-from pipeswitch.programs.interface.chains import Chain, Step, chain_of
+from pipeswitch.programs.interface.chains import Chain, ChainStep, chain_of
 from pipeswitch.programs.interface.dims import BATCH, Dim, Expr
 from pipeswitch.programs.interface.layout import Manifest, ValueSpec
 from pipeswitch.scheduler.events import ChainRequest, Token
@@ -61,30 +61,30 @@ MODELS = {
 FROM = {"x": "encoder.y"}
 
 
-def made(*steps: str | Step, **returns: str) -> Chain:
-    steps_ = [Step(model=one) if isinstance(one, str) else one for one in steps]
+def made(*steps: str | ChainStep, **returns: str) -> Chain:
+    steps_ = [ChainStep(model=one) if isinstance(one, str) else one for one in steps]
     return chain_of("c", steps_, returns, MODELS)
 
 
 def test_names_lead_to_inputs_and_earlier_outputs_and_ranges_are_what_all_take() -> None:
-    chain = made("encoder", Step(model="head", inputs=FROM))
+    chain = made("encoder", ChainStep(model="head", inputs=FROM))
     assert [step.inputs for step in chain.steps] == [{"ids": "ids"}, FROM]
     assert chain.returns == {"label": "head.label"}
     assert chain.inputs[0].shape == (BATCH, "length")
     assert chain.dims == (Dim(BATCH, 2, 8), Dim("length", 1, 512))
     assert chain.outputs[0].shape == (BATCH,)
-    both = made("encoder", Step(model="head", inputs=FROM), all="head.label", some="encoder.y")
+    both = made("encoder", ChainStep(model="head", inputs=FROM), all="head.label", some="encoder.y")
     assert [one.name for one in both.outputs] == ["all", "some"]
-    four = made("encoder", Step(model="fixed", inputs=FROM))
+    four = made("encoder", ChainStep(model="fixed", inputs=FROM))
     assert four.dims[0] == Dim(BATCH, 4, 4)
     assert both.needed(1) == {"encoder.y", "head.label"}
     assert both.manifest.inputs == chain.inputs
 
 
 def test_what_is_computed_is_told_where_a_request_chooses_it() -> None:
-    chain = made("encoder", Step(model="mixes", inputs={"state": "encoder.state"}))
+    chain = made("encoder", ChainStep(model="mixes", inputs={"state": "encoder.state"}))
     assert [one.shape for one in chain.inputs] == [(BATCH, "length"), ("n",)]
-    twice = made("head", Step(model="head", name="again"), a="head.label", b="again.label")
+    twice = made("head", ChainStep(model="head", name="again"), a="head.label", b="again.label")
     assert twice.dims == (Dim(BATCH, 2, 64),)  # both read the one input
     assert [one.name for one in twice.inputs] == ["x"]
 
@@ -93,22 +93,30 @@ def test_what_is_computed_is_told_where_a_request_chooses_it() -> None:
     ("steps", "returns", "words"),
     [
         (["encodr"], {}, 'no model "encodr"; there are encoder, head'),
-        (["encoder", Step(model="head", inputs={"z": "encoder.y"})], {}, 'no input "z"; it has x'),
         (
-            ["encoder", Step(model="head", inputs={"x": "encoder.z"})],
+            ["encoder", ChainStep(model="head", inputs={"z": "encoder.y"})],
+            {},
+            'no input "z"; it has x',
+        ),
+        (
+            ["encoder", ChainStep(model="head", inputs={"x": "encoder.z"})],
             {},
             '"encoder.z", which no earlier step returns; there are encoder.y, encoder.state',
         ),
-        (["encoder", Step(model="head", inputs={"x": "encodr.y"})], {}, "no earlier step"),
-        ([Step(model="head", inputs=FROM), "encoder"], {}, "no earlier step.*none yet"),
-        ([Step(model="head", inputs={"x": "head.label"})], {}, "no earlier step"),
+        (["encoder", ChainStep(model="head", inputs={"x": "encodr.y"})], {}, "no earlier step"),
+        ([ChainStep(model="head", inputs=FROM), "encoder"], {}, "no earlier step.*none yet"),
+        ([ChainStep(model="head", inputs={"x": "head.label"})], {}, "no earlier step"),
         (
-            ["encoder", Step(model="wide", inputs=FROM)],
+            ["encoder", ChainStep(model="wide", inputs=FROM)],
             {},
             r"expects float32\[1\.\.8,32\], encoder\.y is float32\[1\.\.8,16\]",
         ),
-        (["encoder", Step(model="many", inputs=FROM)], {}, r"9\.\.64,16\], encoder.y is .*1\.\.8"),
-        (["encoder", Step(model="head", inputs={"x": "ids"})], {}, r"ids is int64"),
+        (
+            ["encoder", ChainStep(model="many", inputs=FROM)],
+            {},
+            r"9\.\.64,16\], encoder.y is .*1\.\.8",
+        ),
+        (["encoder", ChainStep(model="head", inputs={"x": "ids"})], {}, r"ids is int64"),
         (["encoder", "head"], {}, 'nothing reads what step "encoder".*head:x=encoder.y'),
         (["encoder"], {"y": "head.label"}, "no earlier step"),
         (["encoder", "encoder"], {}, "two steps.*again=encoder"),
@@ -116,7 +124,7 @@ def test_what_is_computed_is_told_where_a_request_chooses_it() -> None:
     ],
 )
 def test_a_declaration_that_leads_nowhere_is_one_error_that_says_where(
-    steps: list[str | Step], returns: dict[str, str], words: str
+    steps: list[str | ChainStep], returns: dict[str, str], words: str
 ) -> None:
     with pytest.raises(InvalidInput) as caught:
         made(*steps, **returns)
@@ -152,16 +160,16 @@ def test_the_list_is_the_schedulers_and_survives_it() -> None:
     rig.register("m")
     token = Token(90)
 
-    def asked(name: str, **fields: Any) -> Any:
+    def reply_to(name: str, **fields: Any) -> Any:
         rig.handle(ChainRequest(token=token, model=ModelName(name), **fields))
         return rig.answers.pop(token)
 
     rig.scheduler.machine.models["m"].manifest = MODELS["fixed"]
-    steps = (Step(model="m"),)
-    assert asked("c", steps=steps).error is None
+    steps = (ChainStep(model="m"),)
+    assert reply_to("c", steps=steps).error is None
     chain, tenant = rig.scheduler.machine.chains["c"]
     assert (chain.returns, tenant) == ({"y": "m.y"}, "")
-    assert isinstance(asked("c", steps=steps, tenant="other").error, AlreadyExists)
+    assert isinstance(reply_to("c", steps=steps, tenant="other").error, AlreadyExists)
     again = Rig()
     packed = msgspec.msgpack.encode(chain)
     again.handle(
@@ -179,9 +187,14 @@ def test_a_bill_is_the_sum_of_its_parts() -> None:
         compute_ms=1.0, total_ms=3.0, resident=True, preempted="job", resident_bytes=5
     )
     two = RequestTiming(compute_ms=2.0, total_ms=4.0, worker=1, op_id=9, version=2)
-    bill = of_steps({"one": one, "two": two})
-    assert (bill.compute_ms, bill.total_ms, bill.resident_bytes) == (3.0, 7.0, 5)
-    assert (bill.resident, bill.preempted, bill.worker, bill.version) == (False, "job", 1, 2)
-    assert bill.as_dict()["steps"]["two"]["op_id"] == 9
+    timing = of_steps({"one": one, "two": two})
+    assert (timing.compute_ms, timing.total_ms, timing.resident_bytes) == (3.0, 7.0, 5)
+    assert (timing.resident, timing.preempted, timing.worker, timing.version) == (
+        False,
+        "job",
+        1,
+        2,
+    )
+    assert timing.as_dict()["steps"]["two"]["op_id"] == 9
     assert "steps" not in one.as_dict()
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(bill), type=RequestTiming) == bill
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(timing), type=RequestTiming) == timing

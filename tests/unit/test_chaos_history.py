@@ -19,7 +19,7 @@ def outcome(
 @pytest.mark.parametrize("kind", ["wrong", "no answer", "ModelNotFound", "RemoteProtocolError"])
 def test_what_nobody_may_be_told_is_a_loss(kind: str) -> None:
     history = History(outcomes=[outcome("ok"), outcome(kind)])
-    assert [lost.kind for lost in history.lost()] == [kind]
+    assert [entry.kind for entry in history.lost()] == [kind]
 
 
 @pytest.mark.parametrize("kind", ["ok", "WorkerLost", "ModelQuarantined", "QueueFull"])

@@ -14,14 +14,14 @@ from pipeswitch.controller.builds import Builds
 from pipeswitch.controller.folders import StateDir
 from pipeswitch.ipc.messages.base import Exit, Message, ModelName, OpId
 from pipeswitch.ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
-from pipeswitch.programs.decoding.generation import PADS
-from pipeswitch.programs.graphs.partition import Layer, Weight, place
+from pipeswitch.programs.decoding.generation_settings import PADS
+from pipeswitch.programs.graphs.partition import Layer, UnplacedWeight, place
 from pipeswitch.programs.interface import layout
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.spec import BuildSpec, save_manifest
 from pipeswitch.scheduler.events import Received, StartBuild
 
-WEIGHTS = [Weight(f"w{n}", "float32", (n + 1, 10), 40 * (n + 1)) for n in range(3)]
+WEIGHTS = [UnplacedWeight(f"w{n}", "float32", (n + 1, 10), 40 * (n + 1)) for n in range(3)]
 TENSORS, LAYERS, GROUPS, TOTAL = place(
     [Layer(0, 2, (0,)), Layer(2, 3, (1,)), Layer(3, 5, (2,))], WEIGHTS, (0, 2), [100, 140, 220]
 )
@@ -173,7 +173,7 @@ class Rig:
             is_sandboxed=True,
             packs_weights=True,
         )
-        ground = SimpleNamespace(
+        context = SimpleNamespace(
             sizes=sizes,
             places=self.places,
             children=self.children,
@@ -190,7 +190,7 @@ class Rig:
                 batch_delay_ms=1.0 * bool(batch),
             )
         )
-        self.builds = Builds(cast(Any, ground), ())
+        self.builds = Builds(cast(Any, context), ())
         self.builds.start(
             StartBuild(model=ModelName("own"), op_id=OpId(7), spec=spec, tenant="enemy")
         )
@@ -234,13 +234,17 @@ def test_a_builder_speaks_of_no_build_but_its_own(tmp_path: Path) -> None:
     assert len(rig.said()) == 2
 
 
-@pytest.mark.parametrize(("asked", "found"), [(0, 4), (8, 4), (4, 0)])
+@pytest.mark.parametrize(("batch", "built_batch"), [(0, 4), (8, 4), (4, 0)])
 def test_requests_are_joined_as_the_owner_asked_and_not_as_the_builder_says(
-    asked: int, found: int, tmp_path: Path
+    batch: int, built_batch: int, tmp_path: Path
 ) -> None:
     """Other clients' requests would meet in a process that it may have taken over too."""
-    rig = Rig(tmp_path, batch=asked)
-    rig.built(msgspec.structs.replace(HONEST, **(batched(found) if found else {"batching": None})))
+    rig = Rig(tmp_path, batch=batch)
+    rig.built(
+        msgspec.structs.replace(
+            HONEST, **(batched(built_batch) if built_batch else {"batching": None})
+        )
+    )
     [answer] = rig.said()
     assert isinstance(answer, BuildFailed)
     assert "as its owner asked" in answer.message

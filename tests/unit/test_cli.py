@@ -114,10 +114,10 @@ def test_commands_that_refusals_name_exist() -> None:
 
 
 def test_with_json_an_error_is_json_too() -> None:
-    status, text, said = run("models", "--json", env=NOBODY)
+    status, text, error_text = run("models", "--json", env=NOBODY)
     assert status == ServerUnavailable("").exit_code
     assert json.loads(text)["error"]["type"] == "ServerUnavailable"
-    assert not said
+    assert not error_text
 
 
 def test_ctrl_c_keeps_the_bills_of_what_was_answered() -> None:
@@ -342,7 +342,7 @@ def test_where_a_model_takes_a_row_of_bytes_a_file_is_sent_as_it_is(tmp_path: Pa
 
 
 def test_an_answer_after_its_deadline_is_told_to_be_late() -> None:
-    outcome = cli_infer.Outcome(0, deadline_ms=50.0)
+    outcome = cli_infer.RequestOutcome(0, deadline_ms=50.0)
     outcome.result, outcome.total_ms = (
         SimpleNamespace(timing=SimpleNamespace(as_dict=dict), outputs={}),
         60.0,
@@ -350,7 +350,7 @@ def test_an_answer_after_its_deadline_is_told_to_be_late() -> None:
     assert outcome.row()["late"] is True
     outcome.total_ms = 40.0
     assert outcome.row()["late"] is False
-    assert "late" not in cli_infer.Outcome(0).row()
+    assert "late" not in cli_infer.RequestOutcome(0).row()
 
 
 def test_several_outputs_are_saved_under_the_name_that_is_told(tmp_path: Path) -> None:
@@ -374,14 +374,14 @@ def test_a_file_that_cannot_be_written_is_told_without_a_traceback(
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "text_expected"),
     [("p.foo", "the name ends in .avif"), ("/no/p", "/no/p.png: not a writable folder")],
 )
 def test_a_plot_that_cannot_be_written_is_told_before_the_server_is_asked(
-    path: str, told: str
+    path: str, text_expected: str
 ) -> None:
     status, _, text = run("jobs", "show", "x", "--plot", path)
-    assert (status, told in text) == (1, True), text
+    assert (status, text_expected in text) == (1, True), text
 
 
 def test_a_full_disk_is_told_and_other_faults_keep_their_traceback(
@@ -431,16 +431,16 @@ def test_marks_that_a_terminal_does_not_know_do_not_end_a_command() -> None:
 def test_host_takes_what_pipeswitch_host_takes(
     named: str, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    addresses = []
 
     def client(**options: Any) -> NobodysServer:
-        asked.append(options["address"])
+        addresses.append(options["address"])
         return NobodysServer(stats=dict)
 
     monkeypatch.setattr("pipeswitch.client.client.Client", client)
     monkeypatch.setattr("pipeswitch.cli.common.is_refused", lambda _: False)
     assert run("--host", named, "stats")[0] == 0
-    assert asked == [address]
+    assert addresses == [address]
     assert default_address({"PIPESWITCH_HOST": named}) == address
 
 
@@ -472,10 +472,10 @@ def test_show_begins_with_the_models_name(monkeypatch: pytest.MonkeyPatch) -> No
 def test_profile_all_measures_what_is_ready_and_goes_on_behind_one_that_cannot_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = []
+    names = []
 
     def profile(name: str, batches: tuple[int, ...], progress: Any) -> dict[str, Any]:
-        asked.append(name)
+        names.append(name)
         if name == "b":
             raise InvalidInput("b has no layers")
         return {"model": name}
@@ -483,7 +483,7 @@ def test_profile_all_measures_what_is_ready_and_goes_on_behind_one_that_cannot_b
     rows = [{"name": name, "state": "ready"} for name in "abc"] + [{"name": "d", "state": "failed"}]
     answering(monkeypatch, profile=profile, models=lambda: rows)
     status, text, err = run("profile", "--all", "--json")
-    assert (status, asked) == (InvalidInput("").exit_code, ["a", "b", "c"])
+    assert (status, names) == (InvalidInput("").exit_code, ["a", "b", "c"])
     assert json.loads(text) == [{"model": "a"}, {"model": "c"}]
     assert err == "b: b has no layers\n"
     assert json.loads(run("profile", "c", "--json")[1]) == {"model": "c"}
@@ -525,15 +525,15 @@ def test_ping_waits_for_a_server_that_is_not_there_yet(monkeypatch: pytest.Monke
 
 
 def test_ping_does_not_wait_unless_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    waits = []
 
     def ping(deep: bool) -> Any:
-        asked.append(deep)
+        waits.append(deep)
         raise ServerUnavailable("nobody")
 
     answering(monkeypatch, ping=ping)
     assert run("ping")[0] == 3
-    assert asked == [False]
+    assert waits == [False]
 
 
 def test_stop_is_over_when_the_server_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -556,13 +556,13 @@ def test_stop_is_over_when_the_server_has_left(monkeypatch: pytest.MonkeyPatch) 
 def test_stop_fails_and_names_the_steps_that_were_not_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = 'job "j" loses steps 4 to 9 (commit not on disk: No space left on device)'
+    loss = 'job "j" loses steps 4 to 9 (commit not on disk: No space left on device)'
     facts = {"pid": os.getpid()}
     monkeypatch.setattr("pipeswitch.cli.server._exit_watcher", lambda pid, stack: None)
-    answering(monkeypatch, about=lambda: facts, stop_server=lambda drain_s: [told])
+    answering(monkeypatch, about=lambda: facts, stop_server=lambda drain_s: [loss])
     status, _, text = run("stop")
     assert status == 1
-    assert told in text
+    assert loss in text
 
 
 def test_a_pt2_file_that_is_none_is_told_in_one_line(
@@ -771,11 +771,11 @@ def test_top_shows_what_jobs_hold_and_what_streams() -> None:
     assert (large["tokens_per_s"], anew["tokens_per_s"]) == (12.5, 0.0)
     console = Console(width=200, file=io.StringIO())
     console.print(views.dashboard({}, [large, job], stats))
-    told = console.file.getvalue()
-    assert "10.00 MiB of 40.00 MiB, 8.00 MiB of jobs" in told
-    assert "64.00 MiB of 64.00 MiB, 3.00 MiB offloaded" in told
-    assert "tokens/s 12.5" in told
-    assert "9.00 MiB of 9.00 MiB, 3.00 MiB of sequences" in told
+    output = console.file.getvalue()
+    assert "10.00 MiB of 40.00 MiB, 8.00 MiB of jobs" in output
+    assert "64.00 MiB of 64.00 MiB, 3.00 MiB offloaded" in output
+    assert "tokens/s 12.5" in output
+    assert "9.00 MiB of 9.00 MiB, 3.00 MiB of sequences" in output
     titles = [
         "DEVICE",
         "ACTIVATIONS",
@@ -788,8 +788,8 @@ def test_top_shows_what_jobs_hold_and_what_streams() -> None:
         "KEPT",
         "PRIO",
     ]
-    assert [one for one in told.split() if one in titles] == titles
-    assert told.split("\nj ")[1].split()[:6] == ["job", "8.00", "MiB", "4.00", "MiB", "5.00"]
+    assert [one for one in output.split() if one in titles] == titles
+    assert output.split("\nj ")[1].split()[:6] == ["job", "8.00", "MiB", "4.00", "MiB", "5.00"]
 
 
 def test_streams_that_the_caller_closed_are_no_place_for_the_next_file(tmp_path: Path) -> None:
@@ -804,10 +804,10 @@ def test_streams_that_the_caller_closed_are_no_place_for_the_next_file(tmp_path:
         "found = [os.readlink(f'/proc/self/fd/{n}') for n in range(3)]\n"
         "open(sys.argv[1], 'w').write(' '.join(found))"
     )
-    found = tmp_path / "found"
+    report = tmp_path / "found"
     script = 'exec "$0" -P -c "$1" "$2" <&- >&- 2>&-'
-    subprocess.run(["sh", "-c", script, sys.executable, code, found], check=True)
-    assert found.read_text() == "/dev/null /dev/null /dev/null"
+    subprocess.run(["sh", "-c", script, sys.executable, code, report], check=True)
+    assert report.read_text() == "/dev/null /dev/null /dev/null"
 
 
 LONG = "a-model-of-" + 40 * "x" + "-v12345"
@@ -938,8 +938,8 @@ def test_options_behind_the_script_are_refused_unless_they_follow_two_dashes(
 ) -> None:
     sent: list[Any] = []
 
-    def train(entry: str, **given: Any) -> Job:
-        sent.append((entry, given["args"]))
+    def train(entry: str, **options: Any) -> Job:
+        sent.append((entry, options["args"]))
         return Job()
 
     answering(monkeypatch, train=train)
@@ -968,6 +968,6 @@ def test_help_lists_each_command_with_a_whole_sentence(group: str) -> None:
     listed = " ".join(run(*group.split(), "--help", env={"COLUMNS": "80"})[1].split())
     assert "..." not in listed.partition("Commands:")[2]
     for name in command.list_commands(context):
-        found = command.get_command(context, name)
-        assert found is not None
-        assert found.get_short_help_str(limit=1000) in listed
+        subcommand = command.get_command(context, name)
+        assert subcommand is not None
+        assert subcommand.get_short_help_str(limit=1000) in listed

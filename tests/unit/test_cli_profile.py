@@ -11,25 +11,25 @@ import pytest
 from rich.console import Console, RenderableType
 
 from pipeswitch.base.errors import InvalidInput, ModelNotFound
-from pipeswitch.cli import profile as cli_profile
+from pipeswitch.cli import profile_report as cli_profile
 from pipeswitch.planning.fit import MIB
-from pipeswitch.planning.measuring import Measurement, Program, Run
+from pipeswitch.planning.measuring import MeasuredProgram, Measurement, RunInstants
 from pipeswitch.planning.planned import plan_of, predict
-from pipeswitch.planning.profile import UNKNOWN_DEVICE, Check, Profile
+from pipeswitch.planning.profile import UNKNOWN_DEVICE, PlanCheck, Profile
 
 LAYERS = 6
 
 
 def profile(name: str, layer_ms: float) -> Profile:
     """Of a device that copies 1 MiB and computes a layer in ``layer_ms`` each."""
-    program = Program(name, "ab" * 32, (MIB,) * LAYERS, ("l",) * LAYERS, (0, 3))
+    program = MeasuredProgram(name, "ab" * 32, (MIB,) * LAYERS, ("l",) * LAYERS, (0, 3))
     measurement = Measurement(program, (8, 1), UNKNOWN_DEVICE, plan_of, predict)
     while (trial := measurement.next) is not None:
         ends = (*trial.plan[1:], LAYERS)
         arrives = tuple(layer_ms * end for end in ends)
         begins = tuple(layer_ms * (first + 1) for first in trial.plan)
         done = tuple(layer_ms * (end + 1) for end in ends)
-        measurement.take(Run(0.0, arrives if trial.is_cold else (), begins, done))
+        measurement.take(RunInstants(0.0, arrives if trial.is_cold else (), begins, done))
     return measurement.profile("2026-01-01T00:00:00+00:00")
 
 
@@ -67,56 +67,58 @@ def test_a_profile_in_a_screen_says_what_was_measured() -> None:
 
 
 def test_a_link_that_costs_nothing_a_byte_has_no_bandwidth() -> None:
-    found = profile("net", 10.0)
-    free = msgspec.structs.replace(found.link, beta_ms_per_mib=0.0)
+    profile_made = profile("net", 10.0)
+    free = msgspec.structs.replace(profile_made.link, beta_ms_per_mib=0.0)
     text = text_of(
-        cli_profile.profile_view(msgspec.to_builtins(msgspec.structs.replace(found, link=free)))
+        cli_profile.profile_view(
+            msgspec.to_builtins(msgspec.structs.replace(profile_made, link=free))
+        )
     )
     assert "∞" in text
 
 
 def test_every_tried_plan_has_its_name() -> None:
-    found = profile("net", 10.0)
-    check = Check(plan=(0,), batch=8, predicted_ms=1, measured_ms=1, spread_ms=0, trials=5)
+    profile_made = profile("net", 10.0)
+    check = PlanCheck(plan=(0,), batch=8, predicted_ms=1, measured_ms=1, spread_ms=0, trials=5)
     fine = msgspec.structs.replace(check, plan=tuple(range(LAYERS)))
-    found = msgspec.structs.replace(
-        found, checks=(fine, check, msgspec.structs.replace(check, plan=(0, 1)))
+    profile_made = msgspec.structs.replace(
+        profile_made, checks=(fine, check, msgspec.structs.replace(check, plan=(0, 1)))
     )
-    text = text_of(cli_profile.profile_view(msgspec.to_builtins(found)))
+    text = text_of(cli_profile.profile_view(msgspec.to_builtins(profile_made)))
     for word in ("per layer", "one shot", "planned"):
         assert word in text
 
 
 def test_the_plan_predicts_each_model_and_says_what_the_arena_holds() -> None:
-    made = cli_profile.report(answer(profile("m0", 10.0), profile("m1", 20.0)), {})
-    json.dumps(made)
-    assert [model["name"] for model in made["models"]] == ["m0", "m1"]
-    assert made["fit_count"] == 2
-    assert made["models"][0]["cold_ms"] < made["models"][1]["cold_ms"]
-    text = text_of(cli_profile.report_view(made))
+    report = cli_profile.report(answer(profile("m0", 10.0), profile("m1", 20.0)), {})
+    json.dumps(report)
+    assert [model["name"] for model in report["models"]] == ["m0", "m1"]
+    assert report["fit_count"] == 2
+    assert report["models"][0]["cold_ms"] < report["models"][1]["cold_ms"]
+    text = text_of(cli_profile.report_view(report))
     assert "2 of 2 profiled models are resident together" in text
     assert "DEADLINE" not in text  # none was asked for
 
 
 def test_deadlines_are_for_all_or_for_one_model() -> None:
-    wanted = cli_profile.parse_deadlines(["1s", "m1=1ms"])
-    assert wanted == {"": 1000.0, "m1": 1.0}
-    made = cli_profile.report(answer(profile("m0", 10.0), profile("m1", 20.0)), wanted)
-    assert [model["holds_cold"] for model in made["models"]] == [True, False]
-    text = text_of(cli_profile.report_view(made))
+    limits = cli_profile.parse_deadlines(["1s", "m1=1ms"])
+    assert limits == {"": 1000.0, "m1": 1.0}
+    report = cli_profile.report(answer(profile("m0", 10.0), profile("m1", 20.0)), limits)
+    assert [model["holds_cold"] for model in report["models"]] == [True, False]
+    text = text_of(cli_profile.report_view(report))
     assert [line.split()[-1] for line in text.splitlines()[1:3]] == ["yes", "no"]
 
 
 @pytest.mark.parametrize("profiled", [True, False])
 def test_a_model_that_streams_has_its_pass_predicted(profiled: bool) -> None:
-    found = answer(profile("m0", 10.0) if profiled else None)
-    found["arena_bytes"] = 4 * MIB
-    found["models"][0]["streams"] = {"pass_ms": 77.0, "text": "streams: 5 of 6, about 77 ms a pass"}
-    made = cli_profile.report(found, {"": 80.0})
-    json.dumps(made)
-    assert "about 77 ms a pass" in text_of(cli_profile.report_view(made))
+    facts = answer(profile("m0", 10.0) if profiled else None)
+    facts["arena_bytes"] = 4 * MIB
+    facts["models"][0]["streams"] = {"pass_ms": 77.0, "text": "streams: 5 of 6, about 77 ms a pass"}
+    report = cli_profile.report(facts, {"": 80.0})
+    json.dumps(report)
+    assert "about 77 ms a pass" in text_of(cli_profile.report_view(report))
     if profiled:
-        (row,) = made["models"]
+        (row,) = report["models"]
         assert (row["fits"], row["cold_ms"], row["holds_cold"]) == (False, 77.0, True)
 
 
@@ -132,9 +134,9 @@ def test_what_is_no_deadline_is_refused(text: str) -> None:
 
 
 def test_models_without_a_profile_are_listed_with_what_to_do() -> None:
-    made = cli_profile.report(answer(None), {})
-    assert made["without_profile"][0]["name"] == "m0"
-    assert "pipeswitch profile m0" in text_of(cli_profile.report_view(made))
+    report = cli_profile.report(answer(None), {})
+    assert report["without_profile"][0]["name"] == "m0"
+    assert "pipeswitch profile m0" in text_of(cli_profile.report_view(report))
 
 
 def test_a_server_without_models_says_so() -> None:
@@ -142,9 +144,12 @@ def test_a_server_without_models_says_so() -> None:
 
 
 def test_a_plan_of_one_model_is_that_models() -> None:
-    found = answer(profile("m0", 10.0), profile("m1", 20.0), None)
-    made = cli_profile.report(found, {}, ["m1"])
-    assert ([model["name"] for model in made["models"]], made["without_profile"]) == (["m1"], [])
-    assert cli_profile.report(found, {}, ["m0", "m1"])["fit_count"] == 2
+    facts = answer(profile("m0", 10.0), profile("m1", 20.0), None)
+    report = cli_profile.report(facts, {}, ["m1"])
+    assert ([model["name"] for model in report["models"]], report["without_profile"]) == (
+        ["m1"],
+        [],
+    )
+    assert cli_profile.report(facts, {}, ["m0", "m1"])["fit_count"] == 2
     with pytest.raises(ModelNotFound, match='did you mean "m1"'):
-        cli_profile.report(found, {}, ["mm1"])
+        cli_profile.report(facts, {}, ["mm1"])

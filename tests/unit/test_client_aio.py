@@ -12,11 +12,11 @@ import pytest
 
 from pipeswitch.client import Client, Task
 from pipeswitch.client.aio import AsyncClient, AsyncTask
-from pipeswitch.client.verbs import AwaitableVerbs, awaited
+from pipeswitch.client.verbs import AsyncWrapper, as_async
 
 
 def public_verbs(kind: type) -> set[str]:
-    return {name for name, found in vars(kind).items() if callable(found) and name[0] != "_"}
+    return {name for name, member in vars(kind).items() if callable(member) and name[0] != "_"}
 
 
 @pytest.mark.parametrize(("plain", "awaited"), [(Client, AsyncClient), (Task, AsyncTask)])
@@ -38,8 +38,8 @@ class Source:
         return path, kind, threading.current_thread().name
 
 
-class AwaitedSource(AwaitableVerbs[Source]):
-    upload = awaited(Source.upload)
+class AwaitedSource(AsyncWrapper[Source]):
+    upload = as_async(Source.upload)
 
 
 @pytest.mark.parametrize("is_named", [False, True])
@@ -53,11 +53,11 @@ def test_a_verb_runs_on_another_thread_and_its_progress_on_the_loop(is_named: bo
     async def scenario() -> None:
         source = AwaitedSource(Source())
         if is_named:
-            found = await source.upload("p", kind="bundle", progress=progress)
+            source_name = await source.upload("p", kind="bundle", progress=progress)
         else:
-            found = await source.upload("p", "bundle", progress)
-        assert found[:2] == ("p", "bundle")
-        assert found[2] != threading.current_thread().name
+            source_name = await source.upload("p", "bundle", progress)
+        assert source_name[:2] == ("p", "bundle")
+        assert source_name[2] != threading.current_thread().name
         assert (await source.upload("p", "bundle"))[0] == "p"
         await asyncio.sleep(0)  # one turn of the loop: what the other thread asked for
         assert heard == [("upload", 1.0)]

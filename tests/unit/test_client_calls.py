@@ -99,9 +99,9 @@ class Face(Calls):
 
     def wait(self, seconds: float) -> None:
         until_s = self.clock.now_s + seconds
-        while self._look_at_s <= until_s:
-            self.clock.now_s = max(self.clock.now_s, self._look_at_s)
-            self._look()
+        while self._poll_at_s <= until_s:
+            self.clock.now_s = max(self.clock.now_s, self._poll_at_s)
+            self._poll()
         self.clock.now_s = until_s
 
     @property
@@ -122,7 +122,7 @@ def face(clock: Clock) -> Face:
 
 
 @pytest.fixture
-def lost(face: Face) -> Face:
+def lost_face(face: Face) -> Face:
     """It was connected; the connection broke, and somebody listens there still."""
     face.ask("ping")
     face.greet()
@@ -144,7 +144,7 @@ def test_a_first_hello_has_so_long_whoever_listens(face: Face, listens: bool) ->
     assert not future.done()
     face.wait(0.2)
     assert error_of(future) is errors.ServerUnavailable
-    assert face._look_at_s == math.inf
+    assert face._poll_at_s == math.inf
 
 
 def test_an_event_loop_does_not_wait_for_a_server_that_is_not_there(face: Face) -> None:
@@ -162,54 +162,54 @@ def test_a_server_that_comes_in_time_is_found(face: Face) -> None:
     face.greet()
     assert face.asked == ["hello", "infer"]
     assert not future.done()
-    assert face._look_at_s == math.inf
+    assert face._poll_at_s == math.inf
 
 
-def test_a_door_that_is_opened_again_is_waited_for(lost: Face) -> None:
-    future = lost.ask(is_safe=True)
-    lost.wait(RETURN_S - 1.0)
-    lost.greet()
-    assert lost.asked == ["hello", "infer"]
+def test_a_door_that_is_opened_again_is_waited_for(lost_face: Face) -> None:
+    future = lost_face.ask(is_safe=True)
+    lost_face.wait(RETURN_S - 1.0)
+    lost_face.greet()
+    assert lost_face.asked == ["hello", "infer"]
     assert not future.done()
 
 
-def test_the_wait_for_a_door_ends(lost: Face) -> None:
-    future = lost.ask()
-    lost.wait(RETURN_S - 0.1)
+def test_the_wait_for_a_door_ends(lost_face: Face) -> None:
+    future = lost_face.ask()
+    lost_face.wait(RETURN_S - 0.1)
     assert not future.done()
-    lost.wait(0.2)
+    lost_face.wait(0.2)
     assert error_of(future) is errors.ServerUnavailable
 
 
-def test_a_server_that_is_gone_is_not_waited_for_so_long(lost: Face) -> None:
-    future = lost.ask()
-    lost.wait(10.0)
-    lost.links[-1].is_listened = lost.listens = False
-    lost.arrive(EOFError())
-    lost.wait(TIMEOUT_S - 0.1)
+def test_a_server_that_is_gone_is_not_waited_for_so_long(lost_face: Face) -> None:
+    future = lost_face.ask()
+    lost_face.wait(10.0)
+    lost_face.links[-1].is_listened = lost_face.listens = False
+    lost_face.arrive(EOFError())
+    lost_face.wait(TIMEOUT_S - 0.1)
     assert not future.done()
-    lost.wait(0.2)
+    lost_face.wait(0.2)
     assert error_of(future) is errors.ServerUnavailable
 
 
-def test_a_link_that_reaches_nobody_is_not_waited_for_so_long(lost: Face) -> None:
+def test_a_link_that_reaches_nobody_is_not_waited_for_so_long(lost_face: Face) -> None:
     """As to a machine that is off: nobody refuses, nobody answers."""
-    lost.links[-1].is_listened = False
-    future = lost.ask()
-    lost.wait(TIMEOUT_S + 0.1)
+    lost_face.links[-1].is_listened = False
+    future = lost_face.ask()
+    lost_face.wait(TIMEOUT_S + 0.1)
     assert error_of(future) is errors.ServerUnavailable
 
 
-def test_a_moment_without_a_connection_does_not_end_the_wait(lost: Face) -> None:
+def test_a_moment_without_a_connection_does_not_end_the_wait(lost_face: Face) -> None:
     """As when libzmq ends a handshake that is not answered, and connects again."""
-    future = lost.ask()
-    lost.wait(5.0)
-    lost.arrive(EOFError())
-    assert len(lost.links) == 2
-    lost.wait(1.0)
-    assert len(lost.links) == 3
-    lost.greet()
-    assert lost.asked == ["hello", "infer"]
+    future = lost_face.ask()
+    lost_face.wait(5.0)
+    lost_face.arrive(EOFError())
+    assert len(lost_face.links) == 2
+    lost_face.wait(1.0)
+    assert len(lost_face.links) == 3
+    lost_face.greet()
+    assert lost_face.asked == ["hello", "infer"]
     assert not future.done()
 
 
@@ -223,27 +223,31 @@ def test_a_cluster_goes_to_another_node_at_once(clock: Clock) -> None:
     assert error_of(future) is errors.ServerUnavailable
 
 
-def test_a_deadline_ends_a_calls_wait_and_no_other_calls(lost: Face) -> None:
-    first, short, other = lost.ask(deadline_ms=4_000.0), lost.ask(deadline_ms=1.0), lost.ask()
-    lost.wait(TIMEOUT_S - 0.1)
+def test_a_deadline_ends_a_calls_wait_and_no_other_calls(lost_face: Face) -> None:
+    first, short, other = (
+        lost_face.ask(deadline_ms=4_000.0),
+        lost_face.ask(deadline_ms=1.0),
+        lost_face.ask(),
+    )
+    lost_face.wait(TIMEOUT_S - 0.1)
     assert not short.done()
-    lost.wait(0.2)
+    lost_face.wait(0.2)
     assert error_of(short) is errors.DeadlineExceeded
-    late = lost.ask(deadline_ms=500.0)
-    lost.wait(0.6)
+    late = lost_face.ask(deadline_ms=500.0)
+    lost_face.wait(0.6)
     assert error_of(late) is errors.DeadlineExceeded
-    lost.wait(4.0)
+    lost_face.wait(4.0)
     assert error_of(first) is errors.DeadlineExceeded
     assert not other.done()
-    lost.greet()
-    assert lost.asked == ["hello", "infer"]
+    lost_face.greet()
+    assert lost_face.asked == ["hello", "infer"]
 
 
-def test_a_call_that_waited_has_what_is_left_of_its_deadline(lost: Face) -> None:
-    lost.ask(deadline_ms=20_000.0)
-    lost.wait(15.0)
-    lost.greet()
-    assert lost.links[-1].sent[-1] == ("infer", pytest.approx(5_000.0))
+def test_a_call_that_waited_has_what_is_left_of_its_deadline(lost_face: Face) -> None:
+    lost_face.ask(deadline_ms=20_000.0)
+    lost_face.wait(15.0)
+    lost_face.greet()
+    assert lost_face.links[-1].sent[-1] == ("infer", pytest.approx(5_000.0))
 
 
 def test_a_break_fails_what_may_not_be_sent_twice_and_sends_the_rest_again(face: Face) -> None:
@@ -285,9 +289,9 @@ def test_a_server_that_forgot_the_client_carried_nothing_out(face: Face) -> None
 def test_each_call_ends_with_an_error_of_its_own(face: Face, error: errors.PipeSwitchError) -> None:
     futures = [face.ask() for _ in range(2)]
     face.arrive(error)
-    found = [cast(errors.PipeSwitchError, future.exception(0)) for future in futures]
-    assert len({id(one) for one in found} | {id(error)}) == 3
-    assert {one.request_id for one in found} == {f"{face._prefix}-1", f"{face._prefix}-3"}
-    assert all(type(one) is type(error) and one.data == error.data for one in found)
+    errors_seen = [cast(errors.PipeSwitchError, future.exception(0)) for future in futures]
+    assert len({id(one) for one in errors_seen} | {id(error)}) == 3
+    assert {one.request_id for one in errors_seen} == {f"{face._prefix}-1", f"{face._prefix}-3"}
+    assert all(type(one) is type(error) and one.data == error.data for one in errors_seen)
     assert not face._calls
-    assert face._look_at_s == math.inf
+    assert face._poll_at_s == math.inf

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipeswitch.base.errors import TaskFailed
-from pipeswitch.client.measuring import Requests, measure
+from pipeswitch.client.profile_requests import MeasuringRequests, measure
 from pipeswitch.client.tensors import Signature
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import ValueSpec
@@ -40,8 +40,8 @@ class Model:
             raise TaskFailed("it does not take them")
 
 
-def requests(model: Model, inputs: Callable[[int], Any] | None = None) -> Requests:
-    return Requests(model.infer, lambda: SIGNATURE, inputs)
+def requests(model: Model, inputs: Callable[[int], Any] | None = None) -> MeasuringRequests:
+    return MeasuringRequests(model.infer, lambda: SIGNATURE, inputs)
 
 
 def test_integers_are_zeros_since_a_wrong_index_may_cost_a_process() -> None:
@@ -96,15 +96,15 @@ RUN = {"stage": "batch 1", "fraction": 0.5, "batch": 1, "version": 3}
 
 def test_each_run_that_is_asked_for_is_sent_and_the_profile_is_the_answer() -> None:
     future, begin = begun(RUN, RUN)
-    model, told = Model(), []
+    model, reports = Model(), []
 
     def progress(stage: str, fraction: float) -> None:
-        told.append((stage, fraction))
-        if len(told) == 2:
+        reports.append((stage, fraction))
+        if len(reports) == 2:
             future.set_result(SimpleNamespace(body={"profile": {"model": "m"}}))
 
     assert measure(begin, requests(model), progress) == {"model": "m"}
-    assert told == [("batch 1", 0.5)] * 2
+    assert reports == [("batch 1", 0.5)] * 2
     assert len(model.sent) == 2
 
 

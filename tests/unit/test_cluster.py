@@ -20,12 +20,12 @@ import pytest
 
 from pipeswitch.base import errors
 from pipeswitch.cli.cluster import _check_token
-from pipeswitch.client import cluster, holders
+from pipeswitch.client import cluster_client, holders
 from pipeswitch.client.client import Client
-from pipeswitch.client.holders import KEEP_MS, KEEP_SHARE, Failover, NodeAddress, Step, Table
-from pipeswitch.cluster.node_actor import Node
-from pipeswitch.cluster.placement import RANK, Nodes
-from pipeswitch.cluster.placement import Node as Summary
+from pipeswitch.client.holders import KEEP_MS, KEEP_SHARE, Failover, NodeAddress, Retry, Table
+from pipeswitch.cluster.choice import RANK, Nodes
+from pipeswitch.cluster.choice import NodeLoad as Summary
+from pipeswitch.cluster.node_actor import NodeActor
 from pipeswitch.scheduler.policies.placement import Place, best
 
 LINK = 1e6
@@ -35,12 +35,14 @@ def summary(name: str, queue_ms: float = 0.0, free_bytes: int = 1 << 30) -> Summ
     return Summary(name, free_bytes, queue_ms, int(queue_ms > 0), LINK)
 
 
-def plain(known: dict[str, Summary], held: set[str], size_bytes: int, without: set[str]) -> Place:
+def plain(
+    known: dict[str, Summary], nodes_holding: set[str], size_bytes: int, without: set[str]
+) -> Place:
     """The best of all nodes, each looked at."""
     places = []
     for number, (name, one) in enumerate(sorted(known.items(), key=lambda pair: int(pair[0]))):
         if name not in without:
-            is_held = name in held and not without
+            is_held = name in nodes_holding and not without
             free_bytes = 1 << int(math.log2(one.free_bytes)) if one.free_bytes else 0
             switch_ms = 0.0 if is_held else size_bytes / one.link_bytes_per_ms
             places.append(
@@ -62,7 +64,7 @@ def plain(known: dict[str, Summary], held: set[str], size_bytes: int, without: s
 def test_of_thousands_the_few_that_are_looked_at_hold_the_best(seed: int) -> None:
     """Loads, memory, holders and deaths change between 300 decisions."""
     rng = random.Random(seed)
-    nodes, known, held = Nodes(), {}, nodes_held()
+    nodes, known, holders_by_model = Nodes(), {}, nodes_held()
     count = rng.choice([2, 7, 40])
     for number in range(count):
         known[str(number)] = summary(str(number))
@@ -78,15 +80,15 @@ def test_of_thousands_the_few_that_are_looked_at_hold_the_best(seed: int) -> Non
         )
         nodes.put(known[name])
         model, size_bytes = rng.choice("ab"), rng.choice([500, 2 << 20, 2 << 30])
-        held[model] ^= {rng.choice(sorted(known))}
-        nodes.holders[model] = set(held[model])
+        holders_by_model[model] ^= {rng.choice(sorted(known))}
+        nodes.holders[model] = set(holders_by_model[model])
         without = set(rng.sample(sorted(known), rng.choice([0, 0, 1])))
-        found = nodes.choose(model, size_bytes, without=without)
-        expected = plain(known, held[model], size_bytes, without)
-        assert (found.finish_ms, found.node) == (expected.finish_ms, str(expected.device))
-        assert found.reason == expected.reason
-    kept = [len(order) for orders in nodes._orders.values() for order in orders.values()]
-    assert max(kept) <= 2 * count + 2  # of 300 and more that were put
+        choice = nodes.choose(model, size_bytes, without=without)
+        expected = plain(known, holders_by_model[model], size_bytes, without)
+        assert (choice.finish_ms, choice.node) == (expected.finish_ms, str(expected.device))
+        assert choice.reason == expected.reason
+    lengths = [len(order) for orders in nodes._orders.values() for order in orders.values()]
+    assert max(lengths) <= 2 * count + 2  # of 300 and more that were put
     for name in sorted(known):
         nodes.remove(name)
     with pytest.raises(errors.ServerUnavailable):
@@ -104,9 +106,9 @@ def test_a_model_wanders_only_to_a_node_that_is_earlier_by_enough(waiting_ms: fl
         nodes.put(summary("here", waiting_ms + ahead_ms))
         nodes.put(summary("there", waiting_ms))
         nodes.holders["m"] = {"here", "there"}
-        found = nodes.choose("m", 1 << 20, at="here")
+        choice = nodes.choose("m", 1 << 20, at="here")
         is_enough = ahead_ms > max(KEEP_MS, KEEP_SHARE * (waiting_ms + ahead_ms))
-        assert (found.node, found.reason == "kept") == (
+        assert (choice.node, choice.reason == "kept") == (
             ("there", False) if is_enough else ("here", True)
         )
         assert nodes.choose("m", 1 << 20, at="gone").node == "there"
@@ -135,7 +137,7 @@ class Door:
         return future
 
 
-class Rig(cluster.ClusterConnection):
+class Rig(cluster_client.ClusterConnection):
     """With two nodes that hold ``m``, and a placement that says ``later`` when it is asked, or one
     of ``soon`` after the other before that."""
 
@@ -178,8 +180,8 @@ class Rig(cluster.ClusterConnection):
 @pytest.fixture(params=["call", "request"])
 def asking(request: pytest.FixtureRequest) -> Callable[..., str]:
     def ask(rig: Rig, step: dict[str, Any] | None = None) -> str:
-        asked = {"is_safe": step is None, "body": step}
-        answer = getattr(rig, request.param)("infer", model="m", **asked)
+        options = {"is_safe": step is None, "body": step}
+        answer = getattr(rig, request.param)("infer", model="m", **options)
         return str(answer if request.param == "call" else answer.result(10))
 
     return ask
@@ -196,25 +198,25 @@ def test_of_two_holders_the_one_that_finishes_first_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By what the nodes reported, which they work off, and by this client's own requests."""
-    rig, asked = Rig(), list[str]()
+    rig, names = Rig(), list[str]()
     pending = [Future[str]() for _ in range(200)]
 
     def request(name: str) -> Future[str]:
-        asked.append(name)
-        return pending[len(asked) - 1]
+        names.append(name)
+        return pending[len(names) - 1]
 
     for name, door in rig.doors.items():
         monkeypatch.setattr(door, "request", lambda op, name=name, **_: request(name))
     for _ in range(100):
         rig.request("infer", model="m", is_safe=True)
-    assert 35 <= asked.count("b") < 50  # the preferred one has some more before it
+    assert 35 <= names.count("b") < 50  # the preferred one has some more before it
     for future in pending[:100]:
         future.set_result("done")
     now_s = time.monotonic()
     for age_s in (0.0, 1.0):
         rig._balance.learn({"a": (500.0, 5.0), "b": (100.0, 5.0)}, now_s - age_s)
         rig.request("infer", model="m", is_safe=True)
-    assert asked[100:] == ["b", "a"]
+    assert names[100:] == ["b", "a"]
 
 
 def test_a_client_that_stays_connected_learns_of_a_new_table(
@@ -222,12 +224,12 @@ def test_a_client_that_stays_connected_learns_of_a_new_table(
 ) -> None:
     """From a node, without Ray; an older table, or an error, changes nothing."""
     rig = Rig()
-    asked: list[str] = []
+    verbs: list[str] = []
     answer: Future[Any] = Future()
 
     class Link:
         def request(self, op: str, **_: Any) -> Future[Any]:
-            asked.append(op)
+            verbs.append(op)
             return answer
 
     rig._connections[NodeAddress("a")] = Link()  # type: ignore[assignment]
@@ -236,17 +238,17 @@ def test_a_client_that_stays_connected_learns_of_a_new_table(
         (rig.table(9, "b", "ab"), "b"),
         (errors.ServerUnavailable("gone"), "b"),
     ):
-        rig._learnt_at_s = -cluster.FRESH_S
+        rig._learnt_at_s = -cluster_client.FRESH_S
         asking(rig)
         asking(rig)
         if isinstance(table, Exception):
             answer.set_exception(table)
         else:
             nodes = {name: {**facts, "keys": ["k"]} for name, facts in table["nodes"].items()}
-            answer.set_result(cluster._reply({**table, "nodes": nodes}))
+            answer.set_result(cluster_client._reply({**table, "nodes": nodes}))
         answer = Future()
         assert asking(rig) == expected
-    assert asked == ["nodes"] * 3
+    assert verbs == ["nodes"] * 3
     assert rig._table.nodes["a"] == NodeAddress("a", ("k",))
     assert not rig.asked
 
@@ -301,7 +303,7 @@ GONE = errors.ServerUnavailable("gone")
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client waits for placement's next table without sleeping."""
-    monkeypatch.setattr(cluster, "LOOK_S", 0.0)
+    monkeypatch.setattr(cluster_client, "LOOK_S", 0.0)
 
 
 def lost_twice() -> Rig:
@@ -363,8 +365,8 @@ def test_a_request_with_a_deadline_waits_no_longer_than_that() -> None:
     assert failover.options({"deadline_ms": 3000.0}, 10.5) == {"deadline_ms": 2500.0}
     failover.failed(GONE, "b")
     steps = [failover.next(table, now_s) for now_s in (10.5, 10.5, 11.5, 11.5)]
-    assert steps == [Step.RENEW, Step.WAIT] * 2
-    assert failover.next(table, 12.5) is Step.RENEW
+    assert steps == [Retry.RENEW, Retry.WAIT] * 2
+    assert failover.next(table, 12.5) is Retry.RENEW
     with pytest.raises(errors.ServerUnavailable):
         failover.next(table, 12.5)
 
@@ -373,7 +375,7 @@ def test_a_node_that_lives_without_the_model_sends_a_request_to_the_newest_table
     failover = Failover("m", {}, now_s=0.0, look_s=1.0)
     failover.failed(errors.ModelNotFound("moved"), "a")
     table = msgspec.convert(Rig.table(1, "a", "ab"), Table)
-    assert failover.next(table, 0.0) is Step.RENEW
+    assert failover.next(table, 0.0) is Retry.RENEW
     assert failover.next(table, 0.0) == ["b"]
 
 
@@ -385,15 +387,17 @@ def test_a_later_step_of_a_sequence_goes_to_no_other_node(start: bool) -> None:
 
 
 def test_the_next_node_has_what_is_left_of_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, given = Rig(), list[float]()
+    rig, deadlines_ms = Rig(), list[float]()
     rig.doors["a"].error = GONE
     for door in rig.doors.values():
         ask = door.request
         monkeypatch.setattr(
-            door, "request", lambda op, ask=ask, **o: (given.append(o["deadline_ms"]), ask(op))[1]
+            door,
+            "request",
+            lambda op, ask=ask, **o: (deadlines_ms.append(o["deadline_ms"]), ask(op))[1],
         )
     rig.call("infer", model="m", is_safe=True, deadline_ms=5000.0)
-    assert 0 < given[1] < given[0] == 5000.0
+    assert 0 < deadlines_ms[1] < deadlines_ms[0] == 5000.0
 
 
 def test_another_server_that_has_the_port_of_a_node_is_not_the_node(
@@ -448,13 +452,13 @@ def test_a_client_that_has_no_descriptor_left_says_so(monkeypatch: pytest.Monkey
     """The node is not blamed for it."""
 
     class Whole(Rig):
-        _to = cluster.ClusterConnection._to
+        _to = cluster_client.ClusterConnection._to
 
     def none_left(*_: Any) -> Any:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(cluster, "Connection", none_left)
-    monkeypatch.setattr(cluster, "ClientKeys", lambda *keys: keys)
+    monkeypatch.setattr(cluster_client, "Connection", none_left)
+    monkeypatch.setattr(cluster_client, "ClientKeys", lambda *keys: keys)
     rig = Whole()
     with pytest.raises(errors.PipeSwitchError, match="Too many open files"):
         rig.call("infer", model="m", is_safe=True)
@@ -465,16 +469,16 @@ def test_a_connection_is_of_an_address_and_its_keys(monkeypatch: pytest.MonkeyPa
     """A port that one node has left may be the next one's."""
 
     class Whole(Rig):
-        _to = cluster.ClusterConnection._to
+        _to = cluster_client.ClusterConnection._to
 
-    monkeypatch.setattr(cluster, "Connection", lambda address, timeout_s, keys: keys)
-    monkeypatch.setattr(cluster, "ClientKeys", lambda *keys: keys)
+    monkeypatch.setattr(cluster_client, "Connection", lambda address, timeout_s, keys: keys)
+    monkeypatch.setattr(cluster_client, "ClientKeys", lambda *keys: keys)
     rig = Whole()
-    found = []
+    connections = []
     for keys in (("one",), ("other",), ("one",)):
         rig._table.nodes["a"] = NodeAddress("tcp://host:1", keys)
-        found.append(rig._to("a"))
-    assert found == [(b"one",), (b"other",), (b"one",)]
+        connections.append(rig._to("a"))
+    assert connections == [(b"one",), (b"other",), (b"one",)]
 
 
 def test_a_version_from_a_file_is_refused_where_nodes_would_differ() -> None:
@@ -535,7 +539,7 @@ def test_a_node_does_not_start_under_a_ray_without_a_token(
 ) -> None:
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with pytest.raises(errors.ConfigError, match="started without a token"):
-        Node("n", str(tmp_path), "127.0.0.1", ())
+        NodeActor("n", str(tmp_path), "127.0.0.1", ())
     assert not list(tmp_path.iterdir())
 
 
@@ -562,7 +566,7 @@ def test_a_copy_that_became_another_program_is_not_served(tmp_path: Path) -> Non
         def unregister(self, model: str) -> None:
             self.served.discard(model)
 
-    node = Node.__new__(Node)
+    node = NodeActor.__new__(NodeActor)
     node._name, node._state, node._tenant = "n", tmp_path, Server()  # type: ignore[assignment]
     with pytest.raises(errors.PipeSwitchError, match="another program"):
         node.adopt("m", {"source": "torchvision:x"}, "digest", b"")

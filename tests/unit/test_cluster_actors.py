@@ -14,13 +14,13 @@ import pytest
 
 from pipeswitch.base.errors import AlreadyExists, ModelNotFound, ServerUnavailable
 from pipeswitch.client.holders import Table
-from pipeswitch.cluster import job_reconciler, leases, node_actor, placement_actor, ray_nodes
-from pipeswitch.cluster.jobs import write_whole
-from pipeswitch.cluster.node_actor import Node
+from pipeswitch.cluster import job_reconciler, node_actor, node_lease, placement_actor, ray_nodes
+from pipeswitch.cluster.node_actor import NodeActor
+from pipeswitch.cluster.node_jobs import write_whole
 from pipeswitch.cluster.placement_actor import Placement
 from pipeswitch.cluster.scaling import Scale
 
-HOME = job_reconciler.JobReplica(life=1, state="home")
+HOME = job_reconciler.JobReplica(incarnation=1, state="home")
 
 
 class Remote:
@@ -95,17 +95,17 @@ class FakeRay:
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
-    made = FakeRay()
-    made.nodes["a"].facts |= {"models": {"m": ("digest", 1)}, "bodies": {"m": {}}}
-    monkeypatch.setattr(node_actor, "connect_ray", lambda: made)
-    monkeypatch.setattr(placement_actor, "connect_ray", lambda: made)
-    monkeypatch.setattr(placement_actor, "node_names", lambda ray: sorted(made.nodes))
-    monkeypatch.setattr(ray_nodes, "node_names", lambda ray: sorted(made.nodes))
-    monkeypatch.setattr(ray_nodes, "node_of", lambda ray, name: made.nodes[name])
-    monkeypatch.setattr(placement_actor, "node_of", lambda ray, name: made.nodes[name])
-    monkeypatch.setattr(placement_actor, "told", lambda ray, answer, timeout_s=None: answer())
-    monkeypatch.setattr(Placement, "_rounds", lambda self: None)
-    return made
+    ray_made = FakeRay()
+    ray_made.nodes["a"].facts |= {"models": {"m": ("digest", 1)}, "bodies": {"m": {}}}
+    monkeypatch.setattr(node_actor, "connect_ray", lambda: ray_made)
+    monkeypatch.setattr(placement_actor, "connect_ray", lambda: ray_made)
+    monkeypatch.setattr(placement_actor, "node_names", lambda ray: sorted(ray_made.nodes))
+    monkeypatch.setattr(ray_nodes, "node_names", lambda ray: sorted(ray_made.nodes))
+    monkeypatch.setattr(ray_nodes, "node_of", lambda ray, name: ray_made.nodes[name])
+    monkeypatch.setattr(placement_actor, "node_of", lambda ray, name: ray_made.nodes[name])
+    monkeypatch.setattr(placement_actor, "answer_of", lambda ray, answer, timeout_s=None: answer())
+    monkeypatch.setattr(Placement, "_reconcile_loop", lambda self: None)
+    return ray_made
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def is_locked(placed: Placement) -> bool:
 
 
 def nodes_of(placed: Placement) -> list[str]:
-    placed._look()
+    placed._poll()
     return [name for name in "abc" if name in placed._nodes]
 
 
@@ -147,7 +147,7 @@ def test_a_drain_looks_once_at_who_is_left(
 ) -> None:
     """Another thread could forget the last node between two looks."""
     ray.nodes["a"].facts |= {"copies": {"j": HOME}, "jobs": 1}
-    placed._look()
+    placed._poll()
     targets = placed._targets
     looks: list[bool] = []
     monkeypatch.setattr(placed, "_targets", lambda: (looks.append(is_locked(placed)), targets())[1])
@@ -160,7 +160,7 @@ def test_a_drain_with_no_node_left_names_what_stays(ray: FakeRay, placed: Placem
     ray.nodes["a"].facts |= {"copies": {"j": HOME}, "jobs": 1}
     for name in "bc":
         del ray.nodes[name]
-    placed._look()
+    placed._poll()
     missed = placed.drain("a")
     assert [note.partition(":")[0] for note in missed] == ["job j", "m"]
     assert nodes_of(placed) == ["a"]
@@ -241,7 +241,7 @@ def test_an_order_that_is_done_is_taken_away_under_the_lock(
         pop = None  # type: ignore[assignment]
 
     placed._ordered = Guarded({("a", "j"): lambda: True})
-    placed._tend()
+    placed._reconcile()
     assert not placed._ordered
 
 
@@ -301,10 +301,10 @@ def test_a_node_that_cannot_start_again_now_is_started_later(
     monkeypatch.setattr(os, "_exit", ends)
     monkeypatch.setattr(node_actor, part, fails)
     with pytest.raises(type(error)):
-        Node("n", str(tmp_path), "127.0.0.1", ())
+        NodeActor("n", str(tmp_path), "127.0.0.1", ())
     (tmp_path / "n" / "started").touch()
     with pytest.raises(Ended):
-        Node("n", str(tmp_path), "127.0.0.1", ())
+        NodeActor("n", str(tmp_path), "127.0.0.1", ())
 
 
 def test_placement_that_cannot_look_yet_is_started_later(
@@ -320,17 +320,15 @@ def test_placement_that_cannot_look_yet_is_started_later(
         Placement("folder", (), None)
 
 
-def test_two_who_hear_a_node_at_once_renew_its_lease_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_two_who_hear_a_node_at_once_renew_its_lease_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Placement looks from several threads."""
-    node = Node.__new__(Node)
+    node = NodeActor.__new__(NodeActor)
     node._lock, node._answered, node._owners = threading.Lock(), 7, "ipc://owner"
     node._answered_s = {7: 1.0}
-    monkeypatch.setattr(Node, "_summary", lambda self: {})
+    monkeypatch.setattr(NodeActor, "_summary", lambda self: {})
     leased: list[tuple[float, bool]] = []
     monkeypatch.setattr(
-        Node, "_lease", lambda self, at_s, _: leased.append((at_s, self._lock.locked()))
+        NodeActor, "_lease", lambda self, at_s, _: leased.append((at_s, self._lock.locked()))
     )
     node.summary(7)
     assert leased == [(1.0 + node_actor.LEASE_S, True)]
@@ -342,20 +340,20 @@ def test_a_server_whose_lease_cannot_be_read_leaves(
 ) -> None:
     """Its jobs may not go on where nobody holds them."""
     killed: list[int] = []
-    monkeypatch.setattr(leases.select, "select", lambda *_: ([0], [], []))
-    monkeypatch.setattr(leases.os, "read", lambda *_: heard)
-    monkeypatch.setattr(leases.os, "kill", lambda pid, number: killed.append(number))
+    monkeypatch.setattr(node_lease.select, "select", lambda *_: ([0], [], []))
+    monkeypatch.setattr(node_lease.os, "read", lambda *_: heard)
+    monkeypatch.setattr(node_lease.os, "kill", lambda pid, number: killed.append(number))
     try:
-        leases.watch(tmp_path)
+        node_lease.watch(tmp_path)
     except (ValueError, IndexError):
         assert heard
-    assert killed == [leases.signal.SIGTERM]
+    assert killed == [node_lease.signal.SIGTERM]
 
 
 def test_a_full_disk_leaves_what_a_node_knew(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    node = Node.__new__(Node)
+    node = NodeActor.__new__(NodeActor)
     node._lock, node._state = threading.Lock(), tmp_path
     node.remember("m", {"mode": "graph"})
 
@@ -374,7 +372,7 @@ def test_a_full_disk_leaves_what_a_node_knew(
 def test_nodes_are_sent_each_new_table_once(ray: FakeRay, placed: Placement) -> None:
     def round_() -> list[str]:
         before = {name: len(node.tables) for name, node in ray.nodes.items()}
-        placed._look()
+        placed._poll()
         placed._share(1.0)
         return [name for name, node in ray.nodes.items() if len(node.tables) > before[name]]
 
@@ -394,7 +392,7 @@ def test_a_name_or_an_alias_leads_to_one_model_of_the_cluster(
 ) -> None:
     nodes = ray.nodes
     nodes["a"].facts["aliases"] = {"gpt": "m"}
-    placed._look()
+    placed._poll()
     table = placed.table()
     assert (table["models"]["gpt"], table["holders"]["gpt"]) == ("a", ["a"])
     for name, aliases in (("n", ["gpt"]), ("n", ["m"]), ("gpt", [])):

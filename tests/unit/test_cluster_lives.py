@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from pipeswitch.base.errors import InvalidInput
-from pipeswitch.cluster import jobs as jobs_module
+from pipeswitch.cluster import node_jobs as jobs_module
 from pipeswitch.cluster.job_reconciler import (
     JobAction,
     JobReplica,
-    homeless,
     homes_of,
-    last_life,
-    lost,
-    orders,
+    jobs_without_home,
+    last_incarnation,
+    plan_actions,
+    superseded_jobs,
 )
-from pipeswitch.cluster.jobs import NodeJobs
+from pipeswitch.cluster.node_jobs import NodeJobs
 from pipeswitch.commits.progress import HANDED_ON, SUFFIX, Life, read_life
 
 NODES = ("a", "b", "c")
@@ -40,12 +40,12 @@ class World:
 
     @property
     def copies(self) -> dict[str, dict[str, JobReplica]]:
-        return {node: dict(kept) for node, kept in self.kept.items() if node not in self.away}
+        return {node: dict(records) for node, records in self.kept.items() if node not in self.away}
 
     def ordered(self, given_up: bool = True) -> list[JobAction]:
         copies = self.copies
-        gone = homeless(copies, {}) if given_up else set()
-        return list(orders(copies, {}, sorted(copies), gone))
+        gone = jobs_without_home(copies, {}) if given_up else set()
+        return list(plan_actions(copies, {}, sorted(copies), gone))
 
     def carry_out(self, order: JobAction) -> None:
         """As a node does, which looks at the number first."""
@@ -54,24 +54,28 @@ class World:
         if order.node in self.away or copy is None:
             return
         if order.verb == "take_over" and copy.state == "replica":
-            life = last_life(order.job, self.copies, {}) + 1
-            mine[order.job] = copy._replace(life=life, state="home")
-        elif order.verb == "drop" and copy.life <= order.life:
+            incarnation = last_incarnation(order.job, self.copies, {}) + 1
+            mine[order.job] = copy._replace(incarnation=incarnation, state="home")
+        elif order.verb == "drop" and copy.incarnation <= order.incarnation:
             del mine[order.job]
         elif order.verb == "send" and copy.state == "home" and order.to not in self.away:
             there = self.kept[order.to].get(order.job)
             copy = mine[order.job] = copy._replace(sent=copy.sent | {order.node, order.to})
-            if there is None or (there.state != "home" and there.life <= copy.life):
+            if there is None or (there.state != "home" and there.incarnation <= copy.incarnation):
                 self.kept[order.to][order.job] = copy._replace(state="replica")
 
     def comes_back(self, *nodes: str) -> None:
         """Each says what it would go on with before it does; several may start at once."""
         claims = {
-            node: {job: copy.life for job, copy in self.kept[node].items() if copy.state == "home"}
+            node: {
+                job: copy.incarnation
+                for job, copy in self.kept[node].items()
+                if copy.state == "home"
+            }
             for node in nodes
         }
         for node in nodes:
-            for job in lost(node, self.copies, claims):
+            for job in superseded_jobs(node, self.copies, claims):
                 del self.kept[node][job]
         self.away -= set(nodes)
 
@@ -102,7 +106,9 @@ def test_a_job_has_one_life_whichever_nodes_come_and_go(seed: int) -> None:
         match rng.randrange(4):
             case 0 if len(world.away) < 2:
                 world.settle()
-                best = max(copy.step for kept in world.copies.values() for copy in kept.values())
+                best = max(
+                    copy.step for records in world.copies.values() for copy in records.values()
+                )
                 world.away.add(rng.choice(sorted(set(NODES) - world.away)))
                 world.settle()
                 (home,) = homes_of("j", world.copies)
@@ -114,9 +120,12 @@ def test_a_job_has_one_life_whichever_nodes_come_and_go(seed: int) -> None:
         assert len(homes_of("j", world.copies)) == 1
     world.comes_back(*world.away)
     world.settle()
-    assert sorted(kept["j"].state for kept in world.kept.values() if kept) == ["home", "replica"]
+    assert sorted(records["j"].state for records in world.kept.values() if records) == [
+        "home",
+        "replica",
+    ]
     (home,) = homes_of("j", world.copies)
-    world.away = {node for node, kept in world.kept.items() if kept} - {home}
+    world.away = {node for node, records in world.kept.items() if records} - {home}
     for state in ("over", "gone"):  # it ends and is removed while its replica is away
         world.kept[home]["j"] = world.kept[home]["j"]._replace(state=state)
         world.settle()
@@ -134,24 +143,24 @@ def test_a_job_that_was_paused_or_held_is_told_apart() -> None:
     world.kept["a"]["j"] = copy._replace(is_paused=True)
     assert [order.verb for order in world.ordered()] == ["send"]
     world.kept["a"]["j"] = copy._replace(is_held=True)
-    assert [(order.node, order.verb) for order in world.ordered()] == [("a", "go_on")]
+    assert [(order.node, order.verb) for order in world.ordered()] == [("a", "resume_if_paused")]
 
 
 def test_the_one_that_starts_with_the_later_life_goes_on_with_it() -> None:
     claims = {"a": {"j": 1, "k": 2}, "b": {"j": 2}}
-    assert (lost("a", {}, claims), lost("b", {}, claims)) == ({"j"}, set())
-    assert lost("a", {"c": {"k": JobReplica(1, "home")}}, claims) == {"j", "k"}
-    assert not homeless({"c": {"j": JobReplica(1, "replica")}}, claims)
+    assert (superseded_jobs("a", {}, claims), superseded_jobs("b", {}, claims)) == ({"j"}, set())
+    assert superseded_jobs("a", {"c": {"k": JobReplica(1, "home")}}, claims) == {"j", "k"}
+    assert not jobs_without_home({"c": {"j": JobReplica(1, "replica")}}, claims)
 
 
 def test_what_is_of_an_older_job_of_its_name_is_not_gone_on_with() -> None:
-    kept = {
+    records = {
         "a": {"j": JobReplica(1, "replica", step=9)},
         "b": {"j": JobReplica(7, "replica", step=2)},
     }
-    assert list(orders(kept, {}, "ab", {"j"})) == [JobAction("b", "take_over", "j")]
-    kept = {"a": {"j": JobReplica(1, "over")}, "b": {"j": JobReplica(7, "home")}}
-    assert JobAction("a", "drop", "j", 7) in orders(kept, {}, "ab", ())
+    assert list(plan_actions(records, {}, "ab", {"j"})) == [JobAction("b", "take_over", "j")]
+    records = {"a": {"j": JobReplica(1, "over")}, "b": {"j": JobReplica(7, "home")}}
+    assert JobAction("a", "drop", "j", 7) in plan_actions(records, {}, "ab", ())
 
 
 def test_a_name_that_is_a_path_is_refused_before_anything_is_forgotten(tmp_path: Path) -> None:

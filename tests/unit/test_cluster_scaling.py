@@ -20,8 +20,8 @@ def test_more_when_all_are_behind_and_fewer_when_the_others_are_enough() -> None
         assert {scale.look(queues_ms, 0) for _ in range(3 * MORE_ROUNDS)} == {2}
     for queues_ms, jobs in (([SHORT_MS, 1.0], 0), ([0.0] * 2, 2)):  # each job keeps a node
         assert {scale.look(queues_ms, jobs) for _ in range(3 * FEWER_ROUNDS)} == {2}
-    found = [scale.look([SHORT_MS, 0.0], 1) for _ in range(FEWER_ROUNDS)]
-    assert found == [2] * (FEWER_ROUNDS - 1) + [1]
+    targets = [scale.look([SHORT_MS, 0.0], 1) for _ in range(FEWER_ROUNDS)]
+    assert targets == [2] * (FEWER_ROUNDS - 1) + [1]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -35,9 +35,9 @@ def test_what_is_wanted_changes_by_one_within_its_limits_and_seldom(seed: int) -
     for number in range(2000):
         count += (scale.wanted > count) - (scale.wanted < count) if rng.random() < 0.1 else 0
         load = BEHIND if (number // 200 % 2) ^ (rng.random() < 0.02) else 0.0
-        wanted = scale.look([load] * count, rng.choice([0, 0, 1]))
-        assert least <= wanted <= most
-        assert abs(wanted - before) <= 1
-        if wanted != before:
-            assert number - changed_at >= (MORE_ROUNDS if wanted > before else FEWER_ROUNDS)
-            before, changed_at = wanted, number
+        target = scale.look([load] * count, rng.choice([0, 0, 1]))
+        assert least <= target <= most
+        assert abs(target - before) <= 1
+        if target != before:
+            assert number - changed_at >= (MORE_ROUNDS if target > before else FEWER_ROUNDS)
+            before, changed_at = target, number

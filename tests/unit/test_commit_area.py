@@ -13,8 +13,7 @@ import pytest
 
 from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.commits import area as commit_area
-from pipeswitch.commits import files
-from pipeswitch.commits import files as commit_files
+from pipeswitch.commits import commit_files
 from pipeswitch.commits.area import HEADER_BYTES, Commit, CommitArea, area_bytes, create_area
 from pipeswitch.ipc.control_page import sealed_memfd
 
@@ -85,9 +84,9 @@ def test_the_reader_finds_what_the_writer_flipped_last(
 ) -> None:
     for step in range(1, 6):
         commit(writer, step, size_bytes=step * 1000)
-        found = reader.newest()
-        assert (found.step, found.sequence) == (step, step)
-        assert bytes(reader.image(found)) == image_of(step, step * 1000)
+        newest = reader.newest()
+        assert (newest.step, newest.sequence) == (step, step)
+        assert bytes(reader.image(newest)) == image_of(step, step * 1000)
 
 
 def test_a_slot_is_reserved_by_who_writes_it_and_a_full_machine_fails_that_commit_alone(
@@ -123,16 +122,16 @@ def test_a_writer_that_dies_anywhere_leaves_the_last_complete_commit(
         patch.setattr(commit_area, "reach", dies_at(point))
         with pytest.raises(Died):
             writer.write(next_step, 5000, filler(image_of(next_step)))
-    found = reader.newest()
+    newest = reader.newest()
     expected = next_step if point == "commit.flipped" else committed_count
-    assert (found.step if found else 0) == expected
-    if found:
-        assert bytes(reader.image(found)) == image_of(expected)
+    assert (newest.step if newest else 0) == expected
+    if newest:
+        assert bytes(reader.image(newest)) == image_of(expected)
     # And a new writer goes on from there.
     successor = CommitArea(descriptor, SLOT_BYTES, is_writer=True)
     commit(successor, 77)
-    found = reader.newest()
-    assert (found.step, bytes(reader.image(found))) == (77, image_of(77))
+    newest = reader.newest()
+    assert (newest.step, bytes(reader.image(newest))) == (77, image_of(77))
 
 
 def test_a_copy_that_fails_halfway_keeps_the_commit_before(
@@ -146,9 +145,9 @@ def test_a_copy_that_fails_halfway_keeps_the_commit_before(
 
     with pytest.raises(OSError, match="device gone"):
         writer.write(2, 5000, fail)
-    found = reader.newest()
-    assert found is not None
-    assert bytes(reader.image(found)) == image_of(1)
+    newest = reader.newest()
+    assert newest is not None
+    assert bytes(reader.image(newest)) == image_of(1)
 
 
 def test_a_damaged_active_image_falls_back_to_the_commit_before(
@@ -158,8 +157,8 @@ def test_a_damaged_active_image_falls_back_to_the_commit_before(
     commit(writer, 2)
     slot_of_two = commit_area.HEADER_BYTES
     os.pwrite(descriptor, b"\xff", slot_of_two + 1234)
-    found = reader.newest()
-    assert found.step == 1
+    newest = reader.newest()
+    assert newest.step == 1
 
 
 def test_two_damaged_images_are_an_error_and_not_an_empty_area(
@@ -230,10 +229,10 @@ def test_a_reader_refuses_an_area_nobody_formatted() -> None:
 
 def loaded(directory: Path) -> tuple[int, bytes] | None:
     """(step, image) as a restarted server would restore them."""
-    found = files.load_commit(directory)
-    if found is None:
+    content = commit_files.load_commit(directory)
+    if content is None:
         return None
-    descriptor, slot_bytes, _ = found
+    descriptor, slot_bytes, _ = content
     area = CommitArea(descriptor, slot_bytes)
     newest = area.newest()
     result = (newest.step, bytes(area.image(newest)))
@@ -245,7 +244,7 @@ def loaded(directory: Path) -> tuple[int, bytes] | None:
 def test_what_was_persisted_is_loaded_back(tmp_path: Path) -> None:
     assert loaded(tmp_path) is None
     for step in (3, 9, 9):
-        files.write_commit(tmp_path, step, memoryview(image_of(step)))
+        commit_files.write_commit(tmp_path, step, memoryview(image_of(step)))
         assert loaded(tmp_path) == (step, image_of(step))
     assert len(list(tmp_path.iterdir())) == 3, "two images and a record, older ones are gone"
 
@@ -256,20 +255,20 @@ def test_a_persist_that_is_cut_off_anywhere_leaves_a_whole_commit(
     tmp_path: Path, point: str, had_one: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if had_one:
-        files.write_commit(tmp_path, 1, memoryview(image_of(1)))
+        commit_files.write_commit(tmp_path, 1, memoryview(image_of(1)))
     with monkeypatch.context() as patch:
         patch.setattr(
             commit_files, "remove_unnamed", lambda *_, **__: None
         )  # the dead do not tidy up
         patch.setattr(commit_files, "reach", dies_at(point))
         with pytest.raises(Died):
-            files.write_commit(tmp_path, 2, memoryview(image_of(2)))
+            commit_files.write_commit(tmp_path, 2, memoryview(image_of(2)))
     before = (1, image_of(1)) if had_one else None
     is_there = point == "persist.record.renamed"
     if not had_one:  # an image that is whole and alone needs no record
         is_there = point in ("persist.image.renamed", "persist.record.written") or is_there
     assert loaded(tmp_path) == ((2, image_of(2)) if is_there else before)
-    files.write_commit(tmp_path, 2, memoryview(image_of(2)))
+    commit_files.write_commit(tmp_path, 2, memoryview(image_of(2)))
     assert loaded(tmp_path) == (2, image_of(2))
     assert len(list(tmp_path.iterdir())) <= 3
 
@@ -277,7 +276,7 @@ def test_a_persist_that_is_cut_off_anywhere_leaves_a_whole_commit(
 def test_a_full_disk_keeps_the_old_commit_and_no_rubbish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files.write_commit(tmp_path, 1, memoryview(image_of(1)))
+    commit_files.write_commit(tmp_path, 1, memoryview(image_of(1)))
     before = sorted(path.name for path in tmp_path.iterdir())
 
     def full(_: int) -> None:
@@ -286,22 +285,24 @@ def test_a_full_disk_keeps_the_old_commit_and_no_rubbish(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space left"):
-            files.write_commit(tmp_path, 2, memoryview(image_of(2)))
+            commit_files.write_commit(tmp_path, 2, memoryview(image_of(2)))
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert loaded(tmp_path) == (1, image_of(1))
 
 
 def test_an_image_that_changed_meanwhile_is_not_kept(tmp_path: Path) -> None:
-    files.write_commit(tmp_path, 1, memoryview(image_of(1)))
+    commit_files.write_commit(tmp_path, 1, memoryview(image_of(1)))
     with pytest.raises(commit_files.ImageChanged):
-        files.write_commit(tmp_path, 2, memoryview(image_of(2)), is_still_whole=lambda: False)
+        commit_files.write_commit(
+            tmp_path, 2, memoryview(image_of(2)), is_still_whole=lambda: False
+        )
     assert loaded(tmp_path) == (1, image_of(1))
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 def test_a_damaged_image_is_refused_with_a_reason(tmp_path: Path, damage: str) -> None:
-    files.write_commit(tmp_path, 1, memoryview(image_of(1)))
-    record = files.read_record(tmp_path)
+    commit_files.write_commit(tmp_path, 1, memoryview(image_of(1)))
+    record = commit_files.read_record(tmp_path)
     image = tmp_path / record.image
     if damage == "flip":
         image.write_bytes(b"\xff" + image.read_bytes()[1:])
@@ -310,11 +311,11 @@ def test_a_damaged_image_is_refused_with_a_reason(tmp_path: Path, damage: str) -
     else:
         image.unlink()
     with pytest.raises(RemoteProtocolError, match=r"digest|bytes|missing"):
-        files.load_commit(tmp_path)
+        commit_files.load_commit(tmp_path)
 
 
 def damage_record(directory: Path, kind: str) -> None:
-    path = directory / files.RECORD_NAME
+    path = directory / commit_files.RECORD_NAME
     match kind:
         case "missing":
             path.unlink()
@@ -325,8 +326,8 @@ def damage_record(directory: Path, kind: str) -> None:
         case "another size":
             path.write_text(path.read_text().replace('"size_bytes":', '"size_bytes":1'))
         case "another job's":
-            files.write_commit(directory / "other", 77, memoryview(image_of(5)))
-            path.write_bytes((directory / "other" / files.RECORD_NAME).read_bytes())
+            commit_files.write_commit(directory / "other", 77, memoryview(image_of(5)))
+            path.write_bytes((directory / "other" / commit_files.RECORD_NAME).read_bytes())
 
 
 @pytest.mark.parametrize(
@@ -334,22 +335,22 @@ def damage_record(directory: Path, kind: str) -> None:
 )
 def test_a_damaged_record_costs_nothing(tmp_path: Path, kind: str) -> None:
     for step in (3, 9):
-        files.write_commit(tmp_path, step, memoryview(image_of(step)))
+        commit_files.write_commit(tmp_path, step, memoryview(image_of(step)))
     damage_record(tmp_path, kind)
-    files.remove_unnamed(tmp_path)  # as a start does
-    told: list[str] = []
-    descriptor, _, record = files.load_commit(tmp_path, told.append)
+    commit_files.remove_unnamed(tmp_path)  # as a start does
+    messages: list[str] = []
+    descriptor, _, record = commit_files.load_commit(tmp_path, messages.append)
     os.close(descriptor)
-    assert (record.step, kind == "another job's") == (9, bool(told))
-    files.write_commit(tmp_path, 10, memoryview(image_of(10)))
+    assert (record.step, kind == "another job's") == (9, bool(messages))
+    commit_files.write_commit(tmp_path, 10, memoryview(image_of(10)))
     assert loaded(tmp_path) == (10, image_of(10))
 
 
 @pytest.mark.parametrize("kind", ["flip", "truncate", "missing", "another job's"])
 def test_a_job_goes_on_from_the_commit_before_a_damaged_one(tmp_path: Path, kind: str) -> None:
     for step in (3, 5, 9):
-        files.write_commit(tmp_path, step, memoryview(image_of(step)))
-    image = tmp_path / files.read_record(tmp_path).image
+        commit_files.write_commit(tmp_path, step, memoryview(image_of(step)))
+    image = tmp_path / commit_files.read_record(tmp_path).image
     data = image.read_bytes()
     other = b"".join([data[: -len(image_of(9))], image_of(4)])
     damaged = {"flip": data[:-1] + bytes([data[-1] ^ 1]), "truncate": data[:-1]}
@@ -357,18 +358,18 @@ def test_a_job_goes_on_from_the_commit_before_a_damaged_one(tmp_path: Path, kind
         image.unlink()
     else:
         image.write_bytes(damaged.get(kind, other))
-    files.remove_unnamed(tmp_path)
-    told: list[str] = []
-    descriptor, _, record = files.load_commit(tmp_path, told.append)
+    commit_files.remove_unnamed(tmp_path)
+    messages: list[str] = []
+    descriptor, _, record = commit_files.load_commit(tmp_path, messages.append)
     os.close(descriptor)
     assert record.step == 5
-    assert len(told) == 1
+    assert len(messages) == 1
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"step":1,"size_bytes":1,"sha256":"","image":"../x"}'])
 def test_a_record_that_is_not_ours_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "commit.json").write_text(text)
     with pytest.raises(RemoteProtocolError):
-        files.read_record(tmp_path)
-    files.write_commit(tmp_path, 4, memoryview(image_of(4)))
+        commit_files.read_record(tmp_path)
+    commit_files.write_commit(tmp_path, 4, memoryview(image_of(4)))
     assert loaded(tmp_path) == (4, image_of(4))

@@ -42,8 +42,8 @@ TENSORS = {
 
 def test_row_major_tensors_keep_dtype_and_shape_and_all_bytes_stay_where_they_lie() -> None:
     image = image_of(TENSORS)
-    found = read(image)
-    shown = {name: (found[name]["dtype"], found[name]["shape"]) for name in TENSORS}
+    tensors = read(image)
+    shown = {name: (tensors[name]["dtype"], tensors[name]["shape"]) for name in TENSORS}
     assert shown == {
         "weight": ("F32", [4, 8]),
         "half": ("BF16", [3]),
@@ -52,8 +52,8 @@ def test_row_major_tensors_keep_dtype_and_shape_and_all_bytes_stay_where_they_li
         "exotic": ("U8", [32]),
     }
     for name, tensor in TENSORS.items():
-        assert bytes(found[name]["data"]) == image[tensor["offset"] :][: tensor["size"]]
-    assert sum(len(part["data"]) for part in found.values()) == len(image)
+        assert bytes(tensors[name]["data"]) == image[tensor["offset"] :][: tensor["size"]]
+    assert sum(len(part["data"]) for part in tensors.values()) == len(image)
 
 
 def test_tensors_are_aligned_in_the_file() -> None:
@@ -75,5 +75,5 @@ def test_tensors_are_aligned_in_the_file() -> None:
     ids=["empty", "opaque", "torn", "overlapping", "reserved", "negative", "senseless"],
 )
 def test_what_is_no_image_of_ours_is_still_a_readable_file(image: bytes) -> None:
-    found = read(image)
-    assert sum(len(part["data"]) for part in found.values()) == len(image)
+    tensors = read(image)
+    assert sum(len(part["data"]) for part in tensors.values()) == len(image)

@@ -146,8 +146,8 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_weight_is_a_tenants_and_a_number() -> None:
-    given = {"alice": 3.0, "*": "0.5", "": 2}
-    assert parse({"tenants": given}).tenants == {"alice": 3.0, "*": 0.5, "": 2.0}
+    weights = {"alice": 3.0, "*": "0.5", "": 2}
+    assert parse({"tenants": weights}).tenants == {"alice": 3.0, "*": 0.5, "": 2.0}
     wrong = {"Alice": 1, "a": 0, "b": True, "c": {"d": 1}}
     with pytest.raises(ConfigError, match="'Alice' is not the name of a key or token") as caught:
         parse({"tenants": wrong})
@@ -265,7 +265,7 @@ def test_files_of_models_may_be_named_from_the_servers_folder(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("given", "names"),
+    ("names_text", "names"),
     [
         ("auto", ("auto",)),
         ("cpu", ("cpu",)),
@@ -274,12 +274,12 @@ def test_files_of_models_may_be_named_from_the_servers_folder(tmp_path: Path) ->
         ("cpu,cpu:2", ("cpu:0", "cpu:2")),
     ],
 )
-def test_several_devices_are_named_with_commas(given: str, names: tuple[str, ...]) -> None:
-    assert parse({"device": {"name": given}}).device.names == names
+def test_several_devices_are_named_with_commas(names_text: str, names: tuple[str, ...]) -> None:
+    assert parse({"device": {"name": names_text}}).device.names == names
 
 
 @pytest.mark.parametrize(
-    ("given", "problem"),
+    ("names_text", "problem"),
     [
         ("cpu:x", "'cpu:x' is none of auto, cpu, cpu:0, cpu:1, cuda:0, …"),
         ("cpu:0,cpu:0", "cpu:0 appears twice"),
@@ -288,7 +288,7 @@ def test_several_devices_are_named_with_commas(given: str, names: tuple[str, ...
         ("", "'' is none of auto, cpu, cpu:0, cpu:1, cuda:0, …"),
     ],
 )
-def test_devices_that_cannot_be_are_refused(given: str, problem: str) -> None:
+def test_devices_that_cannot_be_are_refused(names_text: str, problem: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        parse({"device": {"name": given}})
+        parse({"device": {"name": names_text}})
     assert str(refused.value).startswith(f"[device] name: {problem}")

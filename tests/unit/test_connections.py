@@ -31,7 +31,7 @@ class Rig:
         one.holds = holds
         self.connections.add(one, 0.0)
         if tenant:
-            self.connections.greeted(one, tenant)
+            self.connections.on_hello(one, tenant)
         return one
 
     def rounds(self, now_s: float) -> None:
@@ -57,32 +57,32 @@ def test_a_peer_without_a_session_may_have_little_held(rig: Rig) -> None:
 
 
 def test_a_session_may_have_its_budget_held_and_no_more(rig: Rig) -> None:
-    found = [rig.connect("anyone", size) for size in (1 << 19, (1 << 20) + 1)]
+    sessions = [rig.connect("anyone", size) for size in (1 << 19, (1 << 20) + 1)]
     rig.rounds(1.0)
-    assert [one.is_open for one in found] == [True, False]
+    assert [one.is_open for one in sessions] == [True, False]
 
 
 def test_all_together_may_hold_the_total_and_the_largest_goes_first(rig: Rig) -> None:
-    found = [rig.connect("anyone", size << 10) for size in (600, 1000, 900)]
+    sessions = [rig.connect("anyone", size << 10) for size in (600, 1000, 900)]
     rig.rounds(1.0)
-    assert [one.is_open for one in found] == [True, False, True]
+    assert [one.is_open for one in sessions] == [True, False, True]
 
 
 def test_a_peer_that_says_no_hello_goes(rig: Rig) -> None:
-    silent, greeted = rig.connect(), rig.connect("anyone")
+    silent, on_hello = rig.connect(), rig.connect("anyone")
     rig.rounds(connection_limits.HELLO_S - 5)
     assert not rig.connections.hung_up
     rig.rounds(connection_limits.HELLO_S + 1)
     assert not silent.is_open
-    assert greeted.is_open
+    assert on_hello.is_open
 
 
 def test_a_flood_without_a_session_is_not_listened_to(rig: Rig) -> None:
-    one, greeted = rig.connect(), rig.connect("anyone")
+    one, on_hello = rig.connect(), rig.connect("anyone")
     heard = [rig.connections.took(one, 0.0) for _ in range(100)]
     assert heard.count(True) == connection_limits.SESSIONLESS_MESSAGES
     assert not one.is_open
-    assert all(rig.connections.took(greeted, 0.0) for _ in range(100))
+    assert all(rig.connections.took(on_hello, 0.0) for _ in range(100))
 
 
 def test_over_the_limit_the_one_that_waits_longest_to_say_hello_goes(rig: Rig) -> None:
@@ -94,30 +94,30 @@ def test_over_the_limit_the_one_that_waits_longest_to_say_hello_goes(rig: Rig) -
 
 
 def test_over_the_limit_of_sessions_the_newest_goes_of_whom_has_most(rig: Rig) -> None:
-    found = [rig.connect("modest" if number == 7 else "greedy") for number in range(8)]
+    sessions = [rig.connect("modest" if number == 7 else "greedy") for number in range(8)]
     late = rig.connect()
     assert late.is_open  # whose it is is not known yet
-    rig.connections.greeted(late, "modest")
-    assert [one.is_open for one in found] == [True] * 6 + [False, True]
+    rig.connections.on_hello(late, "modest")
+    assert [one.is_open for one in sessions] == [True] * 6 + [False, True]
     assert not any(rig.connect("greedy").is_open for _ in range(3))
     assert late.is_open
 
 
 def test_the_largest_goes_of_whom_holds_most(rig: Rig) -> None:
     sizes = (900, 600, 600, 400)
-    found = [
+    sessions = [
         rig.connect(who, size << 10)
         for who, size in zip(("modest", *["greedy"] * 3), sizes, strict=True)
     ]
     rig.rounds(1.0)
-    assert found[0].is_open
-    assert sum(one.is_open for one in found) == 3
+    assert sessions[0].is_open
+    assert sum(one.is_open for one in sessions) == 3
 
 
 def test_one_that_has_ended_counts_no_more(rig: Rig) -> None:
-    left, ended = rig.connect("anyone"), rig.connect(holds=-1)
-    rig.connections.remove(left)
-    rig.connections.remove(left)
+    session, ended = rig.connect("anyone"), rig.connect(holds=-1)
+    rig.connections.remove(session)
+    rig.connections.remove(session)
     rig.rounds(1.0)
     assert ended.is_open  # nobody hung it up
     assert len(rig.connections) == 0

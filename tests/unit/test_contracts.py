@@ -236,15 +236,17 @@ def test_at_a_shape_that_was_not_tried_each_call_asks_its_contract(
     assert run(4).shape == (4, 3)
     with pytest.raises(InvalidInput, match="not as wide as the weight"):
         run(3)
-    asked: list[Any] = []
+    arguments: list[Any] = []
     linear = contracts.CONTRACTS["linear"]
-    monkeypatch.setitem(contracts.CONTRACTS, "linear", lambda g: (asked.append(g), linear(g))[0])  # type: ignore[index]
+    monkeypatch.setitem(
+        contracts.CONTRACTS, "linear", lambda g: (arguments.append(g), linear(g))[0]
+    )  # type: ignore[index]
     run = a_program(WIDER, ("batch", 3), is_whole=False)
     for batch in (5, 6, 5, 6, 5):
         run(batch)
-    assert len(asked) == 2, "once for each shape"
+    assert len(arguments) == 2, "once for each shape"
     a_program(WIDER, ("batch", 3), is_whole=True)(5)
-    assert len(asked) == 2, "all were tried"
+    assert len(arguments) == 2, "all were tried"
 
 
 def test_what_is_returned_is_what_the_signature_says_or_an_error() -> None:
@@ -252,8 +254,8 @@ def test_what_is_returned_is_what_the_signature_says_or_an_error() -> None:
     run = a_program(cut, ("batch", 4), is_whole=False)
     assert run(2).shape == (2, 4)
     for _ in range(2):
-        said = r"is float32\[2, 4\] at batch=3, its signature says float32\[3, 4\]"
-        with pytest.raises(InvalidInput, match=said):
+        text = r"is float32\[2, 4\] at batch=3, its signature says float32\[3, 4\]"
+        with pytest.raises(InvalidInput, match=text):
             run(3)
 
 
@@ -316,6 +318,6 @@ def test_what_a_recurrent_layer_returns_is_known_without_its_steps(
         output, state = layer(value)
     states = list(state) if isinstance(state, tuple) else [state]
     hx = states if len(states) > 1 else states[0]
-    found = contracts.recurrent_results(value, hx, True, is_batch_first)
-    for ours, theirs in zip(found, [output, *states], strict=True):
+    results = contracts.recurrent_results(value, hx, True, is_batch_first)
+    for ours, theirs in zip(results, [output, *states], strict=True):
         assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride())

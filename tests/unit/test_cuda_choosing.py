@@ -93,29 +93,29 @@ def test_what_was_said_before_a_hang_counts(
     read_end, write_end = os.pipe()
     monkeypatch.setattr(cuda_examine.subprocess, "DEVNULL", read_end)  # its input never ends
     monkeypatch.setattr(cuda_examine, "SELFTEST_S", 0.3)
-    found = examine("fake_cuda", 0, tests=("memory", "ipc"))
-    assert {name: row["is_ok"] for name, row in found.items()} == {
+    findings = examine("fake_cuda", 0, tests=("memory", "ipc"))
+    assert {name: row["is_ok"] for name, row in findings.items()} == {
         "device": True,
         "memory": True,
         "ipc": False,
     }
-    assert found["ipc"]["text"] == "it did not run"
+    assert findings["ipc"]["text"] == "it did not run"
     os.close(read_end)
     os.close(write_end)
 
 
 def test_a_gpu_belongs_to_one_server(tmp_path: Path) -> None:
     kind = CudaKind()
-    with kind.held(GPU, tmp_path):
+    with kind.reserve(GPU, tmp_path):
         with (
             pytest.raises(PipeSwitchError, match="another pipeswitch server holds cuda:0"),
-            kind.held(GPU, tmp_path),
+            kind.reserve(GPU, tmp_path),
         ):
             pass
         (cpu,) = choose_devices("cpu")
-        with cpu.kind.held(cpu), cpu.kind.held(cpu):
+        with cpu.kind.reserve(cpu), cpu.kind.reserve(cpu):
             pass
-    with kind.held(GPU, tmp_path):
+    with kind.reserve(GPU, tmp_path):
         pass
 
 

@@ -22,9 +22,9 @@ def world() -> World:
 
 @pytest.fixture
 def cuda(world: World) -> Cuda:
-    made = Cuda(world.runtime, world.driver)
-    made.set_device(0)
-    return made
+    bindings = Cuda(world.runtime, world.driver)
+    bindings.set_device(0)
+    return bindings
 
 
 def refused(code: str, call: Callable[[], object]) -> None:
@@ -51,7 +51,7 @@ def test_a_handle_opened_twice_is_one_mapping_and_closed_twice(cuda: Cuda) -> No
 
 def test_the_driver_interface_wants_a_context_in_this_very_thread(cuda: Cuda) -> None:
     stream, block = cuda.stream(), cuda.malloc(64)
-    found: list[CudaError] = []
+    errors: list[CudaError] = []
 
     def write(with_device: bool) -> None:
         try:
@@ -59,13 +59,13 @@ def test_the_driver_interface_wants_a_context_in_this_very_thread(cuda: Cuda) ->
                 cuda.set_device(0)
             cuda.write_value(stream, block, 1)
         except CudaError as error:
-            found.append(error)
+            errors.append(error)
 
     for with_device in (False, True):
         thread = threading.Thread(target=write, args=(with_device,))
         thread.start()
         thread.join()
-    assert [error.data["code"] for error in found] == ["CUDA_ERROR_INVALID_CONTEXT"]
+    assert [error.data["code"] for error in errors] == ["CUDA_ERROR_INVALID_CONTEXT"]
 
 
 def test_what_was_destroyed_or_freed_is_no_more(cuda: Cuda) -> None:

@@ -84,7 +84,7 @@ def test_an_index_out_of_range_is_refused_with_its_value(values: list[int], wron
 
 
 def test_a_refused_request_touches_nothing_and_the_next_one_is_served() -> None:
-    found = graph((LOOKUP, (v(1), v(0))))
+    lookup = graph((LOOKUP, (v(1), v(0))))
     manifest = Manifest(
         digest="d",
         mode="graph",
@@ -97,12 +97,12 @@ def test_a_refused_request_touches_nothing_and_the_next_one_is_served() -> None:
                 offset_bytes=0, size_bytes=160, tensors=(0,), first_node=0, end_node=1, label="0"
             ),
         ),
-        inputs=found.inputs,
-        outputs=found.outputs,
+        inputs=lookup.inputs,
+        outputs=lookup.outputs,
         dims=(Dim("batch", 1, 8),),
     )
     table = torch.randn(10, 4)
-    bound = GraphProgram(manifest, found, "cpu").bind(lambda _: table)
+    bound = GraphProgram(manifest, lookup, "cpu").bind(lambda _: table)
     program = DeviceProgram(bound, "cpu", TapeRecorder(), GraphBudget(1 << 30))
     groups: list[int] = []
     for _ in range(2):  # eagerly, then as a graph

@@ -10,15 +10,17 @@ from pipeswitch.base.config import DeviceConfig
 from pipeswitch.base.errors import ConfigError
 from pipeswitch.base.units import SizeSpec
 from pipeswitch.devices.cuda.kind import arena_size, private_size, slice_size
-from pipeswitch.devices.cuda.ladder import REQUIRED, TESTS, Ladder, Outcome, Wishes, choose
+from pipeswitch.devices.cuda.ladder import REQUIRED, TESTS, Ladder, LadderOutcome, Wishes, choose
 
-ALL_GOOD = {name: Outcome(True) for name in TESTS}
+ALL_GOOD = {name: LadderOutcome(True) for name in TESTS}
 GIB = 1 << 30
 
 
-def results(**bad: str) -> dict[str, Outcome]:
+def results(**bad: str) -> dict[str, LadderOutcome]:
     """All tests pass but these (underscores for dashes)."""
-    return ALL_GOOD | {name.replace("_", "-"): Outcome(False, text) for name, text in bad.items()}
+    return ALL_GOOD | {
+        name.replace("_", "-"): LadderOutcome(False, text) for name, text in bad.items()
+    }
 
 
 def rungs(ladder: Ladder) -> tuple[str, ...]:
@@ -61,8 +63,8 @@ def test_a_device_that_cannot_wait_leaves_it_to_the_cpu_and_keeps_the_rest() -> 
 
 
 def test_a_hang_loses_the_tests_behind_it_and_no_more() -> None:
-    found = {name: Outcome(True) for name in (*REQUIRED, "wait-write")}
-    ladder = choose(Wishes(), found)
+    outcomes = {name: LadderOutcome(True) for name in (*REQUIRED, "wait-write")}
+    ladder = choose(Wishes(), outcomes)
     assert rungs(ladder) == ("gpu", "write", "private", "off")
     assert any("slice: it did not run" in reason for reason in ladder.reasons)
 
@@ -99,8 +101,8 @@ def test_wishes_that_name_every_rung_need_no_test() -> None:
 def test_only_what_passed_is_ever_chosen(
     waits: str, words: str, activations: str, graphs: str, passed: set[str]
 ) -> None:
-    found = {name: Outcome(name in passed or name in REQUIRED, "no") for name in TESTS}
-    ladder = choose(Wishes(waits, words, activations, graphs), found)
+    outcomes = {name: LadderOutcome(name in passed or name in REQUIRED, "no") for name in TESTS}
+    ladder = choose(Wishes(waits, words, activations, graphs), outcomes)
     if ladder.waits == "gpu":
         assert f"wait-{ladder.words}" in passed
         assert waits != "cpu"
@@ -126,5 +128,5 @@ def test_the_slice_has_a_size_only_where_it_is_used() -> None:
     assert slice_size(config, Ladder(), 100 * GIB) == 0
     assert slice_size(config, Ladder(activations="slice"), 100 * GIB) == 8 * GIB
     assert slice_size(config, Ladder(activations="slice"), 8 * GIB) == GIB
-    asked = DeviceConfig(slice=SizeSpec(size_bytes=3 * GIB + 1))
-    assert slice_size(asked, Ladder(activations="slice"), 100 * GIB) == 3 * GIB
+    config_with_slice = DeviceConfig(slice=SizeSpec(size_bytes=3 * GIB + 1))
+    assert slice_size(config_with_slice, Ladder(activations="slice"), 100 * GIB) == 3 * GIB

@@ -15,7 +15,7 @@ from fake_cuda import World
 
 from pipeswitch.devices.cuda import pinned as cuda_pinned
 from pipeswitch.devices.cuda.bindings import Cuda, CudaError
-from pipeswitch.devices.cuda.memory import RING_WORDS, CudaDeviceMemory, chunks
+from pipeswitch.devices.cuda.memory import RING_FENCES, CudaDeviceMemory, chunks
 from pipeswitch.ipc.control_page import new_doorbell, sealed_memfd
 from pipeswitch.ipc.messages.base import ByteRange, ModelName, OpId
 from pipeswitch.ipc.messages.daemon import DaemonSettings, GroupCopy, TransmitEnded, TransmitModel
@@ -23,12 +23,12 @@ from tests.open_files import open_files
 
 MIB = 1 << 20
 ARENA_BYTES = STORE_BYTES = 8 * MIB
-WORDS = 64
+FENCE_COUNT = 64
 SETTINGS = DaemonSettings(
     device="cuda:0",
     arena_bytes=ARENA_BYTES,
     store_bytes=STORE_BYTES,
-    words=WORDS,
+    fence_count=FENCE_COUNT,
     link_bytes_per_s=0.0,
 )
 DEADLINE_S = 30.0
@@ -59,12 +59,12 @@ class Rig:
     def arena(self, start: int, size: int) -> bytes:
         return self.world.bytes_at(self.memory._base + start, size)
 
-    def words(self, count: int = WORDS) -> list[int]:
+    def fences(self, count: int = FENCE_COUNT) -> list[int]:
         raw = self.arena(0, 4 * count)
         return [int.from_bytes(raw[i : i + 4], "little") for i in range(0, len(raw), 4)]
 
     def host_words(self) -> list[int]:
-        raw = os.pread(self.memory.export_descriptors()[0], 4 * WORDS, 0)
+        raw = os.pread(self.memory.export_descriptors()[0], 4 * FENCE_COUNT, 0)
         return [int.from_bytes(raw[i : i + 4], "little") for i in range(0, len(raw), 4)]
 
     def fill_store(self, offset: int, data: bytes) -> None:
@@ -78,12 +78,12 @@ class Rig:
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    made = Rig()
-    yield made
-    made.close()
+    rig_made = Rig()
+    yield rig_made
+    rig_made.close()
 
 
-def order(op_id: int, sizes: list[int], *, start: int = MIB, first_word: int = 0) -> TransmitModel:
+def order(op_id: int, sizes: list[int], *, start: int = MIB, first_fence: int = 0) -> TransmitModel:
     groups, position = [], 0
     for index, size in enumerate(sizes):
         groups.append(
@@ -91,7 +91,7 @@ def order(op_id: int, sizes: list[int], *, start: int = MIB, first_word: int = 0
                 store_offset_bytes=position,
                 arena_offset_bytes=start + position,
                 size_bytes=size,
-                word=first_word + index,
+                fence=first_fence + index,
             )
         )
         position += size
@@ -105,7 +105,7 @@ def order(op_id: int, sizes: list[int], *, start: int = MIB, first_word: int = 0
 
 
 def group(store: int, size: int) -> GroupCopy:
-    return GroupCopy(store_offset_bytes=store, arena_offset_bytes=0, size_bytes=size, word=0)
+    return GroupCopy(store_offset_bytes=store, arena_offset_bytes=0, size_bytes=size, fence=0)
 
 
 def test_a_fresh_arena_reads_as_zeros(rig: Rig) -> None:
@@ -114,40 +114,40 @@ def test_a_fresh_arena_reads_as_zeros(rig: Rig) -> None:
 
 @pytest.mark.parametrize("writer", ["copy", "write"])
 def test_the_word_follows_its_data_on_the_same_stream(writer: str) -> None:
-    rig = Rig(word_writer=writer)
+    rig = Rig(fence_writer=writer)
     data = random.Random(1).randbytes(3 * MIB)
     rig.fill_store(0, data)
     streams = list(rig.world.streams.values())
-    seen: list[tuple[list[int], bytes]] = []
+    states: list[tuple[list[int], bytes]] = []
     for stream in streams:
         plain_put = stream.put
 
         def put(run: object, plain_put: object = plain_put) -> None:
             def watched() -> bool:
                 ran = run()  # type: ignore[operator]
-                seen.append((rig.words(3), rig.arena(MIB, 3 * MIB)))
+                states.append((rig.fences(3), rig.arena(MIB, 3 * MIB)))
                 return bool(ran)
 
             plain_put(watched)  # type: ignore[operator]
 
         stream.put = put  # type: ignore[method-assign]
     assert rig.run(order(9, [MIB, MIB, MIB])).is_complete
-    assert len(seen) == 6  # three copies, three words
-    for words, arena in seen:
-        for index, word in enumerate(words):
-            if word == 9:
+    assert len(states) == 6  # three copies, three words
+    for fences, arena in states:
+        for index, fence in enumerate(fences):
+            if fence == 9:
                 end = (index + 1) * MIB
                 assert arena[:end] == data[:end], "a word rose before its data"
-    assert rig.words(4) == [9, 9, 9, 0]
+    assert rig.fences(4) == [9, 9, 9, 0]
     assert rig.host_words()[:4] == [9, 9, 9, 0]
     rig.close()
 
 
 def test_a_source_of_words_is_not_used_again_before_its_copy_has_run(rig: Rig) -> None:
     """Many groups without bytes never fill the window: the ring is what limits them."""
-    for op_id in range(1, 2 * RING_WORDS // WORDS + 3):
-        assert rig.run(order(op_id, [0] * WORDS)).is_complete
-        assert rig.words() == [op_id] * WORDS
+    for op_id in range(1, 2 * RING_FENCES // FENCE_COUNT + 3):
+        assert rig.run(order(op_id, [0] * FENCE_COUNT)).is_complete
+        assert rig.fences() == [op_id] * FENCE_COUNT
 
 
 def test_no_copy_crosses_the_end_of_a_registration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_no_copy_crosses_the_end_of_a_registration(monkeypatch: pytest.MonkeyPat
             store_offset_bytes=g.store_offset_bytes + MIB // 2,
             arena_offset_bytes=g.arena_offset_bytes,
             size_bytes=g.size_bytes,
-            word=g.word,
+            fence=g.fence,
         )
         for g in groups.groups
     ]
@@ -180,11 +180,11 @@ def test_no_copy_crosses_the_end_of_a_registration(monkeypatch: pytest.MonkeyPat
 
 def test_chunks_cover_a_group_and_stop_at_registrations() -> None:
     pin = cuda_pinned.PIN_BYTES
-    found = list(chunks(group(pin - 5, pin + 10)))
-    assert found[0] == (0, 5)
-    assert sum(size for _, size in found) == pin + 10
-    assert [offset for offset, _ in found] == [
-        sum(s for _, s in found[:i]) for i in range(len(found))
+    pieces = list(chunks(group(pin - 5, pin + 10)))
+    assert pieces[0] == (0, 5)
+    assert sum(size for _, size in pieces) == pin + 10
+    assert [offset for offset, _ in pieces] == [
+        sum(s for _, s in pieces[:i]) for i in range(len(pieces))
     ]
     assert list(chunks(group(0, 0))) == []
 
@@ -224,7 +224,7 @@ def test_a_copy_that_is_refused_ends_the_transmission_incomplete(rig: Rig) -> No
     rig.world.fail("cudaMemcpyAsync", "cudaErrorInvalidValue", after=1)  # the second group's
     ended = rig.run(order(4, [MIB, MIB, MIB]))
     assert (ended.is_complete, ended.group_count, ended.copied_bytes) == (False, 1, MIB)
-    assert rig.words(3) == [4, 0, 0]
+    assert rig.fences(3) == [4, 0, 0]
     assert not rig.lost
     assert rig.run(order(5, [MIB])).is_complete, "the device goes on"
 

@@ -14,9 +14,9 @@ from pipeswitch.devices.cuda.torch import tensor_at
 from pipeswitch.devices.cuda.worker_device import GROUPS_AHEAD, LOOKS_PER_GROUP, RunAhead
 from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.programs.interface.layout import TensorSpec
-from pipeswitch.workers.training.layout import Area, padded_bytes
 from pipeswitch.workers.training.reports import Reports
 from pipeswitch.workers.training.slice import TrainingSlice
+from pipeswitch.workers.training.slice_layout import Area, padded_bytes
 
 
 def test_two_groups_are_queued_and_no_more() -> None:
@@ -77,12 +77,12 @@ def arena() -> torch.Tensor:
 def test_a_slice_on_cuda_holds_its_devices_tensors_each_with_bytes_of_its_own(
     arena: torch.Tensor,
 ) -> None:
-    made = TrainingSlice.__new__(TrainingSlice)
-    made._memory = arena
+    memory = TrainingSlice.__new__(TrainingSlice)
+    memory._memory = arena
     place = Area("parameters", 4096, 8192).place("weight", torch.empty(6, 4))
-    view = made.view(place)
-    assert made.holds(view)
-    assert not made.holds(torch.empty(4))
+    view = memory.view(place)
+    assert memory.holds(view)
+    assert not memory.holds(torch.empty(4))
     assert (view.device, view.shape) == (arena.device, (6, 4))
     assert view.data_ptr() == arena.data_ptr() + 4096
     assert view.untyped_storage().nbytes() == 96, "torch.save would write the arena"
@@ -109,9 +109,9 @@ def test_the_devices_generator_is_kept_with_the_others(monkeypatch: pytest.Monke
         set_rng_state=lambda state, device: states.update({device: state}),
     )
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    kept = RandomState.from_values(RandomState("cuda:0").values())
+    state = RandomState.from_values(RandomState("cuda:0").values())
     states["cuda:0"] = torch.zeros(2, dtype=torch.uint8)
-    kept.restore("cuda:0")
+    state.restore("cuda:0")
     assert states["cuda:0"].tolist() == [1, 2]
 
 

@@ -17,11 +17,11 @@ from fake_cuda.host_torch import HostTorch, TapeRecorder
 
 from pipeswitch.base.errors import InvalidInput, LocalProtocolError, RemoteProtocolError
 from pipeswitch.devices.cuda import worker_device as cuda_view
+from pipeswitch.devices.cuda.activation_slice import SEGMENT_BYTES, Segments
 from pipeswitch.devices.cuda.bindings import Cuda, CudaError
 from pipeswitch.devices.cuda.capture import CaptureBroke
 from pipeswitch.devices.cuda.graphs import DeviceProgram, GraphBudget, _shapes
 from pipeswitch.devices.cuda.ladder import CudaOptions, Waits
-from pipeswitch.devices.cuda.slice import SEGMENT_BYTES, Segments
 from pipeswitch.devices.cuda.torch import tensor_at
 from pipeswitch.devices.cuda.worker_device import CudaWorkerDevice
 from pipeswitch.ipc.control_page import BOARD_BYTES, new_doorbell, sealed_memfd
@@ -34,7 +34,7 @@ from pipeswitch.programs.running.executor import BoundGraph, GraphProgram
 from pipeswitch.workers.training.torch_private import bytes_of_their_own
 
 MIB = 1 << 20
-WORDS = 64
+FENCE_COUNT = 64
 FAKE_ADDRESS = 0x7F00_0000_0000
 
 
@@ -55,8 +55,8 @@ def spec(dtype: str, shape: tuple[int, ...], offset: int, size: int) -> TensorSp
 @pytest.fixture
 def storage() -> torch.UntypedStorage:
     construct = torch._C._construct_storage_from_data_pointer
-    made: torch.UntypedStorage = construct(FAKE_ADDRESS, torch.device("cuda", 0), 4 * MIB)
-    return made
+    storage_made: torch.UntypedStorage = construct(FAKE_ADDRESS, torch.device("cuda", 0), 4 * MIB)
+    return storage_made
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ class Rig:
         self.owner, self.world = World(), World()
         self.block = Cuda(self.owner.runtime, self.owner.driver).malloc(4 * MIB)
         self.handle = Cuda(self.owner.runtime, self.owner.driver).export_handle(self.block)
-        self.words = sealed_memfd("test-words", 4 * WORDS)
+        self.fences = sealed_memfd("test-fences", 4 * FENCE_COUNT)
         self.control_page = sealed_memfd("test-board", BOARD_BYTES)
         self.doorbell = new_doorbell()
         self.side = HostTorch(self.world)
@@ -138,14 +138,14 @@ class Rig:
                 slot=0,
                 device="cuda:0",
                 arena_bytes=3 * MIB,
-                words=WORDS,
+                fence_count=FENCE_COUNT,
                 pool_bytes=0,
                 threads=1,
                 doorbell_count=1,
                 handle=self.handle,
             ),
             CudaOptions(package="", waits=waits, **{"graph_bytes": 1 << 30, **options}),
-            words_descriptor=self.words,
+            fences_descriptor=self.fences,
             control_page=self.control_page,
             doorbells=[self.doorbell],
         )
@@ -156,15 +156,15 @@ class Rig:
 
     def close(self) -> None:
         self.view.close()
-        for descriptor in (self.words, self.control_page, self.doorbell):
+        for descriptor in (self.fences, self.control_page, self.doorbell):
             os.close(descriptor)
 
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    made = Rig()
-    yield made
-    made.close()
+    rig_made = Rig()
+    yield rig_made
+    rig_made.close()
 
 
 def test_a_view_opens_the_handle_once_and_closes_it(rig: Rig) -> None:
@@ -204,7 +204,7 @@ def test_the_device_is_told_to_wait_for_exactly_the_epoch(rig: Rig) -> None:
 
 
 def test_nothing_is_enqueued_for_a_group_that_the_host_knows_to_be_there(rig: Rig) -> None:
-    os.pwrite(rig.words, (9).to_bytes(4, "little"), 4 * 5)
+    os.pwrite(rig.fences, (9).to_bytes(4, "little"), 4 * 5)
     assert rig.view.wait_group(5, 9) == 0.0
     assert rig.stream.enqueued == 0
 
@@ -216,7 +216,7 @@ def test_settling_waits_for_every_stream_and_quiescing_for_one(rig: Rig) -> None
     cuda.fill(block, 1, 16, other)
     rig.view.quiesce()
     assert rig.world.streams[other].done == 0
-    rig.view.settle()
+    rig.view.synchronize()
     assert rig.world.streams[other].done == 1
 
 
@@ -245,7 +245,7 @@ def test_an_eager_run_waits_on_the_host_and_leaves_nothing_behind_a_wait(rig: Ri
     rig.view._running = None
     waited = threading.Thread(target=rig.view.wait_group, args=(3, 7))
     waited.start()
-    os.pwrite(rig.words, (7).to_bytes(4, "little"), 4 * 3)
+    os.pwrite(rig.fences, (7).to_bytes(4, "little"), 4 * 3)
     os.eventfd_write(rig.doorbell, 1)
     waited.join(30)
     assert not waited.is_alive()
@@ -254,7 +254,7 @@ def test_an_eager_run_waits_on_the_host_and_leaves_nothing_behind_a_wait(rig: Ri
 
 def test_only_a_replay_lets_the_device_wait(rig: Rig) -> None:
     bound, _ = program()
-    os.pwrite(rig.words, b"".join((5).to_bytes(4, "little") for _ in range(3)), 0)
+    os.pwrite(rig.fences, b"".join((5).to_bytes(4, "little") for _ in range(3)), 0)
     device = DeviceProgram(bound, "cpu", TapeRecorder(), GraphBudget(1 << 30))
     x = torch.randn(2, 4)
     for op_id in (5, 6):  # the second's words have not risen on the host
@@ -463,14 +463,14 @@ def test_every_group_is_waited_for_in_order_in_a_replay_too() -> None:
     device.improve()
     for weight in weights:
         weight.fill_(torch.nan)
-    seen: list[int] = []
+    groups: list[int] = []
 
     def arrive(group: int) -> None:
-        seen.append(group)
+        groups.append(group)
         weights[group].fill_(2.0)
 
     result = device.run([x], arrive)[0]
-    assert seen == [0, 1, 2, 3]
+    assert groups == [0, 1, 2, 3]
     assert torch.equal(result, expected(x, weights)), "a group ran before its weights came"
 
 
@@ -506,8 +506,8 @@ def test_what_breaks_a_contract_is_not_captured_and_does_not_pass_as_a_replay(
     device, _ = made(bound)
     good, bad = torch.randn(2, 4), torch.randn(3, 4)
 
-    def not_three(given: Any) -> None:
-        if given["self"].shape[0] == 3:
+    def not_three(arguments: Any) -> None:
+        if arguments["self"].shape[0] == 3:
             raise BrokenContract("not three")
 
     monkeypatch.setitem(CONTRACTS, "add", not_three)  # type: ignore[index]
@@ -558,8 +558,8 @@ def test_graphs_stay_within_their_budget_the_least_recently_used_go() -> None:
     device.run([torch.zeros(1, 4)], lambda _: None)  # used again: 2 is the older one now
     device.run([torch.zeros(3, 4)], lambda _: None)
     device.improve()
-    held = [batch for batch in (1, 2, 3) if is_captured(device, [torch.zeros(batch, 4)])]
-    assert held == [1, 3]
+    batches = [batch for batch in (1, 2, 3) if is_captured(device, [torch.zeros(batch, 4)])]
+    assert batches == [1, 3]
     x = torch.randn(2, 4)
     assert torch.equal(device.run([x], lambda _: None)[0], expected(x, weights))
 

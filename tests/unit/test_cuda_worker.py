@@ -30,7 +30,7 @@ def test_a_worker_whose_termination_thread_fails_leaves_at_once(
         raise RuntimeError("cudaDeviceSynchronize: cudaErrorIllegalAddress")
 
     monkeypatch.setattr(worker_main.os, "_exit", leave)
-    worker: Any = worker_main.Worker.__new__(worker_main.Worker)
+    worker: Any = worker_main.WorkerProcess.__new__(worker_main.WorkerProcess)
     worker._control = SimpleNamespace(receive=receive)
     with pytest.raises(Left) as caught:
         worker._listen_or_leave()
@@ -64,12 +64,11 @@ def test_a_task_that_outgrows_the_slice_is_run_once_more_in_other_memory(
         computing=computing,
         leave_slice=leave_slice,
         control_page=SimpleNamespace(write_begun=print),
-        **dict.fromkeys(("enter", "take_back", "wait_turn", "quiesce"), lambda *_: None),
+        **dict.fromkeys(("enter", "unmap_inputs", "wait_turn", "quiesce"), lambda *_: None),
         **dict.fromkeys(("is_lost", "can_improve"), lambda *_: False),
     )
     programs: Any = SimpleNamespace(
-        stepping=DecodeRunner(),
-        bound=lambda _: SimpleNamespace(manifest=manifest, run=run),
+        stepping=DecodeRunner(), bound=lambda _: SimpleNamespace(manifest=manifest, run=run)
     )
     pool: Any = SimpleNamespace(write=lambda *_: (), batched_for="")
     task: Any = SimpleNamespace(send=lambda message: sent.append(type(message)))
@@ -81,7 +80,7 @@ def test_a_task_that_outgrows_the_slice_is_run_once_more_in_other_memory(
         digest="d",
         directory="",
         arena_offset_bytes=4096,
-        first_word=2,
+        first_fence=2,
         residency_id=7,
         inputs=(),
         reply_offset_bytes=0,
@@ -101,10 +100,10 @@ def test_what_streams_keeps_the_device_where_others_would_compute_over_its_activ
         can_yield=can_yield,
         control_page=control_page,
         **dict.fromkeys(("wait_group", "wait_turn"), lambda *_: 0.0),
-        **dict.fromkeys(("tell_computed", "show_landing"), lambda *_: None),
+        **dict.fromkeys(("report_computed", "show_landing"), lambda *_: None),
     )
     message: Any = SimpleNamespace(
-        op_id=5, first_word=0, residency_id=1, landings=(0,), is_timed=False
+        op_id=5, first_fence=0, residency_id=1, staging=(0,), is_timed=False
     )
     manifest: Any = SimpleNamespace(groups=(SimpleNamespace(offset_bytes=0, size_bytes=1),))
     sent: list[object] = []
@@ -121,7 +120,7 @@ def test_a_run_that_is_timed_waits_for_the_device_after_each_group(is_timed: boo
         **dict.fromkeys(("wait_group", "show"), lambda *_: 0.0),
     )
     message: Any = SimpleNamespace(
-        op_id=5, first_word=0, residency_id=1, landings=(), is_timed=is_timed
+        op_id=5, first_fence=0, residency_id=1, staging=(), is_timed=is_timed
     )
     group = SimpleNamespace(offset_bytes=0, size_bytes=1)
     groups = _Groups(view, message, SimpleNamespace(groups=(group, group)), print, 0)  # type: ignore[arg-type]

@@ -22,16 +22,16 @@ def test_a_percentile_is_a_value_that_was_measured() -> None:
 def test_the_bill_is_averaged_and_switches_are_counted() -> None:
     first = {**BILL, "resident": True, "preempted": ""}
     second = {**BILL, "compute_ms": 15.0, "resident": False, "preempted": "digits"}
-    averaged = demo_report.bill([first, second])
+    averaged = demo_report.timing_summary([first, second])
     assert averaged["compute_ms"] == 10.0
     assert (averaged["resident_count"], averaged["preempted_count"]) == (1, 1)
 
 
 def test_kept_speed_is_measured_against_the_windows_without_requests() -> None:
-    kept = demo_report.kept_speed((2.0, 100), (10.0, 300), (2.0, 60), busy_ms=2500.0)
-    assert kept["steps_per_s_alone"] == 40.0
-    assert kept["kept_percent"] == 75.0
-    assert kept["device_time_of_requests_percent"] == 25.0
+    speed = demo_report.kept_speed((2.0, 100), (10.0, 300), (2.0, 60), busy_ms=2500.0)
+    assert speed["steps_per_s_alone"] == 40.0
+    assert speed["kept_percent"] == 75.0
+    assert speed["device_time_of_requests_percent"] == 25.0
 
 
 def _result(**changes: object) -> dict[str, object]:
@@ -92,7 +92,7 @@ def test_a_lower_bound_that_is_none_is_said_to_be_noise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "text"),
     [
         ({"errors": ["QueueFull: no"]}, "request failed"),
         ({"largest_difference": 0.5}, "differs from the plain"),
@@ -101,12 +101,12 @@ def test_a_lower_bound_that_is_none_is_said_to_be_noise() -> None:
         ({"fast": {"errors": [], "largest_error": float("nan")}}, "precision fast: the error"),
     ],
 )
-def test_what_must_not_happen_is_a_problem(changes: dict[str, object], said: str) -> None:
+def test_what_must_not_happen_is_a_problem(changes: dict[str, object], text: str) -> None:
     assert demo._problems(_result()) == []
-    assert said in demo._problems(_result(**changes))[0]
+    assert text in demo._problems(_result(**changes))[0]
 
 
 def test_a_lost_step_is_a_problem() -> None:
     result = _result()
-    lost = {**result, "training": {**dict(result["training"]), "steps_lost": 2}}  # type: ignore[call-overload]
-    assert demo._problems(lost) == ["2 training steps had to be recomputed"]
+    result_changed = {**result, "training": {**dict(result["training"]), "steps_lost": 2}}  # type: ignore[call-overload]
+    assert demo._problems(result_changed) == ["2 training steps had to be recomputed"]

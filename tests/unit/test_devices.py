@@ -24,7 +24,7 @@ from pipeswitch.scheduler.training.jobs import Jobs
 from pipeswitch.simulator.programs import program_of
 
 MIB = 1 << 20
-SETTINGS = SchedulerSettings(arena_bytes=64 * MIB, store_bytes=64 * MIB, words=64)
+SETTINGS = SchedulerSettings(arena_bytes=64 * MIB, store_bytes=64 * MIB, fence_count=64)
 
 
 def look(device: Device) -> None:
@@ -116,8 +116,8 @@ def test_training_on_one_device_does_not_step_aside_for_a_request_on_the_other(
     machine: Machine,
 ) -> None:
     first, second = machine.devices
-    asked = ev.TrainRequest(token=9, job="j", entry="x.py", args=(), priority=1)
-    JobRequests(machine.core, first.jobs).train(asked)
+    request = ev.TrainRequest(token=9, job="j", entry="x.py", args=(), priority=1)
+    JobRequests(machine.core, first.jobs).train(request)
     look(first)
     assert [order.job for order in machine.sent(RunJob)] == ["j"]
     machine.ask(second, 1)

@@ -71,22 +71,22 @@ def test_an_accepted_extent_is_a_bounded_number_or_none_and_survives_the_bundle(
         return
     values = {"batch": batch, "length": length}
     try:
-        found = evaluate(extent, values)
+        value = evaluate(extent, values)
     except NoExtent:
         return
-    assert abs(found) <= MAX_NUMBER
+    assert abs(value) <= MAX_NUMBER
     text = extent_text(extent).replace("min(", "min_(").replace("max(", "max_(")
     same = eval(text, {"min_": min, "max_": max, **values})  # what people read is what is computed
-    assert same == found
+    assert same == value
     spec = ValueSpec(name="y", dtype="float32", shape=(extent,))
     assert msgspec.json.decode(msgspec.json.encode(spec), type=ValueSpec) == spec
 
 
 def chain(levels: int) -> Extent:
-    found: Extent = "length"
+    extent: Extent = "length"
     for _ in range(levels):
-        found = Expr("max", (found, 1))
-    return found
+        extent = Expr("max", (extent, 1))
+    return extent
 
 
 @pytest.mark.parametrize(
@@ -105,9 +105,7 @@ def chain(levels: int) -> Extent:
         True,
     ],
 )
-def test_what_is_no_bounded_expression_over_the_programs_dimensions_is_refused(
-    extent: Any,
-) -> None:
+def test_what_is_no_bounded_expression_over_the_programs_dimensions_is_refused(extent: Any) -> None:
     assert not is_accepted(extent)
 
 

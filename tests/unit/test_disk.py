@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeswitch.base.units import SizeSpec
-from pipeswitch.commits.files import write_commit
+from pipeswitch.commits.commit_files import write_commit
 from pipeswitch.frontend.disk import Disk
 
 
@@ -76,7 +76,7 @@ def test_auto_is_a_share_of_the_disk(tmp_path: Path) -> None:
 
 
 def test_a_half_written_commit_counts_until_it_is_removed(disk: Disk, tmp_path: Path) -> None:
-    from pipeswitch.commits.files import remove_unnamed
+    from pipeswitch.commits.commit_files import remove_unnamed
 
     folder = tmp_path / "commits" / "job"
     write_commit(folder, 1, memoryview(bytes(64)))

@@ -76,8 +76,8 @@ def test_every_room_stands_in_the_architecture() -> None:
 
 
 def test_every_message_between_processes_says_what_it_is() -> None:
-    for found in get_args(AnyMessage):
-        assert (found.__doc__ or "").strip(), found.__name__
+    for message in get_args(AnyMessage):
+        assert (message.__doc__ or "").strip(), message.__name__
 
 
 def script(name: str) -> ModuleType:
@@ -85,9 +85,9 @@ def script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize("page", ["commands.md", "settings.md"])
@@ -104,13 +104,13 @@ def test_the_manual_names_every_page_of_its_own() -> None:
 
 
 def test_the_manual_explains_every_field_of_the_bill() -> None:
-    bill = (ROOT / "docs/guide/python.md").read_text("utf-8").partition("## The bill")[2]
-    told = {
+    timing = (ROOT / "docs/guide/python.md").read_text("utf-8").partition("## Timing")[2]
+    fields = {
         name
-        for row in re.findall(r"^\| (`.+?) \|", bill, re.MULTILINE)
+        for row in re.findall(r"^\| (`.+?) \|", timing, re.MULTILINE)
         for name in re.findall(r"`(\w+)`", row)
     }
-    assert told == {*Timing.__struct_fields__}
+    assert fields == {*Timing.__struct_fields__}
 
 
 def test_the_readme_shows_the_picture_of_the_newest_result() -> None:
@@ -127,8 +127,8 @@ def test_no_file_cites_a_document_that_is_not_in_the_repository() -> None:
     for top in ("pipeswitch", "workers", "memory_daemon", "benchmarks", "docs", "tests"):
         for path in (ROOT / top).rglob("*.*"):
             if path.suffix in (".py", ".md") and path != Path(__file__):
-                found = cited.search(path.read_text("utf-8"))
-                assert found is None, f"{path.relative_to(ROOT)} cites {found and found[0]}"
+                match = cited.search(path.read_text("utf-8"))
+                assert match is None, f"{path.relative_to(ROOT)} cites {match and match[0]}"
 
 
 def test_each_decision_has_a_number_and_its_sections_unless_it_was_withdrawn() -> None:

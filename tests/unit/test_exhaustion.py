@@ -72,13 +72,13 @@ class Parent:
 
 @pytest.fixture
 def parent(tmp_path: Path) -> Iterator[Parent]:
-    made = Parent(tmp_path)
-    yield made
-    for key in list(made.selector.get_map().values()):
+    parent_made = Parent(tmp_path)
+    yield parent_made
+    for key in list(parent_made.selector.get_map().values()):
         assert isinstance(key.fileobj, Channel)
         key.fileobj.close()
-    made.selector.close()
-    made.server.close()
+    parent_made.selector.close()
+    parent_made.server.close()
 
 
 def refuse(number: int) -> Any:
@@ -93,9 +93,11 @@ def test_a_child_without_descriptors_has_exited_and_is_sent_nothing(
     parent: Parent, monkeypatch: pytest.MonkeyPatch, pairs: int
 ) -> None:
     """The scheduler sends a worker its first task in the same decision as it asks for it."""
-    made = [channel_pair() for _ in range(pairs)]
+    pairs_made = [channel_pair() for _ in range(pairs)]
     monkeypatch.setattr(
-        controller_processes, "channel_pair", lambda: made.pop() if made else refuse(24)()
+        controller_processes,
+        "channel_pair",
+        lambda: pairs_made.pop() if pairs_made else refuse(24)(),
     )
     before = open_files("socket")
     assert parent.is_usable(parent.fork())

@@ -20,19 +20,19 @@ SENT_TO = ("worker", "daemon", "stage")  # kinds of children that get orders, in
 
 def points_in_code() -> Counter[str]:
     """Every literal name that is passed to ``reach`` or set as a channel's ``point``."""
-    found: Counter[str] = Counter()
+    points: Counter[str] = Counter()
     for package in ("pipeswitch", "workers", "memory_daemon"):
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                     if node.func.id == "reach" and isinstance(node.args[0], ast.Constant):
-                        found[str(node.args[0].value)] += 1
+                        points[str(node.args[0].value)] += 1
                 elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
                     targets = [t for t in node.targets if isinstance(t, ast.Attribute)]
                     if node.value.value and any(t.attr == "point" for t in targets):
-                        found[str(node.value.value)] += 1
-    found.update(f"controller.send.{kind}" for kind in SENT_TO)
-    return found
+                        points[str(node.value.value)] += 1
+    points.update(f"controller.send.{kind}" for kind in SENT_TO)
+    return points
 
 
 def test_every_point_of_the_table_stands_at_one_place_in_the_code_and_no_other() -> None:

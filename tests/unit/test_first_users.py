@@ -110,14 +110,14 @@ def test_a_full_disk_is_one_line_until_the_log_can_be_written_again(
         patched.setattr(handler, "flush", full)
         for _ in range(20):
             logger.warning("lost")
-    told = capsys.readouterr().err
-    assert told == f"{path} cannot be written: {os.strerror(28)}\n"
+    text = capsys.readouterr().err
+    assert text == f"{path} cannot be written: {os.strerror(28)}\n"
     logger.warning("kept")
     assert path.read_text().endswith("kept\n")
     with monkeypatch.context() as patched:
         patched.setattr(handler, "flush", full)
         logger.warning("lost")
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == text
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ BROKEN = {
     "daemon": "pipeswitch.memory_daemon.transmit.check_order",
     "worker": "pipeswitch.scheduler.state.device_state.DeviceState.job_of",
     "order": "pipeswitch.ipc.gate.Gate.grant",
-    "gateway": "pipeswitch.gateway.http.server.HttpConnection.look",
+    "gateway": "pipeswitch.gateway.http.http_server.HttpConnection.look",
 }
 """A target -> something in its way that raises what was not promised."""
 
@@ -107,12 +107,12 @@ def test_a_good_request_is_admitted_and_its_bytes_lie_in_the_pool() -> None:
 def test_each_verb_gets_past_its_checks() -> None:
     from tests.fuzz import requests
 
-    seen = {
+    names = {
         type(event).__name__
         for seed in requests.seeds()
         for event in requests._gate().hear(split_frames(seed))
     }
-    assert seen == {
+    assert names == {
         "InferArrived",
         "PrefetchHint",
         "CancelRequest",
@@ -170,10 +170,10 @@ def test_mutations_stay_small_and_mostly_well_formed(name: str) -> None:
     mutator = Mutator(target, lambda data, max_bytes: data[:max_bytes])
     well_formed = different = 0
     for number, seed in enumerate(target.seeds() * 40):
-        made = mutator(seed, target.max_bytes, number)
-        assert len(made) <= target.max_bytes
-        different += made != seed
-        well_formed += _decodes(target.codec.decode, target.codec.split(made))
+        mutant = mutator(seed, target.max_bytes, number)
+        assert len(mutant) <= target.max_bytes
+        different += mutant != seed
+        well_formed += _decodes(target.codec.decode, target.codec.split(mutant))
     count = number + 1
     assert different > count // 4
     assert well_formed > count // 4
@@ -191,11 +191,11 @@ def _decodes(decode: Any, parts: list[bytes]) -> bool:
 
 def test_the_same_seed_mutates_the_same_way() -> None:
     target = load("packet")
-    made = [
+    mutants = [
         [Mutator(target, lambda data, _: data)(seed, 1024, 7) for seed in target.seeds()]
         for _ in range(2)
     ]
-    assert made[0] == made[1]
+    assert mutants[0] == mutants[1]
     assert random.Random(7).random() != random.Random(8).random()
 
 

@@ -119,15 +119,15 @@ def test_a_turn_is_given_up_where_it_is_asked_for(
                 gate.leave()
             case _:
                 gate.request_evict()
-    found = [(turn, next_turn, where) for turn, next_turn, where in box.parked]
+    turns_parked = [(turn, next_turn, where) for turn, next_turn, where in box.parked]
     expected = [one.split() for one in parked.split(", ") if one]
-    assert found == [(int(turn), int(turn) + 1, where) for turn, where in expected]
+    assert turns_parked == [(int(turn), int(turn) + 1, where) for turn, where in expected]
     assert gate.state is state
 
 
 def test_one_that_was_away_says_once_that_it_is_back_or_that_others_go_first(box: Recorder) -> None:
-    gate, told, is_told = running(box), list[tuple[int, bool]](), threading.Semaphore(0)
-    gate.on_back = lambda *said: (told.append(said), is_told.release())
+    gate, calls, is_told = running(box), list[tuple[int, bool]](), threading.Semaphore(0)
+    gate.on_back = lambda *arguments: (calls.append(arguments), is_told.release())
     gate.pause(0.0)  # it computes
     gate.leave("copies")
     gate.pause(0.0)
@@ -144,7 +144,7 @@ def test_one_that_was_away_says_once_that_it_is_back_or_that_others_go_first(box
     gate.request_stop(3, 4)
     assert not gate.allows_copies  # while a request does
     assert box.parked == [(1, 2, "copies"), (3, 4, "copies")]
-    assert told == [(1, True), (1, False)]
+    assert calls == [(1, True), (1, False)]
 
 
 @pytest.mark.parametrize("is_evicted", [False, True])
@@ -252,8 +252,8 @@ def test_any_order_keeps_the_books(plan: list[str]) -> None:
                         assert len(box.parked) == before
         turns = [turn for turn, _, _ in box.parked]
         assert turns == sorted(set(turns)), "acknowledged twice, or out of order"
-        held = gate.state in (S.RUNNING, S.STOPPING, S.AWAY)
-        assert held == (gate.turn > 0 and gate.turn not in turns)
+        is_held = gate.state in (S.RUNNING, S.STOPPING, S.AWAY)
+        assert is_held == (gate.turn > 0 and gate.turn not in turns)
 
 
 @pytest.mark.parametrize("seed", range(4))

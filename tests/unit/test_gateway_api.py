@@ -20,9 +20,9 @@ from pipeswitch.gateway.admin.api import BUNDLE, GUARDS, Api, JobText
 from pipeswitch.gateway.admin.ui import FILES, POLICY, Page
 from pipeswitch.gateway.auth import Authenticator
 from pipeswitch.gateway.http.event_stream import MAX_READERS_PER_ADDRESS, EventLog
-from pipeswitch.gateway.http.server import Head, Response, answered
+from pipeswitch.gateway.http.http_server import Head, Response, answered
 from pipeswitch.gateway.offload import OffloadThread
-from pipeswitch.gateway.rest import Rest
+from pipeswitch.gateway.rest import RestApi
 from pipeswitch.gateway.serving.service import Service
 
 TOKENS = {f"token-of-{role}".ljust(16, "-"): frozenset({Role.INFER, role}) for role in Role}
@@ -85,26 +85,26 @@ class Rig:
             origins=origins,
             owner_token=OWNER,
         )
-        self.rest = Rest(Service(self.upstream), callers, self.api, Page(), OffloadThread())
+        self.rest = RestApi(Service(self.upstream), callers, self.api, Page(), OffloadThread())
 
     def ask(
         self, method: str, path: str, body: bytes = b"", *, token: str = OWNER, **headers: str
     ) -> Response:
         path, _, query = path.partition("?")
-        given = {"host": "127.0.0.1:1", **{k.replace("_", "-"): v for k, v in headers.items()}}
+        fields = {"host": "127.0.0.1:1", **{k.replace("_", "-"): v for k, v in headers.items()}}
         if token:
-            given["authorization"] = f"Bearer {token}"
+            fields["authorization"] = f"Bearer {token}"
         head = Head(
-            method=method, path=path, query=query, headers=given, peer="1.2.3.4", length=len(body)
+            method=method, path=path, query=query, headers=fields, peer="1.2.3.4", length=len(body)
         )
         work = self.rest(head)
         return work if isinstance(work, Response) else asyncio.run(answered(work, body))
 
     def refused(self, *args: Any, **options: Any) -> tuple[int, str]:
         answer = self.ask(*args, **options)
-        told = json.loads(answer.parts[0])
-        assert set(told) == {"error", "code", "hint"}
-        return answer.status, f"{told['code']}: {told['error']} {told['hint']}"
+        body = json.loads(answer.parts[0])
+        assert set(body) == {"error", "code", "hint"}
+        return answer.status, f"{body['code']}: {body['error']} {body['hint']}"
 
 
 @pytest.fixture
@@ -193,9 +193,9 @@ def test_the_description_has_every_route_and_is_openapi(rig: Rig) -> None:
             for scheme in one["security"]:
                 assert set(scheme) <= set(document["components"]["securitySchemes"])
     for reference in re.findall(r'"\$ref":\s*"#/([^"]+)"', json.dumps(document)):
-        found: Any = document
+        part_of: Any = document
         for part in reference.split("/"):
-            found = found[part]
+            part_of = part_of[part]
     body = document["paths"]["/api/models/{model}"]["post"]["requestBody"]["content"]
     assert set(body) == {"application/json", BUNDLE}
 
@@ -226,14 +226,14 @@ def test_the_description_has_every_route_and_is_openapi(rig: Rig) -> None:
 def test_what_is_not_there_or_does_not_fit_says_what_would_be_right(
     rig: Rig, method: str, path: str, body: bytes, status: int, words: str
 ) -> None:
-    found, text = rig.refused(method, path, body)
-    assert found == status
+    answer_status, text = rig.refused(method, path, body)
+    assert answer_status == status
     assert words in text
     assert not [one for one in rig.upstream.asked if one[0] in ("register", "pause", "put")]
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("body", "words"),
     [
         ({"source": "/etc/passwd.bundle"}, "file of the server's machine"),
         ({"source": "../x.bundle"}, "file of the server's machine"),
@@ -244,9 +244,9 @@ def test_what_is_not_there_or_does_not_fit_says_what_would_be_right(
     ],
 )
 def test_nothing_of_the_servers_machine_is_named_through_http_not_by_the_owner_either(
-    rig: Rig, given: Any, words: str
+    rig: Rig, body: Any, words: str
 ) -> None:
-    status, text = rig.refused("POST", "/api/models/m", json.dumps(given).encode())
+    status, text = rig.refused("POST", "/api/models/m", json.dumps(body).encode())
     assert status == 403
     assert words in text
     assert rig.upstream.asked == []
@@ -303,13 +303,13 @@ def test_a_bundle_is_the_body_and_its_options_are_the_query(rig: Rig) -> None:
 
 def test_http_fills_what_every_door_fills_and_the_callers_rights_hold(rig: Rig) -> None:
     """The gateway has the owner's socket: what it forwards is the caller's, checked here."""
-    given = {
+    fields = {
         "source": "torchvision:resnet18",
         "inputs": {"x": [[1, [1, 8]], "int64"]},
         "state": {"h": ["h_out", -1]},
         "devices": ["cpu"],
     }
-    told(rig.ask("POST", "/api/models/m", json.dumps(given).encode()))
+    told(rig.ask("POST", "/api/models/m", json.dumps(fields).encode()))
     assert rig.upstream.asked.pop()[2]["state"] == {"h": ("h_out", -1)}
     function = {
         "source": "torchvision:resnet18",
@@ -322,7 +322,7 @@ def test_http_fills_what_every_door_fills_and_the_callers_rights_hold(rig: Rig) 
     assert '"code"' in allowed.refused("POST", "/api/models/m", body, token=token)[1]
     told(allowed.ask("POST", "/api/models/m", body))
     for field in ({"tenant": "alice"}, {"weights": 3}, {"max_batch": True}, {"takes": "x"}):
-        bad = json.dumps({**given, **field}).encode()
+        bad = json.dumps({**fields, **field}).encode()
         assert rig.refused("POST", "/api/models/m", bad, token=token)[0] == 400, field
     assert rig.upstream.asked == []
 
@@ -372,15 +372,15 @@ def test_a_followed_log_goes_on_until_the_job_is_over(
 
     async def follow() -> list[bytes]:
         log = JobText(rig.upstream, rig.feed, "j", "logs", 0, peer="a", is_followed=True)
-        found = [await log.next() for _ in range(3)]
+        pieces = [await log.next() for _ in range(3)]
         waiting = asyncio.create_task(log.next())
         await asyncio.sleep(0)
         assert not waiting.done()
         rig.upstream.log += "4\n"
         rig.feed.add("job.progress", {})
-        found.append(await asyncio.wait_for(waiting, 5))
+        pieces.append(await asyncio.wait_for(waiting, 5))
         rig.upstream.state = "done"
-        return [*found, await log.next()]
+        return [*pieces, await log.next()]
 
     assert asyncio.run(follow()) == [b"one\nt", b"wo\nth", b"ree\n", b"4\n", b""]
 
@@ -430,12 +430,12 @@ def test_a_page_of_a_site_that_the_owner_named_may_ask_and_reads_refusals_too() 
     assert "POST" in headers["Access-Control-Allow-Methods"]
     assert "Authorization" in headers["Access-Control-Allow-Headers"]
     wished = "authorization,content-type,x-stainless-os,x-stainless-retry-count"
-    for asked, is_allowed in ((wished, True), ("x: y", False), ("a" * 9999, False)):
+    for origin, is_allowed in ((wished, True), ("x: y", False), ("a" * 9999, False)):
         answer = rig.ask(
-            "OPTIONS", "/v1/models", token="", **preflight, access_control_request_headers=asked
+            "OPTIONS", "/v1/models", token="", **preflight, access_control_request_headers=origin
         )
         allowed = dict(answer.headers)["Access-Control-Allow-Headers"]
-        assert allowed.endswith(f", {asked}") is is_allowed
+        assert allowed.endswith(f", {origin}") is is_allowed
     for path, status in (("/api/models", 200), ("/api/ps", 403), ("/v2/modles", 404)):
         answer = rig.ask("GET", path, token="", origin=site)
         headers = dict(answer.headers)
@@ -497,8 +497,8 @@ def test_an_error_of_the_server_is_told_as_everywhere(rig: Rig) -> None:
 
 def refusal(rig: Rig, path: str) -> tuple[int, str, str]:
     answer = rig.ask("GET", path)
-    told = json.loads(b"".join(map(bytes, answer.parts)))
-    return answer.status, told["error"], told["hint"]
+    body = json.loads(b"".join(map(bytes, answer.parts)))
+    return answer.status, body["error"], body["hint"]
 
 
 def test_a_client_of_ollama_is_told_the_way_that_works() -> None:

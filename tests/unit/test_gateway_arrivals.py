@@ -11,7 +11,7 @@ pytest.importorskip("grpc", reason="make installs it")
 
 from pipeswitch.base.errors import QueueFull
 from pipeswitch.base.quotas import FairQuota
-from pipeswitch.gateway.kserve.arrivals import Arrivals
+from pipeswitch.gateway.kserve.half_messages import Arrivals
 
 SIZE = 400 << 20
 ALONE = SIZE * 3 // 4
@@ -83,8 +83,8 @@ def test_all_calls_of_a_connection_with_too_many_half_messages_end() -> None:
         await asyncio.sleep(0)
         for _ in range(50):
             wire.arrive("a:1", ALONE // 49)
-        found = [await call.ended() for call in calls]
-        assert all(isinstance(one, QueueFull) for one in found)
+        endings = [await call.ended() for call in calls]
+        assert all(isinstance(one, QueueFull) for one in endings)
         wire.arrivals.look()
         assert not wire.shares.held
 

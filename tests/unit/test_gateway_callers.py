@@ -13,9 +13,9 @@ from pipeswitch.base.errors import (
     PermissionDenied,
     PipeSwitchError,
 )
-from pipeswitch.base.roles import ALL_ROLES, ANYONE, LEAST, Principal, Role
+from pipeswitch.base.roles import ALL_ROLES, ANYONE, DEFAULT_ROLES, Principal, Role
 from pipeswitch.frontend.verbs import VERBS
-from pipeswitch.gateway.auth import Authenticator, require, told
+from pipeswitch.gateway.auth import Authenticator, redact, require
 from pipeswitch.gateway.http_errors import Unauthenticated, WrongHost, as_ours, body_of, status_of
 from pipeswitch.wire.tokens import read_tokens
 
@@ -24,12 +24,12 @@ TOKEN = "0123456789abcdef"
 
 def callers(*, needs_token: bool = False, hosts: frozenset[str] | None = None) -> Authenticator:
     tokens = {TOKEN: Principal(tenant="ops", roles=frozenset({Role.INFER, Role.OPERATE}))}
-    return Authenticator(roles=LEAST, tokens=tokens, needs_token=needs_token, hosts=hosts)
+    return Authenticator(roles=DEFAULT_ROLES, tokens=tokens, needs_token=needs_token, hosts=hosts)
 
 
 def test_without_a_token_a_caller_has_infer_alone() -> None:
     anyone = callers().principal("")
-    assert anyone == Principal(tenant=ANYONE, roles=LEAST)
+    assert anyone == Principal(tenant=ANYONE, roles=DEFAULT_ROLES)
     for verb, row in VERBS.items():
         if row.role is Role.INFER:
             require(anyone, verb)
@@ -82,8 +82,8 @@ def test_another_host_is_refused(host: str) -> None:
 
 def test_a_row_is_cut_to_what_infer_is_told() -> None:
     row = {"name": "m", "state": "ready", "source": "/home/me/m.bundle", "tenant": "alice"}
-    assert told(row, Principal(tenant=ANYONE)) == {"name": "m", "state": "ready"}
-    assert told(row, Principal(tenant="ops", roles=ALL_ROLES)) == row
+    assert redact(row, Principal(tenant=ANYONE)) == {"name": "m", "state": "ready"}
+    assert redact(row, Principal(tenant="ops", roles=ALL_ROLES)) == row
 
 
 def written(folder: Path, text: str, mode: int = 0o600) -> Path:
@@ -95,9 +95,9 @@ def written(folder: Path, text: str, mode: int = 0o600) -> Path:
 
 def test_a_file_of_tokens_is_read(tmp_path: Path) -> None:
     path = written(tmp_path, f"# ours\nops {TOKEN} infer,operate  # the dashboard\n\nci {'x' * 16}")
-    found = read_tokens(path)
-    assert found[TOKEN] == Principal(tenant="ops", roles=frozenset({Role.INFER, Role.OPERATE}))
-    assert found["x" * 16].roles == LEAST
+    principals = read_tokens(path)
+    assert principals[TOKEN] == Principal(tenant="ops", roles=frozenset({Role.INFER, Role.OPERATE}))
+    assert principals["x" * 16].roles == DEFAULT_ROLES
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,8 @@ def test_every_error_has_a_status_and_what_may_be_sent_again_says_so() -> None:
 
 def test_a_refusal_has_text_code_and_hint_and_a_bug_keeps_its_insides() -> None:
     error = ModelNotFound('no model "m"', hint="pipeswitch models")
-    wanted = {"error": 'no model "m"', "code": "ModelNotFound", "hint": "pipeswitch models"}
-    assert body_of(error) == wanted
+    body = {"error": 'no model "m"', "code": "ModelNotFound", "hint": "pipeswitch models"}
+    assert body_of(error) == body
     assert "secret" not in body_of(as_ours(ValueError("secret")))["error"]
 
 

@@ -42,11 +42,11 @@ def test_a_decoded_request_is_no_larger_than_a_few_bodies(data: bytes) -> None:
     tracemalloc.start()
     try:
         request = _said(data, CompletionRequest)
-        kept, peak = tracemalloc.get_traced_memory()
+        held_bytes, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert request.model == "m"
-    assert kept < 2 * len(data) + 50_000
+    assert held_bytes < 2 * len(data) + 50_000
     assert peak < 4 * len(data) + 50_000
 
 
@@ -76,7 +76,7 @@ def test_a_prompt_of_many_parts_is_refused_by_its_first_parts(prompt: bytes) -> 
 
 
 @pytest.mark.parametrize(
-    ("given", "read"),
+    ("prompt", "read"),
     [
         ("a", ["a"]),
         (["a"], ["a"]),
@@ -88,9 +88,9 @@ def test_a_prompt_of_many_parts_is_refused_by_its_first_parts(prompt: bytes) -> 
         (["a"] * 64, ["a"] * 64),
     ],
 )
-def test_a_prompt_is_a_text_or_ids_or_a_list_of_these(given: Any, read: Any) -> None:
+def test_a_prompt_is_a_text_or_ids_or_a_list_of_these(prompt: Any, read: Any) -> None:
     assert (
-        _said(msgspec.json.encode({"model": "m", "prompt": given}), CompletionRequest).prompt
+        _said(msgspec.json.encode({"model": "m", "prompt": prompt}), CompletionRequest).prompt
         == read
     )
 
@@ -175,8 +175,8 @@ def test_the_parts_of_a_content_are_joined() -> None:
 
 def test_chats_and_completions_ask_for_logprobs_in_their_own_forms() -> None:
     chats, texts = {None: None, False: None, True: 0}, {None: None, False: None, 5: 5}
-    for given, is_chat in ((chats, True), (texts, False)):
-        for logprobs, count in given.items():
+    for request, is_chat in ((chats, True), (texts, False)):
+        for logprobs, count in request.items():
             assert requested(logprobs, None, is_chat=is_chat) == count
     assert requested(True, 2, is_chat=True) == 2
     for own in ((None, 2, True), (3, None, True), (True, None, False), (1, 1, False)):

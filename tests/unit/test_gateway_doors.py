@@ -12,7 +12,7 @@ import pytest
 
 from pipeswitch.base.config import GatewayConfig
 from pipeswitch.base.errors import ConfigError
-from pipeswitch.controller.gateway import Gateway
+from pipeswitch.controller.gateway_process import Gateway
 from pipeswitch.wire.tokens import OWNER_FILE, owner_token
 
 TOKENS = "ops 0123456789abcdef operate"
@@ -51,13 +51,13 @@ def test_who_names_one_address_gets_no_other_and_is_told_its_flag(tmp_path: Path
 def test_a_second_server_that_named_no_address_has_free_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = "{}:{}".format(*taken.getsockname())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = "{}:{}".format(*listener.getsockname())
         defaults = {"http": address, "grpc": address}
-        monkeypatch.setattr("pipeswitch.controller.gateway.DEFAULTS", defaults)
+        monkeypatch.setattr("pipeswitch.controller.gateway_process.DEFAULTS", defaults)
         gateway = opened(tmp_path, grpc="auto")
-        found = [one.partition("://")[2] for one in gateway.addresses]
-        assert len({address, *found}) == 3
+        addresses = [one.partition("://")[2] for one in gateway.addresses]
+        assert len({address, *addresses}) == 3
         assert gateway.warnings == []
         gateway.stop()
 
@@ -82,9 +82,9 @@ def test_what_cannot_be_started_is_tried_again_ever_later(
     def refuses(*_: Any, **__: Any) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("pipeswitch.controller.gateway.subprocess.Popen", refuses)
+    monkeypatch.setattr("pipeswitch.controller.gateway_process.subprocess.Popen", refuses)
     now = [0.0]
-    monkeypatch.setattr("pipeswitch.controller.gateway.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("pipeswitch.controller.gateway_process.time.monotonic", lambda: now[0])
     with selectors.DefaultSelector() as selector:
         gateway = Gateway(GatewayConfig(http="off", grpc="off"), selector, tmp_path, tmp_path / "l")
         gateway._spawn()

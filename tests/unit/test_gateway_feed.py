@@ -16,22 +16,22 @@ from pipeswitch.gateway.http.event_stream import EventLog, Reader
 T = TypeVar("T")
 
 
-def now(made: Awaitable[T]) -> T:
+def now(awaitable: Awaitable[T]) -> T:
     async def run() -> T:
-        return await asyncio.wait_for(made, 5)
+        return await asyncio.wait_for(awaitable, 5)
 
     return asyncio.run(run())
 
 
 def parsed(piece: bytes) -> list[tuple[str, str, Any]]:
     """(id, name, data) of each record of a piece."""
-    found = []
+    events = []
     for record in piece.decode().split("\n\n"):
         fields = dict(line.split(": ", 1) for line in record.split("\n") if ": " in line)
         if "data" in fields:
             name = fields.get("event", "")
-            found.append((fields.get("id", ""), name, json.loads(fields["data"])))
-    return found
+            events.append((fields.get("id", ""), name, json.loads(fields["data"])))
+    return events
 
 
 async def pieces(reader: Reader, count: int) -> list[tuple[str, str, Any]]:
@@ -78,8 +78,8 @@ def test_a_reader_goes_on_behind_its_last_event() -> None:
 
 @pytest.mark.parametrize("last_id", ["another-5", "nonsense", "-", "x" * 500, "é-1"])
 def test_an_id_of_another_life_is_told_as_a_gap(last_id: str) -> None:
-    found = now(pieces(filled(3).read("a", last_id=last_id), 1))
-    assert [(name, data) for _, name, data in found if name == "dropped"] == [
+    events = now(pieces(filled(3).read("a", last_id=last_id), 1))
+    assert [(name, data) for _, name, data in events if name == "dropped"] == [
         ("dropped", {"count": None})
     ]
 
@@ -105,8 +105,8 @@ def test_only_topics_that_were_asked_for_are_told() -> None:
     reader = feed.read("a", ["switch.", "model."])
     for topic in ("job.done", "switch.started", "model.registered", "worker.died"):
         feed.add(topic, {})
-    found = now(pieces(reader, 2))
-    assert [data["topic"] for _, name, data in found if not name] == [
+    events = now(pieces(reader, 2))
+    assert [data["topic"] for _, name, data in events if not name] == [
         "switch.started",
         "model.registered",
     ]

@@ -20,19 +20,19 @@ from pipeswitch.base.errors import ERRORS_BY_NAME, InvalidInput
 from pipeswitch.base.quotas import ALPHA, FairQuota
 from pipeswitch.gateway.http_errors import TooLarge, status_of
 from pipeswitch.gateway.kserve import grpc as grpc_module
-from pipeswitch.gateway.kserve.arrivals import Arrivals
 from pipeswitch.gateway.kserve.grpc import (
     MAX_CALLS,
     MAX_PARTS,
     MAX_WATCHERS,
     SMALL_BYTES,
-    Calls,
+    GrpcVerbs,
     decode_request,
     encode_answer,
     joined,
     read_infer,
     split_raw,
 )
+from pipeswitch.gateway.kserve.half_messages import Arrivals
 from pipeswitch.gateway.kserve.protos import HEALTH, INFERENCE, POOL, REFLECTION
 from pipeswitch.gateway.kserve.reflection import SERVICES, described
 from pipeswitch.gateway.offload import CROWD, Shared
@@ -44,9 +44,9 @@ ARRIVALS = Arrivals(FairQuota(1 << 20), lambda peers: {})
 
 
 def request(datatype: str, shape: list[int], **fields: Any) -> Any:
-    made = INFERENCE["ModelInferRequest"](model_name="m", id="r", **fields)
-    made.inputs.add(name="x", datatype=datatype, shape=shape)
-    return made
+    message = INFERENCE["ModelInferRequest"](model_name="m", id="r", **fields)
+    message.inputs.add(name="x", datatype=datatype, shape=shape)
+    return message
 
 
 @pytest.mark.parametrize("datatype", [name for name in DATATYPES if name not in ("FP16", "BF16")])
@@ -59,30 +59,26 @@ def test_typed_and_raw_contents_are_the_same_bytes(datatype: str) -> None:
     array = np.array([[0, 1], [1, 0]], np.dtype(DATATYPES[datatype]))
     raw = request(datatype, [2, 2], raw_input_contents=[array.tobytes()])
     typed = request(datatype, [2, 2])
-    field = {
-        "BOOL": "bool",
-        "UINT8": "uint",
-        "INT64": "int64",
-        "FP32": "fp32",
-        "FP64": "fp64",
-    }.get(datatype, "int")
+    field = {"BOOL": "bool", "UINT8": "uint", "INT64": "int64", "FP32": "fp32", "FP64": "fp64"}.get(
+        datatype, "int"
+    )
     getattr(typed.inputs[0].contents, f"{field}_contents").extend(array.reshape(-1).tolist())
     for one in (raw, typed):
-        asked = decode_request(one)
-        assert bytes(asked.frames[0]) == array.tobytes()
-        assert (asked.id, asked.inputs[0].dtype) == ("r", DATATYPES[datatype])
+        decoded = decode_request(one)
+        assert bytes(decoded.frames[0]) == array.tobytes()
+        assert (decoded.id, decoded.inputs[0].dtype) == ("r", DATATYPES[datatype])
 
 
 def test_raw_contents_are_taken_as_they_lie_and_nothing_else_changes() -> None:
     large = np.arange(1 << 15, dtype=np.float32).tobytes()
-    made = request("FP32", [1 << 15], raw_input_contents=[large, b"", large[:9]])
-    made.parameters["timeout"].int64_param = 1 << 40
-    data = made.SerializeToString()
+    message = request("FP32", [1 << 15], raw_input_contents=[large, b"", large[:9]])
+    message.parameters["timeout"].int64_param = 1 << 40
+    data = message.SerializeToString()
     rest, raw = split_raw(data)
     assert [bytes(one) for one in raw] == [large, b"", large[:9]]
     assert all(one.obj is data for one in raw)
-    made.ClearField("raw_input_contents")
-    assert type(made).FromString(rest) == made
+    message.ClearField("raw_input_contents")
+    assert type(message).FromString(rest) == message
     early = request("FP32", [1], raw_input_contents=[large]).SerializeToString()
     unknown = b"\x9d\x06" + bytes(4)  # a field of four bytes: no request has one
     for broken in (
@@ -116,16 +112,16 @@ def test_no_more_parts_are_read_than_a_request_has(
     assert len(numbers) <= 2 * MAX_PARTS + 2
     few = empty_fields(1000, tag)
     with contextlib.suppress(InvalidInput):  # too many of its kind, or a tensor that says nothing
-        asked = read_infer(few)[1]
-        assert len(asked.inputs) + len(asked.outputs or ()) <= 2 * MAX_TENSORS
+        decoded = read_infer(few)[1]
+        assert len(decoded.inputs) + len(decoded.outputs or ()) <= 2 * MAX_TENSORS
 
 
 def test_an_output_is_asked_for_once() -> None:
-    made = request("FP32", [1], raw_input_contents=[b"1234"])
+    message = request("FP32", [1], raw_input_contents=[b"1234"])
     for _ in range(2):
-        made.outputs.add(name="y")
+        message.outputs.add(name="y")
     with pytest.raises(InvalidInput):
-        decode_request(made)
+        decode_request(message)
 
 
 @pytest.mark.parametrize("name", ["ServerLive", "RepositoryIndex", "ModelMetadata"])
@@ -136,15 +132,15 @@ def test_a_message_without_tensors_is_small(name: str) -> None:
 
 def test_priority_comes_signed_or_unsigned() -> None:
     for kind in ("int64_param", "uint64_param"):
-        made = request("FP32", [0], raw_input_contents=[b""])
-        setattr(made.parameters["priority"], kind, 1)
-        made.parameters["timeout"].uint64_param = 5000
-        asked = decode_request(made)
-        assert (asked.priority, asked.deadline_ms) == ("high", 5.0)
+        message = request("FP32", [0], raw_input_contents=[b""])
+        setattr(message.parameters["priority"], kind, 1)
+        message.parameters["timeout"].uint64_param = 5000
+        decoded = decode_request(message)
+        assert (decoded.priority, decoded.deadline_ms) == ("high", 5.0)
 
 
 @pytest.mark.parametrize(
-    ("made", "words"),
+    ("message", "words"),
     [
         (request("FP16", [1]), "no typed contents"),
         (request("FP32", [2]), "has 0 values"),
@@ -155,22 +151,22 @@ def test_priority_comes_signed_or_unsigned() -> None:
         (request("FP32", [1 << 22]), "raw_input_contents"),
     ],
 )
-def test_what_is_wrong_is_said_in_words(made: Any, words: str) -> None:
+def test_what_is_wrong_is_said_in_words(message: Any, words: str) -> None:
     with pytest.raises((InvalidInput, TooLarge), match=words):
-        decode_request(made)
+        decode_request(message)
 
 
 def test_an_answer_is_raw_and_has_the_bill_by_type() -> None:
-    asked = InferRequest(id="r", inputs=(), frames=[])
+    infer_request = InferRequest(id="r", inputs=(), frames=[])
     output = Output(name="y", dtype="bfloat16", shape=(1, 2), data=memoryview(b"abcd"))
-    bill = {"total_ms": 1.5, "resident": True, "op_id": 7, "preempted": "j"}
+    timing = {"total_ms": 1.5, "resident": True, "op_id": 7, "preempted": "j"}
     answer = INFERENCE["ModelInferResponse"].FromString(
-        b"".join(encode_answer("m", asked, [output], bill))
+        b"".join(encode_answer("m", infer_request, [output], timing))
     )
     assert answer.raw_output_contents[0] == b"abcd"
     assert (answer.outputs[0].datatype, list(answer.outputs[0].shape)) == ("BF16", [1, 2])
-    told = {name: value.WhichOneof("choice") for name, value in answer.parameters.items()}
-    assert told == {
+    kinds = {name: value.WhichOneof("choice") for name, value in answer.parameters.items()}
+    assert kinds == {
         "total_ms": "double_param",
         "resident": "bool_param",
         "op_id": "int64_param",
@@ -257,7 +253,7 @@ def test_a_client_that_knows_nothing_learns_every_service(package: str) -> None:
 
 def test_what_is_described_is_what_is_served() -> None:
     nothing: Any = None
-    calls = Calls(Service(nothing), nothing, nothing, nothing)
+    calls = GrpcVerbs(Service(nothing), nothing, nothing, nothing)
     for handler, service in zip(calls.handlers(), SERVICES, strict=True):
         assert handler.service_name() == service
         described_ = POOL.FindServiceByName(service).methods_by_name
@@ -299,30 +295,30 @@ class Context:
 
 
 def test_an_answer_that_is_refused_is_held_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
+    messages: list[Any] = []
     to_bytes = grpc_module._to_bytes
     monkeypatch.setattr(
-        grpc_module, "_to_bytes", lambda message: made.append(to_bytes(message)) or made[-1]
+        grpc_module, "_to_bytes", lambda message: messages.append(to_bytes(message)) or messages[-1]
     )
 
     class Service:
         def principal(self, token: str) -> None: ...
 
         async def infer(self, *_: Any) -> Any:
-            made.append(np.zeros(1 << 16, np.uint8))
-            return [Output(name="y", dtype="uint8", shape=(1 << 16,), data=made[-1].data)], {}
+            messages.append(np.zeros(1 << 16, np.uint8))
+            return [Output(name="y", dtype="uint8", shape=(1 << 16,), data=messages[-1].data)], {}
 
     async def call() -> None:
         service, shared = cast(Any, Service()), Shared(1 << 20, 1 << 20)
         shared.answers.take("10.0.0.1", 1 << 20)  # of before, unread
-        calls = Calls(service, service, shared, ARRIVALS)
+        calls = GrpcVerbs(service, service, shared, ARRIVALS)
         message = request("FP32", [1], raw_input_contents=[b"1234"]).SerializeToString()
         context = Context("10.0.0.1", message, message)
         unary = calls._unary("ModelInfer", calls._infer).stream_stream
-        assert [found async for found in unary(None, context)] == []
+        assert [part async for part in unary(None, context)] == []
         streamed = calls._stream(None, cast(Any, context))
         assert b"not read" in await anext(streamed)  # nor is this
-        large = [one for one in made if len(one) >= 1 << 16]
+        large = [one for one in messages if len(one) >= 1 << 16]
         assert {sys.getrefcount(one) for one in large} == {4}  # large, made, one, and its own
 
     gc.disable()  # it comes late there
@@ -339,29 +335,29 @@ def test_an_answer_that_is_refused_is_held_no_longer(monkeypatch: pytest.MonkeyP
 def test_a_calls_deadline_is_its_requests_where_that_names_none(
     left_s: float | None, timeout_us: int, deadline_ms: float | None
 ) -> None:
-    asked = list[InferRequest]()
+    requests = list[InferRequest]()
 
     class Service:
         def principal(self, token: str) -> None: ...
 
-        async def infer(self, *given: Any) -> Any:
-            asked.append(given[3])
+        async def infer(self, *arguments: Any) -> Any:
+            requests.append(arguments[3])
             return [], {}
 
     async def call(verb: str) -> None:
         service: Any = Service()
-        calls = Calls(service, service, Shared(1 << 20, 1 << 20), ARRIVALS)
-        made = request("FP32", [1], raw_input_contents=[b"1234"])
-        made.parameters["timeout"].int64_param = timeout_us
-        context: Any = Context("10.0.0.1", made.SerializeToString(), left_s=left_s)
+        calls = GrpcVerbs(service, service, Shared(1 << 20, 1 << 20), ARRIVALS)
+        message = request("FP32", [1], raw_input_contents=[b"1234"])
+        message.parameters["timeout"].int64_param = timeout_us
+        context: Any = Context("10.0.0.1", message.SerializeToString(), left_s=left_s)
         unary = calls._unary("ModelInfer", calls._infer).stream_stream
         behavior = {"unary": unary, "stream": calls._stream}[verb]
-        assert len([found async for found in behavior(None, context)]) == 1
+        assert len([part async for part in behavior(None, context)]) == 1
 
     asyncio.run(call("unary"))
     asyncio.run(call("stream"))
-    assert asked[0].deadline_ms == deadline_ms
-    assert asked[1].deadline_ms == (timeout_us / 1000.0 or None)  # a stream has many requests
+    assert requests[0].deadline_ms == deadline_ms
+    assert requests[1].deadline_ms == (timeout_us / 1000.0 or None)  # a stream has many requests
 
 
 def test_who_watches_the_health_without_a_token_takes_no_more_than_a_share_of_the_calls() -> None:
@@ -371,7 +367,7 @@ def test_who_watches_the_health_without_a_token_takes_no_more_than_a_share_of_th
 
     async def watch_all() -> None:
         service = cast(Any, Service())
-        calls = Calls(service, service, Shared(1 << 20, 1 << 20), ARRIVALS)
+        calls = GrpcVerbs(service, service, Shared(1 << 20, 1 << 20), ARRIVALS)
         message = HEALTH["HealthCheckRequest"]().SerializeToString()
         context = Context("10.0.0.1", *[message] * MAX_WATCHERS)
         other = Context("10.0.0.2", message)
@@ -382,7 +378,7 @@ def test_who_watches_the_health_without_a_token_takes_no_more_than_a_share_of_th
         readers = [watch(context) for _ in range(MAX_WATCHERS * ALPHA // (ALPHA + 1))]
         for reader in readers:
             assert (await anext(reader)).status == HEALTH["HealthCheckResponse"].SERVING
-        assert [found async for found in watch(context)] == []
+        assert [part async for part in watch(context)] == []
         assert context.aborted == ["RESOURCE_EXHAUSTED"]
         await readers[0].aclose()
         assert (await anext(watch(context))).status == HEALTH["HealthCheckResponse"].SERVING
@@ -405,7 +401,7 @@ def test_a_call_whose_half_message_is_too_much_for_its_address_is_refused(verb: 
         shares, context = FairQuota(1 << 20), Half("10.0.0.1")
         arrivals = Arrivals(shares, lambda peers: dict.fromkeys(peers, 1 << 20))
         service = cast(Any, Service())
-        calls = Calls(service, service, Shared(1 << 20, 1 << 20), arrivals)
+        calls = GrpcVerbs(service, service, Shared(1 << 20, 1 << 20), arrivals)
 
         message = REFLECTION["grpc.reflection.v1"]["ServerReflectionRequest"]
         behavior: Any = {
@@ -414,7 +410,7 @@ def test_a_call_whose_half_message_is_too_much_for_its_address_is_refused(verb: 
             "ModelStreamInfer": calls._stream,
             "reflection": lambda *args: calls._reflect(message, *args),
         }[verb]
-        assert [found async for found in behavior(None, context)] == []
+        assert [part async for part in behavior(None, context)] == []
         assert context.aborted == ["RESOURCE_EXHAUSTED"]
         assert not shares.held
 
@@ -428,17 +424,17 @@ def test_a_long_answer_that_is_copied_once_is_the_same_message(sizes: tuple[int,
         Output(name=f"y{number}", dtype="uint8", shape=(len(one),), data=memoryview(one))
         for number, one in enumerate(data)
     ]
-    asked = InferRequest(id="r", inputs=(), frames=[])
-    bill = {"total_ms": 1.5}
-    parts = encode_answer("m", asked, outputs, bill)
+    infer_request = InferRequest(id="r", inputs=(), frames=[])
+    timing = {"total_ms": 1.5}
+    parts = encode_answer("m", infer_request, outputs, timing)
     whole = joined(parts)
     assert whole == b"".join(parts)
     answer = INFERENCE["ModelInferResponse"].FromString(whole)
     assert [*answer.raw_output_contents] == data
     assert [one.name for one in answer.outputs] == [one.name for one in outputs]
-    streamed = joined(encode_answer("m", asked, outputs, bill, is_offloaded=True))
-    found = INFERENCE["ModelStreamInferResponse"].FromString(streamed)
-    assert (found.infer_response, found.error_message) == (answer, "")
+    streamed = joined(encode_answer("m", infer_request, outputs, timing, is_offloaded=True))
+    message = INFERENCE["ModelStreamInferResponse"].FromString(streamed)
+    assert (message.infer_response, message.error_message) == (answer, "")
 
 
 class Echo:
@@ -457,7 +453,7 @@ class Echo:
 
 
 def behavior_of(verb: str, service: Any, shared: Shared) -> Any:
-    calls = Calls(service, service, shared, ARRIVALS)
+    calls = GrpcVerbs(service, service, shared, ARRIVALS)
     if verb == "ModelStreamInfer":
         return calls._stream
     return calls._unary("ModelInfer", calls._infer).stream_stream
@@ -474,11 +470,11 @@ def test_a_request_is_held_no_longer_while_its_answer_is_not_read(verb: str, siz
     async def call() -> None:
         shared, data = Shared(1 << 23, 1 << 23), long_request(1 << 20)
         context = Context("10.0.0.1", data)
-        held = sys.getrefcount(data)
+        count = sys.getrefcount(data)
         answers = behavior_of(verb, Echo(size), shared)(None, context)
         answer = await anext(answers)
         assert len(answer) >= size
-        assert sys.getrefcount(data) == held - 1  # the context has it no more, nor has the call
+        assert sys.getrefcount(data) == count - 1  # the context has it no more, nor has the call
         assert shared.waiting.held == 0
         await answers.aclose()
         assert shared.answers.held == 0
@@ -492,7 +488,7 @@ def test_long_answers_are_copied_beside_the_loop(
 ) -> None:
     copied = list[str]()
 
-    def told(parts: Any) -> bytes:
+    def slow_join(parts: Any) -> bytes:
         copied.append(threading.current_thread().name)
         return joined(parts)
 
@@ -500,10 +496,10 @@ def test_long_answers_are_copied_beside_the_loop(
         for size in (1 << 10, 1 << 20):
             context = Context("10.0.0.1", long_request(1))
             behavior = behavior_of(verb, Echo(size), Shared(1 << 23, 1 << 23))
-            (answer,) = [found async for found in behavior(None, context)]
+            (answer,) = [part async for part in behavior(None, context)]
             assert len(answer) > size
 
-    monkeypatch.setattr(grpc_module, "joined", told)
+    monkeypatch.setattr(grpc_module, "joined", slow_join)
     asyncio.run(call())
     assert [name.startswith("pipeswitch-aside") for name in copied] == [True]
 
@@ -515,7 +511,7 @@ def test_small_messages_are_not_refused_for_the_long_ones_of_the_same_address(ve
         for one in (shared.waiting, shared.answers):
             one.add("10.0.0.1", 1 << 20)
         context = Context("10.0.0.1", long_request(1))
-        (answer,) = [found async for found in behavior_of(verb, Echo(1), shared)(None, context)]
+        (answer,) = [part async for part in behavior_of(verb, Echo(1), shared)(None, context)]
         assert not context.aborted
         if verb == "ModelStreamInfer":
             assert not INFERENCE["ModelStreamInferResponse"].FromString(answer).error_message
@@ -530,7 +526,7 @@ def test_an_answer_that_would_be_refused_is_not_computed_again(verb: str) -> Non
         behavior = behavior_of(verb, service, shared)
         unread = behavior(None, Context("10.0.0.1", long_request(1)))
         await anext(unread)
-        refused = [found async for found in behavior(None, Context("10.0.0.1", long_request(1)))]
+        refused = [part async for part in behavior(None, Context("10.0.0.1", long_request(1)))]
         assert service.asked == 1
         assert len(refused) == (verb == "ModelStreamInfer")
         await unread.aclose()
@@ -542,8 +538,8 @@ def test_an_answer_that_would_be_refused_is_not_computed_again(verb: str) -> Non
 @pytest.mark.parametrize("verb", ["ModelInfer", "ModelStreamInfer"])
 def test_calls_of_a_crowded_address_take_turns_by_connection_and_others_go_first(verb: str) -> None:
     class Named(Echo):
-        async def infer(self, *given: Any) -> Any:
-            begun.append(given[-1])
+        async def infer(self, *arguments: Any) -> Any:
+            begun.append(arguments[-1])
             return await super().infer()
 
     class Later(Context):
@@ -556,7 +552,7 @@ def test_calls_of_a_crowded_address_take_turns_by_connection_and_others_go_first
 
         async def ask(address: str, port: int) -> None:
             context = Later(address, long_request(1), port=port)
-            assert len([found async for found in behavior(None, context)]) == 1
+            assert len([part async for part in behavior(None, context)]) == 1
             ended.append(port)
 
         crowd = [ask("10.0.0.1", 1) for _ in range(4 * CROWD)]

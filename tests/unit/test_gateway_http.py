@@ -19,8 +19,8 @@ pytest.importorskip("httptools", reason="make installs it")
 
 from pipeswitch.base.errors import DeadlineExceeded
 from pipeswitch.gateway import offload
-from pipeswitch.gateway.http import server as http
-from pipeswitch.gateway.http.server import (
+from pipeswitch.gateway.http import http_server as http
+from pipeswitch.gateway.http.http_server import (
     Head,
     HttpConnection,
     HttpServer,
@@ -87,18 +87,18 @@ def rigged() -> Iterator[Rig]:
     try:
         yield Rig()
     finally:
-        left = asyncio.all_tasks(loop)
-        for task in left:
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
             task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         loop.close()
         asyncio.set_event_loop(None)
 
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    with rigged() as made:
-        yield made
+    with rigged() as rig_made:
+        yield rig_made
 
 
 def feed(connection: HttpConnection, data: bytes, piece: int = 1 << 20) -> None:
@@ -125,13 +125,13 @@ def post(path: str, body: bytes, extra: bytes = b"") -> bytes:
 
 def answers(wire: Wire, sent: bytes | None = None) -> list[tuple[int, bytes]]:
     """All answers on the wire."""
-    found, rest = [], wire.sent if sent is None else sent
+    replies, rest = [], wire.sent if sent is None else sent
     while rest:
         head, _, rest = rest.partition(b"\r\n\r\n")
         size = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
-        found.append((int(head.split()[1]), rest[:size]))
+        replies.append((int(head.split()[1]), rest[:size]))
         rest = rest[size:]
-    return found
+    return replies
 
 
 @pytest.mark.parametrize("piece", [1, 3, 64, 1 << 20])
@@ -202,9 +202,9 @@ LOOKALIKES = [
     st.lists(st.integers(0, 600), max_size=4),
 )
 def test_however_alike_requests_are_and_are_cut_each_is_read_as_itself(
-    asked: list[tuple[Callable[[bytes], bytes], bytes]], cuts: list[int]
+    requests: list[tuple[Callable[[bytes], bytes], bytes]], cuts: list[int]
 ) -> None:
-    messages = [make(body) for make, body in asked]
+    messages = [make(body) for make, body in requests]
     whole = b"".join(messages)
     ends = {sum(map(len, messages[:number])) for number in range(len(messages) + 1)}
     places = sorted({*ends, *(cut for cut in cuts if cut < len(whole))})
@@ -212,7 +212,7 @@ def test_however_alike_requests_are_and_are_cut_each_is_read_as_itself(
         connection, wire = rig.connect()
         for start, end in pairwise(places):
             feed(connection, whole[start:end])
-        assert [body for _, body in answers(wire)] == [b"/a " + body for _, body in asked]
+        assert [body for _, body in answers(wire)] == [b"/a " + body for _, body in requests]
 
 
 def test_pipelined_requests_are_answered_in_order_and_no_more_is_read_meanwhile(rig: Rig) -> None:
@@ -292,8 +292,8 @@ def test_what_cannot_be_read_is_refused_once_and_the_connection_ends(
 ) -> None:
     connection, wire = rig.connect()
     feed(connection, request_bytes + b"\r\nGET / HTTP/1.1\r\n\r\n", piece=100)
-    ((said, body),) = answers(wire)
-    assert said == status
+    ((answer_status, body),) = answers(wire)
+    assert answer_status == status
     assert set(json.loads(body)) == {"error", "code", "hint"}
     assert wire.has_ended
     assert rig.asked == []
@@ -327,9 +327,9 @@ def test_a_compressed_body_is_read_as_what_it_was(
 ) -> None:
     monkeypatch.setattr(http, "INLINE_BYTES", inline_bytes)
     connection, wire = rig.connect()
-    said = b"Content-Encoding: " + coding + b"\r\n"
+    header = b"Content-Encoding: " + coding + b"\r\n"
     for body in (b"y" * 900, b""):
-        feed(connection, post("/a", compress(body), said))
+        feed(connection, post("/a", compress(body), header))
         asyncio.get_event_loop().run_until_complete(answered(connection))
     assert answers(wire) == [(200, b"/a " + b"y" * 900), (200, b"/a ")]
     assert not wire.is_closed
@@ -359,8 +359,8 @@ def test_a_compressed_body_that_is_none_or_too_large_is_refused(
 ) -> None:
     connection, wire = rig.connect()
     feed(connection, post("/a", body, b"Content-Encoding: " + coding + b"\r\n"))
-    ((said, told),) = answers(wire)
-    assert (said, words in told.decode()) == (status, True), told
+    ((answer_status, reply),) = answers(wire)
+    assert (answer_status, words in reply.decode()) == (status, True), reply
     assert (b"Accept-Encoding: gzip, x-gzip, deflate" in wire.sent) == (status == 415)
     assert (rig.asked, rig.server.shared.waiting.held) == ([], 0)
 
@@ -636,7 +636,7 @@ def test_of_whole_bodies_that_wait_each_address_has_its_share(rig: Rig) -> None:
     for peer, status in (("10.0.0.1", None), ("10.0.0.1", 429), ("10.0.0.2", None)):
         connection, wire = rig.connect(peer)
         feed(connection, post("/", b"x" * 1000))
-        assert [said for said, _ in answers(wire)] == ([status] if status else [])
+        assert [answer_status for answer_status, _ in answers(wire)] == ([status] if status else [])
     assert rig.server.shared.waiting.held == 2000
 
 
@@ -653,8 +653,8 @@ def test_a_long_answer_leaves_as_it_is_read_and_unread_ones_have_their_share(rig
     assert rig.server.shared.answers.held == 6 * http.PIECE_BYTES
     reader.resume_writing()
     feed(reader, b"GET /no HTTP/1.1\r\n" + HOST + b"\r\n")
-    status, said = answers(wire)[0]
-    assert (status, len(said)) == (200, 3 * http.PIECE_BYTES)
+    status, body = answers(wire)[0]
+    assert (status, len(body)) == (200, 3 * http.PIECE_BYTES)
     other.abort()
     feed(reader, b"")
     asyncio.get_event_loop().run_until_complete(asyncio.sleep(0))
@@ -706,10 +706,10 @@ class Pieces:
         self.is_closed = False
 
     async def next(self) -> bytes:
-        found = await self.queue.get()
-        if isinstance(found, Exception):
-            raise found
-        return found
+        piece = await self.queue.get()
+        if isinstance(piece, Exception):
+            raise piece
+        return piece
 
     def close(self) -> None:
         self.is_closed = True
@@ -756,7 +756,7 @@ def test_a_stream_that_fails_or_must_leave_has_no_last_chunk(rig: Rig, head: byt
     for error in (RuntimeError("a bug"), None):
         pieces = Pieces()
         rig.server.admit = lambda head, pieces=pieces: Response(
-            stream=pieces, cut=lambda told: f"cut: {told.message}".encode()
+            stream=pieces, cut=lambda failure: f"cut: {failure.message}".encode()
         )
         connection, wire = rig.connect()
         feed(connection, head)

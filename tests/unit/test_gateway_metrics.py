@@ -43,12 +43,12 @@ def test_requests_are_counted_and_their_bills_are_histograms_in_seconds() -> Non
     model_stats = ModelStats()
     model_stats.answered("m", 33.0, BILL)
     model_stats.failed("m", "QueueFull")
-    found = told(model_stats)
-    assert found["pipeswitch_gateway_requests_total", "m", "ok"] == 1
-    assert found["pipeswitch_gateway_requests_total", "QueueFull", "m"] == 1
-    assert found["pipeswitch_request_compute_seconds_sum", "m"] == 0.03
-    assert found["pipeswitch_request_compute_seconds_bucket", "0.02", "m"] == 0
-    assert found["pipeswitch_request_compute_seconds_bucket", "0.05", "m"] == 1
+    values = told(model_stats)
+    assert values["pipeswitch_gateway_requests_total", "m", "ok"] == 1
+    assert values["pipeswitch_gateway_requests_total", "QueueFull", "m"] == 1
+    assert values["pipeswitch_request_compute_seconds_sum", "m"] == 0.03
+    assert values["pipeswitch_request_compute_seconds_bucket", "0.02", "m"] == 0
+    assert values["pipeswitch_request_compute_seconds_bucket", "0.05", "m"] == 1
     model_stats.failed("n", "TaskFailed")
     model_stats.forget_others({"n"})
     assert not [key for key in told(model_stats) if "m" in key]
@@ -73,7 +73,7 @@ def test_a_strangers_names_are_not_kept_without_end(monkeypatch: pytest.MonkeyPa
 def facts() -> dict[str, Any]:
     """As a server that has just begun tells them."""
     settings = SchedulerSettings(
-        device="cpu", arena_bytes=8 << 20, store_bytes=8 << 20, words=64, standby=1
+        device="cpu", arena_bytes=8 << 20, store_bytes=8 << 20, fence_count=64, standby=1
     )
     scheduler = Scheduler(settings)
     scheduler.machine.devices[0].state.accounts.of("alice").used_ms = 1500.0
@@ -125,16 +125,16 @@ def facts() -> dict[str, Any]:
 
 def test_an_operator_is_told_of_the_server_and_others_are_not() -> None:
     metrics = Metrics(ModelStats())
-    found = told(metrics, facts())
-    assert found["pipeswitch_switches_total",] == 0
-    assert found["pipeswitch_requests_total", "ok"] == 2
-    assert found["pipeswitch_in_flight_requests",] == 1
-    assert found["pipeswitch_memory_capacity_bytes", "device"] > 0
-    assert found["pipeswitch_memory_free_bytes", "requests"] == 4
-    assert found["pipeswitch_workers", "standby"] == 2
-    assert found["pipeswitch_job_step", "j", "running"] == 7
-    assert found["pipeswitch_job_suspensions_total", "j"] == 2
-    assert found["pipeswitch_tenant_device_seconds_total", "alice"] == 1.5
+    samples_by_name = told(metrics, facts())
+    assert samples_by_name["pipeswitch_switches_total",] == 0
+    assert samples_by_name["pipeswitch_requests_total", "ok"] == 2
+    assert samples_by_name["pipeswitch_in_flight_requests",] == 1
+    assert samples_by_name["pipeswitch_memory_capacity_bytes", "device"] > 0
+    assert samples_by_name["pipeswitch_memory_free_bytes", "requests"] == 4
+    assert samples_by_name["pipeswitch_workers", "standby"] == 2
+    assert samples_by_name["pipeswitch_job_step", "j", "running"] == 7
+    assert samples_by_name["pipeswitch_job_suspensions_total", "j"] == 2
+    assert samples_by_name["pipeswitch_tenant_device_seconds_total", "alice"] == 1.5
     for name, values in {
         "tokens_total": (7, 1),
         "model_sequences": (2, 2),
@@ -142,10 +142,12 @@ def test_an_operator_is_told_of_the_server_and_others_are_not() -> None:
         "spare_bytes": (32, 32),
     }.items():
         versions = ("1", "2")
-        assert tuple(found[f"pipeswitch_{name}", one, "chat"] for one in versions) == values
-    shares = {key[1:]: value for key, value in found.items() if "share_ratio" in key[0]}
+        assert (
+            tuple(samples_by_name[f"pipeswitch_{name}", one, "chat"] for one in versions) == values
+        )
+    shares = {key[1:]: value for key, value in samples_by_name.items() if "share_ratio" in key[0]}
     assert shares == {("2", "m"): 0.9, ("3", "m"): 0.1}
-    forms = {tuple(sorted(key[1:])) for key in found if key[0] == "pipeswitch_model_info"}
+    forms = {tuple(sorted(key[1:])) for key in samples_by_name if key[0] == "pipeswitch_model_info"}
     assert forms >= {("1", "exact", "m"), ("1", "bf16", "whole")}
     assert told(metrics) == {}
 
@@ -156,9 +158,9 @@ def test_a_scraper_that_asks_for_openmetrics_gets_it_whole() -> None:
     metrics = Metrics(model_stats)
     text, kind = metrics.text("application/openmetrics-text; version=1.0.0", facts())
     assert kind.startswith("application/openmetrics-text")
-    found = samples(text.decode(), read_open)
-    assert found["pipeswitch_transmitted_bytes_total",] == 0
-    assert found["pipeswitch_request_queue_seconds_count", "m"] == 1
+    values = samples(text.decode(), read_open)
+    assert values["pipeswitch_transmitted_bytes_total",] == 0
+    assert values["pipeswitch_request_queue_seconds_count", "m"] == 1
 
 
 def spent(facts: dict[str, Any], up_s: float, **device_s: float) -> dict[str, Any]:
@@ -168,31 +170,31 @@ def spent(facts: dict[str, Any], up_s: float, **device_s: float) -> dict[str, An
 
 def test_device_time_is_told_by_kind_and_idle_time_never_sinks() -> None:
     metrics, name = Metrics(ModelStats()), "pipeswitch_device_seconds_total"
-    found = told(metrics, spent(facts(), 10.0, infer=1.0, train=5.0, switch=0.5))
-    assert [found[name, kind] for kind in ("infer", "switch", "train", "idle")] == [
+    values = told(metrics, spent(facts(), 10.0, infer=1.0, train=5.0, switch=0.5))
+    assert [values[name, kind] for kind in ("infer", "switch", "train", "idle")] == [
         1.0,
         0.5,
         5.0,
         3.5,
     ]
-    found = told(metrics, spent(facts(), 10.5, infer=2.0, train=5.0, switch=0.5))  # told late
-    assert found[name, "idle"] == 3.5
-    found = told(metrics, spent(facts(), 20.0, infer=2.0, train=5.0, switch=0.5))
-    assert found[name, "idle"] == 12.5
+    values = told(metrics, spent(facts(), 10.5, infer=2.0, train=5.0, switch=0.5))  # told late
+    assert values[name, "idle"] == 3.5
+    values = told(metrics, spent(facts(), 20.0, infer=2.0, train=5.0, switch=0.5))
+    assert values[name, "idle"] == 12.5
     assert told(metrics, spent(facts(), 1.0))[name, "idle"] == 1.0  # another server
-    assert found["pipeswitch_dispatches_total", "cold"] == 0
-    assert found["pipeswitch_job_preempted_seconds_total", "j"] == 1.5
+    assert values["pipeswitch_dispatches_total", "cold"] == 0
+    assert values["pipeswitch_job_preempted_seconds_total", "j"] == 1.5
 
 
 def test_several_devices_are_told_apart() -> None:
     metrics, name = Metrics(ModelStats(), has_nv_names=True), "pipeswitch_device_seconds_total"
     told(metrics, of_two(spent(facts(), 10.0, infer=1.0), 1.0, 0.0))
-    found = told(metrics, of_two(spent(facts(), 20.0, infer=6.0), 2.0, 4.0))
-    assert found[name, "cpu:0", "infer"] == 2.0
-    assert (found[name, "cpu:0", "idle"], found[name, "cpu:1", "idle"]) == (18.0, 16.0)
-    assert found["pipeswitch_device_inferences_total", "cpu:1"] == 7
-    assert found["pipeswitch_device_ready", "cpu:1"] == 0
-    assert found["nv_gpu_utilization", "cpu"] == 0.25  # 5 s of 10 on each of two
+    values = told(metrics, of_two(spent(facts(), 20.0, infer=6.0), 2.0, 4.0))
+    assert values[name, "cpu:0", "infer"] == 2.0
+    assert (values[name, "cpu:0", "idle"], values[name, "cpu:1", "idle"]) == (18.0, 16.0)
+    assert values["pipeswitch_device_inferences_total", "cpu:1"] == 7
+    assert values["pipeswitch_device_ready", "cpu:1"] == 0
+    assert values["nv_gpu_utilization", "cpu"] == 0.25  # 5 s of 10 on each of two
 
 
 def of_two(facts: dict[str, Any], *infer_s: float) -> dict[str, Any]:
@@ -213,11 +215,11 @@ def test_tritons_names_are_told_when_they_are_asked_for() -> None:
     assert not [key for key in told(Metrics(ModelStats()), facts()) if key[0].startswith("nv_")]
     metrics = Metrics(ModelStats(), has_nv_names=True)
     told(metrics, spent(facts(), 10.0, infer=1.0))
-    found = told(metrics, spent(facts(), 14.0, infer=3.0))
-    assert found["nv_gpu_utilization", "cpu"] == 0.5
-    assert found["nv_gpu_memory_total_bytes", "cpu"] > found["nv_gpu_memory_used_bytes", "cpu"]
-    assert found["nv_inference_request_success", "1", "m"] == 1
-    assert found["nv_inference_request_duration_us", "1", "m"] == 40_000
+    values = told(metrics, spent(facts(), 14.0, infer=3.0))
+    assert values["nv_gpu_utilization", "cpu"] == 0.5
+    assert values["nv_gpu_memory_total_bytes", "cpu"] > values["nv_gpu_memory_used_bytes", "cpu"]
+    assert values["nv_inference_request_success", "1", "m"] == 1
+    assert values["nv_inference_request_duration_us", "1", "m"] == 40_000
 
 
 def test_joined_requests_are_one_run_and_their_rows_are_counted_once() -> None:
@@ -230,9 +232,9 @@ def test_joined_requests_are_one_run_and_their_rows_are_counted_once() -> None:
     assert (row["inference_count"], row["execution_count"]) == (10, 2)
     assert row["inference_stats"]["success"]["count"] == 4
     metrics = Metrics(ModelStats(), has_nv_names=True)
-    found = told(metrics, {**facts(), "model_stats": [row]})
-    assert found["nv_inference_count", "1", "m"] == 10
-    assert found["nv_inference_exec_count", "1", "m"] == 2
+    values = told(metrics, {**facts(), "model_stats": [row]})
+    assert values["nv_inference_count", "1", "m"] == 10
+    assert values["nv_inference_exec_count", "1", "m"] == 2
 
 
 def test_every_metric_of_the_dashboard_and_the_alerts_exists() -> None:
@@ -241,9 +243,9 @@ def test_every_metric_of_the_dashboard_and_the_alerts_exists() -> None:
     model_stats.answered("m", 33.0, BILL)
     metrics = Metrics(model_stats)
     known = {key[0] for key in told(metrics, facts())}
-    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    asked += re.findall(r"expr: .*", (ROOT / "packaging/alerts.yaml").read_text())
-    named = set(re.findall(r"\bpipeswitch_\w+", " ".join(asked)))
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    expressions += re.findall(r"expr: .*", (ROOT / "packaging/alerts.yaml").read_text())
+    named = set(re.findall(r"\bpipeswitch_\w+", " ".join(expressions)))
     assert len(named) > 15
     assert named <= known
     places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]

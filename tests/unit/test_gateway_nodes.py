@@ -14,10 +14,10 @@ import pytest
 
 from pipeswitch.base import errors
 from pipeswitch.client import holders
-from pipeswitch.client.calls import Reply
+from pipeswitch.client.calls import FinalReply
 from pipeswitch.client.verbs import REACHES, Reach
 from pipeswitch.gateway.serving import nodes as module
-from pipeswitch.gateway.serving.nodes import Nodes
+from pipeswitch.gateway.serving.nodes import NodeConnections
 
 KEYS = ["p" * 40, "s" * 40, "k" * 40]
 
@@ -41,7 +41,7 @@ class Server:
             future.set_exception(self.error)
         else:
             body = {"node": self.name, "models": self.rows, "ready": True}
-            future.set_result(Reply(request_id="", body=body, outputs=(), frames=()))
+            future.set_result(FinalReply(request_id="", body=body, outputs=(), frames=()))
         return future
 
     def ask(self, op: str, **options: Any) -> Awaitable[Any]:
@@ -62,17 +62,17 @@ class Rig:
 
     def table(self, holders: str, serving: str = "", nodes: str = "abc", **facts: Any) -> None:
         """Write one; holders of the model ``m``."""
-        held = {"m": list(holders)} if holders else {}
+        holders_by_model = {"m": list(holders)} if holders else {}
         rows = {name: {"address": name, "gateway_keys": KEYS} for name in nodes}
         models = {"m": serving or holders[:1]}
-        table = {"here": "a", "models": models, "holders": held, "nodes": rows, **facts}
+        table = {"here": "a", "models": models, "holders": holders_by_model, "nodes": rows, **facts}
         self.path.write_text(json.dumps(table))
         self._count += 1
         os.utime(self.path, ns=(0, self._count))  # another one, however fast it came
 
-    def run(self, work: Callable[[Nodes], Awaitable[Any]]) -> Any:
+    def run(self, work: Callable[[NodeConnections], Awaitable[Any]]) -> Any:
         async def main() -> Any:
-            nodes = Nodes(self.servers["a"], self.path)  # type: ignore[arg-type]
+            nodes = NodeConnections(self.servers["a"], self.path)  # type: ignore[arg-type]
             try:
                 return await work(nodes)
             finally:
@@ -89,25 +89,20 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig(tmp_path, monkeypatch)
 
 
-async def infer(nodes: Nodes, **options: Any) -> str:
+async def infer(nodes: NodeConnections, **options: Any) -> str:
     options = {"is_safe": True, "model": "m", "body": {}, **options}
     return str((await nodes.ask("infer", **options)).body["node"])
 
 
 @pytest.mark.parametrize(
-    ("holders", "serving", "asked"),
-    [
-        ("ab", "b", "a"),
-        ("bc", "c", "c"),
-        ("bc", "b", "b"),
-        ("c", "c", "c"),
-    ],
+    ("holders", "serving", "server"),
+    [("ab", "b", "a"), ("bc", "c", "c"), ("bc", "b", "b"), ("c", "c", "c")],
 )
 def test_a_request_goes_to_this_node_if_it_holds_the_model_else_where_it_is_served(
-    rig: Rig, holders: str, serving: str, asked: str
+    rig: Rig, holders: str, serving: str, server: str
 ) -> None:
     rig.table(holders, serving)
-    assert rig.run(infer) == asked
+    assert rig.run(infer) == server
     assert sum(rig.counts()) == 1
 
 
@@ -142,7 +137,7 @@ def test_what_another_node_would_say_too_is_the_answer(
 
 
 def test_a_model_that_has_just_come_or_moved_is_found_in_the_newest_table(rig: Rig) -> None:
-    async def work(nodes: Nodes) -> list[str]:
+    async def work(nodes: NodeConnections) -> list[str]:
         rig.table("b")
         first = await infer(nodes)
         rig.servers["b"].error = errors.ModelNotFound("moved")
@@ -156,7 +151,7 @@ def test_a_node_that_did_not_answer_is_asked_last_for_a_while(rig: Rig) -> None:
     rig.table("bc")
     rig.servers["b"].error = errors.ServerUnavailable("gone")
 
-    async def work(nodes: Nodes) -> list[str]:
+    async def work(nodes: NodeConnections) -> list[str]:
         return [await infer(nodes) for _ in range(3)]
 
     assert rig.run(work) == ["c", "c", "c"]
@@ -175,7 +170,7 @@ def test_who_hangs_up_takes_the_request_back_at_the_other_node(rig: Rig) -> None
     rig.table("b")
     pending = rig.servers["b"].pending = Future()
 
-    async def work(nodes: Nodes) -> None:
+    async def work(nodes: NodeConnections) -> None:
         task = asyncio.ensure_future(nodes.ask("infer", model="m", body={}))
         await asyncio.sleep(0)
         task.cancel()
@@ -190,14 +185,14 @@ def test_a_node_that_is_drained_answers_what_it_has(rig: Rig) -> None:
     rig.table("b")
     pending = rig.servers["b"].pending = Future()
 
-    async def work(nodes: Nodes) -> Any:
+    async def work(nodes: NodeConnections) -> Any:
         task = asyncio.ensure_future(infer(nodes))
         await asyncio.sleep(0)
         rig.table("c", nodes="ac")
         nodes._read()
         assert not rig.servers["b"].is_closed
         body = {"node": "b"}
-        pending.set_result(Reply(request_id="", body=body, outputs=(), frames=()))
+        pending.set_result(FinalReply(request_id="", body=body, outputs=(), frames=()))
         return [await task, await infer(nodes)]
 
     assert rig.run(work) == ["b", "c"]
@@ -216,11 +211,13 @@ def test_a_generation_goes_where_a_request_would_and_on_to_another_node_with_its
         came.extend(reply["tokens"])
         body["so_far"].extend(reply["tokens"])
 
-    async def work(nodes: Nodes) -> str:
+    async def work(nodes: NodeConnections) -> str:
         dying = rig.servers[node]
         dying.pending = Future()
-        asked = nodes.ask("generate", model="m", is_safe=True, body=body, on_progress=on_progress)
-        task = asyncio.ensure_future(asked)
+        generation = nodes.ask(
+            "generate", model="m", is_safe=True, body=body, on_progress=on_progress
+        )
+        task = asyncio.ensure_future(generation)
         while not dying.asked:
             await asyncio.sleep(0)
         tell = dying.asked[0]["on_progress"]
@@ -237,7 +234,7 @@ def test_a_generation_goes_where_a_request_would_and_on_to_another_node_with_its
 def test_a_sequence_stays_on_its_node_and_ends_with_that(rig: Rig) -> None:
     rig.table("bc")
 
-    async def work(nodes: Nodes) -> list[str]:
+    async def work(nodes: NodeConnections) -> list[str]:
         async def step(name: str, tenant: str = "t", **more: Any) -> str:
             body = {"sequence": name, "tenant": tenant, **more}
             return await infer(nodes, is_safe=False, body=body)
@@ -248,18 +245,18 @@ def test_a_sequence_stays_on_its_node_and_ends_with_that(rig: Rig) -> None:
             homes[name] = await step(name, start=True)
             assert await step(name) == await step(name) == homes[name]
         assert {*homes.values()} == {"b", "c"}
-        other = Nodes(rig.servers["a"], rig.path)  # type: ignore[arg-type]  # at another gateway
+        other = NodeConnections(rig.servers["a"], rig.path)  # type: ignore[arg-type]  # at another gateway
         for name, home in homes.items():
             body = {"sequence": name, "tenant": "t"}
             assert await infer(other, is_safe=False, body=body) == home
         other.close()
-        lost = next(name for name, home in homes.items() if home == "b")
+        lost_name = next(name for name, home in homes.items() if home == "b")
         rig.servers["b"].error = errors.ServerUnavailable("gone")
-        asked = len(rig.servers["c"].asked)
+        ask_count = len(rig.servers["c"].asked)
         with pytest.raises(errors.SequenceNotFound):
-            await step(lost)
-        assert len(rig.servers["c"].asked) == asked
-        return [await step(lost, start=True), await step(lost)]
+            await step(lost_name)
+        assert len(rig.servers["c"].asked) == ask_count
+        return [await step(lost_name, start=True), await step(lost_name)]
 
     assert rig.run(work) == ["c", "c"]
 
@@ -268,7 +265,7 @@ def test_a_sequence_stays_on_its_node_and_ends_with_that(rig: Rig) -> None:
 def test_what_is_for_the_whole_cluster_is_refused(rig: Rig, op: str) -> None:
     rig.table("abc")
 
-    async def work(nodes: Nodes) -> None:
+    async def work(nodes: NodeConnections) -> None:
         with pytest.raises(errors.InvalidInput):
             await nodes.ask(op, model="m", body={})
 
@@ -281,8 +278,8 @@ def test_models_are_those_of_all_nodes_that_answer(rig: Rig) -> None:
     for name, models in (("a", "mn"), ("b", "mo"), ("c", "p")):
         rig.servers[name].rows = [{"name": one, "version": 1, "requests": 2} for one in models]
     rig.servers["c"].error = errors.ServerUnavailable("gone")
-    found = rig.run(lambda nodes: nodes.ask("models", model="", body=None)).body["models"]
-    assert {row["name"]: row["requests"] for row in found} == {"m": 4, "n": 2, "o": 2}
+    rows = rig.run(lambda nodes: nodes.ask("models", model="", body=None)).body["models"]
+    assert {row["name"]: row["requests"] for row in rows} == {"m": 4, "n": 2, "o": 2}
 
 
 def test_a_model_is_loaded_on_all_its_holders(rig: Rig) -> None:
@@ -319,7 +316,7 @@ def test_a_gateway_is_ready_while_any_node_is(rig: Rig, dead: str) -> None:
 
 
 def test_a_table_that_is_no_good_changes_nothing(rig: Rig) -> None:
-    async def work(nodes: Nodes) -> list[str]:
+    async def work(nodes: NodeConnections) -> list[str]:
         rig.table("b")
         first = await infer(nodes)
         rig.path.write_text('{"nodes": 3}')

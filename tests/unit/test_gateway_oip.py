@@ -31,8 +31,8 @@ ROW = {
 
 def body(**tensor: Any) -> bytes:
     """A request with one input, FP32[2, 2], changed by ``tensor``."""
-    given = {"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [1, 2, 3, 4], **tensor}
-    rows = [{key: value for key, value in given.items() if value is not None}]
+    fields = {"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [1, 2, 3, 4], **tensor}
+    rows = [{key: value for key, value in fields.items() if value is not None}]
     return json.dumps({"inputs": rows}).encode()
 
 
@@ -70,13 +70,13 @@ def test_what_comes_binary_or_as_numbers_goes_back_to_the_bit(
     given_: list[tuple[str, np.ndarray]],
 ) -> None:
     named = [(f"t{number}", kind, array) for number, (kind, array) in enumerate(given_)]
-    asked = oip.decode_request(*with_binary(named))
+    request = oip.decode_request(*with_binary(named))
     rows = [
         {"name": n, "shape": a.shape, "datatype": k, "data": a.reshape(-1).tolist()}
         for n, k, a in named
     ]
     as_text = oip.decode_request(json.dumps({"inputs": rows}).encode(), None)
-    for one in (asked, as_text):
+    for one in (request, as_text):
         for (name, kind, array), tensor, frame in zip(named, one.inputs, one.frames, strict=True):
             assert (tensor.name, tensor.dtype, tensor.shape) == (
                 name,
@@ -100,11 +100,11 @@ def test_what_comes_binary_or_as_numbers_goes_back_to_the_bit(
 
 def test_bfloat16_is_rounded_to_the_nearest_even_and_comes_back_as_numbers() -> None:
     values = [1.0, -2.5, 1.00390625, 1.01171875, 3.5e38, math.pi]
-    asked = oip.decode_request(body(datatype="BF16", shape=[6], data=values), None)
-    bits = np.frombuffer(asked.frames[0], np.uint16)
+    request = oip.decode_request(body(datatype="BF16", shape=[6], data=values), None)
+    bits = np.frombuffer(request.frames[0], np.uint16)
     assert [hex(b) for b in bits] == ["0x3f80", "0xc020", "0x3f80", "0x3f82", "0x7f80", "0x4049"]
     output = oip.Output(name="y", dtype="bfloat16", shape=(6,), data=bits.tobytes())
-    (text,), _ = oip.encode_answer("m", asked, [output], {})
+    (text,), _ = oip.encode_answer("m", request, [output], {})
     assert json.loads(text)["outputs"][0]["data"][:3] == [1.0, -2.5, 1.0]
 
 
@@ -113,12 +113,12 @@ def test_what_json_has_no_word_for_comes_and_goes(datatype: str) -> None:
     """As Python's own parser writes it, as others must, and as numbers too large for all."""
     ask = json.dumps(json.loads(body(datatype=datatype))).encode()
     for text in (b"[NaN, -Infinity, Infinity, 1]", b"[null, -1e999, 1e999, 1]"):
-        asked = oip.decode_request(ask.replace(b"[1, 2, 3, 4]", text), None)
-        data = bytes(asked.frames[0])
+        request = oip.decode_request(ask.replace(b"[1, 2, 3, 4]", text), None)
+        data = bytes(request.frames[0])
         output = oip.Output(name="y", dtype=oip.DATATYPES[datatype], shape=(2, 2), data=data)
-        (answer,), _ = oip.encode_answer("m", asked, [output], {})
+        (answer,), _ = oip.encode_answer("m", request, [output], {})
         assert json.loads(answer)["outputs"][0]["data"] == [None, None, None, 1.0]
-        (binary,) = asked.frames
+        (binary,) = request.frames
         wide = np.frombuffer(binary, np.uint16).astype(np.uint32) << np.uint32(16)
         read = (
             wide.view(np.float32)
@@ -131,16 +131,16 @@ def test_what_json_has_no_word_for_comes_and_goes(datatype: str) -> None:
 def test_what_may_be_left_out_may_be_null() -> None:
     ask = json.loads(body()) | {"id": None, "parameters": None, "outputs": None}
     ask["inputs"][0]["parameters"] = None
-    asked = oip.decode_request(json.dumps(ask).encode(), None)
-    assert (asked.id, asked.outputs, bytes(asked.frames[0])) == (
+    request = oip.decode_request(json.dumps(ask).encode(), None)
+    assert (request.id, request.outputs, bytes(request.frames[0])) == (
         "",
         None,
         np.array([1, 2, 3, 4], np.float32).tobytes(),
     )
     ask["outputs"] = [{"name": "y", "parameters": None}]
-    asked = oip.decode_request(json.dumps(ask).encode(), None)
+    request = oip.decode_request(json.dumps(ask).encode(), None)
     output = oip.Output(name="y", dtype="int32", shape=(1,), data=bytes(4))
-    (answer,), _ = oip.encode_answer("m", asked, [output], {})
+    (answer,), _ = oip.encode_answer("m", request, [output], {})
     assert json.loads(answer)["outputs"][0]["data"] == [0]
 
 
@@ -149,10 +149,10 @@ def test_each_output_says_for_itself_whether_it_is_binary() -> None:
         "parameters": {"binary_data_output": True},
         "outputs": [{"name": "b", "parameters": {"binary_data": False}}, {"name": "a"}],
     }
-    asked = oip.decode_request(json.dumps(ask).encode(), None)
+    request = oip.decode_request(json.dumps(ask).encode(), None)
     data = np.array([1, 2], np.int32).tobytes()
     outputs = [oip.Output(name=n, dtype="int32", shape=(2,), data=data) for n in ("a", "b", "c")]
-    parts, json_bytes = oip.encode_answer("m", asked, outputs, {})
+    parts, json_bytes = oip.encode_answer("m", request, outputs, {})
     assert json_bytes == len(parts[0])
     first, second = json.loads(parts[0])["outputs"]
     assert (first["name"], first["data"]) == ("b", [1, 2])
@@ -164,8 +164,8 @@ def test_priority_and_timeout_become_the_servers() -> None:
     ask = json.loads(body())
     for priority, name in ((0, ""), (1, "high"), (2, "normal"), (3, "low"), (99, "low")):
         given_ = {"priority": priority, "timeout": 2500}
-        asked = oip.decode_request(json.dumps(ask | {"parameters": given_}).encode(), None)
-        assert (asked.priority, asked.deadline_ms) == (name, 2.5)
+        request = oip.decode_request(json.dumps(ask | {"parameters": given_}).encode(), None)
+        assert (request.priority, request.deadline_ms) == (name, 2.5)
     assert oip.decode_request(body(), None).deadline_ms is None
 
 
@@ -241,17 +241,17 @@ def test_garbage_raises_nothing_but_invalid_input(data: bytes, json_bytes: int |
 
 
 def test_an_unknown_output_is_named_with_the_known_ones() -> None:
-    asked = oip.InferRequest(
+    request = oip.InferRequest(
         id="", inputs=(), frames=[], outputs=(oip.RequestedOutput(name="lables"),)
     )
     output = oip.Output(name="labels", dtype="int64", shape=(1,), data=bytes(8))
     with pytest.raises(InvalidInput, match='no output "lables"; did you mean "labels"'):
-        oip.encode_answer("m", asked, [output], {})
+        oip.encode_answer("m", request, [output], {})
 
 
 def test_a_raw_body_is_the_only_input_at_the_batch_that_it_fills() -> None:
-    asked = oip.raw_request(bytes(48), ROW)
-    assert (asked.inputs[0].shape, asked.is_binary) == ((3, 4), True)
+    request = oip.raw_request(bytes(48), ROW)
+    assert (request.inputs[0].shape, request.is_binary) == ((3, 4), True)
     with pytest.raises(InvalidInput, match="16 bytes for each of its batch; the body has 50"):
         oip.raw_request(bytes(50), ROW)
     with pytest.raises(InvalidInput):
@@ -269,9 +269,9 @@ def test_a_raw_body_is_the_only_input_at_the_batch_that_it_fills() -> None:
     assert shape == (1, 8)
     assert oip.metadata(text)["inputs"][0]["shape"] == [-1, -1]
     answer = {"y": [["batch", "(1+length)//2"], "float32"]}
-    found = oip.config(text | {"outputs": answer})
-    assert (found["max_batch_size"], found["input"][0]["dims"]) == (64, [-1])
-    assert found["output"][0]["dims"] == [-1]
+    config = oip.config(text | {"outputs": answer})
+    assert (config["max_batch_size"], config["input"][0]["dims"]) == (64, [-1])
+    assert config["output"][0]["dims"] == [-1]
 
 
 def test_the_batch_dimension_is_implicit_only_where_all_tensors_begin_with_it() -> None:
@@ -346,15 +346,15 @@ def test_more_parts_than_a_request_has_are_refused(kind: str) -> None:
 
 
 def test_an_answer_tells_so_many_numbers_as_text() -> None:
-    asked = oip.decode_request(body(), None)
+    request = oip.decode_request(body(), None)
     large = oip.Output(
         name="y", dtype="uint8", shape=(oip.MAX_NUMBERS + 1,), data=bytes(oip.MAX_NUMBERS + 1)
     )
     with pytest.raises(TooLarge) as refused:
-        oip.encode_answer("m", asked, [large], {})
+        oip.encode_answer("m", request, [large], {})
     assert "binary_data_output" in refused.value.hint
     binary = oip.decode_request(whole(parameters={"binary_data_output": True}), None)
     assert len(oip.encode_answer("m", binary, [large], {})[0]) == 2
-    assert [oip.is_long(one, [large]) for one in (asked, binary)] == [True, False]
+    assert [oip.is_long(one, [large]) for one in (request, binary)] == [True, False]
     short = oip.Output(name="y", dtype="uint8", shape=(1,), data=bytes(oip.LONG_NUMBERS))
-    assert not oip.is_long(asked, [short])
+    assert not oip.is_long(request, [short])

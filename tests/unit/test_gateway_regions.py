@@ -12,7 +12,13 @@ import pytest
 from pipeswitch.base.errors import AlreadyExists, InvalidInput, PermissionDenied, QueueFull
 from pipeswitch.base.roles import OWNER, Principal, Role
 from pipeswitch.gateway.http_errors import NotFound, TooLarge
-from pipeswitch.gateway.serving.oip import InferRequest, Output, Place, RequestedOutput, place_of
+from pipeswitch.gateway.serving.oip import (
+    InferRequest,
+    Output,
+    RegionPlace,
+    RequestedOutput,
+    place_of,
+)
 from pipeswitch.gateway.serving.shared_memory import FOLDER, MAX_REGIONS, SharedMemoryRegions
 from tests.open_files import open_files
 
@@ -25,23 +31,23 @@ OTHER = Principal(tenant="other", roles=frozenset(Role))
 @pytest.fixture
 def regions() -> Iterator[SharedMemoryRegions]:
     PATH.write_bytes(bytes(range(250)) * 40)
-    made = SharedMemoryRegions(max_bytes=SIZE)
-    made.register(OWNER, "all", {"key": KEY, "offset": 0, "byte_size": SIZE})
-    made.register(OWNER, "part", {"key": KEY, "offset": 250, "byte_size": 500})
-    yield made
-    made.close()
+    regions_made = SharedMemoryRegions(max_bytes=SIZE)
+    regions_made.register(OWNER, "all", {"key": KEY, "offset": 0, "byte_size": SIZE})
+    regions_made.register(OWNER, "part", {"key": KEY, "offset": 250, "byte_size": 500})
+    yield regions_made
+    regions_made.close()
     PATH.unlink(missing_ok=True)
 
 
-def asked(place: Place | None = None, *, output: Place | None = None) -> InferRequest:
+def asked(place: RegionPlace | None = None, *, output: RegionPlace | None = None) -> InferRequest:
     outputs = output and (RequestedOutput(name="y", parameters=output.parameters()),)
     return InferRequest(
         id="", inputs=(), frames=[] if place is None else [place], outputs=outputs or None
     )
 
 
-def at(offset: int, size: int, region: str = "part") -> Place:
-    return Place(region=region, offset_bytes=offset, size_bytes=size)
+def at(offset: int, size: int, region: str = "part") -> RegionPlace:
+    return RegionPlace(region=region, offset_bytes=offset, size_bytes=size)
 
 
 def test_an_input_is_read_where_it_lies_and_an_output_written_there(
@@ -51,10 +57,10 @@ def test_an_input_is_read_where_it_lies_and_an_output_written_there(
     assert bytes(frame) == bytes(range(10, 30))
     y = Output(name="y", dtype="uint8", shape=(3,), data=memoryview(b"abc"))
     z = Output(name="z", dtype="uint8", shape=(1,), data=memoryview(b"z"))
-    written, kept = regions.placed(OWNER, asked(output=at(100, 4)), [y, z])
+    written, output = regions.placed(OWNER, asked(output=at(100, 4)), [y, z])
     assert PATH.read_bytes()[349:354] == bytes([99]) + b"abc" + bytes([103])
     assert (written.data, written.place) == (b"", at(100, 3))
-    assert kept is z
+    assert output is z
     assert bytes(frame) == bytes(range(10, 30))  # ours: what changes there does not change it
 
 
@@ -196,7 +202,7 @@ def test_a_stretch_that_the_file_does_not_have_is_refused(
 
 @pytest.mark.parametrize("place", [at(0, 501), at(500, 1), at(1 << 50, 1), at(0, 1 << 50)])
 def test_a_place_outside_of_its_region_is_refused(
-    regions: SharedMemoryRegions, place: Place
+    regions: SharedMemoryRegions, place: RegionPlace
 ) -> None:
     for request in (asked(place), asked(output=place)):
         with pytest.raises((InvalidInput, TooLarge)):
@@ -238,8 +244,8 @@ def test_names_and_counts_are_bounded(regions: SharedMemoryRegions) -> None:
 
 def test_what_is_said_of_a_place_must_be_one() -> None:
     assert place_of("x", {}) is None
-    found = place_of("x", {"shared_memory_region": "r", "shared_memory_byte_size": 5})
-    assert found == at(0, 5, "r")
+    place = place_of("x", {"shared_memory_region": "r", "shared_memory_byte_size": 5})
+    assert place == at(0, 5, "r")
     for odd in ({"region": 7}, {"region": "r", "offset": -1}, {"region": "r", "byte_size": 1.5}):
         with pytest.raises(InvalidInput):
             place_of("x", {f"shared_memory_{key}": value for key, value in odd.items()})

@@ -21,8 +21,8 @@ PEM = str(Path(__file__).parents[1] / "fakes" / "localhost.pem")
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    with rigged() as made:
-        yield made
+    with rigged() as rig_made:
+        yield rig_made
 
 
 class Caller:

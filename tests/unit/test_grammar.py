@@ -15,7 +15,7 @@ import pytest
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.gateway.openai.tools import ResponseFormat, schema_of
 from pipeswitch.ipc.messages.worker import SamplingParams
-from pipeswitch.programs.decoding.generation import packed_tokenizer
+from pipeswitch.programs.decoding.generation_settings import packed_tokenizer
 from pipeswitch.programs.decoding.grammar import Matcher, Tokenizers, check_schema, ends_of
 from pipeswitch.programs.decoding.sampling import Options
 
@@ -55,9 +55,9 @@ def test_any_allowed_tokens_make_an_answer_that_follows_its_schema(words: Any, s
         answer.append(int(chance.choice(heavy if len(answer) > 20 else choices)))
         matcher.take(answer[-1])
         assert len(answer) < 400
-    found = json.loads(words.decode(answer[:-1]))
-    assert found["kind"] in ("large", "small")
-    assert found["count"] <= 99
+    value = json.loads(words.decode(answer[:-1]))
+    assert value["kind"] in ("large", "small")
+    assert value["count"] <= 99
 
 
 def test_a_token_that_does_not_follow_the_schema_is_refused(words: Any) -> None:
@@ -124,9 +124,9 @@ def test_the_place_of_an_answer_is_kept_between_its_runs(words: Any) -> None:
     assert tokenizers.matcher("d", SIZE, (*ends, 5), text, (token,)) is not first
     again = tokenizers.matcher(*place, (token,))
     assert again is first
-    lost = tokenizers.matcher(*place, (token,))  # no two answers share one
-    assert lost is not first
-    assert np.array_equal(lost.allowed(), again.allowed())
+    third = tokenizers.matcher(*place, (token,))  # no two answers share one
+    assert third is not first
+    assert np.array_equal(third.allowed(), again.allowed())
 
 
 def test_a_response_format_is_a_schema() -> None:

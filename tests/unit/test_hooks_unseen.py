@@ -77,9 +77,9 @@ def test_a_script_and_a_trace_of_a_model_compute_the_same() -> None:
     model = hooked()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for made in (torch.jit.script(model), torch.jit.trace(model, X)):
+        for traced in (torch.jit.script(model), torch.jit.trace(model, X)):
             file = io.BytesIO()
-            torch.jit.save(made, file)
+            torch.jit.save(traced, file)
             file.seek(0)
             assert torch.equal(torch.jit.load(file)(X), model(X))
 

@@ -201,7 +201,7 @@ def names_in(module: str) -> frozenset[str]:
 def arrows() -> dict[str, set[str]]:
     """Of ours, which each module imports."""
     return {
-        module: {found for name in names_in(module) if (found := file_of(name))} - {module}
+        module: {target for name in names_in(module) if (target := file_of(name))} - {module}
         for module in FILES
     }
 
@@ -222,24 +222,24 @@ def room_of(module: str, inside: str = "") -> str | None:
 
 def found_arrows(inside: str = "") -> dict[str, set[str]]:
     """For each room the other rooms of its table that its modules import."""
-    found: dict[str, set[str]] = {room: set() for room in TABLES[inside]}
+    arrows_seen: dict[str, set[str]] = {room: set() for room in TABLES[inside]}
     for module, others in arrows().items():
         room = room_of(module, inside)
         if room is not None:
             rooms = {room_of(other, inside) for other in others}
-            found[room] |= {other for other in rooms if other is not None} - {room}
-    return found
+            arrows_seen[room] |= {other for other in rooms if other is not None} - {room}
+    return arrows_seen
 
 
 def reachable(modules: Iterable[str]) -> set[str]:
-    seen: set[str] = set()
+    visited: set[str] = set()
     todo = list(modules)
     while todo:
         module = todo.pop()
-        if module not in seen:
-            seen.add(module)
+        if module not in visited:
+            visited.add(module)
             todo += arrows()[module]
-    return seen
+    return visited
 
 
 def test_every_file_lies_in_a_room() -> None:
@@ -267,11 +267,11 @@ def test_no_arrow_of_the_table_runs_up(inside: str) -> None:
 
 @pytest.mark.parametrize("inside", TABLES)
 def test_a_room_imports_exactly_what_the_table_says(inside: str) -> None:
-    found = found_arrows(inside)
+    arrows_seen = found_arrows(inside)
     table = {room: set(below.split()) for room, below in TABLES[inside].items()}
-    new = [f"{a} -> {b}" for a, others in found.items() for b in sorted(others - table[a])]
+    new = [f"{a} -> {b}" for a, others in arrows_seen.items() for b in sorted(others - table[a])]
     assert not new, "arrows that the table does not have"
-    unused = [f"{a} -> {b}" for a, others in table.items() for b in sorted(others - found[a])]
+    unused = [f"{a} -> {b}" for a, others in table.items() for b in sorted(others - arrows_seen[a])]
     assert not unused, "no import needs these any more: take them out of the table"
 
 

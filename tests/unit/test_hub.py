@@ -12,7 +12,7 @@ import pytest
 
 from pipeswitch.ipc.messages.base import Message, ModelName, OpId
 from pipeswitch.ipc.messages.builder import BuildDone, BuildFailed, BuildSettings
-from pipeswitch.programs.build import builder, hub
+from pipeswitch.programs.build import build_process, hub
 from pipeswitch.programs.build import program as build_module
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.spec import BuildSpec
@@ -58,14 +58,14 @@ def reads_when_confined(spec: BuildSpec, work: Path, *paths: Path) -> list[str]:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        builder._confine(msgspec.msgpack.encode(spec), spec.source, work)
-        found = [os.environ.get("HF_TOKEN", "")]
+        build_process._confine(msgspec.msgpack.encode(spec), spec.source, work)
+        results = [os.environ.get("HF_TOKEN", "")]
         for path in (*paths, Path(os.environ["HF_TOKEN_PATH"])):
             try:
-                found.append(path.read_text())
+                results.append(path.read_text())
             except OSError as error:
-                found.append(type(error).__name__)
-        os.write(writing, "\n".join(found).encode())
+                results.append(type(error).__name__)
+        os.write(writing, "\n".join(results).encode())
         os._exit(0)
     os.close(writing)
     os.waitpid(child, 0)
@@ -83,8 +83,8 @@ def test_a_confined_build_reads_no_token_and_the_hubs_cache_when_it_is_of_one(
     work = tmp_path / "work"
     work.mkdir()
     spec = BuildSpec(name="m", source=source, weights="random:0")
-    found = reads_when_confined(spec, work, home / "token", home / "hub" / "config.json")
-    assert found == ["", "PermissionError", cached, "FileNotFoundError"]
+    results = reads_when_confined(spec, work, home / "token", home / "hub" / "config.json")
+    assert results == ["", "PermissionError", cached, "FileNotFoundError"]
 
 
 @pytest.mark.skipif(bool(missing()), reason="this kernel has no sandbox")
@@ -106,12 +106,14 @@ def build_that(
 ) -> tuple[Message, dict[str, str | None]]:
     """Run a build of pretrained weights that fetches so many KiB; its last word, and where it
     would have looked."""
-    seen: dict[str, str | None] = {}
+    environment: dict[str, str | None] = {}
 
     def build(spec: BuildSpec, work: Path, progress: Any, disk_bytes: int, **_: bool) -> Manifest:
         names = ("HF_HOME", "HF_HUB_CACHE", "TORCH_HOME", "HF_TOKEN")
-        seen.update({name: os.environ.get(name) for name in names})
-        seen["folder"] = str(Path("org/model").resolve()) if Path("org/model").exists() else None
+        environment.update({name: os.environ.get(name) for name in names})
+        environment["folder"] = (
+            str(Path("org/model").resolve()) if Path("org/model").exists() else None
+        )
         cache = Path(os.environ["HF_HOME"]) / "hub"
         cache.mkdir(parents=True, exist_ok=True)
         for piece in range(pieces):
@@ -120,7 +122,7 @@ def build_that(
         for meter in meters:  # it looks when it likes: at the latest when it is asked
             meter.close()
             if is_over:
-                meter._on_over(hub.held(cache))
+                meter._on_over(hub.folder_bytes(cache))
         return MANIFEST
 
     meters: list[hub.Meter] = []
@@ -151,10 +153,10 @@ def build_that(
         threads=torch.get_num_threads(),  # it sets them for good: here they stay what they are
     )
     try:
-        builder.run(settings, sent)  # type: ignore[arg-type]
+        build_process.run(settings, sent)  # type: ignore[arg-type]
     except Ended:
         assert isinstance(sent.messages[-1], BuildFailed)
-    return sent.messages[-1], seen
+    return sent.messages[-1], environment
 
 
 def test_what_a_client_fetches_is_its_builds_own_and_is_gone_with_it(
@@ -163,12 +165,12 @@ def test_what_a_client_fetches_is_its_builds_own_and_is_gone_with_it(
     monkeypatch.setenv("HF_HUB_CACHE", str(home / "hub"))
     models = tmp_path / "models"
     models.mkdir()
-    last, seen = build_that(monkeypatch, models, 8, is_owners=False)
+    last, environment = build_that(monkeypatch, models, 8, is_owners=False)
     assert isinstance(last, BuildDone)
     [work] = models.iterdir()
     assert list(work.iterdir()) == []
     own = str(work / "hub")
-    assert seen == {
+    assert environment == {
         "HF_HOME": own,
         "HF_HUB_CACHE": None,
         "TORCH_HOME": own,
@@ -190,10 +192,10 @@ def test_a_client_fetches_no_more_than_its_share_of_the_disk(
 def test_the_owner_fetches_into_his_own_caches_with_his_token(
     monkeypatch: pytest.MonkeyPatch, home: Path, tmp_path: Path
 ) -> None:
-    last, seen = build_that(monkeypatch, tmp_path, 9, is_owners=True)
+    last, environment = build_that(monkeypatch, tmp_path, 9, is_owners=True)
     assert isinstance(last, BuildDone)
-    assert (seen["HF_HOME"], seen["HF_TOKEN"]) == (str(home), TOKEN)
-    assert seen["folder"] is not None
+    assert (environment["HF_HOME"], environment["HF_TOKEN"]) == (str(home), TOKEN)
+    assert environment["folder"] is not None
     assert len(list((home / "hub").iterdir())) == 10
 
 
@@ -201,16 +203,16 @@ def test_the_meter_looks_by_itself_and_once(tmp_path: Path) -> None:
     import threading
 
     over = threading.Event()
-    found: list[int] = []
+    sizes: list[int] = []
     (tmp_path / "shard").write_bytes(bytes(3 * KIB))
     (tmp_path / "link").symlink_to("shard")
 
     def on_over(held_bytes: int) -> None:
-        found.append(held_bytes)
+        sizes.append(held_bytes)
         over.set()
 
     meter = hub.Meter(tmp_path, 2 * KIB, on_over)
     assert over.wait(20)
     meter.close()
-    assert found == [hub.held(tmp_path)]
-    assert found[0] < 4 * KIB
+    assert sizes == [hub.folder_bytes(tmp_path)]
+    assert sizes[0] < 4 * KIB

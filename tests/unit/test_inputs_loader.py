@@ -120,12 +120,12 @@ def test_by_hand_the_batches_are_those_of_the_job() -> None:
     module = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     loader = job.shared(noisy())
-    seen = [
+    batches = [
         [part.clone() for part in batch]
         for _ in job.epochs(2)
         for batch in job.steps(loader, model=module, optimizer=optimizer)
     ]
-    assert all(map(equal, seen, alone(2 * PASS)))
+    assert all(map(equal, batches, alone(2 * PASS)))
 
 
 def test_a_job_resumes_at_its_next_batch_in_a_process_that_has_loaded_nothing(memory: int) -> None:
@@ -133,14 +133,14 @@ def test_a_job_resumes_at_its_next_batch_in_a_process_that_has_loaded_nothing(me
     for stop in range(1, 2 * PASS):
         first = Script(memory, "a")
         batches = first.batches(2 * PASS)
-        kept = [next(batches) for _ in range(stop)][-1:]
+        batches_kept = [next(batches) for _ in range(stop)][-1:]
         state = first.shared.state_dict()
         second = Script(memory, "a")
         second.step = stop
         if stop % PASS:
             second.shared.load_state_dict(state)
         assert all(map(equal, second.batches(2 * PASS), expected[stop:]))
-        assert equal(kept[0], expected[stop - 1])
+        assert equal(batches_kept[0], expected[stop - 1])
 
 
 def test_a_pass_in_the_body_of_another_is_not_the_one_that_is_resumed() -> None:
@@ -201,13 +201,13 @@ def test_a_write_in_place_is_refused_and_reaches_no_other_job(memory: int) -> No
 
 def test_a_batch_that_the_script_keeps_stays_as_it_was(memory: int) -> None:
     a, b = Script(memory, "a"), Script(memory, "b")
-    kept = []
+    batches_kept = []
     count = 20 * PASS  # some twenty times the ring
     for x, _ in zip(a.batches(count), b.batches(count), strict=True):
         if a.step % 50 == 0:
-            kept.append(x)
+            batches_kept.append(x)
     expected = alone(count)
-    assert all(map(equal, kept, expected[::50]))
+    assert all(map(equal, batches_kept, expected[::50]))
 
 
 def test_what_does_not_fit_in_the_ring_is_each_job_s_own() -> None:
@@ -366,17 +366,15 @@ def test_the_table_survives_a_death_in_the_middle_of_a_write(memory: int) -> Non
 
 def test_a_pass_that_was_left_in_its_first_body_is_not_begun_again() -> None:
     first, second = Script(-1, ""), Script(-1, "")
-    left = iter(first.shared)
-    next(left)
+    batches = iter(first.shared)
+    next(batches)
     second.shared.pass_by(first.shared.state_dict())  # no step was made: only this tells
     expected = next(iter(first.shared))
     assert equal(next(iter(second.shared)), expected)
     assert not equal(expected, alone(1)[0])
 
 
-def test_a_job_that_is_alone_in_its_group_uses_no_ring_until_another_one_comes(
-    memory: int,
-) -> None:
+def test_a_job_that_is_alone_in_its_group_uses_no_ring_until_another_one_comes(memory: int) -> None:
     count(memory, 1)
     first = Script(memory, "one")
     batches = first.batches(2 * PASS)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pipeswitch.base.errors import SharedInputRefused
-from pipeswitch.inputs.table import READY, Found, Label, Load, Table, Wait
+from pipeswitch.inputs.table import READY, BatchTable, HeldBatch, Label, Load, Wait
 
 FACTS = {"samples": "100", "seed": "0"}
 SIZE = 10
@@ -21,18 +21,18 @@ class Jobs:
     """Subscribers that load what they are told to; each holds its last batch."""
 
     def __init__(self, room: int) -> None:
-        self.table = Table(capacity_bytes=room * SIZE)
+        self.table = BatchTable(capacity_bytes=room * SIZE)
         self.held: dict[int, list[int]] = {}
         self.loads: list[tuple[int, int]] = []
 
-    def take(self, job: int, index: int, **facts: str) -> Found | Wait | Load:
-        held = self.held.setdefault(job, [])
-        return self.table.take(job, f"job-{job}", label(index), FACTS | facts, held)
+    def take(self, job: int, index: int, **facts: str) -> HeldBatch | Wait | Load:
+        entries = self.held.setdefault(job, [])
+        return self.table.take(job, f"job-{job}", label(index), FACTS | facts, entries)
 
     def step(self, job: int, index: int) -> bool:
         """Take a batch, loading it if need be; was it found?"""
         answer = self.take(job, index)
-        if isinstance(answer, Found):
+        if isinstance(answer, HeldBatch):
             self.held[job] = [answer.entry.id]
             return True
         assert isinstance(answer, Load)
@@ -81,8 +81,8 @@ def test_a_job_that_is_ahead_by_more_than_the_ring_leaves_in_it_what_the_other_w
     jobs.step(2, 0)
     for index in range(20):
         jobs.step(1, index)
-    found = [index for index in range(1, 20) if jobs.step(2, index)]
-    assert found[:3] == [1, 2, 3]  # the fourth place was held, by the one ahead
+    indices = [index for index in range(1, 20) if jobs.step(2, index)]
+    assert indices[:3] == [1, 2, 3]  # the fourth place was held, by the one ahead
 
 
 def test_no_job_waits_for_one_that_is_behind_or_gone() -> None:
@@ -125,7 +125,7 @@ def test_other_facts_and_another_order_are_refused_by_name_until_the_other_is_go
         jobs.table.take(2, "job-2", label(0, order="x"), FACTS, [])
     assert jobs.table.subscribers() == {1}
     jobs.table.drop(1)
-    assert isinstance(jobs.take(2, 0, seed="7"), Found | Load)
+    assert isinstance(jobs.take(2, 0, seed="7"), HeldBatch | Load)
     assert isinstance(jobs.table.take(2, "job-2", label(1, order="x"), FACTS, []), Load)
 
 
@@ -141,6 +141,6 @@ def test_random_lives_keep_the_ledger_whole_and_every_batch_its_own() -> None:
                 jobs.held[job] = []
                 at[job] = max(0, at[job] - dice.randint(0, 5))
             jobs.step(job, at[job])
-            held = [e for e in jobs.table.entries if e.id in jobs.held[job]]
-            assert all(entry.label == label(at[job]) for entry in held)
+            entries = [e for e in jobs.table.entries if e.id in jobs.held[job]]
+            assert all(entry.label == label(at[job]) for entry in entries)
             at[job] += 1

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeswitch.base.errors import ModelNotFound, RemoteProtocolError
-from pipeswitch.commits.files import CommitRecord, load_commit, remove_unnamed
+from pipeswitch.commits.commit_files import CommitRecord, load_commit, remove_unnamed
 from pipeswitch.commits.progress import HANDED_ON, SUFFIX, Life, read_life
 from pipeswitch.controller.effects import Effects
 from pipeswitch.controller.folders import StateDir
@@ -102,25 +102,25 @@ def test_what_a_script_puts_in_place_of_its_files_is_not_read(
     path = image if place == "image" else tmp_path / place
     path.unlink(missing_ok=True)
     {"fifo": os.mkfifo, "link": lambda at: at.symlink_to(secret), "folder": Path.mkdir}[kind](path)
-    asked = "logs" if "log" in place else "state"
+    stream = "logs" if "log" in place else "state"
     with pytest.raises(ModelNotFound):  # at once: the server would wait for a writer
-        read_piece(tmp_path, JobName("j"), asked, 0)
+        read_piece(tmp_path, JobName("j"), stream, 0)
     assert read_life(path) == Life()
-    if asked == "state":  # a server that starts looks at them, too
+    if stream == "state":  # a server that starts looks at them, too
         with pytest.raises((RemoteProtocolError, OSError)):
             load_commit(commits)
         remove_unnamed(commits)
 
 
 def test_the_past_of_a_job_of_another_node_is_kept_when_it_is_accepted(tmp_path: Path) -> None:
-    places, told = StateDir(root=tmp_path), tmp_path / "jobs" / "j" / HANDED_ON
+    places, history = StateDir(root=tmp_path), tmp_path / "jobs" / "j" / HANDED_ON
     places.create()
-    told.parent.mkdir(parents=True)
-    told.write_bytes(Life(False, 3, 30, 7).packed())
+    history.parent.mkdir(parents=True)
+    history.write_bytes(Life(False, 3, 30, 7).packed())
     effects = Effects.__new__(Effects)
     effects._places, effects._journal = places, JournalFile(tmp_path / FILE_NAME)
     entry = {"kind": "job", **JobSpec(JobName("j"), "t.py", (), 1).row}
     for expected in (Life(False, 3, 30, 7), Life()):
         effects._write_journal(ev.Journal(entry=entry, accepts=(ev.Token(1),)))
         assert read_life(tmp_path / "logs" / f"job-j{SUFFIX}") == expected
-        assert not told.exists()
+        assert not history.exists()

@@ -31,7 +31,7 @@ class View:
 
     device = None
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         pass
 
 
@@ -71,8 +71,8 @@ def test_commits_are_numbered_from_one_in_each_dispatch_also_those_of_one_step()
             assert isinstance(commit, CommitStep)
             host.commit_answered(answer_to(commit, 1.0))
             host.wait_commit()
-        told = [(m.op_id, m.number, m.step) for m in task.messages if isinstance(m, CommitStep)]
-        assert told == [(EPOCH, 1, 5), (EPOCH, 2, 5), (EPOCH, 3, 9)]
+        commits = [(m.op_id, m.number, m.step) for m in task.messages if isinstance(m, CommitStep)]
+        assert commits == [(EPOCH, 1, 5), (EPOCH, 2, 5), (EPOCH, 3, 9)]
 
 
 def test_an_answer_that_is_told_again_is_none_to_the_next_commit() -> None:

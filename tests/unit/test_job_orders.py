@@ -29,7 +29,7 @@ class Server(World):
         settings = SchedulerSettings(
             arena_bytes=64 * MIB,
             store_bytes=64 * MIB,
-            words=64,
+            fence_count=64,
             training=order,
             training_cycle_ms=CYCLE_MS,
         )
@@ -167,13 +167,13 @@ def test_a_priority_goes_before_any_order_and_all_end(order: str) -> None:
 
 
 def test_a_group_is_told_how_many_of_its_jobs_are_not_over() -> None:
-    told: list[tuple[str, int]] = []
+    counts: list[tuple[str, int]] = []
 
     class Told(Server):
         def perform(self, commands: list[ev.Command]) -> None:
             super().perform(commands)
-            found = [one for one in commands if isinstance(one, ev.CountSharers)]
-            told.extend((one.group, one.jobs) for one in found)
+            counted = [one for one in commands if isinstance(one, ev.CountSharers)]
+            counts.extend((one.group, one.jobs) for one in counted)
 
     server = Told("rotate")
     training = Training(steps=5, step_ms=STEP_MS, slice_bytes=2 * MIB, state_bytes=MIB)
@@ -190,4 +190,4 @@ def test_a_group_is_told_how_many_of_its_jobs_are_not_over() -> None:
             )
         )
     server.run()
-    assert told == [("/g", 1), ("/g", 2), ("/g", 1), ("/g", 0)]
+    assert counts == [("/g", 1), ("/g", 2), ("/g", 1), ("/g", 0)]

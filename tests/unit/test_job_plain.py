@@ -22,12 +22,12 @@ def fresh() -> Iterator[None]:
 def test_epochs_and_steps_are_ordinary_loops() -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen = [
+    steps = [
         (epoch, batch, job.step, job.step_in_epoch)
         for epoch in job.epochs(2)
         for batch in job.steps(["a", "b"], model=model, optimizer=optimizer)
     ]
-    assert seen == [(0, "a", 0, 0), (0, "b", 1, 1), (1, "a", 2, 0), (1, "b", 3, 1)]
+    assert steps == [(0, "a", 0, 0), (0, "b", 1, 1), (1, "a", 2, 0), (1, "b", 3, 1)]
     assert job.step == 4
 
 
@@ -69,7 +69,7 @@ def test_an_installed_session_answers_instead() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("options", "says"),
     [
         ({"offload": "fast"}, "offload='fast' is none of auto, all, conv, none"),
         ({"offload": "al"}, 'did you mean "all"'),
@@ -79,11 +79,11 @@ def test_an_installed_session_answers_instead() -> None:
     ],
 )
 def test_a_wrong_limit_of_activations_is_refused_by_hand_too(
-    given: dict[str, str], says: str
+    options: dict[str, str], says: str
 ) -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(InvalidInput, match=says):
-        job.steps(["a"], model=model, optimizer=optimizer, **given)  # type: ignore[arg-type]
+        job.steps(["a"], model=model, optimizer=optimizer, **options)  # type: ignore[arg-type]
     limits = {"offload": "conv", "activation_memory": 1 << 20}
     assert list(job.steps(["a"], model=model, optimizer=optimizer, **limits)) == ["a"]  # type: ignore[arg-type]

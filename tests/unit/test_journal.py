@@ -551,8 +551,8 @@ def test_a_start_throws_away_what_a_sound_journal_does_not_name_and_keeps_it_a_d
         (tmp_path / "models" / name).mkdir(parents=True)
     (tmp_path / "commits" / "gone").mkdir(parents=True)
     places.set_aside({"a" * 64}, set(), "trash/1000000")
-    kept = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("trash/*/*/*")}
-    assert kept == {f"trash/1000000/models/{'b' * 64}", "trash/1000000/commits/gone"}
+    paths = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("trash/*/*/*")}
+    assert paths == {f"trash/1000000/models/{'b' * 64}", "trash/1000000/commits/gone"}
     assert not places.old_trash(1e6 + TRASH_KEPT_S - 1)
     [old] = places.old_trash(1e6 + TRASH_KEPT_S)
     assert old == tmp_path / "trash" / "1000000"

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import pipeswitch as ps
 from pipeswitch.cli.keys import keys
-from pipeswitch.wire.keys import AllowList, KeyFolder, client_keys, make_pair, read_public
+from pipeswitch.wire.curve_keys import AllowList, KeyFolder, client_keys, make_pair, read_public
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def test_a_second_server_key_does_not_replace_the_first(folder: KeyFolder) -> No
 def test_a_secret_is_not_in_what_is_printed(folder: KeyFolder, tmp_path: Path) -> None:
     pair = folder.make_server()
     secret_file, _ = make_pair("a", tmp_path)
-    given = client_keys(str(secret_file), pair.public.decode())
-    assert given.secret.decode() not in repr(given)
+    own_keys = client_keys(str(secret_file), pair.public.decode())
+    assert own_keys.secret.decode() not in repr(own_keys)
     assert pair.secret.decode() not in repr(pair)
 
 
@@ -140,8 +140,8 @@ def test_the_commands_make_admit_list_and_revoke(tmp_path: Path) -> None:
     where = ("--keys-dir", str(tmp_path / "keys"))
     out = ("--out", str(tmp_path), "--json")
     server = cli(*where, "server", "--json")
-    made = cli(*where, "client", "a", *out)
-    assert made["server_key"] == server["server_key"]
+    row = cli(*where, "client", "a", *out)
+    assert row["server_key"] == server["server_key"]
     assert cli(*where, "server", "--show", "--json")["server_key"] == server["server_key"]
     pair = cli(*where, "pair", "b", *out)
     assert [row["name"] for row in cli(*where, "ls", "--json")] == ["a"]

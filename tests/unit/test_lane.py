@@ -13,21 +13,21 @@ import pytest
 from pipeswitch.base.errors import HostStoreFull, PipeSwitchError, ServerUnavailable
 from pipeswitch.base.worker_thread import WorkerThread
 from pipeswitch.controller.effects import Tracer
-from pipeswitch.controller.shared_memory import close_soon
+from pipeswitch.controller.server_memory import close_soon
 from pipeswitch.scheduler.events import Token
 from pipeswitch.scheduler.timeline import Timeline
 from tests.open_files import open_files
 
 
 def test_what_is_put_before_the_end_is_done_in_order() -> None:
-    lane, done = WorkerThread("test-lane"), list[tuple[int, str]]()
+    thread, done = WorkerThread("test-lane"), list[tuple[int, str]]()
 
     def work(number: int) -> None:
         done.append((number, threading.current_thread().name))
 
-    lane.put(functools.partial(work, 1))
-    lane.put(functools.partial(work, 2))
-    lane.shutdown()
+    thread.put(functools.partial(work, 1))
+    thread.put(functools.partial(work, 2))
+    thread.shutdown()
     assert done == [(1, "test-lane_0"), (2, "test-lane_0")]
 
 
@@ -35,37 +35,37 @@ def test_what_is_put_before_the_end_is_done_in_order() -> None:
     "error", [MemoryError(), RuntimeError("a bug"), SystemExit(), HostStoreFull("full")]
 )
 def test_work_that_fails_is_answered_and_the_next_is_done(error: BaseException) -> None:
-    lane, answers = WorkerThread("test-lane"), list[PipeSwitchError]()
+    thread, answers = WorkerThread("test-lane"), list[PipeSwitchError]()
     done: list[str] = []
 
     def fails() -> None:
         raise error
 
-    lane.put(fails, answers.append)
-    lane.put(fails)
-    lane.put(functools.partial(done.append, "next"))
-    lane.shutdown()
+    thread.put(fails, answers.append)
+    thread.put(fails)
+    thread.put(functools.partial(done.append, "next"))
+    thread.shutdown()
     assert done == ["next"]
     expected = HostStoreFull if isinstance(error, HostStoreFull) else ServerUnavailable
     assert [type(one) for one in answers] == [expected]
 
 
 def test_work_that_no_thread_could_begin_is_not_done_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane, done, answers = WorkerThread("test-lane"), list[str](), list[PipeSwitchError]()
+    thread, done, answers = WorkerThread("test-lane"), list[str](), list[PipeSwitchError]()
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", no_thread)
-        lane.put(functools.partial(done.append, "refused"), answers.append)
-    lane.put(functools.partial(done.append, "next"), answers.append)
-    lane.shutdown()
+        thread.put(functools.partial(done.append, "refused"), answers.append)
+    thread.put(functools.partial(done.append, "next"), answers.append)
+    thread.shutdown()
     assert done == ["next"]
     assert [type(one) for one in answers] == [ServerUnavailable]
 
 
 def test_work_for_a_lane_that_is_shut_down_is_answered() -> None:
-    lane, answers = WorkerThread("test-lane"), list[PipeSwitchError]()
-    lane.put(lambda: None)
-    lane.shutdown()
-    lane.put(lambda: None, answers.append)
+    thread, answers = WorkerThread("test-lane"), list[PipeSwitchError]()
+    thread.put(lambda: None)
+    thread.shutdown()
+    thread.put(lambda: None, answers.append)
     assert [type(one) for one in answers] == [ServerUnavailable]
 
 
@@ -74,14 +74,14 @@ def test_an_answer_that_fails_reaches_the_process_and_the_lane_goes_on(
 ) -> None:
     reports: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", reports.append)
-    lane, done = WorkerThread("test-lane"), list[str]()
+    thread, done = WorkerThread("test-lane"), list[str]()
 
     def fails(*_: object) -> None:
         raise MemoryError
 
-    lane.put(fails, fails)
-    lane.put(functools.partial(done.append, "next"))
-    lane.shutdown()
+    thread.put(fails, fails)
+    thread.put(functools.partial(done.append, "next"))
+    thread.shutdown()
     assert [report.exc_type for report in reports] == [MemoryError]
     assert done == ["next"]
 
@@ -109,8 +109,8 @@ def no_thread(*_: Any) -> None:
 
 def test_without_a_thread_files_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", no_thread)
-    made = os.memfd_create("closed-soon")
-    close_soon([made])
+    descriptor = os.memfd_create("closed-soon")
+    close_soon([descriptor])
     assert open_files("closed-soon") == 0
 
 
@@ -118,14 +118,14 @@ def test_work_that_is_done_holds_its_payload_no_longer() -> None:
     class Payload:
         """Something large."""
 
-    lane, is_done, is_looking = WorkerThread("test-lane"), threading.Event(), threading.Event()
+    thread, is_done, is_looking = WorkerThread("test-lane"), threading.Event(), threading.Event()
     payload = Payload()
     gone = threading.Event()
     weakref.finalize(payload, gone.set)
-    lane.put(functools.partial(lambda held: is_done.set(), payload))
+    thread.put(functools.partial(lambda payload_held: is_done.set(), payload))
     del payload
     assert is_done.wait(10)
     assert gone.wait(10), "nothing else was put, and it is free"
-    lane.put(is_looking.set)
-    lane.shutdown()
+    thread.put(is_looking.set)
+    thread.shutdown()
     assert is_looking.is_set()

@@ -40,8 +40,8 @@ class Frontend(Rig):
                 others = [one for one in self.known[-1] if one.model != command.model]
                 self.known.append((*others, command))
             elif isinstance(command, ev.ModelRemoved):
-                left = [one for one in self.known[-1] if one.model != command.model]
-                self.known.append(tuple(left))
+                versions = [one for one in self.known[-1] if one.model != command.model]
+                self.known.append(tuple(versions))
 
     def ask_as(self, announced: ev.ModelAvailable, version: int) -> ev.Token:
         """As the frontend asks that has heard of this one; 0: the caller named no version."""
@@ -91,7 +91,7 @@ def test_no_request_meets_a_version_that_left_without_a_word_for_it(
     rig = Frontend()
     register_net(rig)
     trained(rig)
-    asked: list[tuple[ev.Token, int, bool, bool]] = []
+    requests: list[tuple[ev.Token, int, bool, bool]] = []
     for what, number in steps:
         if not what.startswith("infer"):
             rig.do(what, number)
@@ -107,10 +107,10 @@ def test_no_request_meets_a_version_that_left_without_a_word_for_it(
                 for model in rig.scheduler.versions.all_of("net")
             )
             version = announced.version if names_one else 0
-            asked.append((rig.ask_as(announced, version), version, is_same and stays, stays))
+            requests.append((rig.ask_as(announced, version), version, is_same and stays, stays))
     for _ in range(200):
         rig.serve()
-    for token, version, is_served, stays in asked:
+    for token, version, is_served, stays in requests:
         error = rig.error(token)
         if error is None:
             continue

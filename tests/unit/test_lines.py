@@ -60,15 +60,15 @@ class Device:
 def tried(pairs: list[tuple[policies.Waiting, Request]], device: Device) -> list[int]:
     """What a dispatch tries in turn when each that it tries has no memory."""
     blocked: list[policies.Waiting] = []
-    found = []
+    tokens = []
     for view, request in pairs:
         if any(view.model == other.model for other in blocked):
             continue
         if not all(device.order.may_backfill(view, b, device.at()) for b in blocked):
             break
         blocked.append(view)
-        found.append(request.token)
-    return found
+        tokens.append(request.token)
+    return tokens
 
 
 STEPS = st.lists(
@@ -166,10 +166,10 @@ def test_a_window_runs_what_waited_in_its_lines_before_anything_later() -> None:
         window = 2
 
         def arrange(self, heads: Any, counts: Any, view: policies.View) -> list[int]:
-            seen.append(([head.model for head in heads], list(counts)))
+            windows.append(([head.model for head in heads], list(counts)))
             return list(range(len(heads)))[::-1]
 
-    seen: list[Any] = []
+    windows: list[Any] = []
     device = Device(policies.Policy("backwards", Backwards(), policies.Eviction()))
     arrivals = iter(range(100))
 
@@ -187,5 +187,5 @@ def test_a_window_runs_what_waited_in_its_lines_before_anything_later() -> None:
     assert run() == "b"
     ask("b")  # for the next window
     assert [run() for _ in range(4)] == ["a", "a", "b", "c"]
-    assert seen == [(["a", "b"], [2, 1]), (["c", "b"], [1, 1])]
+    assert windows == [(["a", "b"], [2, 1]), (["c", "b"], [1, 1])]
     assert device.heads() == []

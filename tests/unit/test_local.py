@@ -34,10 +34,10 @@ def share() -> Iterator[tuple[ShmSegment, ShmSegment]]:
 
 @given(parts, st.integers(0, INLINE), st.binary(max_size=40))
 def test_a_table_is_read_as_it_was_packed_whatever_follows(
-    table: list[tuple[int, int]], taken: int, rest: bytes
+    table: list[tuple[int, int]], taken_places: int, rest: bytes
 ) -> None:
-    data = pack_table(table, taken)
-    assert read_table(data + rest, MAX_BYTES) == (len(data), taken, table)
+    data = pack_table(table, taken_places)
+    assert read_table(data + rest, MAX_BYTES) == (len(data), taken_places, table)
     assert read_table(data[:-1], MAX_BYTES) is None
 
 
@@ -51,7 +51,7 @@ def test_a_table_of_any_bytes_is_one_or_is_refused(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "text"),
     [
         (b"PSW2" + bytes(12), "magic"),
         (pack_table([(1, INLINE)] * (MAX_TENSORS + 2)), "parts are over"),
@@ -62,9 +62,9 @@ def test_a_table_of_any_bytes_is_one_or_is_refused(data: bytes) -> None:
     ],
 )
 def test_a_table_that_is_none_is_refused_before_anything_is_allocated(
-    data: bytes, said: str
+    data: bytes, text: str
 ) -> None:
-    with pytest.raises(RemoteProtocolError, match=said):
+    with pytest.raises(RemoteProtocolError, match=text):
         read_table(data, MAX_BYTES)
 
 
@@ -109,11 +109,11 @@ def test_more_buffers_wait_than_the_kernel_takes_in_one_call(ends: tuple[Stream,
     sender, receiver = ends
     for number in range(2_000):
         put(sender, number.to_bytes(2, "little"), b"x" * 50)
-    found = []
-    while len(found) < 2_000:
+    messages = []
+    while len(messages) < 2_000:
         sender.flush()
-        found += receiver.receive(16)
-    assert [int.from_bytes(message.parts[1], "little") for message in found] == [*range(2_000)]
+        messages += receiver.receive(16)
+    assert [int.from_bytes(message.parts[1], "little") for message in messages] == [*range(2_000)]
 
 
 def test_what_came_before_the_end_is_heard_before_the_end(ends: tuple[Stream, Stream]) -> None:

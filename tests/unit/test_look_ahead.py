@@ -28,7 +28,7 @@ class Server(World):
         self.sent: list[tuple[float, str]] = []
         self.switches: list[str] = []
         chosen = SchedulerSettings(
-            arena_bytes=arena_mib * MIB, store_bytes=64 * MIB, words=64, **settings
+            arena_bytes=arena_mib * MIB, store_bytes=64 * MIB, fence_count=64, **settings
         )
         link = Link(bytes_per_ms=MIB / 2)
         super().__init__(Scheduler(chosen), costs=Costs(to_device=link))

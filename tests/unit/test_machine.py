@@ -22,11 +22,7 @@ def group(folder: Path, names: tuple[str, str, str], limit: str, used: int, cach
 
 @pytest.mark.parametrize(
     ("names", "line", "root"),
-    [
-        (V2, "0::/a/b", ""),
-        (V1, "4:memory:/a/b", "memory"),
-        (V1, "3:cpu,memory:/a/b", "memory"),
-    ],
+    [(V2, "0::/a/b", ""), (V1, "4:memory:/a/b", "memory"), (V1, "3:cpu,memory:/a/b", "memory")],
 )
 def test_memory_is_bounded_by_every_cgroup_around(
     names: tuple[str, str, str], line: str, root: str, tmp_path: Path
@@ -34,19 +30,19 @@ def test_memory_is_bounded_by_every_cgroup_around(
     membership, inner = tmp_path / "self", tmp_path / "groups" / root / "a" / "b"
     membership.write_text(f"1:cpu:/elsewhere\n{line}\n")
 
-    def found() -> int:
+    def free_bytes() -> int:
         return available_bytes(tmp_path / "groups", membership)
 
-    free = found()
+    free = free_bytes()
     assert free > 100 * MIB
     group(inner, names, str(100 * MIB), 30 * MIB, 10 * MIB)
-    assert found() == 80 * MIB  # pages of files can go
+    assert free_bytes() == 80 * MIB  # pages of files can go
     group(inner.parent, names, str(50 * MIB), 20 * MIB, 0)
-    assert found() == 30 * MIB
+    assert free_bytes() == 30 * MIB
     group(inner.parents[1], names, "max", 20 * MIB, 0)
-    assert found() == 30 * MIB
+    assert free_bytes() == 30 * MIB
     group(inner, names, str(100 * MIB), 300 * MIB, 0)
-    assert found() == 0
+    assert free_bytes() == 0
 
 
 def test_freed_memory_is_given_back_and_looked_for_more_rarely_when_it_is_no_use(

@@ -31,8 +31,8 @@ EMA = of("ema.module.", fc_weight=(2, 3), fc_bias=(2,)) | of("ema.", averaged=()
     ],
 )
 def test_weights_are_found_whatever_else_a_job_trains(names: Given, prefix: str) -> None:
-    wanted = {name: prefix + name for name in ("fc.weight", "fc.bias")}
-    assert match(FC, names) == wanted
+    expected = {name: prefix + name for name in ("fc.weight", "fc.bias")}
+    assert match(FC, names) == expected
 
 
 def test_where_several_parts_fit_one_is_named() -> None:

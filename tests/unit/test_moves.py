@@ -35,7 +35,7 @@ class Server:
         self.settings = SchedulerSettings(
             arena_bytes=24 * MIB,
             store_bytes=256 * MIB,
-            words=64,
+            fence_count=64,
             standby=1,
             commit_every_ms=300.0,
             **settings,  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ class Server:
         """No process, lease or client is left behind."""
         self.world.run()
         regions = [one for d in self.scheduler.machine.devices for one in d.arena.regions]
-        assert {region.owner.kind for region in regions} <= {"words", "model"}
+        assert {region.owner.kind for region in regions} <= {"fences", "model"}
         assert not self.clients.open
         assert (self.job.state.state, self.job.progress.step) == (TaskState.DONE, TRAINING.steps)
         return self.job
@@ -177,7 +177,7 @@ def test_a_job_is_limited_to_devices_and_is_where_it_was_after_a_restart() -> No
 
     server.world.perform = note  # type: ignore[method-assign]
     for devices in (("cpu:7",), ("cpu:1",)):
-        asked = ev.TrainRequest(
+        request = ev.TrainRequest(
             token=server.clients.token(),
             job=JobName("k"),
             entry="x.py",
@@ -186,7 +186,7 @@ def test_a_job_is_limited_to_devices_and_is_where_it_was_after_a_restart() -> No
             devices=devices,
         )
         server.world.scene.scripts[JobName("k")] = TRAINING
-        server.world.handle(asked)
+        server.world.handle(request)
     assert server.clients.outcomes == {"InvalidInput": 1, "ok": 2}
     server.world.handle(
         ev.JobRequest(token=server.clients.token(), job=JobName("k"), action="move", to="cpu:0")
@@ -200,9 +200,9 @@ def test_a_job_is_limited_to_devices_and_is_where_it_was_after_a_restart() -> No
     jobs = Server().scheduler.machine.jobs
     jobs.restore(JobSpec(JobName("n"), "x.py", (), 1), RestoredJob(placed=placed))
     jobs.restore(JobSpec(JobName("o"), "x.py", (), 1, devices=("cpu:7", "cpu:0")), RestoredJob())
-    found = [jobs.get(JobName(name)) for name in "no"]
-    assert [one.allowed for one in found if one is not None] == [("cpu:1",), ("cpu:0",)]
-    assert [jobs.home(one).state.index for one in found if one is not None] == [1, 0]
+    job_rows = [jobs.get(JobName(name)) for name in "no"]
+    assert [one.allowed for one in job_rows if one is not None] == [("cpu:1",), ("cpu:0",)]
+    assert [jobs.home(one).state.index for one in job_rows if one is not None] == [1, 0]
 
 
 def hold(server: Server, ms: float) -> None:
@@ -217,12 +217,7 @@ def hold(server: Server, ms: float) -> None:
 
 @pytest.mark.parametrize(
     ("after_ms", "is_idle", "expected"),
-    [
-        (300.0, True, (1, 1)),
-        (0.0, True, (0, 0)),
-        (300.0, False, (0, 0)),
-        (3e6, True, (0, 0)),
-    ],
+    [(300.0, True, (1, 1)), (0.0, True, (0, 0)), (300.0, False, (0, 0)), (3e6, True, (0, 0))],
 )
 def test_a_job_whose_device_requests_hold_goes_to_an_idle_one_after_a_while(
     after_ms: float, is_idle: bool, expected: tuple[int, int]
@@ -276,7 +271,7 @@ def test_each_slot_that_jobs_in_place_and_standbys_take_has_a_bell() -> None:
     settings = SchedulerSettings(
         arena_bytes=64 * MIB,
         store_bytes=256 * MIB,
-        words=64,
+        fence_count=64,
         training_cycle_ms=50.0,
         standby=config.workers.standby,
     )

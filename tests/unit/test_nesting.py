@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeswitch.base.errors import InvalidInput, RegistrationRefused, RemoteProtocolError
-from pipeswitch.client.calls import Reply
+from pipeswitch.client.calls import FinalReply
 from pipeswitch.client.model_sources import declared
 from pipeswitch.client.tensors import Result, from_reply, to_frames
 from pipeswitch.frontend.registration import check
@@ -140,7 +140,7 @@ def test_a_tree_that_is_none_is_refused_wherever_it_comes_from(tree: Any, tmp_pa
     with pytest.raises(RegistrationRefused):
         check(RegisterRequest(source="s", inputs={"x": ((1,), "uint8")}, takes=tree))
     wire = WireTensor(name="a", dtype="uint8", shape=(1,), frame=0)
-    reply = Reply(request_id="1", body={"returns": tree}, outputs=(wire,), frames=[b"1"])
+    reply = FinalReply(request_id="1", body={"returns": tree}, outputs=(wire,), frames=[b"1"])
     with pytest.raises(RemoteProtocolError):
         from_reply("m", False, reply)
 
@@ -186,13 +186,13 @@ def test_a_bundle_without_trees_is_as_it_was() -> None:
     assert [*both] == ["a", "b"]
 
 
-def admitted(given: Any) -> dict[str, float]:
+def admitted(nested: Any) -> dict[str, float]:
     """Each input's first number, as the model would see it."""
-    tensors, frames, _ = to_frames(given)
+    tensors, frames, _ = to_frames(nested)
     header = RequestHeader(v=1, op="infer", id="1", model="m", inputs=tensors)
     announced = ModelAvailable(model=ModelName("m"), manifest=MANIFEST, priority=0)
-    found = check_infer(header, [len(frame) for frame in frames], announced, 1 << 20)
-    return {one.name: np.frombuffer(frames[one.frame], "float32")[0] for one in found.inputs}
+    request = check_infer(header, [len(frame) for frame in frames], announced, 1 << 20)
+    return {one.name: np.frombuffer(frames[one.frame], "float32")[0] for one in request.inputs}
 
 
 X, H, C = (np.full(2, n, "float32") for n in range(3))
@@ -228,20 +228,20 @@ def test_a_list_that_is_in_itself_is_no_input() -> None:
 
 
 def test_of_a_dict_of_too_many_few_are_looked_at() -> None:
-    seen = []
+    parts = []
 
     class Key(str):
         def __len__(self) -> int:
-            seen.append(self)
+            parts.append(self)
             return 1
 
     with pytest.raises(RegistrationRefused):
         check_tree({"dict": [[Key(n), None] for n in range(9 * MAX_PARTS)]}, "output", [])
-    assert len(seen) < 2 * MAX_PARTS
+    assert len(parts) < 2 * MAX_PARTS
 
 
 @pytest.mark.parametrize(
-    "given",
+    "nested",
     [
         {"x": X, "state": {"c": C, "h": H}},
         {"state": State(H, C), "x": X},
@@ -251,12 +251,12 @@ def test_of_a_dict_of_too_many_few_are_looked_at() -> None:
         [X, H, C],
     ],
 )
-def test_inputs_reach_the_model_in_its_order_however_they_were_nested(given: Any) -> None:
-    assert admitted(given) == {"x": 0, "state.h": 1, "state.c": 2}
+def test_inputs_reach_the_model_in_its_order_however_they_were_nested(nested: Any) -> None:
+    assert admitted(nested) == {"x": 0, "state.h": 1, "state.c": 2}
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("nested", "says"),
     [
         ((X, {"h": H}), "takes 3 inputs"),
         ((X, {"h": H, "d": C}), 'no input "state.d"; did you mean'),
@@ -265,9 +265,9 @@ def test_inputs_reach_the_model_in_its_order_however_they_were_nested(given: Any
         ({"x": X, "state": {"h": H, "c": C}, "state.h": H}, "two have the name 'state.h'"),
     ],
 )
-def test_inputs_that_nest_otherwise_are_refused(given: Any, says: str) -> None:
+def test_inputs_that_nest_otherwise_are_refused(nested: Any, says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
-        admitted(given)
+        admitted(nested)
 
 
 def test_lists_of_numbers_stay_arrays() -> None:

@@ -16,25 +16,25 @@ SHAPES = [(1, 4), (1, 8, 7, 16), (1, 8, 7, 16), (1, 8, 7, 16)]
 
 
 def test_a_pattern_names_each_layers_cache() -> None:
-    found = asked_axes(NAMES, SHAPES, {"cache.*.[kv]": {2: (1, 512)}})
-    assert found == {(number, 2): Dim("dim2", 1, 512) for number in (1, 2, 3)}
+    axes = asked_axes(NAMES, SHAPES, {"cache.*.[kv]": {2: (1, 512)}})
+    assert axes == {(number, 2): Dim("dim2", 1, 512) for number in (1, 2, 3)}
     with pytest.raises(RegistrationRefused):
         asked_axes(NAMES, SHAPES, {"cache.*.q": {2: (1, 512)}})
 
 
 @pytest.mark.parametrize(
-    ("shape", "called"),
+    ("shape", "name"),
     [((1, 3, 32, 32), "height"), ((2, 1, 28, 28), "height"), ((1, 8, 7, 16), "dim2")],
 )
-def test_only_a_pictures_side_is_a_height(shape: tuple[int, ...], called: str) -> None:
-    assert asked_axes(["x"], [shape], {"x": {2: (1, 64)}})[0, 2].name == called
+def test_only_a_pictures_side_is_a_height(shape: tuple[int, ...], name: str) -> None:
+    assert asked_axes(["x"], [shape], {"x": {2: (1, 64)}})[0, 2].name == name
 
 
 LENGTH = torch.export.Dim("length", min=1, max=64)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "dims",
     [
         {"x": {1: LENGTH}, "y": None},
         {"x": (None, LENGTH), "y": {}},
@@ -42,13 +42,13 @@ LENGTH = torch.export.Dim("length", min=1, max=64)
         [(None, ("length", 1, 64))],
     ],
 )
-def test_torchs_dynamic_shapes_will_do(given: Any) -> None:
-    assert asked_axes(["x", "y"], [(1, 9), (1, 3)], given) == {(0, 1): Dim("length", 1, 64)}
+def test_torchs_dynamic_shapes_will_do(dims: Any) -> None:
+    assert asked_axes(["x", "y"], [(1, 9), (1, 3)], dims) == {(0, 1): Dim("length", 1, 64)}
 
 
 def test_torchs_dimensions_without_ends_have_ours() -> None:
-    for given in (torch.export.Dim("length"), torch.export.Dim.AUTO):
-        [dim] = asked_axes(["x"], [(1, 9)], {"x": {1: given}}).values()
+    for torch_dim in (torch.export.Dim("length"), torch.export.Dim.AUTO):
+        [dim] = asked_axes(["x"], [(1, 9)], {"x": {1: torch_dim}}).values()
         assert dim == Dim("length", 1, 512)
 
 
@@ -64,13 +64,13 @@ def test_torchs_dimensions_without_ends_have_ours() -> None:
     ],
 )
 def test_a_range_ends_where_it_is_proved(broken: int, works: Any, end: Any) -> None:
-    asked: list[int] = []
+    lengths: list[int] = []
 
     def is_same(values: Values) -> bool:
-        asked.append(values["length"])
+        lengths.append(values["length"])
         return bool(works(values["length"]))
 
-    given = {"batch": 1, "length": 40}
-    assert working_end({"batch": 1, "length": broken}, given, is_same) == {"length": end}
-    assert len(asked) <= 9, "the distance is halved"
-    assert working_end({"batch": 2, "length": 40}, given, is_same) == {}
+    values = {"batch": 1, "length": 40}
+    assert working_end({"batch": 1, "length": broken}, values, is_same) == {"length": end}
+    assert len(lengths) <= 9, "the distance is halved"
+    assert working_end({"batch": 2, "length": 40}, values, is_same) == {}

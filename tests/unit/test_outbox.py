@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pipeswitch.base.roles import OWNER
-from pipeswitch.frontend.transport.clients import Client, Outgoing
+from pipeswitch.frontend.transport.clients import Outgoing, Session
 from pipeswitch.frontend.transport.send_queue import SHORT_BYTES, SLOW_CLIENT_MS, SendQueue
 
 
 class FullPeer:
     """A connection whose reader leaves everything lying, until it reads."""
 
-    wants_turn = False
+    needs_poll = False
     is_full = True
 
     def __init__(self) -> None:
@@ -30,8 +30,8 @@ class Rig:
 
     def __init__(self) -> None:
         self.now_ms, self.peer, self.said = 0.0, FullPeer(), list[bool]()
-        self.client = Client(peer=self.peer, principal=OWNER)
-        self.dropped: list[Client] = []
+        self.client = Session(peer=self.peer, principal=OWNER)
+        self.dropped: list[Session] = []
         self.outbox = SendQueue(100, lambda: self.now_ms, self.dropped.append)
 
     def send(self) -> None:
@@ -59,7 +59,7 @@ def test_a_client_over_its_budget_or_too_slow_is_dropped_and_its_answers_are_los
     assert not rig.dropped
     rig.send()
     assert rig.dropped == [rig.client]
-    rig.outbox.forget(rig.client)
+    rig.outbox.remove(rig.client)
     assert rig.state == (False, 0, [False] * 3)
     rig = Rig()
     rig.send()
@@ -74,7 +74,7 @@ def test_a_client_over_its_budget_or_too_slow_is_dropped_and_its_answers_are_los
 def order(*sent: tuple[int, bool]) -> list[int]:
     """Return the order in which messages leave, given their sizes and which are answers."""
     peer = FullPeer()
-    client, outbox = Client(peer=peer, principal=OWNER), SendQueue(1 << 30, lambda: 0.0, print)
+    client, outbox = Session(peer=peer, principal=OWNER), SendQueue(1 << 30, lambda: 0.0, print)
     messages = [
         Outgoing(frames=[bytes(size)], on_end=(lambda _: None) if is_answer else None)
         for size, is_answer in sent

@@ -18,7 +18,7 @@ from pipeswitch.base.errors import PipeSwitchError
 from pipeswitch.cli.cluster import up
 from pipeswitch.cli.main import main
 from pipeswitch.cluster.ray_nodes import RESOURCE
-from pipeswitch.controller.gateway import DEFAULTS
+from pipeswitch.controller.gateway_process import DEFAULTS
 from pipeswitch.demo import digits
 
 ROOT = Path(__file__).parents[2]
@@ -69,15 +69,15 @@ def test_the_image_runs_as_its_own_user_and_says_how_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "environment",
     [COMPOSED["environment"], {one["name"]: one["value"] for one in CONTAINER["env"]}],
     ids=["compose", "k8s"],
 )
 def test_a_server_takes_every_setting_of_a_container(
-    given: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # no file of settings
-    environ = of_image() | given
+    environ = of_image() | environment
     assert set(map(type, environ.values())) == {str}
     assert load(environ=environ).gateway.behind_proxy
     for name, value in environ.items():
@@ -93,10 +93,10 @@ def test_a_server_takes_every_setting_of_a_container(
 def test_both_serve_with_flags_that_exist_and_with_tokens(command: list[str]) -> None:
     verb, *rest = command
     flags = {flag for option in main.commands[verb].params for flag in option.opts}
-    given = dict(zip(rest[::2], rest[1::2], strict=True))
-    assert set(given) <= flags
-    assert [int(given[name].rpartition(":")[2]) for name in ("--http", "--grpc")] == PORTS
-    assert given["--gateway-tokens"]
+    options = dict(zip(rest[::2], rest[1::2], strict=True))
+    assert set(options) <= flags
+    assert [int(options[name].rpartition(":")[2]) for name in ("--http", "--grpc")] == PORTS
+    assert options["--gateway-tokens"]
 
 
 def test_a_gpu_is_asked_for_by_one_file_and_one_line_alone() -> None:
@@ -175,9 +175,9 @@ HEAD, (GROUP,) = (RAY_CLUSTER["spec"][key] for key in ("headGroupSpec", "workerG
 
 
 def test_rays_launcher_takes_its_file() -> None:
-    found = importlib.util.find_spec("ray")  # loading it would change the environment
-    if found is not None and found.origin is not None:
-        schema = Path(found.origin).with_name("autoscaler") / "ray-schema.json"
+    spec = importlib.util.find_spec("ray")  # loading it would change the environment
+    if spec is not None and spec.origin is not None:
+        schema = Path(spec.origin).with_name("autoscaler") / "ray-schema.json"
         pytest.importorskip("jsonschema").validate(LAUNCHER, json.loads(schema.read_text()))
     server = LAUNCHER["available_node_types"]["server"]
     starts, profile = LAUNCHER["head_start_ray_commands"], " ".join(LAUNCHER["setup_commands"])
@@ -193,9 +193,9 @@ def test_nothing_installs_by_a_name_that_no_index_knows() -> None:
     pages = [ROOT / "README.md", *ROOT.glob("docs/guide/*.md"), *PACKAGING.iterdir()]
     lines = [(page.name, line) for page in pages for line in page.read_text().splitlines()]
     by_name = re.compile(r"pip install ['\"]?pipeswitch\b(?!.*@ git)")
-    (found,) = [(name, line) for name, line in lines if by_name.search(line)]
-    assert found[0] == "start.md"
-    assert "adds an extra" in found[1], "pip fetches its packages alone, where PipeSwitch is"
+    (line,) = [(name, line) for name, line in lines if by_name.search(line)]
+    assert line[0] == "start.md"
+    assert "adds an extra" in line[1], "pip fetches its packages alone, where PipeSwitch is"
     (setup,) = [text for text in LAUNCHER["setup_commands"] if "pip install" in text]
     (folder,) = [place for place, here in LAUNCHER["file_mounts"].items() if here == "dist"]
     assert f"{folder}/pipeswitch-*.whl" in setup

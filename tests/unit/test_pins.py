@@ -133,9 +133,9 @@ def test_after_any_history_what_fits_beside_the_pinned_models_is_served(
     for name in OTHERS:
         life.do("register", name)
     life.rest()
-    wanted = {name for name, model in life.machine.models.items() if model.want_pinned}
+    pinned_names = {name for name, model in life.machine.models.items() if model.want_pinned}
     pinned = {*life.device.state.pinned}
-    assert pinned == wanted, life.world.describe()
+    assert pinned == pinned_names, life.world.describe()
     replicas = life.device.state.replicas
     free = life.device.arena.leasable_bytes // MIB
     free -= sum(-(-life.sizes[name] // 2) * 2 for name in pinned)
@@ -145,7 +145,7 @@ def test_after_any_history_what_fits_beside_the_pinned_models_is_served(
     life.train("last", free)
     life.rest()
     assert life.state("last") == "done", life.error("last")
-    assert {*life.device.state.pinned} == wanted
+    assert {*life.device.state.pinned} == pinned_names
 
 
 def test_a_model_that_is_pinned_in_the_middle_moves_for_a_job_that_comes_back() -> None:

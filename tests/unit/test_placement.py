@@ -43,8 +43,8 @@ BUSY = {"is_busy": True, "waiting": 1, "queue_ms": 5.0}
 
 
 def chosen(placement: str, *changes: dict[str, Any]) -> tuple[int, str]:
-    found = best(places(*changes), PLACEMENTS[placement])
-    return found.device, found.reason
+    choice = best(places(*changes), PLACEMENTS[placement])
+    return choice.device, choice.reason
 
 
 def test_the_settings_are_the_policies_that_are_there() -> None:
@@ -90,19 +90,19 @@ class Server:
     """Devices, each with a link of 1 MiB/ms; bills by the order of the answers."""
 
     def __init__(self, names: Sequence[str] = ("cpu:0", "cpu:1"), **settings: Any) -> None:
-        given = SchedulerSettings(
-            arena_bytes=24 * MIB, store_bytes=256 * MIB, words=64, standby=1, **settings
+        all_settings = SchedulerSettings(
+            arena_bytes=24 * MIB, store_bytes=256 * MIB, fence_count=64, standby=1, **settings
         )
-        each = [replace(given, device=name) for name in names]
-        self.scheduler = Scheduler(given, devices=each)
+        each = [replace(all_settings, device=name) for name in names]
+        self.scheduler = Scheduler(all_settings, devices=each)
         self.world = World(self.scheduler, costs=COSTS)
-        self.bills: list[tuple[str, str]] = []
+        self.timings: list[tuple[str, str]] = []
         perform = self.world.perform
 
         def note(commands: list[ev.Command]) -> None:
             for one in commands:
                 if isinstance(one, ev.Reply) and one.timing:
-                    self.bills.append((one.timing.device, one.timing.placed))
+                    self.timings.append((one.timing.device, one.timing.placed))
             perform(commands)
 
         self.world.perform = note  # type: ignore[method-assign]
@@ -117,18 +117,18 @@ class Server:
 
     def placed(self, names: str) -> list[tuple[str, str]]:
         """What the bills say of these, asked at once."""
-        del self.bills[:]
+        del self.timings[:]
         self.ask(names)
         self.world.run()
-        return sorted(self.bills)
+        return sorted(self.timings)
 
     def move(self, job: str, to: str) -> str:
         """How the asker is answered, within 20 ms."""
         outcomes = self.world.clients.outcomes.copy()
-        asked = ev.JobRequest(
+        request = ev.JobRequest(
             token=self.world.clients.token(), job=JobName(job), action="move", to=to
         )
-        self.world.handle(asked)
+        self.world.handle(request)
         self.world.run(self.world.now_ms + 20.0)
         (outcome,) = self.world.clients.outcomes - outcomes
         return outcome
@@ -167,7 +167,7 @@ def test_what_waits_goes_to_a_device_that_has_nothing_to_do() -> None:
     assert counts == [6, 0]
     server.world.run(began_ms + 5 * 200.0)  # one after the other they take six times 200 ms
     assert not server.world.clients.open
-    assert [device for device, _ in server.bills].count("cpu:1") == 2
+    assert [device for device, _ in server.timings].count("cpu:1") == 2
 
 
 @pytest.mark.parametrize("is_pinned_first", [True, False])
@@ -187,7 +187,7 @@ def test_a_request_goes_where_pinned_models_leave_it_a_place(is_pinned_first: bo
     server.ask("b")
     server.world.run()
     assert "OutOfDeviceMemory" not in server.world.clients.outcomes
-    assert [device for device, _ in server.bills] == ["cpu:0", "cpu:0"]
+    assert [device for device, _ in server.timings] == ["cpu:0", "cpu:0"]
 
 
 def test_what_waits_where_a_daemon_dies_is_answered_by_the_other_device() -> None:
@@ -366,11 +366,11 @@ def test_rows_and_events_name_the_device() -> None:
         ("cpu:0", 1),
         ("cpu:1", 1),
     ]
-    told: list[Any] = []
-    server.scheduler.core.out = told
+    commands: list[Any] = []
+    server.scheduler.core.out = commands
     server.scheduler.machine.devices[1].state.publish("worker.ready", worker=0)
     server.scheduler.machine.devices[1].state.span("copy", "a group 0", 1.0, 2.0)
-    assert (told[0].body["device"], told[1].spans[0].track) == ("cpu:1", "cpu:1 copy")
+    assert (commands[0].body["device"], commands[1].spans[0].track) == ("cpu:1", "cpu:1 copy")
 
 
 OF_TWO_KINDS = ("cuda:0", "cpu:0", "cpu:1")
@@ -378,13 +378,18 @@ OF_TWO_KINDS = ("cuda:0", "cpu:0", "cpu:1")
 
 def test_devices_of_two_kinds_serve_one_model_on_purpose_only() -> None:
     server, program = Server(OF_TWO_KINDS), program_of("e", 8 * MIB, groups=2, layer_ms=20.0)
-    asked = {"e": ("cpu",), "f": ("cuda", "cpu"), "g": ("cpu:1", "cuda:0"), "h": ("cuda:1",)}
-    for name, devices in asked.items():
+    devices_by_name = {
+        "e": ("cpu",),
+        "f": ("cuda", "cpu"),
+        "g": ("cpu:1", "cuda:0"),
+        "h": ("cuda:1",),
+    }
+    for name, devices in devices_by_name.items():
         server.world.clients.register(ModelName(name), program, devices=devices)
     assert server.world.clients.outcomes["InvalidInput"] == 1
     server.world.run()
-    found = {name: {on for on, _ in server.placed(name * 8)} for name in "aefg"}
-    assert found == {
+    placed = {name: {on for on, _ in server.placed(name * 8)} for name in "aefg"}
+    assert placed == {
         "a": {"cuda:0"},
         "e": {"cpu:0", "cpu:1"},
         "f": set(OF_TWO_KINDS),
@@ -395,8 +400,8 @@ def test_devices_of_two_kinds_serve_one_model_on_purpose_only() -> None:
 def test_a_job_stays_on_devices_of_one_kind_whatever_is_lost() -> None:
     server = Server(OF_TWO_KINDS, restart_backoff_ms=1e6, max_daemon_restarts=0)
     training = Training(steps=60, slice_bytes=4 * MIB, state_bytes=MIB, step_ms=100.0)
-    asked = {"on-gpu": (), "either": ("cuda", "cpu"), "on-cpu": ("cpu",)}
-    for name, devices in asked.items():
+    devices_by_name = {"on-gpu": (), "either": ("cuda", "cpu"), "on-cpu": ("cpu",)}
+    for name, devices in devices_by_name.items():
         server.world.clients.train(JobName(name), training, devices=devices)
     assert server.world.clients.outcomes["InvalidInput"] == 1
     server.world.run(server.world.now_ms + 250.0)

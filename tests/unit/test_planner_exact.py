@@ -45,19 +45,19 @@ def pareto_ms(costs: LayerCosts) -> float:
     """Forward: all clock pairs (link, device) that no other pair beats."""
     pairs: list[list[tuple[float, float]]] = [[(0.0, 0.0)]]
     for end in range(1, costs.layer_count + 1):
-        made = []
+        points = []
         for start in range(end):
             copy_ms = costs.transfer_ms(start, end)
             run_ms = costs.sigma_ms + costs.remaining_ms[start] - costs.remaining_ms[end]
-            made += [
+            points += [
                 (link + copy_ms, max(device, link + copy_ms) + run_ms)
                 for link, device in pairs[start]
             ]
-        kept: list[tuple[float, float]] = []
-        for pair in sorted(made):
-            if not kept or pair[1] < kept[-1][1]:
-                kept.append(pair)
-        pairs.append(kept)
+        best: list[tuple[float, float]] = []
+        for pair in sorted(points):
+            if not best or pair[1] < best[-1][1]:
+                best.append(pair)
+        pairs.append(best)
     return min(device for _, device in pairs[-1])
 
 

@@ -141,8 +141,8 @@ def test_the_model_idle_for_longest_is_the_cheapest_to_evict() -> None:
 
 def test_a_model_somebody_waits_for_costs_more() -> None:
     for policy in BOTH:
-        wanted = policy.eviction.cost(resident(waiting_count=1), View(1000.0))
-        assert wanted > policy.eviction.cost(resident(), View(1000.0))
+        cost = policy.eviction.cost(resident(waiting_count=1), View(1000.0))
+        assert cost > policy.eviction.cost(resident(), View(1000.0))
 
 
 def test_fifo_keeps_the_order_of_arrival_strictly() -> None:
@@ -212,8 +212,8 @@ def test_a_window_is_put_in_the_order_that_the_thesis_gives_it() -> None:
 
     heads = [named(index, model) for index, model in enumerate(times)]
     order = make_policy("alternating", max_wait_ms=2000.0).order
-    found = order.arrange(heads, [1, 1, 1, 1], View(0.0, known))
-    assert "".join("ABCD"[index] for index in found) == "DBCA"
+    arranged = order.arrange(heads, [1, 1, 1, 1], View(0.0, known))
+    assert "".join("ABCD"[index] for index in arranged) == "DBCA"
 
 
 class Fails(Order):
@@ -233,20 +233,20 @@ class Fails(Order):
         return answer
 
     def key(self, request: Waiting) -> tuple[float, ...]:
-        found: tuple[float, ...] = self._answer("key", super().key(request))
-        return found
+        value: tuple[float, ...] = self._answer("key", super().key(request))
+        return value
 
     def rank(self, head: Waiting, view: View) -> tuple[float, ...]:
-        found: tuple[float, ...] = self._answer("rank", super().rank(head, view))
-        return found
+        value: tuple[float, ...] = self._answer("rank", super().rank(head, view))
+        return value
 
     def stays_until_ms(self, head: Waiting, view: View) -> float:
-        found: float = self._answer("stays_until_ms", super().stays_until_ms(head, view))
-        return found
+        value: float = self._answer("stays_until_ms", super().stays_until_ms(head, view))
+        return value
 
     def may_backfill(self, request: Waiting, blocked: Waiting, view: View) -> bool:
-        found: bool = self._answer("may_backfill", True)
-        return found
+        value: bool = self._answer("may_backfill", True)
+        return value
 
     def arrange(self, heads: Any, counts: Any, view: View) -> Any:
         return self._answer("arrange", super().arrange(heads, counts, view))
@@ -273,7 +273,9 @@ class Heard(World):
     def __init__(self, policy: Policy, arena_mib: int) -> None:
         self.warnings: list[str] = []
         self.topics: list[str] = []
-        settings = SchedulerSettings(arena_bytes=arena_mib * MIB, store_bytes=64 * MIB, words=64)
+        settings = SchedulerSettings(
+            arena_bytes=arena_mib * MIB, store_bytes=64 * MIB, fence_count=64
+        )
         super().__init__(Scheduler(settings, policy), costs=Costs(to_device=Link(fixed_ms=1.0)))
 
     def perform(self, commands: list[ev.Command]) -> None:
@@ -356,15 +358,15 @@ def test_numbers_of_a_policys_own_classes_are_compared_as_plain_ones() -> None:
         )
     }
     view = View(0.0)
-    found = (
+    plain_numbers = (
         *judges["key"].key(one),
         *judges["rank"].rank(one, view),
         *judges["key"].cost(resident(), view),
         judges["stays_until_ms"].stays_until_ms(one, view),
         *judges["arrange"].arrange([one], [1], view),
     )
-    assert found == (1.0, 2, 1) * 3 + (7.0, 0)
-    assert {type(number) for number in found} == {float, int}
+    assert plain_numbers == (1.0, 2, 1) * 3 + (7.0, 0)
+    assert {type(number) for number in plain_numbers} == {float, int}
     assert {judge.name for judge in judges.values()} == {"mine"}
 
 
@@ -422,7 +424,7 @@ def test_predictions_are_of_the_last_runs_of_that_batch() -> None:
     assert known.predict("m", 8) == known.predict("m", 4)  # at least as long as a smaller one
     assert known.predict("m", 1) == (7.0, 0.0, 0.0)
     assert known.safe("m", 8) == (7.0, 96.0, 68.5)
-    known.forget("m")
+    known.remove("m")
     assert known.predict("m", 4) == (0.0, 0.0, 0.0)
 
 
@@ -435,10 +437,10 @@ def test_many_batches_cost_neither_memory_nor_time() -> None:
     held_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert held_bytes < 1 << 20  # 19 MiB when each was kept
-    kept = KEPT_BATCHES - 1  # beside batch 1, which is measured again and again
+    entries = KEPT_BATCHES - 1  # beside batch 1, which is measured again and again
     assert known.safe("m", 1 << 23).compute_ms == 20_000.0
-    assert known.safe("m", 20_001 - kept).compute_ms == 20_001.0 - kept
-    assert known.safe("m", 20_000 - kept).compute_ms == 1.0  # of the nearest smaller one
+    assert known.safe("m", 20_001 - entries).compute_ms == 20_001.0 - entries
+    assert known.safe("m", 20_000 - entries).compute_ms == 1.0  # of the nearest smaller one
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,10 @@ SHARE_BYTES = 3 * PAGES * PAGE // 4  # of one that is alone
 
 @pytest.fixture
 def pool() -> Iterator[RequestPool]:
-    made = make_pool()
-    yield made
-    made.check()
-    made.close()
+    pool_made = make_pool()
+    yield pool_made
+    pool_made.check()
+    pool_made.close()
 
 
 def make_pool() -> RequestPool:
@@ -38,9 +38,9 @@ def make_pool() -> RequestPool:
         os.close(descriptor)
 
 
-def release(pool: RequestPool, room: PoolAllocation) -> None:
-    pool.release_inputs(room)
-    pool.release_reply(room)
+def release(pool: RequestPool, allocation: PoolAllocation) -> None:
+    pool.release_inputs(allocation)
+    pool.release_reply(allocation)
 
 
 def refusal(pool: RequestPool, holder: str, input_bytes: int, reply_bytes: int) -> QueueFull:
@@ -57,19 +57,19 @@ def test_inputs_lie_in_their_room_and_every_mapping_shows_them() -> None:
     descriptor = sealed_memfd("pool", PAGES * PAGE)
     pool = RequestPool(descriptor)
     pool.reserve("other", 1, 1)
-    room = pool.reserve("a", 96, 8)
+    allocation = pool.reserve("a", 96, 8)
     x = CheckedInput(name="x", dtype="int8", shape=(3,), frame=1, offset_bytes=64, size_bytes=3)
     mask = CheckedInput(
         name="mask", dtype="bool", shape=(2,), frame=0, offset_bytes=0, size_bytes=2
     )
-    placed = room.place((mask, x))
+    placed = allocation.place((mask, x))
     assert [(tensor.name, tensor.dtype, tensor.shape) for tensor in placed] == [
         ("mask", "bool", (2,)),
         ("x", "int8", (3,)),
     ]
     pool.fill(placed, [b"de", memoryview(b"abc")])
     with mmap.mmap(descriptor, 0) as workers:
-        at = room.input_offset_bytes
+        at = allocation.input_offset_bytes
         for mapping in (workers, pool.memory):
             assert mapping[at : at + 2] == b"de"
             assert mapping[at + 64 : at + 67] == b"abc"
@@ -81,15 +81,15 @@ def test_pages_of_a_request_hold_nothing_of_the_one_before() -> None:
     descriptor = sealed_memfd("pool", PAGES * PAGE)
     pool = RequestPool(descriptor)
     pool.memory[:] = b"s" * (PAGES * PAGE)
-    room = pool.reserve("a", PAGE + 70, 8)
+    allocation = pool.reserve("a", PAGE + 70, 8)
     inputs = [
         CheckedInput(
             name=name, dtype="int8", shape=(size,), frame=i, offset_bytes=at, size_bytes=size
         )
         for i, (name, at, size) in enumerate([("empty", 0, 0), ("m", 0, 2), ("x", 64, PAGE + 6)])
     ]
-    pool.fill(room.place(inputs), [b"", b"mm", b"x" * (PAGE + 6)])
-    at = room.input_offset_bytes
+    pool.fill(allocation.place(inputs), [b"", b"mm", b"x" * (PAGE + 6)])
+    at = allocation.input_offset_bytes
     expected = b"mm" + bytes(62) + b"x" * (PAGE + 6) + bytes(PAGE - 70)
     assert pool.memory[at : at + 2 * PAGE] == expected
     assert pool.memory[at + 2 * PAGE] == ord("s")
@@ -99,11 +99,11 @@ def test_pages_of_a_request_hold_nothing_of_the_one_before() -> None:
 
 def test_a_reply_that_is_still_on_its_way_outlives_the_pool() -> None:
     pool = make_pool()
-    room = pool.reserve("a", 4, 4)
+    allocation = pool.reserve("a", 4, 4)
     one = CheckedInput(name="x", dtype="int8", shape=(4,), frame=0, offset_bytes=0, size_bytes=4)
-    placed = room.place((one,))
+    placed = allocation.place((one,))
     pool.fill(placed, [b"sent"])
-    at = room.input_offset_bytes
+    at = allocation.input_offset_bytes
     frame = pool.memory[at : at + 4]
     pool.close()
     assert bytes(frame) == b"sent"
@@ -126,10 +126,10 @@ def test_one_holder_cannot_have_more_than_its_share_and_another_still_has_its_ow
 
 
 def test_requests_of_no_bytes_hold_room_as_well(pool: RequestPool) -> None:
-    rooms = [pool.reserve("a", 0, 0) for _ in range(3)]
-    assert len({room.input_offset_bytes for room in rooms}) == 3
-    for room in rooms:
-        release(pool, room)
+    allocations = [pool.reserve("a", 0, 0) for _ in range(3)]
+    assert len({allocation.input_offset_bytes for allocation in allocations}) == 3
+    for allocation in allocations:
+        release(pool, allocation)
     assert pool.is_empty
 
 
@@ -153,9 +153,9 @@ def test_many_small_rooms_count_the_pages_that_they_take(pool: RequestPool) -> N
 
 
 def test_a_full_pool_is_refused_with_the_numbers(pool: RequestPool) -> None:
-    rooms = [pool.reserve(holder, PAGE, PAGE) for holder in "abcdef"]
-    for room in rooms:
-        pool.release_inputs(room)
+    allocations = [pool.reserve(holder, PAGE, PAGE) for holder in "abcdef"]
+    for allocation in allocations:
+        pool.release_inputs(allocation)
     free_bytes = pool.as_dict()["pool_free_bytes"]
     assert free_bytes == (PAGES - 6) * PAGE  # but not in one piece
     refused = refusal(pool, "g", 6 * PAGE - 5, 0)
@@ -168,14 +168,14 @@ def test_a_full_pool_is_refused_with_the_numbers(pool: RequestPool) -> None:
 
 
 def test_releasing_inputs_twice_takes_nobody_elses_slab(pool: RequestPool) -> None:
-    room = pool.reserve("a", PAGE, PAGE)
-    at = room.input_offset_bytes
-    pool.release_inputs(room)
+    allocation = pool.reserve("a", PAGE, PAGE)
+    at = allocation.input_offset_bytes
+    pool.release_inputs(allocation)
     other = pool.reserve("b", PAGE, PAGE)
     assert at in (other.input_offset_bytes, other.reply_offset_bytes)
     slabs = pool.as_dict()["pool_slabs"]
     with pytest.raises(KeyError):
-        pool.release_inputs(room)
+        pool.release_inputs(allocation)
     assert pool.as_dict()["pool_slabs"] == slabs
 
 
@@ -221,12 +221,16 @@ def test_any_sequence_keeps_shares_and_slabs_and_ends_empty(
                 assert is_over or not pool.is_empty
         pool.check()
         for holder in "abc":
-            held = [room.counted_bytes for room in (*whole, *halves) if room.holder == holder]
-            assert pool._shares.of(holder) == sum(held)
-    for room in whole:
-        pool.release_inputs(room)
-    for room in (*whole, *halves):
-        pool.release_reply(room)
+            sizes = [
+                allocation.counted_bytes
+                for allocation in (*whole, *halves)
+                if allocation.holder == holder
+            ]
+            assert pool._shares.of(holder) == sum(sizes)
+    for allocation in whole:
+        pool.release_inputs(allocation)
+    for allocation in (*whole, *halves):
+        pool.release_reply(allocation)
     pool.check()
     assert pool.is_empty
     pool.close()

@@ -26,7 +26,7 @@ from pipeswitch.programs.interface import packing
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.running import executor
 from pipeswitch.programs.running.executor import GraphProgram, fitting
-from pipeswitch.programs.running.views import tensor_over
+from pipeswitch.programs.running.tensor_views import tensor_over
 from pipeswitch.programs.spec import BuildSpec, is_checked
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"packed weights: {missing()}")
@@ -124,7 +124,7 @@ def built(
     folder.mkdir(exist_ok=True)
     export_module_to_bundle(module.eval(), inputs, folder / "m.bundle")
     spec = BuildSpec(name="m", source=str(folder / "m.bundle"), precision=precision, **options)
-    return build(spec, folder / "out", lambda *told: None, packs_weights=packs_weights)
+    return build(spec, folder / "out", lambda *progress: None, packs_weights=packs_weights)
 
 
 def answers(
@@ -153,8 +153,8 @@ def test_a_residual_block_becomes_three_calls(tmp_path: Path) -> None:
     assert targets(tmp_path).count(packing.CONVOLUTION_ADD) == 1
     assert not [name for name in targets(tmp_path) if "norm" in name or "relu" in name]
     for rows in (1, 3, 7):
-        given = torch.randn(rows, 8, 12, 12)
-        torch.testing.assert_close(answers(manifest, tmp_path, (given,))[0], module(given))
+        image = torch.randn(rows, 8, 12, 12)
+        torch.testing.assert_close(answers(manifest, tmp_path, (image,))[0], module(image))
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -270,8 +270,8 @@ def test_a_form_that_disagrees_is_refused(how: str, tmp_path: Path) -> None:
     class Lying(CpuKernels):
         def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
             def lie(*arguments: Any) -> torch.Tensor:
-                found = super(Lying, self).operators()[packing.LINEAR](*arguments)
-                return found * (1.01 if how == "wrong" else float("nan"))
+                output = super(Lying, self).operators()[packing.LINEAR](*arguments)
+                return output * (1.01 if how == "wrong" else float("nan"))
 
             return {**super().operators(), packing.LINEAR: lie}
 
@@ -333,7 +333,7 @@ def test_a_clients_bundle_may_not_be_packed(tmp_path: Path) -> None:
     with pytest.raises(RegistrationRefused):
         decode_graph(encode_graph(replace(graph, packed={})))
     with pytest.raises(RegistrationRefused):
-        build(BuildSpec(name="m", source=str(derived)), tmp_path / "b", lambda *told: None)
+        build(BuildSpec(name="m", source=str(derived)), tmp_path / "b", lambda *progress: None)
 
 
 def test_what_was_packed_for_another_machine_is_not_served(tmp_path: Path) -> None:
@@ -363,8 +363,8 @@ def test_a_layout_that_a_builder_made_up_is_refused(how: str, tmp_path: Path) ->
     match how:
         case "description":
             first = layout.description[0] ^ 1
-            told = bytes([first]) + layout.description[1:]
-            packed[name] = replace(layout, description=told)
+            description = bytes([first]) + layout.description[1:]
+            packed[name] = replace(layout, description=description)
         case "shape":
             packed[name] = replace(layout, shape=(layout.shape[0] * 2, layout.shape[1]))
         case "dtype":
@@ -469,8 +469,8 @@ FORMS = {
 
 def outputs_of(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     with torch.no_grad():
-        found = module(x.clone())
-    return found if isinstance(found, tuple) else (found,)
+        output = module(x.clone())
+    return output if isinstance(output, tuple) else (output,)
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -496,8 +496,8 @@ def test_a_form_in_fewer_bytes_answers_as_the_module_does(
     assert manifest.precision.name == form
     assert manifest.total_bytes < manifest.precision.plain_bytes
     for rows in (1, len(x)):
-        found = answers(manifest, tmp_path, (x[:rows],))
-        pairs = zip(found, outputs_of(module, x[:rows]), strict=True)
+        outputs = answers(manifest, tmp_path, (x[:rows],))
+        pairs = zip(outputs, outputs_of(module, x[:rows]), strict=True)
         errors = [relative_error(ours, theirs) for ours, theirs in pairs]
         assert 0.0 < max(errors) < 0.05
 
@@ -510,7 +510,7 @@ def test_sums_and_norms_of_a_transformer_stay_in_float32(
     path = tmp_path / "out" / packing.DERIVED_FILE
     graph = read_bundle(path, manifest.head_sha256, is_derived=True).graph
     image = load_image(path, manifest).untyped_storage()
-    seen: dict[str, set[torch.dtype]] = {}
+    dtypes: dict[str, set[torch.dtype]] = {}
 
     class Watching(CpuKernels):
         def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
@@ -518,19 +518,19 @@ def test_sums_and_norms_of_a_transformer_stay_in_float32(
 
     def watched(target: str) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
-            found = (KERNELS.operators().get(target) or resolve(target))(*arguments, **named)
-            if isinstance(found, torch.Tensor):
-                seen.setdefault(target, set()).add(found.dtype)
-            return found
+            output = (KERNELS.operators().get(target) or resolve(target))(*arguments, **named)
+            if isinstance(output, torch.Tensor):
+                dtypes.setdefault(target, set()).add(output.dtype)
+            return output
 
         return call
 
     monkeypatch.setattr(executor, "resolve", watched)
     program = GraphProgram(manifest, graph, "cpu", Watching())
     program.bind(lambda spec: tensor_over(image, spec, 0)).run([x], lambda index: None)
-    assert seen[packing.LINEAR] == seen["aten.matmul.default"] == {torch.bfloat16}
+    assert dtypes[packing.LINEAR] == dtypes["aten.matmul.default"] == {torch.bfloat16}
     for target in ("aten.layer_norm.default", "aten.softmax.int", "aten.add.Tensor"):
-        assert seen[target] == {torch.float32}
+        assert dtypes[target] == {torch.float32}
 
 
 def test_a_tied_weight_is_stored_for_each_of_its_uses_and_counted(tmp_path: Path) -> None:

@@ -130,8 +130,8 @@ def test_a_stop_also_ends_who_is_just_being_forked(tmp_path: Path) -> None:
 
 def test_a_process_found_stopped_often_enough_is_given_up_once() -> None:
     looks = StoppedLooks()
-    seen = [looks.look([PID, OTHER] if turn else [PID], turn) for turn in range(STOPPED_LOOKS)]
-    assert seen == [[]] * (STOPPED_LOOKS - 1) + [[PID]]
+    stopped = [looks.look([PID, OTHER] if turn else [PID], turn) for turn in range(STOPPED_LOOKS)]
+    assert stopped == [[]] * (STOPPED_LOOKS - 1) + [[PID]]
     assert looks.look([OTHER], STOPPED_LOOKS) == [OTHER]
 
 

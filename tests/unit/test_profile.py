@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.planning import files
+from pipeswitch.planning import profile_files
 from pipeswitch.planning.costs import makespan
 from pipeswitch.planning.fit import MIB, fit_link, quantile, spread
 from pipeswitch.planning.grouping import check_plan
@@ -197,31 +197,33 @@ def test_the_decoder_raises_nothing_else(raw: bytes) -> None:
 
 def test_a_file_is_its_owners_alone_and_found_by_the_programs_digest(tmp_path: Path) -> None:
     folder = tmp_path / "profiles"
-    path = files.save(folder, profile())
+    path = profile_files.save(folder, profile())
     assert path.name == f"net.{DIGEST[:12]}.cpu.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert [found.profile for found in files.find([folder], DIGEST)] == [profile()]
-    assert list(files.find([folder], "cd" * 32)) == []
-    assert list(files.find([tmp_path / "missing"], DIGEST)) == []
+    assert [file.profile for file in profile_files.find([folder], DIGEST)] == [profile()]
+    assert list(profile_files.find([folder], "cd" * 32)) == []
+    assert list(profile_files.find([tmp_path / "missing"], DIGEST)) == []
     assert [entry.name for entry in folder.iterdir()] == [path.name]
 
 
 def test_saving_again_replaces_the_file(tmp_path: Path) -> None:
-    files.save(tmp_path, profile())
-    files.save(tmp_path, profile(stale="drifted"))
-    assert [found.profile for found in files.find([tmp_path], DIGEST)] == [profile(stale="drifted")]
+    profile_files.save(tmp_path, profile())
+    profile_files.save(tmp_path, profile(stale="drifted"))
+    assert [file.profile for file in profile_files.find([tmp_path], DIGEST)] == [
+        profile(stale="drifted")
+    ]
 
 
 def test_a_damaged_file_is_found_with_its_problem(tmp_path: Path) -> None:
-    path = files.save(tmp_path, profile())
+    path = profile_files.save(tmp_path, profile())
     path.write_bytes(path.read_bytes()[:100])
-    (found,) = files.find([tmp_path], DIGEST)
-    assert found.profile is None
-    assert found.problem
+    (file,) = profile_files.find([tmp_path], DIGEST)
+    assert file.profile is None
+    assert file.problem
     path.unlink()
     path.mkdir()
-    (found,) = files.find([tmp_path], DIGEST)
-    assert (found.profile, found.problem) == (None, "Is a directory")
+    (file,) = profile_files.find([tmp_path], DIGEST)
+    assert (file.profile, file.problem) == (None, "Is a directory")
 
 
 def test_the_profiles_that_come_along_are_whole_and_can_be_planned() -> None:
@@ -229,10 +231,12 @@ def test_the_profiles_that_come_along_are_whole_and_can_be_planned() -> None:
     paths = list(folder.glob("*.json"))
     assert paths
     for path in paths:
-        found = decode(path.read_bytes())
-        assert path.name == files.file_name(found)
-        assert [one.profile for one in files.find([folder], found.digest)] == [found]
-        check_plan(plan_of(found), len(found.layers))
+        profile_read = decode(path.read_bytes())
+        assert path.name == profile_files.file_name(profile_read)
+        assert [one.profile for one in profile_files.find([folder], profile_read.digest)] == [
+            profile_read
+        ]
+        check_plan(plan_of(profile_read), len(profile_read.layers))
 
 
 # ---- when it is used ---------------------------------------------------------------------------
@@ -270,12 +274,12 @@ def test_a_profile_of_another_program_or_a_stale_one_is_not() -> None:
 
 
 def test_the_plan_is_made_of_the_costs_and_the_wake_up_is_paid_once() -> None:
-    found = profile()
-    plan = plan_of(found)
+    profile_made = profile()
+    plan = plan_of(profile_made)
     check_plan(plan, len(SIZES))
-    expected = makespan(plan, costs_of(found)) + 0.3
-    assert predict(found, plan, 8) == pytest.approx(expected)
-    assert predict(found, plan, 8) <= predict(found, (0,), 8)
+    expected = makespan(plan, costs_of(profile_made)) + 0.3
+    assert predict(profile_made, plan, 8) == pytest.approx(expected)
+    assert predict(profile_made, plan, 8) <= predict(profile_made, (0,), 8)
 
 
 def test_calling_a_subgraph_is_paid_for_each_group_not_for_each_layer() -> None:

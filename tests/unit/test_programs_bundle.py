@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeswitch.base.errors import RegistrationRefused
-from pipeswitch.programs.decoding.generation import MAX_NOTE_CHARS, MAX_NOTES
+from pipeswitch.programs.decoding.generation_settings import MAX_NOTE_CHARS, MAX_NOTES
 from pipeswitch.programs.graphs import bundle as bundle_module
 from pipeswitch.programs.graphs.bundle import (
     METADATA_KEY,
@@ -86,15 +86,15 @@ def test_a_bundle_keeps_the_notes_of_its_export_as_far_as_a_reader_takes_them(
     graph, weights = read_bundle(first).graph, [("w", "float32", (3, 4)), ("b", "float32", (3,))]
     notes = ["batch is fixed", "red \x1b[31m", "long " * MAX_NOTE_CHARS, *["n"] * MAX_NOTES]
     write_bundle(path, graph, weights, [bytes(60)], notes=notes)
-    found = read_bundle(path).notes
-    assert found[:2] == ("batch is fixed", "red \\x1b[31m")
-    assert (len(found), len(found[2])) == (MAX_NOTES, MAX_NOTE_CHARS)
+    notes_read = read_bundle(path).notes
+    assert notes_read[:2] == ("batch is fixed", "red \\x1b[31m")
+    assert (len(notes_read), len(notes_read[2])) == (MAX_NOTES, MAX_NOTE_CHARS)
     assert read_bundle(first).notes == ()
 
 
 def program(header: Header) -> dict[str, Any]:
-    found: dict[str, Any] = header["__metadata__"][METADATA_KEY]
-    return found
+    header_read: dict[str, Any] = header["__metadata__"][METADATA_KEY]
+    return header_read
 
 
 def node(target: str, *args: Any, **kwargs: Any) -> Callable[[Header], None]:
@@ -285,6 +285,6 @@ def test_the_controllers_side_of_programs_imports_no_torch() -> None:
         "import sys, pipeswitch.programs.interface.layout, pipeswitch.programs.graphs.bundle, "
         "pipeswitch.programs.spec, pipeswitch.programs.graphs.partition, "
         "pipeswitch.planning.grouping, "
-        "pipeswitch.programs.interface.requests; sys.exit('torch' in sys.modules)"
+        "pipeswitch.programs.interface.synthetic_inputs; sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

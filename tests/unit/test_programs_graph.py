@@ -26,8 +26,8 @@ from pipeswitch.programs.graphs.partition import layers_of_graph
 from pipeswitch.programs.graphs.schema_types import fits
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import TensorSpec, ValueSpec
+from pipeswitch.programs.running.tensor_views import bytes_over, tensor_over
 from pipeswitch.programs.running.values import tensor_bytes
-from pipeswitch.programs.running.views import bytes_over, tensor_over
 
 X = {"v": 0}
 W = {"v": 1}
@@ -37,7 +37,7 @@ NOT_FRESH = "aten.expand_as.default"
 
 def graph(*nodes: tuple[Any, ...], result: int | None = None, shape: Any = ("batch", 4)) -> Graph:
     """A graph with one input x, one weight w [4], and the last node as its output."""
-    made = Graph(
+    graph_made = Graph(
         version=2,
         inputs=(ValueSpec(name="x", dtype="float32", shape=("batch", 4)),),
         weights=("w",),
@@ -49,12 +49,12 @@ def graph(*nodes: tuple[Any, ...], result: int | None = None, shape: Any = ("bat
         outputs=(ValueSpec(name="y", dtype="float32", shape=shape),),
         dims=(Dim("batch", 1, 8),),
     )
-    check_graph(made)
-    return made
+    check_graph(graph_made)
+    return graph_made
 
 
 def peak_bytes(graph: Graph, weights: list[torch.Tensor]) -> int:
-    return check_shapes(graph, weights).held.peak_bytes
+    return check_shapes(graph, weights).run_memory.peak_bytes
 
 
 def value(index: int) -> dict[str, int]:
@@ -75,23 +75,17 @@ MUTATING: dict[str, list[tuple[Any, ...]]] = {
         ("aten.dropout.default", [W, 0.5, False]),
         ADD,
     ],
-    "through a conversion to its own type": [
-        ("aten.to.dtype", [W, {"dtype": "float32"}]),
-        ADD,
-    ],
-    "through another write": [
-        ("aten.detach.default", [W]),
-        ("aten.mul_.Tensor", [value(0), 2.0]),
-    ],
+    "through a conversion to its own type": [("aten.to.dtype", [W, {"dtype": "float32"}]), ADD],
+    "through another write": [("aten.detach.default", [W]), ("aten.mul_.Tensor", [value(0), 2.0])],
     "as batch statistics": [
-        ("aten.batch_norm.default", [X, None, None, W, W, True, 0.1, 1e-5, False]),
+        ("aten.batch_norm.default", [X, None, None, W, W, True, 0.1, 1e-5, False])
     ],
     "as batch statistics by keyword": [
         (
             "aten.batch_norm.default",
             [X, None, None, W, W],
             {"training": True, "momentum": 0.1, "eps": 1e-5, "cudnn_enabled": False},
-        ),
+        )
     ],
 }
 
@@ -147,12 +141,12 @@ def test_nonsense_is_refused_before_it_runs_on_data(name: str) -> None:
 
 
 def test_a_value_is_dropped_after_its_last_use_and_kept_for_a_later_group() -> None:
-    made = graph(
+    graph_made = graph(
         ("aten.relu.default", [X]),
         ("aten.add.Tensor", [value(0), W]),
         ("aten.mul.Tensor", [value(1), value(0)]),
     )
-    compiled = CompiledGraph(made, [(0, 1), (1, 2), (2, 3)], "cpu")
+    compiled = CompiledGraph(graph_made, [(0, 1), (1, 2), (2, 3)], "cpu")
     environment = compiled.start([torch.ones(2, 4)])
     alive = []
     for call, weights in zip(compiled.calls, compiled.group_weights, strict=True):
@@ -172,8 +166,8 @@ def test_a_kernel_that_writes_nothing_answers_zeros_and_not_what_was_freed_befor
     answers = {}
     for target in ("aten.grid_sampler_3d.default", "aten.relu.default"):
         arguments = [X, X, 0, 0, False] if "grid" in target else [X]
-        made = graph((target, arguments))
-        compiled = CompiledGraph(made, [(0, 1)], "cpu", lambda _: writes_nothing)
+        graph_made = graph((target, arguments))
+        compiled = CompiledGraph(graph_made, [(0, 1)], "cpu", lambda _: writes_nothing)
         freed = [torch.full((1 << 10,), 7.0) for _ in range(64)]
         del freed  # what is allocated next lies where these were
         environment = compiled.start([torch.ones(1, 4)])
@@ -189,12 +183,12 @@ def test_groups_that_leave_out_a_node_are_refused() -> None:
 
 
 def test_a_layer_runs_from_one_first_use_to_the_next() -> None:
-    made = graph(
+    graph_made = graph(
         ("aten.relu.default", [X]),
         ("aten.add.Tensor", [value(0), W]),
         ("aten.add.Tensor", [value(1), W]),
     )
-    [layer] = layers_of_graph(made)
+    [layer] = layers_of_graph(graph_made)
     assert (layer.first_node, layer.end_node, layer.weights) == (0, 3, (0,))
 
 
@@ -254,14 +248,14 @@ def test_what_a_run_holds_at_once_is_told_from_extents() -> None:
     assert peak_bytes(graph(relu), weights) == row
     chain = [relu, *(("aten.relu.default", [value(i)]) for i in range(5))]
     assert peak_bytes(graph(*chain), weights) == 2 * row  # one is read, one written
-    kept = [
+    nodes = [
         relu,
         relu,
         relu,
         ("aten.add.Tensor", [value(0), value(1)]),
         ("aten.add.Tensor", [value(3), value(2)]),
     ]
-    assert peak_bytes(graph(*kept), weights) == 4 * row
+    assert peak_bytes(graph(*nodes), weights) == 4 * row
     views = [
         relu,
         ("aten.view.default", [value(0), [-1, 2, 2]]),
@@ -339,16 +333,14 @@ FITS = {
 }
 
 
-@pytest.mark.parametrize("wanted", FITS)
-def test_an_argument_is_of_the_kind_that_its_schema_has(wanted: str) -> None:
+@pytest.mark.parametrize("kind", FITS)
+def test_an_argument_is_of_the_kind_that_its_schema_has(kind: str) -> None:
     kinds = ["Tensor", "int"]
-    found = {name for name, value in CONSTANTS.items() if fits(wanted, value, kinds)}
-    assert found == FITS[wanted]
-    if wanted != "Generator":
-        optional = {
-            n for n, value in CONSTANTS.items() if fits(f"Optional[{wanted}]", value, kinds)
-        }
-        assert optional == found | {"nothing"}
+    fitting = {name for name, value in CONSTANTS.items() if fits(kind, value, kinds)}
+    assert fitting == FITS[kind]
+    if kind != "Generator":
+        optional = {n for n, value in CONSTANTS.items() if fits(f"Optional[{kind}]", value, kinds)}
+        assert optional == fitting | {"nothing"}
 
 
 @pytest.mark.parametrize("name", sorted(OVERLOADS))
@@ -372,10 +364,10 @@ def test_what_names_a_dtype_a_layout_or_a_device_is_never_a_number(name: str) ->
 
 def test_a_number_that_depends_on_an_extent_is_no_dtype() -> None:
     """At the ends of its range it may be that of the rehearsed one."""
-    made = graph(
+    graph_made = graph(
         ("aten.sym_size.int", [X, 0]),
         ("_operator.mod", [{"v": 2}, 2]),
         ("aten.view.dtype", [X, {"v": 3}]),
     )
     with pytest.raises(RegistrationRefused, match="argument 'dtype' is ScalarType"):
-        CompiledGraph(made, [(0, 3)], "cpu")
+        CompiledGraph(graph_made, [(0, 3)], "cpu")

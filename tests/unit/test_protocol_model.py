@@ -97,16 +97,16 @@ def test_what_states_share_is_never_changed() -> None:
 def test_the_scheduler_is_asked_once_for_each_event_in_a_state() -> None:
     world: Any = World(Scope(name="one", models=1, is_coarse=True))
     start = marshal.loads(world.freeze())
-    asked = []
+    events = []
     handle = world.scheduler.handle
-    world.scheduler.handle = lambda event, now_ms: asked.append(event) or handle(event, now_ms)
+    world.scheduler.handle = lambda event, now_ms: events.append(event) or handle(event, now_ms)
     ends = set()
     for _ in range(3):
         world.thaw(start)
         assert world.apply(("ask",))
         ends.add(world.freeze())
     assert len(ends) == 1
-    assert len(asked) == len(set(asked)) > 0
+    assert len(events) == len(set(events)) > 0
 
 
 def test_a_server_leaves_when_the_commit_of_a_waiting_job_is_on_disk() -> None:
@@ -149,7 +149,7 @@ def test_a_job_starts_again_only_when_its_last_commit_is_copied() -> None:
     world.apply(("kill", 1))  # its CommitStep is heard as its last words
     job = world.scheduler.machine.devices[0].state.jobs["job"]
     assert job.slot is None
-    orders = [type(order).__name__ for order in world.daemon._lanes["to-host"]]
+    orders = [type(order).__name__ for order in world.daemon._queues["to-host"]]
     assert orders == ["CommitCopy", "Scrub"]
     world.apply(("daemon_works",))
     assert job.memory.committed_step == 1

@@ -31,9 +31,9 @@ STEPS: list[Callable[[], Any]] = [
 
 def numpy_state() -> tuple[str, str]:
     """Return what was captured, and what numpy says."""
-    found = RandomState("cpu")._numpy, np.random.get_state()
+    state = RandomState("cpu")._numpy, np.random.get_state()
     with np.printoptions(threshold=10_000):
-        return repr(found[0]), repr(found[1])
+        return repr(state[0]), repr(state[1])
 
 
 @pytest.mark.filterwarnings("ignore:get_state and legacy")
@@ -44,8 +44,8 @@ def test_a_state_is_what_the_generators_say(steps: list[Callable[[], Any]]) -> N
     try:
         for step in steps:
             step()
-            found, said = numpy_state()
-            assert found == said
+            actual, expected = numpy_state()
+            assert actual == expected
             assert RandomState("cpu")._python == random.getstate()
     finally:
         np.random.set_bit_generator(before)
@@ -55,8 +55,8 @@ def test_a_number_that_numpy_keeps_is_part_of_the_state() -> None:
     with own_random():
         for state in (HALF_A_PAIR, A_PAIR, HALF_A_PAIR):  # their words are the same
             np.random.set_state(state)
-            found, said = numpy_state()
-            assert found == said
+            actual, expected = numpy_state()
+            assert actual == expected
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,8 @@ def test_the_smallest_hole_that_fits_is_taken() -> None:
     regions = RegionAllocator(96, 8)
     for owner, at in ((A, 16), (B, 32), (C, 88)):
         assert regions.reserve(owner, 8, at_bytes=at) is not None
-    taken = regions.reserve(NEW, 8)
-    assert taken.offset_bytes == 24
+    region = regions.reserve(NEW, 8)
+    assert region.offset_bytes == 24
 
 
 def test_clear_forgets_everything() -> None:

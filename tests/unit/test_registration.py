@@ -180,7 +180,7 @@ def test_each_mistake_is_refused_with_a_hint_or_the_field(field: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    ("given", "precision"),
+    ("fields", "precision"),
     [
         ({}, "exact"),
         ({"generate": True}, "fast"),
@@ -190,9 +190,9 @@ def test_each_mistake_is_refused_with_a_hint_or_the_field(field: dict[str, Any])
     ],
 )
 def test_a_language_model_is_fast_and_a_module_exact_unless_the_request_says(
-    given: dict[str, Any], precision: str
+    fields: dict[str, Any], precision: str
 ) -> None:
-    spec = msgspec.msgpack.decode(asked({"source": "hf:gpt2", **given}).spec, type=BuildSpec)
+    spec = msgspec.msgpack.decode(asked({"source": "hf:gpt2", **fields}).spec, type=BuildSpec)
     assert spec.precision == precision
 
 

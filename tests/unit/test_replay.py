@@ -97,9 +97,9 @@ def test_late_requests_are_computed_or_refused_as_the_setting_says() -> None:
 
 def test_serial_overlaps_nothing_and_admission_refuses_what_would_be_late() -> None:
     models = [whole(name, 10.0, 20.0) for name in "AB"]
-    asked = [Arrival(0.0, 0), Arrival(0.0, 1), Arrival(1.0, 0), Arrival(1.5, 1)]
+    requests = [Arrival(0.0, 0), Arrival(0.0, 1), Arrival(1.0, 0), Arrival(1.5, 1)]
     setting = Setting(memory_bytes=30 * PER_MS, costs=LINK, slo_ms=45.0)
-    one_by_one = serial(setting, models, asked)
+    one_by_one = serial(setting, models, requests)
     assert one_by_one.latency_ms == pytest.approx((30.0, 60.0, 79.0, 98.5))
     assert (one_by_one.in_slo, one_by_one.switches, one_by_one.makespan_ms) == (2, 2, 100.0)
     strict = dataclasses.replace(setting, has_deadlines=True, admission="deadline")
@@ -127,10 +127,10 @@ def test_tokens_come_one_after_the_other_and_join_those_of_others() -> None:
     assert len(six.between_ms) == 24
     assert six.busy_ms < 27 * 4.0  # what is joined takes half of its own
     text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:20:07.1,30,2\n"
-    (plain,), (told,) = (
+    (plain,), (with_tokens,) = (
         arrivals.of_services([text], has_tokens=has_tokens).arrivals for has_tokens in (False, True)
     )
-    assert (plain, told) == (Arrival(0.0, 0), Arrival(0.0, 0, prompt=30, tokens=2))
+    assert (plain, with_tokens) == (Arrival(0.0, 0), Arrival(0.0, 0, prompt=30, tokens=2))
 
 
 def test_a_model_larger_than_the_memory_is_an_error() -> None:
@@ -139,14 +139,14 @@ def test_a_model_larger_than_the_memory_is_an_error() -> None:
 
 
 def test_the_timeline_and_the_watcher_are_told() -> None:
-    told: list[Spans] = []
+    spans: list[Spans] = []
     counts: list[int] = []
     setting = Setting(memory_bytes=100 * PER_MS, costs=LINK)
     trace = arrivals.poisson(20.0, count=1000, model_count=2, seed=3)
     models = [whole("a", 5.0, 5.0), whole("b", 5.0, 5.0)]
-    outcome = replay(setting, models, trace.arrivals, watch=counts.append, take_span=told.append)
+    outcome = replay(setting, models, trace.arrivals, watch=counts.append, take_span=spans.append)
     assert counts == [500, 1000]
-    assert {span.track for one in told for span in one.spans} > {"scheduler", "copy"}
+    assert {span.track for one in spans for span in one.spans} > {"scheduler", "copy"}
     assert sorted(outcome.order) == list(range(1000))
 
 
@@ -154,9 +154,9 @@ def test_the_timeline_and_the_watcher_are_told() -> None:
 
 
 def test_the_traces_that_come_along_are_the_published_ones() -> None:
-    told = dict(re.findall(r"([0-9a-f]{64})  (\S+)", (DATA / "README.md").read_text("utf-8")))
-    assert len(told) == 4
-    for digest, name in told.items():
+    digests = dict(re.findall(r"([0-9a-f]{64})  (\S+)", (DATA / "README.md").read_text("utf-8")))
+    assert len(digests) == 4
+    for digest, name in digests.items():
         assert hashlib.sha256((DATA / name).read_bytes()).hexdigest() == digest, name
 
 
@@ -192,7 +192,7 @@ def test_random_arrivals_have_the_rate_and_repeat_with_their_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "text_expected"),
     [
         ("", "no rows"),
         ("at_ms,model\n", "no rows"),
@@ -206,8 +206,8 @@ def test_random_arrivals_have_the_rate_and_repeat_with_their_seed() -> None:
         ("at_ms,model,deadline_ms\n1,a,-5\n", "line 2"),
     ],
 )
-def test_what_is_no_trace_is_said_with_its_line(text: str, told: str) -> None:
-    with pytest.raises(TraceError, match=told):
+def test_what_is_no_trace_is_said_with_its_line(text: str, text_expected: str) -> None:
+    with pytest.raises(TraceError, match=text_expected):
         arrivals.of_rows(text)
 
 
@@ -251,12 +251,12 @@ def test_the_command_compares_policies_and_memories(tmp_path: Path) -> None:
         str(traced),
     )
     assert status == 0
-    told = json.loads(text)
-    assert (told["requests"], told["models"], told["is_estimate"]) == (120, 10, True)
-    runs = [(run["memory"], run["policy"]) for run in told["runs"]]
+    report = json.loads(text)
+    assert (report["requests"], report["models"], report["is_estimate"]) == (120, 10, True)
+    runs = [(run["memory"], run["policy"]) for run in report["runs"]]
     assert runs == [("30%", "fifo"), ("30%", "priority"), ("90%", "fifo"), ("90%", "priority")]
-    assert all(0.0 < run["in_slo"] <= 1.0 and run["refused"] == 0 for run in told["runs"])
-    assert told["runs"][0]["switches"] > told["runs"][2]["switches"]
+    assert all(0.0 < run["in_slo"] <= 1.0 and run["refused"] == 0 for run in report["runs"])
+    assert report["runs"][0]["switches"] > report["runs"][2]["switches"]
     assert drawn.read_bytes().startswith(b"\x89PNG")
     assert any(
         event.get("name") == "switch" for event in json.loads(traced.read_text())["traceEvents"]
@@ -274,8 +274,8 @@ def test_the_command_takes_ones_own_models_and_trace(tmp_path: Path) -> None:
     command = (str(trace), "--models", str(models), "--memory", "16MiB", "--json")
     status, text, _ = simulate(*command)
     assert status == 0
-    told = json.loads(text)
-    assert (told["requests"], told["models"], told["models_bytes"]) == (3, 2, 12_000_000)
+    report = json.loads(text)
+    assert (report["requests"], report["models"], report["models_bytes"]) == (3, 2, 12_000_000)
     trace.write_text("at_ms,model\n0,b\n5,c\n")
     status, _, error = simulate(*command[:-1])
     assert status != 0
@@ -346,7 +346,7 @@ HUGE = "9" * 400  # no float holds it
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "text_expected"),
     [
         (["nosuch"], "no trace 'nosuch'"),
         (["azure", "--policy", "prio"], 'did you mean "priority"?'),
@@ -386,10 +386,10 @@ HUGE = "9" * 400  # no float holds it
         (["azure", "--policy", ","], "nothing was named"),
     ],
 )
-def test_bad_input_is_one_sentence(args: list[str], told: str) -> None:
+def test_bad_input_is_one_sentence(args: list[str], text_expected: str) -> None:
     status, _, error = simulate(*args)
     assert status not in (0, 1) or error.startswith("Error")
-    assert told in error
+    assert text_expected in error
     assert "Traceback" not in error
 
 
@@ -407,10 +407,10 @@ def test_admission_accepts_what_a_plain_server_accepts_and_keeps_what_it_promise
     """Two plain servers that know exact times answered these shares of the same trace in time: one
     that keeps what it accepts, and one that drops accepted requests. When copies for requests that
     wait were not counted, 88 % of those accepted on the link were in time."""
-    found, accepted = share_in_time(name, load, memory, rate)
+    share, accepted = share_in_time(name, load, memory, rate)
     assert accepted >= 0.95
-    assert found >= 0.97 * keeping
-    assert found >= 0.94 * greedy
+    assert share >= 0.97 * keeping
+    assert share >= 0.94 * greedy
 
 
 def share_in_time(name: str, load: float, memory: float, rate: float) -> tuple[float, float]:
@@ -436,10 +436,10 @@ def share_in_time(name: str, load: float, memory: float, rate: float) -> tuple[f
         )
     weights = [1 / (1 + number) for number in range(40)]
     mean_ms = sum(w * m.compute_ms for w, m in zip(weights, models, strict=True)) / sum(weights)
-    asked, at_ms = [], 0.0
+    own_arrivals, at_ms = [], 0.0
     for _ in range(1800):
         at_ms += draw.expovariate(load / mean_ms)
-        asked.append(Arrival(at_ms, draw.choices(range(40), weights)[0]))
+        own_arrivals.append(Arrival(at_ms, draw.choices(range(40), weights)[0]))
     sizes = [model.size_bytes for model in models]
     setting = Setting(
         memory_bytes=max(int(memory * sum(sizes)), 2 * max(sizes)),
@@ -452,8 +452,8 @@ def share_in_time(name: str, load: float, memory: float, rate: float) -> tuple[f
     )
     ours = Kept(setting, Models(models))
     ours.serve(models)
-    outcome = ours.replay(asked)
-    return outcome.share_in_slo, outcome.in_slo / (len(asked) - ours.refused_at_once)
+    outcome = ours.replay(own_arrivals)
+    return outcome.share_in_slo, outcome.in_slo / (len(own_arrivals) - ours.refused_at_once)
 
 
 class Kept(Replay):
@@ -462,7 +462,7 @@ class Kept(Replay):
     refused_at_once = 0
 
     def _answered(self, answer: Reply) -> None:
-        asked = self.asked.get(answer.token)
-        if asked is not None and answer.error is not None and asked.at_ms == self.now_ms:
+        request = self.asked.get(answer.token)
+        if request is not None and answer.error is not None and request.at_ms == self.now_ms:
             self.refused_at_once += 1
         super()._answered(answer)

@@ -100,8 +100,8 @@ def test_by_pack_small_jobs_end_beside_each_other_and_the_large_one_leaves_once(
 def test_a_job_waits_in_place_for_just_what_requests_take() -> None:
     """Five requests: the model's copy once, and five times its computing."""
     model = PaperModel(name="A", layer_bytes=(10 * MIB,), layer_ms=(20.0,), plan=(0,))
-    asked = [Arrival(150.0 + 100.0 * i, 0) for i in range(5)]
-    outcome = replay(Setting(memory_bytes=64 * MIB, costs=LINK), [model], asked, [job("j", 1.0)])
+    arrivals = [Arrival(150.0 + 100.0 * i, 0) for i in range(5)]
+    outcome = replay(Setting(memory_bytes=64 * MIB, costs=LINK), [model], arrivals, [job("j", 1.0)])
     assert outcome.latency_ms == pytest.approx((30.0, 20.0, 20.0, 20.0, 20.0), abs=0.01)
     (one,) = outcome.jobs
     assert (one.jct_ms, one.trained_ms, one.preempted_ms) == pytest.approx((1110.0, 1000.0, 110.0))
@@ -140,8 +140,8 @@ def test_joined_requests_take_what_their_rows_do(
         batching=Batching(limit=4, delay_ms=2.0, is_exact=True),
     )
     warm_ms = 100.0
-    asked = [Arrival(0.0, 0), *(Arrival(warm_ms + at_ms, 0) for at_ms in asked_at_ms)]
-    outcome = replay(Setting(memory_bytes=8 * MIB, costs=LINK), [model], asked)
+    arrivals = [Arrival(0.0, 0), *(Arrival(warm_ms + at_ms, 0) for at_ms in asked_at_ms)]
+    outcome = replay(Setting(memory_bytes=8 * MIB, costs=LINK), [model], arrivals)
     assert outcome.latency_ms[1:] == pytest.approx(took_ms, abs=0.01)
     assert outcome.busy_ms == pytest.approx(10.0 + busy_ms)
 
@@ -199,7 +199,7 @@ def test_the_command_joins_requests() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "text_expected"),
     [
         (["none"], "nothing to simulate"),
         (["none", "--job", "a:1:1ms"], "four parts"),
@@ -214,8 +214,8 @@ def test_the_command_joins_requests() -> None:
         (["poisson:5", "--batch", "2", "--batch-row", "2"], "from 0% to 100%"),
     ],
 )
-def test_bad_input_is_one_sentence(args: list[str], told: str) -> None:
+def test_bad_input_is_one_sentence(args: list[str], text_expected: str) -> None:
     status, _, error = simulate(*args)
     assert status != 0
-    assert told in error
+    assert text_expected in error
     assert "Traceback" not in error

@@ -15,16 +15,11 @@ import pytest
 from pipeswitch.base.config import LogConfig
 from pipeswitch.base.errors import Cancelled, InvalidInput, QueueFull, TaskFailed
 from pipeswitch.base.roles import OWNER
-from pipeswitch.frontend.request_log import (
-    FILE_NAME,
-    LINES_PER_MINUTE,
-    RateLimitedLog,
-    RequestLog,
-)
+from pipeswitch.frontend.request_log import FILE_NAME, LINES_PER_MINUTE, RateLimitedLog, RequestLog
 from pipeswitch.frontend.request_pool import RequestPool
 from pipeswitch.frontend.requests import Pending, Requests
 from pipeswitch.frontend.sequences.manager import Sequences
-from pipeswitch.frontend.transport.clients import Client, Outgoing
+from pipeswitch.frontend.transport.clients import Outgoing, Session
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.scheduler.events import Reply, Token
@@ -38,10 +33,10 @@ LARGE_BYTES = 128 << 10
 @pytest.fixture
 def pool() -> Iterator[RequestPool]:
     descriptor = sealed_memfd("pool", POOL_BYTES)
-    made = RequestPool(descriptor)
+    pool_made = RequestPool(descriptor)
     os.close(descriptor)
-    yield made
-    made.check()
+    yield pool_made
+    pool_made.check()
 
 
 @pytest.fixture
@@ -52,15 +47,15 @@ def requests(pool: RequestPool, tmp_path: Path) -> Iterator[Requests]:
 
 
 @pytest.fixture
-def client() -> Client:
+def client() -> Session:
     peer: Any = None
-    return Client(peer=peer, session="s", principal=OWNER)
+    return Session(peer=peer, session="s", principal=OWNER)
 
 
-def infer(requests: Requests, client: Client, request_id: str = "1", size: int = 4) -> Pending:
-    room = requests.pool.reserve(client.session, size, size)
+def infer(requests: Requests, client: Session, request_id: str = "1", size: int = 4) -> Pending:
+    allocation = requests.pool.reserve(client.session, size, size)
     header = RequestHeader(v=1, op="infer", id=request_id, model="m")
-    return requests.accept(client, header, room)
+    return requests.accept(client, header, allocation)
 
 
 def output(pending: Pending, size: int = 4, at: int = 0) -> Reply:
@@ -68,7 +63,7 @@ def output(pending: Pending, size: int = 4, at: int = 0) -> Reply:
         name="y",
         dtype="uint8",
         shape=(size,),
-        offset_bytes=pending.room.reply_offset_bytes + at,
+        offset_bytes=pending.allocation.reply_offset_bytes + at,
         size_bytes=size,
     )
     return Reply(token=pending.token, outputs=(y,))
@@ -85,7 +80,7 @@ def sent(outgoing: Outgoing) -> None:
         outgoing.on_end(True)
 
 
-def test_a_request_is_owed_its_answer_until_it_has_one(requests: Requests, client: Client) -> None:
+def test_a_request_is_owed_its_answer_until_it_has_one(requests: Requests, client: Session) -> None:
     pending = infer(requests, client)
     assert requests.find(pending.token) is pending
     assert client.requests == {"1": pending.token}
@@ -95,7 +90,7 @@ def test_a_request_is_owed_its_answer_until_it_has_one(requests: Requests, clien
     assert client.requests == {}
 
 
-def test_it_is_counted_when_its_message_has_left(requests: Requests, client: Client) -> None:
+def test_it_is_counted_when_its_message_has_left(requests: Requests, client: Session) -> None:
     pending = infer(requests, client)
     outgoing = ended(requests, pending, output(pending))
     assert (requests.counts.ok, requests.counts.in_flight) == (0, 1)
@@ -105,7 +100,7 @@ def test_it_is_counted_when_its_message_has_left(requests: Requests, client: Cli
 
 
 def test_its_inputs_are_free_at_its_end_and_its_reply_when_that_has_left(
-    requests: Requests, client: Client, pool: RequestPool
+    requests: Requests, client: Session, pool: RequestPool
 ) -> None:
     pending = infer(requests, client, size=LARGE_BYTES)
     outgoing = ended(requests, pending, output(pending, LARGE_BYTES))
@@ -116,7 +111,7 @@ def test_its_inputs_are_free_at_its_end_and_its_reply_when_that_has_left(
 
 
 def test_a_message_that_is_lost_is_undeliverable_and_keeps_nothing(
-    requests: Requests, client: Client, pool: RequestPool
+    requests: Requests, client: Session, pool: RequestPool
 ) -> None:
     pending = infer(requests, client)
     outgoing = ended(requests, pending, output(pending))
@@ -126,7 +121,7 @@ def test_a_message_that_is_lost_is_undeliverable_and_keeps_nothing(
 
 
 def test_a_client_that_is_gone_gets_no_message_and_holds_nothing(
-    requests: Requests, client: Client, pool: RequestPool
+    requests: Requests, client: Session, pool: RequestPool
 ) -> None:
     pending = infer(requests, client)
     client.is_gone = True
@@ -135,7 +130,7 @@ def test_a_client_that_is_gone_gets_no_message_and_holds_nothing(
     assert pool.is_empty
 
 
-def test_progress_settles_nothing(requests: Requests, client: Client) -> None:
+def test_progress_settles_nothing(requests: Requests, client: Session) -> None:
     pending = requests.accept(client, RequestHeader(v=1, op="register", id="r", model="m"))
     outgoing = requests.progress(pending, Reply(token=pending.token, body={"n": 1}, more=True))
     sent(outgoing)
@@ -149,7 +144,7 @@ def test_progress_settles_nothing(requests: Requests, client: Client) -> None:
 
 @pytest.mark.parametrize("at", [-1, 1, POOL_BYTES])
 def test_bytes_outside_of_its_own_reply_are_an_error_and_not_sent(
-    requests: Requests, client: Client, at: int
+    requests: Requests, client: Session, at: int
 ) -> None:
     pending = infer(requests, client)
     outgoing = ended(requests, pending, output(pending, at=at))
@@ -160,7 +155,7 @@ def test_bytes_outside_of_its_own_reply_are_an_error_and_not_sent(
 
 
 def test_a_request_without_room_may_name_no_bytes_at_all(
-    requests: Requests, client: Client
+    requests: Requests, client: Session
 ) -> None:
     other = infer(requests, client)
     pending = requests.accept(client, RequestHeader(v=1, op="models", id="q"))
@@ -169,7 +164,7 @@ def test_a_request_without_room_may_name_no_bytes_at_all(
 
 
 def test_refusals_are_counted_apart_and_want_of_room_by_itself(
-    requests: Requests, client: Client
+    requests: Requests, client: Session
 ) -> None:
     for op, error in (("infer", QueueFull("full")), ("train", InvalidInput("no"))):
         requests.reject(client, RequestHeader(v=1, op=op, id="1"), error)
@@ -187,7 +182,7 @@ def logged(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_end_of_each_inference_is_a_line(
-    requests: Requests, client: Client, tmp_path: Path
+    requests: Requests, client: Session, tmp_path: Path
 ) -> None:
     good, bad, gone = (infer(requests, client, name) for name in ("good", "bad", "gone"))
     good.caller, good.bytes_in, good.trace_id = "kim", 4, "ab" * 16

@@ -14,7 +14,7 @@ import pipeswitch as ps
 from pipeswitch.base.config import Config, load
 from pipeswitch.base.roles import (
     ANYONE,
-    LEAST,
+    DEFAULT_ROLES,
     MODEL_FACTS,
     OWNER,
     Principal,
@@ -25,10 +25,10 @@ from pipeswitch.base.roles import (
 from pipeswitch.cli.server import _flag_tree, serve
 from pipeswitch.client.verbs import REACHES
 from pipeswitch.frontend.frontend import Frontend
-from pipeswitch.frontend.transport.replies import told
+from pipeswitch.frontend.transport.replies import redact
 from pipeswitch.frontend.verbs import VERBS
 from pipeswitch.ipc.control_page import sealed_memfd
-from pipeswitch.wire.keys import AllowList, KeyFolder, make_pair
+from pipeswitch.wire.curve_keys import AllowList, KeyFolder, make_pair
 
 ROOT = Path(__file__).parents[2]
 STRANGER = Principal(tenant=ANYONE)
@@ -38,9 +38,9 @@ STRANGER = Principal(tenant=ANYONE)
 def frontend(tmp_path: Path) -> Iterator[Frontend]:
     descriptor = sealed_memfd("pool", 1 << 20)
     config = load(flags={"server": {"state_dir": str(tmp_path)}}, environ={})
-    made = Frontend(config, descriptor, lambda event: None)
-    yield made
-    made.pool.close()
+    frontend_made = Frontend(config, descriptor, lambda event: None)
+    yield frontend_made
+    frontend_made.pool.close()
     os.close(descriptor)
 
 
@@ -62,7 +62,7 @@ def test_the_protocol_names_every_verb_with_its_role() -> None:
 
 
 def test_whoever_comes_in_may_infer_and_no_role_comes_from_nothing() -> None:
-    assert parse_roles(()) == LEAST == {Role.INFER}
+    assert parse_roles(()) == DEFAULT_ROLES == {Role.INFER}
     assert in_order(parse_roles(["code", "register"])) == ["infer", "register", "code"]
     with pytest.raises(ps.InvalidInput):
         parse_roles(["root"])
@@ -101,9 +101,9 @@ def admitted(folder: KeyFolder, name: str, *roles: str) -> bytes:
 def test_a_key_has_the_roles_it_was_admitted_with(folder: KeyFolder) -> None:
     admitted(folder, "a")
     admitted(folder, "b", "register", "operate")
-    found = folder.admitted()
-    assert in_order(found["a"].roles) == ["infer"]
-    assert in_order(found["b"].roles) == ["infer", "register", "operate"]
+    clients = folder.admitted()
+    assert in_order(clients["a"].roles) == ["infer"]
+    assert in_order(clients["b"].roles) == ["infer", "register", "operate"]
     folder.give_roles("b", ["code"])
     assert in_order(folder.admitted()["b"].roles) == ["infer", "code"]
     with pytest.raises(ps.ModelNotFound):
@@ -130,8 +130,8 @@ def test_a_file_gives_no_role_that_it_does_not_name(
     public = admitted(folder, "a")
     text = f'{metadata}curve\n    public-key = "{public.decode()}"\n'
     (folder.clients_path / "a.key").write_text(text)
-    found = folder.admitted()["a"]
-    assert (in_order(found.roles), found.has_roles) == (roles, has_roles)
+    client = folder.admitted()["a"]
+    assert (in_order(client.roles), client.has_roles) == (roles, has_roles)
 
 
 def test_a_file_that_is_called_like_clients_without_keys_admits_nobody(folder: KeyFolder) -> None:
@@ -177,17 +177,17 @@ def test_a_listing_tells_a_client_no_paths_and_of_no_other_client() -> None:
         Principal(tenant="a"),
         Principal(tenant="c", roles=parse_roles(())),
     ):
-        (shown,) = {tuple(sorted(one)) for one in told("models", body, principal, {})["models"]}
+        (shown,) = {tuple(sorted(one)) for one in redact("models", body, principal, {})["models"]}
         assert shown == tuple(sorted(MODEL_FACTS))
     own = Principal(tenant="a", roles=parse_roles(["register"]))
-    first, *others = told("models", body, own, {})["models"]
+    first, *others = redact("models", body, own, {})["models"]
     assert first == row("a")
     assert all(set(one) == MODEL_FACTS for one in others)
-    assert set(told("show", {"model": row("b")}, own, {})["model"]) == MODEL_FACTS
-    assert told("models", body, OWNER, {}) is body
+    assert set(redact("show", {"model": row("b")}, own, {})["model"]) == MODEL_FACTS
+    assert redact("models", body, OWNER, {}) is body
 
 
 def test_stats_tell_a_client_of_itself_alone() -> None:
     everyone = {"accepted": 70, "clients": 9}
-    assert told("stats", everyone, STRANGER, {"accepted": 2}) == {"accepted": 2}
-    assert told("stats", everyone, OWNER, {"accepted": 2}) is everyone
+    assert redact("stats", everyone, STRANGER, {"accepted": 2}) == {"accepted": 2}
+    assert redact("stats", everyone, OWNER, {"accepted": 2}) is everyone

@@ -8,8 +8,8 @@ import struct
 import pytest
 
 from pipeswitch.sandbox import seccomp
-from pipeswitch.sandbox.calls import FILES, NUMBERS, OWN, THREADS, conditions
 from pipeswitch.sandbox.seccomp import ALLOW, ARCHITECTURES, ERRNO, KILL_PROCESS, program
+from pipeswitch.sandbox.system_calls import FILES, NUMBERS, OWN, THREADS, conditions
 
 PID = 1234
 MACHINES = sorted(ARCHITECTURES)

@@ -113,12 +113,12 @@ def _seen(scheduler: Any) -> Any:
 def test_a_request_that_is_dispatched_at_once_is_the_one_that_the_order_would_have_put_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    taken = Counter[bool]()
+    counts = Counter[bool]()
     at_once, handle = Dispatch.at_once, Scheduler.handle
 
     def noted(self: Dispatch, request: Any) -> bool:
         is_taken = at_once(self, request)
-        taken[is_taken] += 1
+        counts[is_taken] += 1
         return is_taken
 
     def both_ways(self: Scheduler, event: Any, now_ms: float) -> list[Any]:
@@ -136,4 +136,4 @@ def test_a_request_that_is_dispatched_at_once_is_the_one_that_the_order_would_ha
     monkeypatch.setattr(Scheduler, "handle", both_ways)
     for seed in range(6):
         live(random_world(seed, devices=1 + seed % 2), 200)
-    assert min(taken.values()) > 10, taken
+    assert min(counts.values()) > 10, counts

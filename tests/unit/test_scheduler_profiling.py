@@ -14,7 +14,7 @@ import pytest
 from pipeswitch.base.errors import Cancelled, DeviceBusy, ModelNotFound, ServerUnavailable
 from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.ipc.messages.worker import RunInference
-from pipeswitch.planning.profile import UNKNOWN_DEVICE, Found, Profile
+from pipeswitch.planning.profile import UNKNOWN_DEVICE, Profile, ProfileFile
 from pipeswitch.programs.interface.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.requests.completion import batch_of
@@ -107,14 +107,14 @@ def test_each_run_is_a_request_of_the_asker_and_only_those_are_timed(rig: Rig) -
     rig.world.profile("a")
     rig.rest()
     first, *runs = rig.sent(RunInference)
-    asked = [a for a in rig.commands(ev.Reply) if a.more and "batch" in a.body]
+    replies = [a for a in rig.commands(ev.Reply) if a.more and "batch" in a.body]
     assert not first.is_timed
     assert all(run.is_timed for run in runs)
     assert [f"r{token}" for token in rig.world.runs] == [run.request_id for run in runs]
-    assert len(asked) == len(runs)
-    assert {answer.body["version"] for answer in asked} == {1}
-    assert [answer.body["fraction"] for answer in asked] == sorted(
-        answer.body["fraction"] for answer in asked
+    assert len(replies) == len(runs)
+    assert {answer.body["version"] for answer in replies} == {1}
+    assert [answer.body["fraction"] for answer in replies] == sorted(
+        answer.body["fraction"] for answer in replies
     )
 
 
@@ -230,8 +230,8 @@ def test_a_profile_found_at_registration_plans_at_once_and_a_foreign_one_warns_o
     other = msgspec.structs.replace(profile, identity=identity("elsewhere"))
     for one, source, warnings in ((profile, "planned", 0), (other, "buckets", 1)):
         rig.said.clear()
-        found = (Found("a.json", one),)
-        register_with(rig, found)
+        profiles = (ProfileFile("a.json", one),)
+        register_with(rig, profiles)
         assert rig.state.replicas["a"].grouping.source == source
         assert len(rig.commands(ev.LogWarning)) == warnings
         rig.world.handle(ev.UnregisterRequest(token=rig.world.token(), model="a"))
@@ -264,16 +264,16 @@ def test_a_pinned_model_is_measured_and_comes_back(rig: Rig) -> None:
 def test_a_plan_without_arrival_words_changes_nothing(rig: Rig) -> None:
     rig.register("a")
     model, arena = rig.state.replicas["a"], rig.world.scheduler.machine.devices[0].arena
-    taken = arena.words.reserve(Owner("words"), arena.words.largest_free_bytes)
-    assert taken is not None
-    before = (model.first_word, model.manifest)
+    region = arena.fences.reserve(Owner("fences"), arena.fences.largest_free_bytes)
+    assert region is not None
+    before = (model.first_fence, model.manifest)
     assert not rig.world.scheduler.machine.devices[0].residents.cut_anew(model, tuple(range(4)))
-    assert (model.first_word, model.manifest) == before
-    assert arena.words.get(Owner("model", "a")).size_bytes == 2
+    assert (model.first_fence, model.manifest) == before
+    assert arena.fences.get(Owner("model", "a")).size_bytes == 2
     token = rig.world.profile("a")
     rig.until(lambda: token not in rig.world.open)
-    assert "arrival words" in rig.commands(ev.Reply)[-1].error.message
-    arena.words.release(Owner("words"))
+    assert "fences" in rig.commands(ev.Reply)[-1].error.message
+    arena.fences.release(Owner("fences"))
     rig.profile()
     assert model.grouping.source == "planned"
 
@@ -304,13 +304,13 @@ def identity(name: str) -> Any:
     return msgspec.structs.replace(UNKNOWN_DEVICE, name=name)
 
 
-def register_with(rig: Rig, found: tuple[Found, ...]) -> None:
+def register_with(rig: Rig, profiles: tuple[ProfileFile, ...]) -> None:
     """Register "a" with these files on the disk."""
     take = rig.world.scheduler.handle
 
     def handle(event: ev.Event, now_ms: float) -> list[ev.Command]:
         if isinstance(event, ev.Received) and event.manifest is not None:
-            event = msgspec.structs.replace(event, profiles=found)
+            event = msgspec.structs.replace(event, profiles=profiles)
         return take(event, now_ms)
 
     rig.world.scheduler.handle = handle

@@ -105,7 +105,7 @@ class Rig:
         values = {
             "arena_bytes": 64 * MIB,
             "store_bytes": 256 * MIB,
-            "words": 64,
+            "fence_count": 64,
             "standby": 2,
             "restart_backoff_ms": 100.0,
             **settings,
@@ -460,7 +460,7 @@ def test_a_cold_request_transmits_and_activates_in_the_same_breath(rig: Rig) -> 
     rig.infer("a")
     (order,), (run,) = rig.sent(TransmitModel), rig.sent(RunInference)
     assert (run.residency_id, run.arena_offset_bytes) == (order.op_id, order.arena_offset_bytes)
-    assert run.first_word == order.groups[0].word
+    assert run.first_fence == order.groups[0].fence
     assert [command.turn for command in rig.commands(ev.RaiseTurn)] == [run.op_id]
 
 
@@ -527,9 +527,9 @@ def test_what_a_task_does_before_its_first_group_belongs_to_the_switch_alone(rig
             **{name: began_ms + ms for name, ms in at.items()},
         ),
     )
-    bill = rig.answers[token].timing
-    assert (bill.switch_ms, bill.stall_ms, bill.compute_ms) == (50.0, 5.0, 30.0)
-    assert bill.total_ms == 90.0
+    timing = rig.answers[token].timing
+    assert (timing.switch_ms, timing.stall_ms, timing.compute_ms) == (50.0, 5.0, 30.0)
+    assert timing.total_ms == 90.0
 
 
 def test_the_answer_may_arrive_before_the_parked_of_the_job_it_preempted(rig: Rig) -> None:
@@ -991,10 +991,10 @@ def test_a_daemon_that_dies_too_often_ends_the_server_and_answers_everybody(rig:
         for slot, worker in rig.state.workers.items():
             if worker.is_alive:
                 rig.worker_exits(slot)
-        if rig.commands(ev.Shutdown) or rig.core.has_left:
+        if rig.commands(ev.Shutdown) or rig.core.is_stopped:
             break
         rig.tick(rig.now_ms + 1e5)
-    assert rig.core.has_left
+    assert rig.core.is_stopped
     for each in (registering, waiting, token, rig.infer("a"), rig.job_asked("cifar", "wait")):
         assert isinstance(rig.error(each), errors.ServerUnavailable)
 
@@ -1481,7 +1481,7 @@ def test_after_a_crash_the_job_starts_again_and_without_progress_it_fails(rig: R
 def test_steps_that_are_lost_are_counted_once_however_the_process_ended(rig: Rig, end: str) -> None:
     job = rig.start_training()
     rig.committed(job, 1, step=4)
-    for lost in (5, 10):
+    for steps_lost in (5, 10):
         slot = int(job.slot)
         if end == "evicted":
             rig.job_asked("cifar", "pause")
@@ -1495,7 +1495,7 @@ def test_steps_that_are_lost_are_counted_once_however_the_process_ended(rig: Rig
         assert [order.last_step for order in rig.sent(RunJob)] == [9]
         rig.scrubbed()
         rig.lease(job)
-        assert (job.progress.steps_recomputed, job.progress.step) == (lost, 4)
+        assert (job.progress.steps_recomputed, job.progress.step) == (steps_lost, 4)
     rig.worker(int(job.slot), JobReport(op_id=job.op_id, kind="unseen", values={"steps": 3}))
     assert job.progress.steps_recomputed == 13, "it knows better than its last report"
 
@@ -1608,9 +1608,7 @@ def test_a_commit_of_an_older_job_of_the_same_name_does_not_count(rig: Rig) -> N
     assert new.memory.committed_step == -1
 
 
-def test_pause_is_answered_when_the_job_holds_no_worker_and_is_on_its_way_to_disk(
-    rig: Rig,
-) -> None:
+def test_pause_is_answered_when_the_job_holds_no_worker_and_is_on_its_way_to_disk(rig: Rig) -> None:
     job = rig.start_training()
     rig.committed(job, 1, 2)
     token = rig.job_asked("cifar", "pause")
@@ -1659,9 +1657,9 @@ def test_a_failed_job_starts_again_from_its_commit_on_disk(rig: Rig) -> None:
     token = rig.job_asked("cifar", "resume")
     (load,) = rig.commands(ev.LoadCommits)
     assert token not in rig.answers
-    rig.handle(msgspec.structs.replace(load.asked, loaded=ev.LoadedCommit(MIB, 4, 9)))
-    (made,) = rig.commands(ev.CreateCommits)
-    assert (made.loaded, made.is_on_disk) == (9, True)
+    rig.handle(msgspec.structs.replace(load.request, loaded=ev.LoadedCommit(MIB, 4, 9)))
+    (command,) = rig.commands(ev.CreateCommits)
+    assert (command.loaded, command.is_on_disk) == (9, True)
     (order,) = rig.sent(RunJob)
     assert (order.slot_bytes, order.defaults) == (MIB, (("offload", "all"),))
     row = rig.answers[token].body["job"]
@@ -1703,7 +1701,7 @@ def test_a_failed_job_whose_commit_finds_no_room_stays_as_it_is(rig: Rig) -> Non
     job, _ = failed(rig)
     token = rig.job_asked("cifar", "resume")
     (load,) = rig.commands(ev.LoadCommits)
-    rig.handle(msgspec.structs.replace(load.asked, loaded=ev.LoadedCommit(1 << 40, 4, 9)))
+    rig.handle(msgspec.structs.replace(load.request, loaded=ev.LoadedCommit(1 << 40, 4, 9)))
     assert isinstance(rig.error(token), errors.HostStoreFull)
     assert job.state.state is TaskState.FAILED
     assert job.memory.persisted_step == 4
@@ -1718,7 +1716,7 @@ def test_a_job_that_failed_under_another_server_starts_again_with_what_it_was_gi
     again.scheduler.machine.jobs.restore_ended(job.spec.name, json.loads(json.dumps(record)), 4)
     again.job_asked("cifar", "resume")
     (load,) = again.commands(ev.LoadCommits)
-    again.handle(msgspec.structs.replace(load.asked, loaded=ev.LoadedCommit(MIB, 4, 9)))
+    again.handle(msgspec.structs.replace(load.request, loaded=ev.LoadedCommit(MIB, 4, 9)))
     (order,) = again.sent(RunJob)
     assert (order.entry, order.defaults) == (job.spec.entry, job.spec.defaults)
 
@@ -1752,7 +1750,7 @@ def test_a_slice_asked_for_while_the_daemon_is_dead_is_not_granted(rig: Rig) -> 
     assert not rig.sent(LeaseGranted)
     for slot in (0, 1, 2):
         rig.worker_exits(slot)
-    assert len(rig.scheduler.machine.devices[0].arena.regions) == 1  # the arrival words
+    assert len(rig.scheduler.machine.devices[0].arena.regions) == 1  # the fences
 
 
 # -- registration --------------------------------------------------------------------------------
@@ -2170,10 +2168,7 @@ def test_a_job_is_given_a_fresh_process_when_all_have_run_clients_programs() -> 
     job = rig.train("cifar")
     [spawned] = rig.commands(ev.Spawn)
     assert spawned.target.slot == job.slot
-    assert [type(c) for c in rig.commands(ev.Spawn | ev.Send)] == [
-        ev.Spawn,
-        ev.Send,
-    ]
+    assert [type(c) for c in rig.commands(ev.Spawn | ev.Send)] == [ev.Spawn, ev.Send]
     assert len(rig.sent(RunJob)) == 1
     # Its end is told before the fresh one is ready, and is not the job's.
     rig.handle(ev.Exited(ev.Address("worker", 0, job.slot, 1), -9, 0))
@@ -2205,8 +2200,8 @@ def test_code_and_programs_are_never_prepared_in_one_process() -> None:
     [spawned] = rig.commands(ev.Spawn)
     [order] = rig.sent(RunInference)
     assert not order.is_code
-    kept = [w for w in rig.state.workers.values() if w.slot != spawned.target.slot]
-    assert all(list(worker.warm) == ["code"] for worker in kept)
+    workers = [w for w in rig.state.workers.values() if w.slot != spawned.target.slot]
+    assert all(list(worker.warm) == ["code"] for worker in workers)
 
 
 def test_a_request_goes_to_a_process_that_fits_before_one_that_is_to_be_replaced() -> None:
@@ -2353,10 +2348,10 @@ def test_the_last_state_of_a_job_is_written_and_then_leaves_the_host_store(rig: 
     free_bytes = rig.scheduler.machine.store.regions.free_bytes
     rig.job_ends(job, "done")
     assert not rig.commands(ev.DropCommits), "its only copy"
-    asked = rig.job_asked("cifar", "export")
-    assert asked not in rig.answers
+    token = rig.job_asked("cifar", "export")
+    assert token not in rig.answers
     rig.daemon(CommitPersisted(job=job.spec.name, op_id=job.op_id, step=3))
-    assert rig.answers[asked].body["job"]["persisted_step"] == 3
+    assert rig.answers[token].body["job"]["persisted_step"] == 3
     assert rig.commands(ev.DropCommits)
     assert rig.scheduler.machine.store.regions.free_bytes > free_bytes
     assert rig.state.jobs["cifar"] is job
@@ -2366,9 +2361,9 @@ def test_a_disk_that_does_not_take_the_last_state_is_asked_again(rig: Rig) -> No
     job = rig.start_training()
     rig.committed(job, 1, 3)
     rig.job_ends(job, "failed")
-    asked = rig.job_asked("cifar", "export")
+    token = rig.job_asked("cifar", "export")
     rig.daemon(CommitPersisted(job=job.spec.name, op_id=job.op_id, step=-1, error="disk full"))
-    assert "disk full" in rig.error(asked).message
+    assert "disk full" in rig.error(token).message
     assert not rig.commands(ev.DropCommits)
     due_ms = rig.scheduler.next_wakeup_ms()
     assert due_ms is not None
@@ -2537,8 +2532,8 @@ def test_a_model_is_resident_for_the_next_request_though_its_answer_overtook_the
     fourth = rig.infer("a")
     rig.arrived("a")
     rig.done()
-    found = [rig.answers[token].timing.resident for token in (first, second, third, fourth)]
-    assert found == [False, True, True, False]
+    residency = [rig.answers[token].timing.resident for token in (first, second, third, fourth)]
+    assert residency == [False, True, True, False]
 
 
 def infer_of(rig: Rig, registration_id: int) -> ev.Token:
@@ -2587,8 +2582,8 @@ def test_a_publication_is_a_copy_of_the_commit_a_build_and_then_the_current_vers
     assert versions_of(rig) == [(1, False), (2, True)]
     kinds = [c.entry["kind"] for c in rig.seen if isinstance(c, ev.Journal)]
     assert kinds == ["model", "serving"], "a crash in between leaves the old version current"
-    said = [c for c in rig.seen if isinstance(c, ev.ModelAvailable) and c.is_current]
-    assert [(c.model, c.base, c.version) for c in said] == [("net@2", "net", 2)]
+    announcements = [c for c in rig.seen if isinstance(c, ev.ModelAvailable) and c.is_current]
+    assert [(c.model, c.base, c.version) for c in announcements] == [("net@2", "net", 2)]
     assert ev.DropPublished(directory=order.directory) in rig.seen
 
 
@@ -3082,8 +3077,8 @@ def test_one_version_is_unregistered_alone_and_the_one_before_serves_at_once(rig
     models = rig.scheduler.machine.models
     assert rig.scheduler.versions.current("net") is models["net"]
     assert models["net"].want_pinned
-    said = [c for c in rig.out if isinstance(c, ev.ModelAvailable | ev.ModelRemoved)]
-    assert [(type(c), c.model) for c in said] == [
+    announcements = [c for c in rig.out if isinstance(c, ev.ModelAvailable | ev.ModelRemoved)]
+    assert [(type(c), c.model) for c in announcements] == [
         (ev.ModelAvailable, "net"),
         (ev.ModelRemoved, "net@2"),
     ], "a request between the two finds a current version"
@@ -3195,5 +3190,5 @@ def test_a_job_from_another_server_begins_at_its_commit(rig: Rig) -> None:
             if isinstance(one, ev.RemoveJob | ev.CreateCommits | ev.Journal)
         ]
         assert kinds == [ev.RemoveJob, ev.CreateCommits, ev.Journal, ev.Journal]
-        made = rig.state.jobs[name]
-        assert (made.state.state, made.memory.persisted_step) == (TaskState.PAUSED, 7)
+        new_job = rig.state.jobs[name]
+        assert (new_job.state.state, new_job.memory.persisted_step) == (TaskState.PAUSED, 7)

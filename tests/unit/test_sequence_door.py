@@ -10,7 +10,7 @@ import pytest
 
 from pipeswitch.base.errors import InvalidInput, SequenceNotFound
 from pipeswitch.frontend.sequences.blocks import TOKEN_BYTES, beside_bytes, tokens_of
-from pipeswitch.frontend.sequences.sequence import SequenceOptions
+from pipeswitch.frontend.sequences.sequence_state import SequenceOptions
 from pipeswitch.scheduler.events import Reply, Token
 from pipeswitch.wire.frames import RequestHeader, WireTensor
 from tests.unit.sequence_world import MODEL, MOST, ROW, World, done, gathered, made
@@ -44,8 +44,8 @@ def offer(
     **shapes: Any,
 ) -> Any:
     """Offer a request with these inputs, and refuse it as the frontend does, or keep it."""
-    asked = SequenceOptions(id=KEY[1], starts=starts, ends=False)
-    held = world.sequences.of(asked, world, KEY[0], model)  # type: ignore[arg-type]
+    options = SequenceOptions(id=KEY[1], starts=starts, ends=False)
+    sequence = world.sequences.of(options, world, KEY[0], model)  # type: ignore[arg-type]
     inputs, data = [], []
     for name, one in frames.items():
         is_array = isinstance(one, np.ndarray)
@@ -58,14 +58,14 @@ def offer(
         data.append(one.tobytes() if is_array else one)
     header = RequestHeader(v=1, op="infer", id="r", model="m", inputs=tuple(inputs))
     try:
-        header, _ = world.sequences.given(held, asked, header, data)
+        header, _ = world.sequences.with_state(sequence, options, header, data)
     except InvalidInput:
-        world.sequences.refused(held)
+        world.sequences.refused(sequence)
         raise
     assert keep
-    world.sequences.begin(held, asked)
-    held.copy(world.pool)
-    return held, header
+    world.sequences.begin(sequence, options)
+    sequence.copy(world.pool)
+    return sequence, header
 
 
 def numbers(ids: Any, count: int, used: int) -> dict[str, Any]:
@@ -89,12 +89,12 @@ WRONG: dict[str, dict[str, Any]] = {
 
 def step(world: World, starts: bool, count: int) -> None:
     """A request of so many ids, and its answer."""
-    held, _ = offer(world, starts, numbers([[1] * count], count, 0), keep=True)
-    room = world.pool.reserve(KEY[0], 1, ROW * count)
-    rows = made(world.pool, room, bytes([1]) * ROW * count)
-    assert held.answered(Reply(token=Token(1), outputs=(rows,))).error is None
-    world.pool.release_inputs(room)
-    world.sequences.ended(held, room, is_ok=True, is_sent=True)
+    sequence, _ = offer(world, starts, numbers([[1] * count], count, 0), keep=True)
+    allocation = world.pool.reserve(KEY[0], 1, ROW * count)
+    rows = made(world.pool, allocation, bytes([1]) * ROW * count)
+    assert sequence.answered(Reply(token=Token(1), outputs=(rows,))).error is None
+    world.pool.release_inputs(allocation)
+    world.sequences.ended(sequence, allocation, is_ok=True, is_sent=True)
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -185,9 +185,9 @@ def test_the_request_that_starts_a_sequence_may_bring_its_rows() -> None:
         with pytest.raises(InvalidInput):
             offer(world, True, numbers([[1, 2]], 2, no_rows.shape[1]) | {"cache": no_rows})
     assert world.pool.is_empty
-    held, header = offer(world, True, numbers([[1, 2]], 2, 33) | {"cache": rows}, keep=True)
-    assert gathered(world.pool, held.values["cache"]) == rows.tobytes()
+    sequence, header = offer(world, True, numbers([[1, 2]], 2, 33) | {"cache": rows}, keep=True)
+    assert gathered(world.pool, sequence.values["cache"]) == rows.tobytes()
     assert [one.name for one in header.inputs] == ["ids", "count", "used", "cache"]
-    assert held.grown["cache"].used == 33
-    world.sequences.ended(held, None, is_ok=False, is_sent=True)
+    assert sequence.grown["cache"].used == 33
+    world.sequences.ended(sequence, None, is_ok=False, is_sent=True)
     assert world.pool.is_empty

@@ -33,10 +33,10 @@ from pipeswitch.frontend.request_pool import RequestPool
 from pipeswitch.frontend.requests import Requests
 from pipeswitch.frontend.sequences.caches import Caches
 from pipeswitch.frontend.sequences.manager import IDLE_MS, longest
-from pipeswitch.frontend.transport.clients import Client
+from pipeswitch.frontend.transport.clients import Session
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
-from pipeswitch.programs.decoding.generation import (
+from pipeswitch.programs.decoding.generation_settings import (
     CACHE,
     CACHE_NEW,
     COUNT,
@@ -89,17 +89,17 @@ def fed(cache: bytes, tokens: list[int]) -> tuple[bytes, int]:
 
 def recomputed(prompt: list[int], count: int) -> list[int]:
     cache, token = fed(b"", prompt)
-    found = [token]
-    while len(found) < count:
-        cache, token = fed(cache, found[-1:])
-        found.append(token)
-    return found
+    tokens = [token]
+    while len(tokens) < count:
+        cache, token = fed(cache, tokens[-1:])
+        tokens.append(token)
+    return tokens
 
 
 class Talk:
     """One answer, as its client sees it."""
 
-    def __init__(self, rig: Rig, client: Client, prompt: list[int], most: int) -> None:
+    def __init__(self, rig: Rig, client: Session, prompt: list[int], most: int) -> None:
         self.rig, self.client, self.prompt, self.most = rig, client, prompt, most
         self.tokens: list[int] = []
         self.chances: list[Any] = []
@@ -171,10 +171,10 @@ class Rig:
         self.count = self.waits = 0
         self.chances: list[Any] = []  # that a worker claims, whatever its tokens are
 
-    def client(self, tenant: str) -> Client:
-        return Client(peer=SimpleNamespace(), principal=Principal(tenant=tenant))
+    def client(self, tenant: str) -> Session:
+        return Session(peer=SimpleNamespace(), principal=Principal(tenant=tenant))
 
-    def talk(self, client: Client, prompt: list[int], most: int) -> Talk:
+    def talk(self, client: Session, prompt: list[int], most: int) -> Talk:
         self.talks.append(Talk(self, client, prompt, most))
         return self.talks[-1]
 
@@ -216,17 +216,17 @@ class Rig:
 
     def computed(self, run: ev.InferArrived | ev.NextRun, steps: int) -> ev.Reply:
         memory, named = self.pool.memory, {one.name: one for one in run.inputs}
-        found = {
+        inputs = {
             name: bytes(memory[one.offset_bytes :][: one.size_bytes]) for name, one in named.items()
         }
         lent = named[CACHE]
-        found[CACHE] = gathered(self.pool, lent)
-        ids = np.frombuffer(found[IDS], np.int64).tolist()
-        (used,) = np.frombuffer(found[USED], np.int64).tolist()
-        assert np.frombuffer(found[COUNT], np.int64).tolist() == [len(ids)]
+        inputs[CACHE] = gathered(self.pool, lent)
+        ids = np.frombuffer(inputs[IDS], np.int64).tolist()
+        (used,) = np.frombuffer(inputs[USED], np.int64).tolist()
+        assert np.frombuffer(inputs[COUNT], np.int64).tolist() == [len(ids)]
         how = run.sampling_params
         assert how is not None
-        cache, token = fed(found[CACHE][: ROW * used], ids)
+        cache, token = fed(inputs[CACHE][: ROW * used], ids)
         tokens = [] if how.is_piece else [*how.forced[:1]] or [token]
         while tokens and len(tokens) < steps and not how.ends_with(tokens):
             cache, token = fed(cache, tokens[-1:])
@@ -288,8 +288,8 @@ class Rig:
     def run(self) -> None:
         """All to their ends, whose requests are computed in any order."""
         self.turn()
-        while left := [one for one in self.talks if not one.is_over]:
-            ready = [one for one in left if not one.is_asked]
+        while remaining := [one for one in self.talks if not one.is_over]:
+            ready = [one for one in remaining if not one.is_asked]
             assert ready or self.computing, "all wait, and nothing goes on"
             if ready and (not self.computing or self.chance.random() < 0.3):
                 self.chance.choice(ready).ask()
@@ -381,7 +381,7 @@ def test_whatever_happens_no_begun_answer_is_refused_room_and_every_byte_is_free
     for _ in range(1200):
         move = chance.random()
         live = [one for one in rig.talks if not one.is_over]
-        asked = [one for one in live if one.is_asked]
+        live_asked = [one for one in live if one.is_asked]
         if move < 0.1 and len(live) < 9:
             stem = prompt(chance.randrange(3), chance.choice([4, 40, 90]))
             rig.talk(
@@ -394,8 +394,8 @@ def test_whatever_happens_no_begun_answer_is_refused_room_and_every_byte_is_free
         elif move < 0.95 and rig.computing:
             error = InvalidInput("its own fault") if move > 0.945 else None
             rig.compute(rig.some(), error)
-        elif move < 0.965 and asked:
-            rig.cancel(chance.choice(asked))
+        elif move < 0.965 and live_asked:
+            rig.cancel(chance.choice(live_asked))
         elif move < 0.98:
             rig.now_ms += IDLE_MS / 2
             rig.sequences.expire()
@@ -403,7 +403,7 @@ def test_whatever_happens_no_begun_answer_is_refused_room_and_every_byte_is_free
             name = chance.choice("ab")
             gone, clients[name] = clients[name], rig.client(name)
             gone.is_gone = True
-            rig.sequences.forget(gone)
+            rig.sequences.remove_client(gone)
             for talk in [one for one in live if one.client is gone]:
                 talk.is_over = not talk.is_asked
                 rig.cancel(talk)
@@ -512,10 +512,7 @@ UNFIT: dict[str, tuple[Any, dict[str, Any]]] = {
     "no ids": (ids_of(), {}),
     "fewer bytes": (((TWO,), [Unread(8)]), {}),
     "endless": (
-        (
-            (WireTensor(name=IDS, dtype="int64", shape=(6 << 20,), frame=0),),
-            [Unread(48 << 20)],
-        ),
+        ((WireTensor(name=IDS, dtype="int64", shape=(6 << 20,), frame=0),), [Unread(48 << 20)]),
         {},
     ),
     "no such token": (ids_of(1, WORDS), {}),

@@ -20,7 +20,7 @@ from pipeswitch.frontend.request_pool import PoolAllocation
 from pipeswitch.frontend.sequences import blocks
 from pipeswitch.frontend.sequences import manager as sequences
 from pipeswitch.frontend.sequences.blocks import Block, BlockNamespace, BlockTable
-from pipeswitch.frontend.sequences.sequence import SequenceState
+from pipeswitch.frontend.sequences.sequence_state import SequenceState
 from pipeswitch.wire import slabs
 from tests.unit.sequence_world import Key, Move, Request, World, done
 
@@ -94,7 +94,7 @@ def shape_of(world: World) -> int:
         return [plain(item) for item in one] if isinstance(one, list | tuple) else one
 
     own, slabs = world.sequences, world.pool._slabs
-    told = (
+    shape = (
         [*own.held.values()],
         [*own.blocks.unlocked],
         world.live,
@@ -103,7 +103,7 @@ def shape_of(world: World) -> int:
         world.now_ms,
         own._look_at_ms,
     )
-    return hash((repr(plain(told)), bytes(world.pool.memory)))
+    return hash((repr(plain(shape)), bytes(world.pool.memory)))
 
 
 def explore(scope: Scope) -> int:
@@ -111,7 +111,7 @@ def explore(scope: Scope) -> int:
     root = World(scope.pages * PAGE, steps=max(map(len, RUNS)))
     for move in scope.story:
         root.move(move)
-    seen, frontier = {shape_of(root)}, [(pickle.dumps(root), scope.story)]
+    shapes, frontier = {shape_of(root)}, [(pickle.dumps(root), scope.story)]
     for _ in range(scope.depth):
         following = []
         for data, story in frontier:
@@ -120,15 +120,15 @@ def explore(scope: Scope) -> int:
                 try:
                     world.move(move)
                     shape = shape_of(world)
-                    if shape not in seen:
-                        seen.add(shape)
+                    if shape not in shapes:
+                        shapes.add(shape)
                         following.append((pickle.dumps(world), (*story, move)))
                         world.wind_down()
                 except Exception as error:
                     error.add_note("\n".join(map(str, (*story, move))))
                     raise
         frontier = following
-    return len(seen)
+    return len(shapes)
 
 
 TALK = done(ONE, ONES, (1,), (1, 1, 1))

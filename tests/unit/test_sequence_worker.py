@@ -15,9 +15,9 @@ from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.scheduler import events as ev
 from pipeswitch.workers.inference import decode
 from pipeswitch.workers.inference.decode import DecodeRunner
-from pipeswitch.workers.inference.pool import RequestPool
+from pipeswitch.workers.inference.pool import MappedPool
 from pipeswitch.workers.inference.task import _inputs, _write
-from tests.unit import test_sequence_room as room
+from tests.unit import test_sequence_room as allocation
 from tests.unit.test_sequence_room import MANIFEST, ROW, WORDS, fed, prompt, recomputed
 
 POOL_BYTES = 640 << 10
@@ -41,16 +41,16 @@ class Program:
         return [logits, rows]
 
 
-class Rig(room.Rig):
+class Rig(allocation.Rig):
     """Runs are computed by a worker, which dies now and then before its answer is heard."""
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         def shared(name: str, size: int) -> int:
             descriptor = sealed_memfd(name, size)
-            self.worker_pool = RequestPool(descriptor, size)
+            self.worker_pool = MappedPool(descriptor, size)
             return descriptor
 
-        monkeypatch.setattr(room, "sealed_memfd", shared)
+        monkeypatch.setattr(allocation, "sealed_memfd", shared)
         super().__init__(POOL_BYTES, seed)
         self.stepping, self.op_id, self.deaths, self.fed = DecodeRunner(), 0, 0, 0
 
@@ -68,23 +68,23 @@ class Rig(room.Rig):
             SimpleNamespace(**{name: getattr(one, name) for name in fields}) for one in runs
         ]
         vars(head).update(
-            batched=tuple(others), landings=(), model="m", op_id=self.op_id, is_code=False
+            batched=tuple(others), staging=(), model="m", op_id=self.op_id, is_code=False
         )
         bound: Any = Program()
         while True:
-            found = self.stepping.begin(head, bound, self.worker_pool, "cpu", lambda: False)
-            assert found is not None
-            inputs, rows = _inputs(head, self.worker_pool, found, self.stepping.caches)
-            outputs = found.run(inputs, lambda _: None)
-            assert _write(bound, outputs, head, rows, self.worker_pool, found) == [()] * len(runs)
+            run = self.stepping.begin(head, bound, self.worker_pool, "cpu", lambda: False)
+            assert run is not None
+            inputs, rows = _inputs(head, self.worker_pool, run, self.stepping.caches)
+            outputs = run.run(inputs, lambda _: None)
+            assert _write(bound, outputs, head, rows, self.worker_pool, run) == [()] * len(runs)
             if self.chance.random() > 0.1:
                 break
             self.stepping, self.deaths = DecodeRunner(), self.deaths + 1
-        self.stepping.ended(head, found, 1.0)
+        self.stepping.ended(head, run, 1.0)
         timing: Any = SimpleNamespace(op_id=self.op_id)
         return [
             ev.Reply(token=run.token, timing=timing, body={"tokens": list(tokens)})
-            for run, tokens in zip(runs, found.tokens(), strict=True)
+            for run, tokens in zip(runs, run.tokens(), strict=True)
         ]
 
 

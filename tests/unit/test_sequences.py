@@ -13,7 +13,11 @@ import pytest
 from pipeswitch.base.errors import InvalidInput, SequenceNotFound, TaskFailed
 from pipeswitch.frontend.request_pool import PoolAllocation, RequestPool
 from pipeswitch.frontend.sequences.manager import IDLE_MS, ROWS_STEP, Sequences
-from pipeswitch.frontend.sequences.sequence import SequenceOptions, SequenceState, sequence_options
+from pipeswitch.frontend.sequences.sequence_state import (
+    SequenceOptions,
+    SequenceState,
+    sequence_options,
+)
 from pipeswitch.frontend.validation import Body
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import SlabTensor
@@ -60,49 +64,49 @@ class Rig:
     def ask(self, caller: str, name: str, client: Any, length: int = 1, **flags: bool) -> bool:
         """Whether it was taken; ``under_way`` has it then, with what its state was."""
         flags = {"starts": False, "ends": False} | flags
-        asked = SequenceOptions(id=name, **flags)
+        options = SequenceOptions(id=name, **flags)
         try:
-            held = self.sequences.of(asked, client, caller, self.model)
+            sequence = self.sequences.of(options, client, caller, self.model)
         except (InvalidInput, SequenceNotFound):
             return False
         x = WireTensor(name="x", dtype="uint8", shape=(1, length), frame=0)
         header = RequestHeader(v=1, op="infer", id="r", model="m", inputs=(x,))
         brought = [bytes(length)]
-        if held.key not in self.sequences.held or flags["starts"]:
+        if sequence.key not in self.sequences.held or flags["starts"]:
             if not self.model.manifest.pads:  # it cannot tell zeros from rows
                 count = 1 + length % 3
                 brought.append(bytes(range(1, 3 * count + 1)))
                 first = WireTensor(name="cache", dtype="uint8", shape=(1, count, 3), frame=1)
                 header = msgspec.structs.replace(header, inputs=(x, first))
-            self.rows[id(held)] = b"".join(brought[1:])
+            self.rows[id(sequence)] = b"".join(brought[1:])
         try:
-            header, frames = self.sequences.given(held, asked, header, brought)
+            header, frames = self.sequences.with_state(sequence, options, header, brought)
         except InvalidInput:
-            self.sequences.refused(held)
+            self.sequences.refused(sequence)
             return False
         if self.refuses:
-            self.sequences.refused(held)
+            self.sequences.refused(sequence)
             return True
-        room = self.pool.reserve(caller, 32, BYTES + 3 * length)
-        self.sequences.begin(held, asked)
-        held.copy(self.pool)
+        allocation = self.pool.reserve(caller, 32, BYTES + 3 * length)
+        self.sequences.begin(sequence, options)
+        sequence.copy(self.pool)
         _, h, cache = header.inputs
-        state, rows = bytes(frames[h.frame]), gathered(self.pool, held.values["cache"])
+        state, rows = bytes(frames[h.frame]), gathered(self.pool, sequence.values["cache"])
         rows += bytes(len(frames[cache.frame]) - len(rows))  # as its worker adds them
         assert len(set(state)) == 1
-        known = self.rows[id(held)] or bytes(3)
+        known = self.rows[id(sequence)] or bytes(3)
         padding = len(rows) - len(known)
         assert rows == known + bytes(padding)
         assert cache.shape == (1, len(rows) // 3, 3)
-        is_stepped = bool(self.model.manifest.pads and self.rows[id(held)])
+        is_stepped = bool(self.model.manifest.pads and self.rows[id(sequence)])
         assert 0 <= padding < (3 * ROWS_STEP if is_stepped else 1)
         assert not is_stepped or len(rows) // 3 % ROWS_STEP in (0, MOST % ROWS_STEP)
-        self.under_way[held.key] = (held, room, state[0])
+        self.under_way[sequence.key] = (sequence, allocation, state[0])
         return True
 
     def answer(self, key: tuple[str, str], error: Any = None, *, is_sent: bool = True) -> int:
-        held, room, count = self.under_way.pop(key)
-        at, size = room.reply_offset_bytes, room.reply_bytes
+        sequence, allocation, count = self.under_way.pop(key)
+        at, size = allocation.reply_offset_bytes, allocation.reply_bytes
         self.pool.memory[at : at + size] = bytes([(count + 1) % 251]) * size
         state = SlabTensor(
             name="h_out", dtype="uint8", shape=(1, BYTES), offset_bytes=at, size_bytes=BYTES
@@ -116,12 +120,12 @@ class Rig:
         )
         answer = Reply(token=Token(1), outputs=() if error else (state, rows), error=error)
         if error is None:
-            told = bytes(self.pool.memory[at + BYTES : at + size])
-            self.rows[id(held)] += told
-        self.ever.append(held)
-        self.pool.release_inputs(room)
-        assert held.answered(answer).outputs == ()
-        self.sequences.ended(held, room, is_ok=error is None, is_sent=is_sent)
+            new_rows = bytes(self.pool.memory[at + BYTES : at + size])
+            self.rows[id(sequence)] += new_rows
+        self.ever.append(sequence)
+        self.pool.release_inputs(allocation)
+        assert sequence.answered(answer).outputs == ()
+        self.sequences.ended(sequence, allocation, is_ok=error is None, is_sent=is_sent)
         return count
 
 
@@ -130,7 +134,7 @@ def test_random_lives_keep_every_state_and_give_every_byte_back(seed: int) -> No
     rig, chance = Rig(is_padded=seed % 2 > 0), random.Random(seed)
     clients: list[Any] = [SimpleNamespace(name=n) for n in range(2)]
     steps: dict[tuple[str, str], int] = {}  # what each one's state must be
-    left: set[tuple[str, str]] = set()
+    ended: set[tuple[str, str]] = set()
     for _ in range(1500):
         key = (chance.choice(["a", "b"]), chance.choice(["one", "two"]))
         move = chance.random()
@@ -139,25 +143,25 @@ def test_random_lives_keep_every_state_and_give_every_byte_back(seed: int) -> No
             rig.sequences.expire()
             was_there = key in rig.sequences.held
             rig.refuses = chance.random() < 0.1
-            held, length = rig.sequences.held.get(key), chance.choice([1, 1, 8])
-            taken = rig.ask(
+            sequence, length = rig.sequences.held.get(key), chance.choice([1, 1, 8])
+            is_accepted = rig.ask(
                 *key, clients[key[0] == "a"], length, starts=starts, ends=chance.random() < 0.05
             )
-            is_full = len(rig.rows.get(id(held), b"")) // 3 + length > MOST
-            assert taken == (starts or (was_there and not is_full))
-            if taken and not rig.refuses:
+            is_full = len(rig.rows.get(id(sequence), b"")) // 3 + length > MOST
+            assert is_accepted == (starts or (was_there and not is_full))
+            if is_accepted and not rig.refuses:
                 assert rig.under_way[key][2] == (0 if starts else steps[key] % 251)
         elif move < 0.9 and key in rig.under_way:
             error = ValueError() if chance.random() < 0.2 else None
             count = rig.answer(key, error, is_sent=chance.random() < 0.9)
-            assert key not in left or key not in rig.sequences.held
-            left.discard(key)
+            assert key not in ended or key not in rig.sequences.held
+            ended.discard(key)
             steps[key] = count if error else count + 1
         elif move < 0.93:
-            rig.sequences.forget(clients[0])
+            rig.sequences.remove_client(clients[0])
         elif move < 0.95 and key in rig.sequences.held:
             rig.sequences.end(key[1], key[0])
-            left |= {key} & rig.under_way.keys()  # its request ends it, however that ends
+            ended |= {key} & rig.under_way.keys()  # its request ends it, however that ends
         elif move < 0.97:
             rig.now_ms += IDLE_MS / 3
         rig.pool.check()
@@ -176,8 +180,11 @@ def test_what_a_worker_claims_wrongly_changes_nothing(claim: str) -> None:
         assert rig.ask("a", "one", client, starts=step == 0)
         if step < 2:
             rig.answer(("a", "one"))
-    held, room, _ = rig.under_way.pop(("a", "one"))
-    before, at = (dict(held.values), held.room, held.steps), room.reply_offset_bytes
+    sequence, allocation, _ = rig.under_way.pop(("a", "one"))
+    before, at = (
+        (dict(sequence.values), sequence.allocation, sequence.steps),
+        allocation.reply_offset_bytes,
+    )
     sizes = {"no rows": 0, "too many rows": 3 * 1400, "half a row": 2}
     state = SlabTensor(
         name="h_out", dtype="uint8", shape=(1, BYTES), offset_bytes=at, size_bytes=BYTES
@@ -185,11 +192,11 @@ def test_what_a_worker_claims_wrongly_changes_nothing(claim: str) -> None:
     size = sizes.get(claim, 3)
     rows = SlabTensor(name="rows", dtype="uint8", shape=(size,), offset_bytes=at, size_bytes=size)
     outputs = {"no rows": (state,), "no state": (rows,)}.get(claim, (state, rows))
-    answer = held.answered(Reply(token=Token(1), outputs=outputs))
+    answer = sequence.answered(Reply(token=Token(1), outputs=outputs))
     assert isinstance(answer.error, TaskFailed)
-    rig.pool.release_inputs(room)
-    rig.sequences.ended(held, room, is_ok=False, is_sent=True)
-    assert (held.values, held.room, held.steps) == before
+    rig.pool.release_inputs(allocation)
+    rig.sequences.ended(sequence, allocation, is_ok=False, is_sent=True)
+    assert (sequence.values, sequence.allocation, sequence.steps) == before
     rig.sequences.end("one", "a")
     assert rig.pool.is_empty
     rig.pool.close()

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from pipeswitch.base.config import Config, SchedulerConfig
-from pipeswitch.controller import shared_memory
+from pipeswitch.controller import server_memory
 from pipeswitch.controller.folders import StateDir
+from pipeswitch.controller.server_memory import DeviceShare, ServerMemory
 from pipeswitch.controller.setup import make_scheduler, sizes_of
-from pipeswitch.controller.shared_memory import DeviceShare, Memory
 from pipeswitch.devices import ChosenDevice
 from pipeswitch.devices.cpu.kind import CpuKind
 from pipeswitch.ipc.control_page import sealed_memfd
@@ -30,14 +30,14 @@ def test_the_loop_waits_for_no_page_to_be_given_back(monkeypatch: pytest.MonkeyP
         close(descriptor)
 
     (sizes,) = sizes_of(Config(), (ChosenDevice(kind=CpuKind(), name="cpu"),))
-    share, memory = DeviceShare(sizes), Memory(sizes)
+    share, memory = DeviceShare(sizes), ServerMemory(sizes)
     arena, commits = (sealed_memfd("test", 4096) for _ in range(2))
     ring = memory.ring_of("group", "reader")
     tenants = share.arena_of("tenant")
     share.take_arena([arena], b"")
     memory.commits[JobName("j")] = commits
     with monkeypatch.context() as patch:
-        patch.setattr(shared_memory.os, "close", note)
+        patch.setattr(server_memory.os, "close", note)
         share.drop_arenas()
         memory.drop_commits(JobName("j"))
         memory.leave_ring("reader")
@@ -57,15 +57,17 @@ def test_the_pages_of_a_pool_that_workers_pin_are_taken_once_and_before(
 ) -> None:
     (sizes,) = sizes_of(Config(), (ChosenDevice(kind=CpuKind(), name="cpu"),))
     sizes = dataclasses.replace(sizes, pool_bytes=1 << 20)
-    memory = Memory(sizes, reserves_pool=reserves_pool)
+    memory = ServerMemory(sizes, reserves_pool=reserves_pool)
     assert os.fstat(memory.pool).st_blocks * 512 == (1 << 20 if reserves_pool else 0)
     memory.close()
 
 
 def test_the_scheduler_gets_every_setting_of_its_section_that_it_knows(tmp_path: Path) -> None:
-    given = SchedulerConfig(training="fair", placement="spread", max_queue=7, stop_grace_ms=1.5)
+    scheduler_config = SchedulerConfig(
+        training="fair", placement="spread", max_queue=7, stop_grace_ms=1.5
+    )
     devices = (ChosenDevice(kind=CpuKind(), name="cpu"),)
-    config = Config(scheduler=given)
+    config = Config(scheduler=scheduler_config)
     scheduler = make_scheduler(config, devices, sizes_of(config, devices), StateDir(root=tmp_path))
     settings = scheduler.core.settings
     assert (settings.max_queue, settings.stop_grace_ms, settings.training) == (7, 1.5, "fair")

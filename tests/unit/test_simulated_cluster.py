@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeswitch.cli.main import main
-from pipeswitch.cluster.simulated import SILENT_MS, Cluster, Placed, _Run, place
+from pipeswitch.cluster.simulated import SILENT_MS, Cluster, Placed, _ClusterRun, place
 from pipeswitch.simulator import arrivals
 from pipeswitch.simulator.arrivals import Arrival, Trace
 from pipeswitch.simulator.costs import Costs, Link
@@ -40,10 +40,13 @@ def placed(trace: Trace, cluster: Cluster) -> Placed:
 @pytest.mark.parametrize("seed", range(3))
 def test_one_node_is_one_server(seed: int) -> None:
     trace = asked(150, seed=seed)
-    alone, found = replay(SETTING, MODELS, trace.arrivals), placed(trace, Cluster(nodes=1)).outcome
-    assert found.latency_ms == pytest.approx(alone.latency_ms)
-    assert (found.switches, found.in_slo) == (alone.switches, alone.in_slo)
-    assert found.idle_share == pytest.approx(alone.idle_share)
+    alone, outcome = (
+        replay(SETTING, MODELS, trace.arrivals),
+        placed(trace, Cluster(nodes=1)).outcome,
+    )
+    assert outcome.latency_ms == pytest.approx(alone.latency_ms)
+    assert (outcome.switches, outcome.in_slo) == (alone.switches, alone.in_slo)
+    assert outcome.idle_share == pytest.approx(alone.idle_share)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -51,15 +54,15 @@ def test_nodes_die_and_each_request_is_answered_once(seed: int) -> None:
     """Three of four within minutes: their models are copied again, their requests sent again."""
     trace = asked(300, 1.0, seed=seed)
     cluster = Cluster(nodes=4, tiles=2, failures=1 - 1e-14, seed=seed)
-    quiet, found = placed(trace, replace(cluster, failures=0.0)), placed(trace, cluster)
-    assert found.outcome == placed(trace, cluster).outcome
+    quiet, outcome = placed(trace, replace(cluster, failures=0.0)), placed(trace, cluster)
+    assert outcome.outcome == placed(trace, cluster).outcome
     assert (quiet.failures, quiet.resent, quiet.outcome.refused) == (0, 0, {})
-    assert found.failures >= 2
-    refused = sum(found.outcome.refused.values())
-    assert found.outcome.requests == len(found.outcome.latency_ms) + refused == 600
-    assert found.moved_bytes > quiet.moved_bytes == sum(2 * one.size_bytes for one in MODELS)
-    assert 0 < sum(ms >= SILENT_MS for ms in found.outcome.latency_ms) <= found.resent
-    assert found.outcome.share_in_slo < quiet.outcome.share_in_slo
+    assert outcome.failures >= 2
+    refused = sum(outcome.outcome.refused.values())
+    assert outcome.outcome.requests == len(outcome.outcome.latency_ms) + refused == 600
+    assert outcome.moved_bytes > quiet.moved_bytes == sum(2 * one.size_bytes for one in MODELS)
+    assert 0 < sum(ms >= SILENT_MS for ms in outcome.outcome.latency_ms) <= outcome.resent
+    assert outcome.outcome.share_in_slo < quiet.outcome.share_in_slo
 
 
 @pytest.mark.parametrize(
@@ -70,30 +73,30 @@ def test_two_holders_share_the_load_that_one_cannot_bear(
 ) -> None:
     """At 5 ms a request; what one can bear leaves the other one's device to other models."""
     trace = arrivals.poisson(200.0 * share_of_one, count=3000, model_count=1, seed=0)
-    run = _Run(Cluster(nodes=2), SETTING, Models(MODELS[:1], 1))
-    found = run.run(arrivals.tiled(trace, 1, 10**6).arrivals, None).outcome
+    run = _ClusterRun(Cluster(nodes=2), SETTING, Models(MODELS[:1], 1))
+    outcome = run.run(arrivals.tiled(trace, 1, 10**6).arrivals, None).outcome
     counts = [len(server.latency_ms) for server in run._servers.values()]
     assert sum(counts) == 3000
     assert 3000 - max(counts) >= least * 3000
-    assert sorted(found.latency_ms)[1500] < median_ms
+    assert sorted(outcome.latency_ms)[1500] < median_ms
 
 
 def test_the_fewest_nodes_that_suffice() -> None:
     trace, cluster = asked(40, 40.0), Cluster(nodes=6, tiles=4)
     need = placed(trace, replace(cluster, nodes=4)).outcome.share_in_slo
-    found = placed(trace, replace(cluster, need=need))
-    assert found.outcome.share_in_slo >= need
-    assert found.nodes <= 4
-    assert placed(trace, replace(cluster, nodes=found.nodes - 1)).outcome.share_in_slo < need
+    outcome = placed(trace, replace(cluster, need=need))
+    assert outcome.outcome.share_in_slo >= need
+    assert outcome.nodes <= 4
+    assert placed(trace, replace(cluster, nodes=outcome.nodes - 1)).outcome.share_in_slo < need
     assert placed(trace, replace(cluster, nodes=1, need=1.0)).nodes == 1
 
 
 def test_what_is_registered_while_nothing_runs_is_spread() -> None:
-    run = _Run(Cluster(nodes=4, tiles=2), SETTING, Models(MODELS, 2))
+    run = _ClusterRun(Cluster(nodes=4, tiles=2), SETTING, Models(MODELS, 2))
     run._register(0)
     run._register(1)
     assert sorted(Counter(run._serving.values()).values()) == [3, 3, 3, 3]
-    assert all(len(held) == 2 for name, held in run._placing.holders.items() if name)
+    assert all(len(holders) == 2 for name, holders in run._placing.holders.items() if name)
 
 
 def test_each_tile_asks_for_models_of_its_own_from_its_own_instant_on() -> None:
@@ -116,13 +119,13 @@ def test_only_processes_of_a_touched_device_are_asked_what_they_do_next() -> Non
         def __contains__(self, _: object) -> bool:
             return True
 
-    found = []
+    outcomes = []
     for touched in (set[int](), Everything()):
         world = Replay(replace(SETTING, devices=4), Models(MODELS))
         world._touched = touched
         world.serve(MODELS)
-        found.append(world.replay(asked(150, 300.0).arrivals))
-    one, other = found
+        outcomes.append(world.replay(asked(150, 300.0).arrivals))
+    one, other = outcomes
     assert one == other
     assert one.switches > len(MODELS)
 
@@ -135,10 +138,10 @@ def told(*args: str) -> tuple[int, str, str]:
 def test_the_command_tells_what_placement_did() -> None:
     args = ("poisson:20", "--nodes", "3", "--devices", "2", "--requests", "120", "--policy", "fifo")
     status, text, _ = told(*args, "--models", "random:20", "--json")
-    found: dict[str, Any] = json.loads(text)
-    (row,) = found["runs"]
-    assert (status, found["tiles"], row["nodes"], row["failures"]) == (0, 6, 3, 0)
-    assert row["moved_bytes"] == found["models_bytes"] * 6
+    report: dict[str, Any] = json.loads(text)
+    (row,) = report["runs"]
+    assert (status, report["tiles"], row["nodes"], row["failures"]) == (0, 6, 3, 0)
+    assert row["moved_bytes"] == report["models_bytes"] * 6
     assert row["placed_per_s"] > 0
     status, text, _ = told(*args, "--models", "random:20", "--tiles", "2", "--need", "50%")
     assert status == 0

@@ -39,7 +39,9 @@ class Server(Answered):
     """A server with one model."""
 
     def __init__(self, store_mib: int = 64, **costs: Any) -> None:
-        settings = SchedulerSettings(arena_bytes=64 * MIB, store_bytes=store_mib * MIB, words=64)
+        settings = SchedulerSettings(
+            arena_bytes=64 * MIB, store_bytes=store_mib * MIB, fence_count=64
+        )
         super().__init__(Scheduler(settings), Costs(to_device=LINK, **costs))
         program = program_of(
             "d", GROUPS * MIB, groups=GROUPS, layers_per_group=1, layer_ms=LAYER_MS
@@ -154,8 +156,8 @@ def test_three_jobs_train_nearly_as_much_as_one_alone_and_equally(slice_mib: int
         for second in range(200):
             world.clock.at(second * 1000.0 + 17.0, lambda: world.clients.infer(MODEL))
         world.run(200_000.0)
-        found = world.scheduler.machine.devices[0].state.jobs.values()
-        return [job.memory.committed_step for job in found]
+        all_jobs = world.scheduler.machine.devices[0].state.jobs.values()
+        return [job.memory.committed_step for job in all_jobs]
 
     alone, steps = trained_steps(1), trained_steps(3)
     assert sum(steps) >= 0.9 * alone[0]

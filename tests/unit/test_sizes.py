@@ -41,9 +41,9 @@ def sizes(tree: ast.AST, name: str) -> Iterator[tuple[str, str, int]]:
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             own = f"{name}.{node.name}"
-            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             yield "lines", own, (node.end_lineno or 0) - node.lineno + 1
-            yield "parameters", own, sum(one.arg not in ("self", "cls") for one in given)
+            yield "parameters", own, sum(one.arg not in ("self", "cls") for one in parameters)
             yield from sizes(node, own)
         elif isinstance(node, ast.ClassDef):
             own = f"{name}.{node.name}"
@@ -57,12 +57,12 @@ def sizes(tree: ast.AST, name: str) -> Iterator[tuple[str, str, int]]:
 
 @cache
 def too_large() -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {measure: {} for measure in LIMITS}
+    sizes_over: dict[str, dict[str, int]] = {measure: {} for measure in LIMITS}
     for path in (path for top in PRODUCT for path in (ROOT / top).rglob("*.py")):
         for measure, name, size in sizes(ast.parse(path.read_text("utf-8")), path.stem):
             if size > LIMITS[measure]:
-                found[measure][name] = max(size, found[measure].get(name, 0))
-    return found
+                sizes_over[measure][name] = max(size, sizes_over[measure].get(name, 0))
+    return sizes_over
 
 
 @pytest.mark.parametrize("measure", LIMITS)

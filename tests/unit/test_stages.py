@@ -14,8 +14,8 @@ from pipeswitch.frontend.permissions import check_function
 from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.ipc.messages.processor import RunStage, StageDone, StageFailed, StageReady
 from pipeswitch.programs.interface.dims import Dim
-from pipeswitch.programs.interface.processors import stage
-from pipeswitch.programs.spec import BuildSpec, stage_of
+from pipeswitch.programs.interface.processors import processor
+from pipeswitch.programs.spec import BuildSpec, processor_of
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import Core, SchedulerSettings
 from pipeswitch.scheduler.processes.preprocess_pool import PreprocessPool
@@ -24,7 +24,7 @@ from pipeswitch.scheduler.state.records import Request, Steps
 from pipeswitch.scheduler.state.states import TaskState
 from tests.unit.test_scheduler_rules import Rig
 
-STAGE = stage("pkg:fn", {"image": (((1, 9), 3), "uint8")})
+STAGE = processor("pkg:fn", {"image": (((1, 9), 3), "uint8")})
 RAW = (SlabTensor(name="image", dtype="uint8", shape=(4, 3), offset_bytes=0, size_bytes=12),)
 LIMIT_MS = 1000.0
 
@@ -33,7 +33,9 @@ class Pool(PreprocessPool):
     """With processes that do what the test says."""
 
     def __init__(self, stages: int = 1) -> None:
-        settings = SchedulerSettings(stages=stages, max_stage_ms=LIMIT_MS, max_deaths=2)
+        settings = SchedulerSettings(
+            preprocess_processes=stages, max_stage_ms=LIMIT_MS, max_deaths=2
+        )
         self.core = Core(settings, None)
         self.born = self.core.next_op_id()
         super().__init__(self.core)
@@ -56,16 +58,16 @@ class Pool(PreprocessPool):
 
     def out(self, kind: type[Any]) -> list[Any]:
         """Commands of a kind since the last look at any."""
-        found = [command for command in self.core.out if isinstance(command, kind)]
+        commands = [command for command in self.core.out if isinstance(command, kind)]
         self.core.out.clear()
         self.check()
-        return found
+        return commands
 
-    def hears(self, message: Any, slot: int = 0) -> None:
-        self.said(ev.Received(self.processes[slot].address, message))
+    def is_current_generation(self, message: Any, slot: int = 0) -> None:
+        self.on_message(ev.Received(self.processes[slot].address, message))
 
     def starts(self, slot: int = 0) -> None:
-        self.hears(StageReady(pid=7), slot)
+        self.is_current_generation(StageReady(pid=7), slot)
 
     def calls(self) -> list[int]:
         """Whose inputs are being made."""
@@ -75,7 +77,7 @@ class Pool(PreprocessPool):
         return [process.token for process in self.processes if process.op_id]  # type: ignore[misc]
 
     def returns(self, slot: int = 0) -> None:
-        self.hears(StageDone(op_id=self.processes[slot].op_id, outputs=()), slot)
+        self.is_current_generation(StageDone(op_id=self.processes[slot].op_id, outputs=()), slot)
 
     def dies(self, slot: int = 0) -> None:
         self.exited(ev.Exited(self.processes[slot].address, -9))
@@ -100,8 +102,8 @@ def test_a_process_comes_with_the_first_request_and_makes_each_ones_inputs_once(
         assert len(pool.out(ev.Send)) == 1
         pool.core.now_ms += 5.0
         pool.returns()
-        (taken,) = pool.out(ev.TakeResult)
-        assert (taken.token, taken.function) == (request.token, "pkg:fn")
+        (command,) = pool.out(ev.TakeResult)
+        assert (command.token, command.function) == (request.token, "pkg:fn")
         assert not pool.calls()  # its memory is read
         assert pool.prepared(ev.Prepared(token=request.token, slot=0, inputs=RAW)) is request
         assert (request.state.state, request.steps.preprocess_ms) == (TaskState.QUEUED, 5.0)
@@ -183,11 +185,13 @@ def test_an_error_names_the_function_and_the_process_goes_on(pool: Pool) -> None
     pool.ask(1)
     pool.ask(2)
     pool.starts()
-    pool.hears(StageFailed(op_id=pool.processes[0].op_id, reason="it raised ValueError: no"))
+    pool.is_current_generation(
+        StageFailed(op_id=pool.processes[0].op_id, reason="it raised ValueError: no")
+    )
     assert pool.calls() == [2]
     (answer,) = pool.out(ev.Reply)
     assert answer.error.message == 'preprocess pkg:fn of "m": it raised ValueError: no'
-    pool.hears(StageFailed(op_id=1, reason="of an older call"))
+    pool.is_current_generation(StageFailed(op_id=1, reason="of an older call"))
     assert pool.calls() == [2]
     assert not pool.out(ev.Reply)
 
@@ -221,9 +225,9 @@ def test_a_range_is_a_dimension_that_a_request_chooses() -> None:
     spec = BuildSpec(
         name="m", source="s", preprocess="pkg:fn", raw={"image": (((1, 9), 3), "uint8")}
     )
-    assert stage_of(msgspec.msgpack.encode(spec)) == STAGE
-    assert stage_of(msgspec.msgpack.encode(BuildSpec(name="m", source="s"))) is None
-    assert stage_of(b"another") is None
+    assert processor_of(msgspec.msgpack.encode(spec)) == STAGE
+    assert processor_of(msgspec.msgpack.encode(BuildSpec(name="m", source="s"))) is None
+    assert processor_of(b"another") is None
 
 
 @pytest.mark.parametrize(
@@ -258,10 +262,12 @@ def test_what_a_registration_may_not_name(
 
 def test_a_deadline_that_passes_as_something_else_happens_is_not_forgotten() -> None:
     """That event's look at the clock was the one that had been asked for."""
-    scheduler = Scheduler(SchedulerSettings(arena_bytes=1 << 22, store_bytes=1 << 22, words=64))
+    scheduler = Scheduler(
+        SchedulerSettings(arena_bytes=1 << 22, store_bytes=1 << 22, fence_count=64)
+    )
     scheduler.start(0.0)
     late = Request(1, "r1", "m", 1, 9.0, RAW, 0, 0, 0.0, steps=Steps(is_raw=True))
-    scheduler.admission.stages.take(late, STAGE.function, scheduler.core.next_op_id(), "")
+    scheduler.admission.preprocess_pool.take(late, STAGE.function, scheduler.core.next_op_id(), "")
     assert scheduler.next_wakeup_ms() == 9.0
     commands = scheduler.handle(ev.PrefetchHint(model="other"), 10.0)
     (answer,) = (command for command in commands if isinstance(command, ev.Reply))
@@ -272,7 +278,7 @@ def test_a_server_that_leaves_waits_for_the_function_behind_a_model() -> None:
     """Between the model's end and the frontend's next word of it nobody else has the request."""
     rig = Rig()
     rig.register("a")
-    rig.state.replicas["a"].model.stage = stage("", {}, "pkg:fn", {"label": ([1], "bytes")})
+    rig.state.replicas["a"].model.processor = processor("", {}, "pkg:fn", {"label": ([1], "bytes")})
     token = rig.infer("a")
     rig.handle(ev.DrainRequest(token=None, grace_ms=1000.0))
     rig.arrived("a")

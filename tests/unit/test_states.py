@@ -23,14 +23,14 @@ TABLES: list[tuple[Table, enum.Enum]] = [
 
 
 def reachable(table: Table, start: enum.Enum) -> set[enum.Enum]:
-    found, todo = {start}, [start]
+    reached, todo = {start}, [start]
     while todo:
         state = todo.pop()
         for (source, _), target in table.items():
-            if source is state and target not in found:
-                found.add(target)
+            if source is state and target not in reached:
+                reached.add(target)
                 todo.append(target)
-    return found
+    return reached
 
 
 @pytest.mark.parametrize(("table", "start"), TABLES)

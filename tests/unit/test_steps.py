@@ -19,7 +19,7 @@ from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import Batching
 from pipeswitch.workers.inference import decode
 from pipeswitch.workers.inference.decode import DecodeRunner
-from pipeswitch.workers.inference.pool import RequestPool
+from pipeswitch.workers.inference.pool import MappedPool
 
 VOCABULARY, WIDTH, CONTEXT = 11, 3, 200
 NAMES = ("ids", "count", "used", "cache")
@@ -46,14 +46,14 @@ class Toy:
         before_group(0)
         ids, count, used, cache = inputs
         assert cache.shape[1] <= CONTEXT
-        made = torch.stack([ids * 7.0 + 1, ids * 3.0, ids * 5.0 + 2], -1)
+        rows = torch.stack([ids * 7.0 + 1, ids * 3.0, ids * 5.0 + 2], -1)
         logits = torch.zeros(len(ids), VOCABULARY)
         for row in range(len(ids)):
             assert cache[row, used[row] + 1 :].isfinite().all()
-            seen = torch.cat([cache[row, : used[row]], made[row, : count[row]]])
-            at = torch.arange(1, len(seen) + 1.0)[:, None]
-            logits[row] = torch.cos((seen * at).sum() * torch.arange(1.0, VOCABULARY + 1))
-        return [logits * float("nan") if self.is_nonsense else logits, made]
+            rows_so_far = torch.cat([cache[row, : used[row]], rows[row, : count[row]]])
+            at = torch.arange(1, len(rows_so_far) + 1.0)[:, None]
+            logits[row] = torch.cos((rows_so_far * at).sum() * torch.arange(1.0, VOCABULARY + 1))
+        return [logits * float("nan") if self.is_nonsense else logits, rows]
 
 
 class Pool:
@@ -114,7 +114,7 @@ class Worker:
             sampling_params=SamplingParams(steps=most, **how),
             inputs=inputs,
             model="m",
-            landings=(),
+            staging=(),
             batched=(),
             sequence=sequence,
             after=after,
@@ -130,13 +130,13 @@ class Worker:
         self.run = run
         inputs = run.inputs() if run.most else padded(requests[0].inputs)
         outputs = run.run(inputs, lambda _: None)
-        found = []
+        rows_of_all = []
         for number in range(len(requests)):
-            told = run.told(number, [one[number : number + 1] for one in outputs])
-            assert told == ([], [])
-            found.append(requests[number].inputs[3].made.reshape(1, -1, WIDTH))
+            outputs_told = run.outputs_of(number, [one[number : number + 1] for one in outputs])
+            assert outputs_told == ([], [])
+            rows_of_all.append(requests[number].inputs[3].made.reshape(1, -1, WIDTH))
         self.stepping.ended(head, run, self.took_ms * run.count)
-        return [([*one], rows) for one, rows in zip(run.tokens(), found, strict=True)]
+        return [([*one], rows) for one, rows in zip(run.tokens(), rows_of_all, strict=True)]
 
     def alone(self, tokens: list[int], count: int, **how: Any) -> list[int]:
         """One request for each token, by a worker that keeps nothing."""
@@ -158,7 +158,7 @@ def test_runs_of_any_sequences_in_any_order_answer_each_as_alone(seed: int) -> N
     chance, worker = random.Random(seed), Worker()
     lives: dict[int, Any] = {}
     hows = [{"temperature": 3.0, "seed": n} for n in range(3)]
-    kept = 0
+    hits = 0
     for number in range(60):
         for sequence in range(number * 9, number * 9 + (len(lives) < 6)):
             tokens = [chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 60))]
@@ -172,7 +172,7 @@ def test_runs_of_any_sequences_in_any_order_answer_each_as_alone(seed: int) -> N
             for n in chosen
         ]
         caches = worker.stepping.caches
-        kept += sum((n, lives[n][1], len(lives[n][0]) - 1) in caches._known for n in chosen)
+        hits += sum((n, lives[n][1], len(lives[n][0]) - 1) in caches._known for n in chosen)
         for n, (tokens, rows) in zip(chosen, worker.told(requests), strict=True):
             before, _, how = lives[n]
             assert tokens == worker.alone(before, len(tokens), **how)
@@ -182,7 +182,7 @@ def test_runs_of_any_sequences_in_any_order_answer_each_as_alone(seed: int) -> N
                 lives[n][:2] = [[*before, *chance.choices(range(VOCABULARY), k=len(tokens))], 1]
             if len(lives[n][0]) > CONTEXT - 20 or chance.random() < 0.05:
                 del lives[n]
-    assert kept > 40
+    assert hits > 40
 
 
 def test_a_run_ends_with_a_last_token_with_others_that_wait_and_with_its_time(
@@ -239,7 +239,7 @@ def test_logits_that_are_no_numbers_are_said() -> None:
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "bfloat16", "float32"])
 def test_rows_in_pieces_are_gathered_and_new_ones_lie_behind_them(dtype: str) -> None:
     descriptor, kind = sealed_memfd("pool", 1 << 16), getattr(torch, dtype)
-    pool, memory = RequestPool(descriptor, 1 << 16), mmap.mmap(descriptor, 0)
+    pool, memory = MappedPool(descriptor, 1 << 16), mmap.mmap(descriptor, 0)
     os.close(descriptor)
     slab = SlabTensor(
         name="cache",
@@ -271,18 +271,18 @@ def test_chances_are_those_of_the_logits_in_any_batch_and_run() -> None:
     [(chosen, _)] = alone.told([alone.asked(tokens, 5, options={"logprobs": 11})])
     assert [len(one) for one in alone.run.chances()] == [5]
     for number, (own, top) in enumerate(alone.run.chances()[0]):
-        wanted = torch.log_softmax(logits_after([*tokens, *chosen[:number]]).double(), -1)
-        assert own == pytest.approx(float(wanted[chosen[number]]), abs=1e-6)
-        assert [token for token, _ in top] == torch.argsort(-wanted, stable=True).tolist()
-        assert own == max(found for _, found in top)  # greedy: as evaluations compare them
+        expected = torch.log_softmax(logits_after([*tokens, *chosen[:number]]).double(), -1)
+        assert own == pytest.approx(float(expected[chosen[number]]), abs=1e-6)
+        assert [token for token, _ in top] == torch.argsort(-expected, stable=True).tolist()
+        assert own == max(chance for _, chance in top)  # greedy: as evaluations compare them
     requests = [
         worker.asked(tokens, 5, options={"logprobs": 0}),
         worker.asked([5, 6], 5),
         worker.asked(tokens, 5, options=biased),
     ]
-    told = worker.told(requests)
+    outputs_told = worker.told(requests)
     plain, _, forced = worker.run.chances()
-    assert (told[0][0], told[2][0]) == (chosen, [4] * 5)
+    assert (outputs_told[0][0], outputs_told[2][0]) == (chosen, [4] * 5)
     assert [own for own, _ in plain] == [own for own, _ in alone.run.chances()[0]]
     assert forced[0][0] < forced[0][1][0][1]
 
@@ -296,8 +296,8 @@ def test_forced_tokens_come_first_with_their_own_chances() -> None:
     assert tokens == [*forced]
     assert torch.equal(rows, worker.rows([2, 7, 0]))
     for number, (own, _) in enumerate(worker.run.chances()[0]):
-        wanted = torch.log_softmax(logits_after([2, *forced[:number]]).double(), -1)
-        assert own == pytest.approx(float(wanted[forced[number]]), abs=1e-6)
+        expected = torch.log_softmax(logits_after([2, *forced[:number]]).double(), -1)
+        assert own == pytest.approx(float(expected[forced[number]]), abs=1e-6)
 
 
 def logits_after(tokens: list[int]) -> torch.Tensor:

@@ -85,8 +85,8 @@ def test_a_module_mode_model_has_its_weights_in_another_file(tmp_path: Path) -> 
 
 def test_every_truncation_of_the_weights_is_noticed(tmp_path: Path) -> None:
     write_model(tmp_path, manifest(weights_sha256=""))
-    for kept in range(0, len(WEIGHTS), 37):
-        (tmp_path / BUNDLE_FILE).write_bytes(HEADER + WEIGHTS[:kept])
+    for size in range(0, len(WEIGHTS), 37):
+        (tmp_path / BUNDLE_FILE).write_bytes(HEADER + WEIGHTS[:size])
         with pytest.raises(UnusableModel, match="truncated"):
             load_model(tmp_path, memoryview(poisoned()))
 
@@ -153,13 +153,13 @@ def test_empty_tensors_take_no_place(tmp_path: Path) -> None:
 
 # ---- the guard ------------------------------------------------------------------------------
 
-ARENA_BYTES, STORE_BYTES, WORDS = 1 << 20, 1 << 20, 64
+ARENA_BYTES, STORE_BYTES, FENCE_COUNT = 1 << 20, 1 << 20, 64
 
 
 def order(
-    op_id: int, start: int, size: int, *, word: int = 0, group: GroupCopy | None = None
+    op_id: int, start: int, size: int, *, fence: int = 0, group: GroupCopy | None = None
 ) -> TransmitModel:
-    whole = GroupCopy(store_offset_bytes=0, arena_offset_bytes=start, size_bytes=size, word=word)
+    whole = GroupCopy(store_offset_bytes=0, arena_offset_bytes=start, size_bytes=size, fence=fence)
     return TransmitModel(
         model=ModelName("m"),
         op_id=OpId(op_id),
@@ -171,50 +171,50 @@ def order(
 
 @pytest.fixture
 def guard() -> TransmitGuard:
-    return TransmitGuard(arena_bytes=ARENA_BYTES, store_bytes=STORE_BYTES, words=WORDS)
+    return TransmitGuard(arena_bytes=ARENA_BYTES, store_bytes=STORE_BYTES, fence_count=FENCE_COUNT)
 
 
 @pytest.mark.parametrize(
     "bad",
     [
-        order(1, 0, 100),  # over the arrival words
-        order(1, WORDS * 4 - 1, 100),
+        order(1, 0, 100),  # over the fences
+        order(1, FENCE_COUNT * 4 - 1, 100),
         order(1, ARENA_BYTES - 50, 100),
         order(1, 4096, -1),
         order(0, 4096, 100),
-        order(1, 4096, 100, word=WORDS),
-        order(1, 4096, 100, word=-1),
+        order(1, 4096, 100, fence=FENCE_COUNT),
+        order(1, 4096, 100, fence=-1),
         order(
             1,
             4096,
             100,
-            group=GroupCopy(store_offset_bytes=0, arena_offset_bytes=4095, size_bytes=10, word=0),
+            group=GroupCopy(store_offset_bytes=0, arena_offset_bytes=4095, size_bytes=10, fence=0),
         ),
         order(
             1,
             4096,
             100,
-            group=GroupCopy(store_offset_bytes=0, arena_offset_bytes=4096, size_bytes=101, word=0),
+            group=GroupCopy(store_offset_bytes=0, arena_offset_bytes=4096, size_bytes=101, fence=0),
         ),
         order(
             1,
             4096,
             100,
-            group=GroupCopy(store_offset_bytes=0, arena_offset_bytes=4096, size_bytes=-1, word=0),
+            group=GroupCopy(store_offset_bytes=0, arena_offset_bytes=4096, size_bytes=-1, fence=0),
         ),
         order(
             1,
             4096,
             100,
             group=GroupCopy(
-                store_offset_bytes=STORE_BYTES - 1, arena_offset_bytes=4096, size_bytes=2, word=0
+                store_offset_bytes=STORE_BYTES - 1, arena_offset_bytes=4096, size_bytes=2, fence=0
             ),
         ),
         order(
             1,
             4096,
             100,
-            group=GroupCopy(store_offset_bytes=-1, arena_offset_bytes=4096, size_bytes=2, word=0),
+            group=GroupCopy(store_offset_bytes=-1, arena_offset_bytes=4096, size_bytes=2, fence=0),
         ),
     ],
 )
@@ -228,16 +228,16 @@ def test_overlapping_a_live_transmission_is_refused_until_it_ended(guard: Transm
     guard.accept(order(1, 4096, 4096))
     for start in (1024, 4096, 6000):
         with pytest.raises(RemoteProtocolError, match="overlaps"):
-            guard.accept(order(2, start, 4096, word=1))
-    guard.accept(order(3, 8192, 4096, word=1))
+            guard.accept(order(2, start, 4096, fence=1))
+    guard.accept(order(3, 8192, 4096, fence=1))
     guard.end(OpId(1))
     guard.accept(order(2, 4096, 4096))
 
 
 def test_a_word_of_a_live_transmission_is_refused(guard: TransmitGuard) -> None:
-    guard.accept(order(1, 4096, 100, word=5))
+    guard.accept(order(1, 4096, 100, fence=5))
     with pytest.raises(RemoteProtocolError, match="word"):
-        guard.accept(order(2, 8192, 100, word=5))
+        guard.accept(order(2, 8192, 100, fence=5))
 
 
 def test_an_older_epoch_is_refused_for_every_byte_a_newer_one_had(guard: TransmitGuard) -> None:
@@ -252,7 +252,7 @@ def test_an_older_epoch_is_refused_for_every_byte_a_newer_one_had(guard: Transmi
     with pytest.raises(RemoteProtocolError, match="stale"):
         guard.accept(order(4, 8191, 10))
     guard.accept(order(6, 7000, 10))
-    guard.accept(order(4, 8192, 10, word=1))
+    guard.accept(order(4, 8192, 10, fence=1))
 
 
 def test_the_store_knows_which_of_its_bytes_are_being_read(guard: TransmitGuard) -> None:
@@ -271,12 +271,12 @@ def test_accepted_spans_stay_disjoint_and_few(guard: TransmitGuard) -> None:
         count = rng.randrange(1, 128 - first + 1)
         claimed = rng.choice((op_id, max(1, op_id - 300)))
         is_stale = any(newest[page] > claimed for page in range(first, first + count))
-        asked = order(claimed, first * 8192, count * 8192)
+        order_asked = order(claimed, first * 8192, count * 8192)
         if is_stale:
             with pytest.raises(RemoteProtocolError, match="stale"):
-                guard.accept(asked)
+                guard.accept(order_asked)
         else:
-            guard.accept(asked)
+            guard.accept(order_asked)
             guard.end(OpId(claimed))
             newest[first : first + count] = [claimed] * count
     assert len(guard._accepted) <= 128

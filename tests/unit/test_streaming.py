@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from pipeswitch.base.errors import OutOfDeviceMemory, RemoteProtocolError
-from pipeswitch.devices.orders import check_order
+from pipeswitch.devices.order_checks import check_order
 from pipeswitch.ipc.messages.base import JobName, ModelName
 from pipeswitch.ipc.messages.builder import BuildDone
 from pipeswitch.ipc.messages.daemon import CancelTransmit, TransmitModel
 from pipeswitch.ipc.messages.worker import InferenceFailed, RunInference, SamplingParams, Yielded
 from pipeswitch.planning.costs import LayerCosts, LinkCost
-from pipeswitch.planning.profile import Found
+from pipeswitch.planning.profile import ProfileFile
 from pipeswitch.planning.streaming import StagingLayout, land, least_window, pass_ms
 from pipeswitch.programs.graphs.bundle import Graph, Node
 from pipeswitch.programs.graphs.graph import last_readers
@@ -42,24 +42,24 @@ LARGE, SMALL, JOB = ModelName("large"), ModelName("small"), JobName("j")
 # -- where groups land ------------------------------------------------------------------------
 
 
-def overlap(found: StagingLayout, sizes: list[int], one: int, other: int) -> bool:
-    starts = found.offsets[one], found.offsets[other]
+def overlap(layout: StagingLayout, sizes: list[int], one: int, other: int) -> bool:
+    starts = layout.offsets[one], layout.offsets[other]
     return starts[0] < starts[1] + sizes[other] and starts[1] < starts[0] + sizes[one]
 
 
-def check(found: StagingLayout, sizes: list[int], until: list[int], window: int) -> None:
+def check(layout: StagingLayout, sizes: list[int], until: list[int], window: int) -> None:
     padded = [-(-size // UNIT) * UNIT for size in sizes]
     for index, size in enumerate(padded):
-        assert found.offsets[index] % UNIT == 0
-        assert 0 <= found.offsets[index] <= window - size
-        assert found.waits[index] <= max(0, index - 1), "it is copied while another computes"
+        assert layout.offsets[index] % UNIT == 0
+        assert 0 <= layout.offsets[index] <= window - size
+        assert layout.waits[index] <= max(0, index - 1), "it is copied while another computes"
         for before in range(index):
-            if padded[before] and size and overlap(found, padded, before, index):
-                assert not {before, index} & found.kept, "what stays is overwritten"
+            if padded[before] and size and overlap(layout, padded, before, index):
+                assert not {before, index} & layout.resident, "what stays is overwritten"
                 # Copies go in order, so one waits for what those before it have waited for.
-                waited = max(found.waits[: index + 1])
+                waited = max(layout.waits[: index + 1])
                 assert until[before] < waited, "what is read is overwritten"
-    assert sum(padded[index] for index in found.kept) == found.resident_bytes
+    assert sum(padded[index] for index in layout.resident) == layout.resident_bytes
 
 
 def test_no_landing_is_used_before_what_lay_there_has_been_read() -> None:
@@ -71,9 +71,9 @@ def test_no_landing_is_used_before_what_lay_there_has_been_read() -> None:
         least = least_window(sizes, until, 200, UNIT)
         assert land(sizes, until, least - UNIT, UNIT) is None or not least
         for more in (0, UNIT, 4 * UNIT, 20 * UNIT):
-            found = land(sizes, until, least + more, UNIT)
-            assert found is not None
-            check(found, sizes, until, least + more)
+            layout = land(sizes, until, least + more, UNIT)
+            assert layout is not None
+            check(layout, sizes, until, least + more)
 
 
 @pytest.mark.parametrize("sizes", [*product((1, 2, 3), repeat=4)])
@@ -98,30 +98,30 @@ def test_the_least_ring_is_hardly_larger_than_the_best_there_is(sizes: tuple[int
 
 
 def test_the_first_group_stays_and_the_others_that_do_lie_apart() -> None:
-    found = land([4] * 24, range(24), 4 * 12, 4)
-    assert found is not None
-    assert 0 in found.kept
-    assert len(found.kept) == 12 - 3, "two landings and a third"
-    streams = [index for index in range(24) if index not in found.kept]
-    assert max(b - a for a, b in pairwise(sorted(found.kept))) <= 4
+    layout = land([4] * 24, range(24), 4 * 12, 4)
+    assert layout is not None
+    assert 0 in layout.resident
+    assert len(layout.resident) == 12 - 3, "two landings and a third"
+    streams = [index for index in range(24) if index not in layout.resident]
+    assert max(b - a for a, b in pairwise(sorted(layout.resident))) <= 4
     assert len(streams) == 15
 
 
 def test_what_is_read_again_at_the_end_stays() -> None:
     until = [11, *range(1, 12)]  # a table that both ends use
-    found = land([6] + [4] * 11, until, 20, 2)
-    assert found is not None
-    assert found.kept == {0}
+    layout = land([6] + [4] * 11, until, 20, 2)
+    assert layout is not None
+    assert layout.resident == {0}
     assert land([6] + [4] * 11, until, 12, 2) is None
 
 
-def by_hand(found: StagingLayout, copy_ms: float, compute_ms: float) -> float:
+def by_hand(layout: StagingLayout, copy_ms: float, compute_ms: float) -> float:
     """A pass by the ticks of a clock: a link, a device, and who waits for whom."""
-    count = len(found.offsets)
-    order = [index for index in range(count) if index not in found.kept]
-    arrived, computed, sent, clock_ms, link_ms, device_ms = {*found.kept}, 0, 0, 0.0, 0.0, 0.0
+    count = len(layout.offsets)
+    order = [index for index in range(count) if index not in layout.resident]
+    arrived, computed, sent, clock_ms, link_ms, device_ms = {*layout.resident}, 0, 0, 0.0, 0.0, 0.0
     while computed < count:
-        link_ms += sent < len(order) and computed >= found.waits[order[sent]]
+        link_ms += sent < len(order) and computed >= layout.waits[order[sent]]
         device_ms += computed in arrived
         clock_ms += 1.0
         if link_ms == copy_ms:
@@ -137,12 +137,12 @@ def test_a_pass_takes_the_longer_of_link_and_compute_and_a_bubble(
     copy_ms: float, compute_ms: float
 ) -> None:
     costs = LayerCosts((4,) * 24, (compute_ms,) * 24, LinkCost(0.0, copy_ms / 4))
-    found = land([4] * 24, range(24), 4 * 8, 4)
-    assert found is not None
-    took_ms = pass_ms(tuple(range(24)), costs, found)
-    link_ms = copy_ms * (24 - len(found.kept))
+    layout = land([4] * 24, range(24), 4 * 8, 4)
+    assert layout is not None
+    took_ms = pass_ms(tuple(range(24)), costs, layout)
+    link_ms = copy_ms * (24 - len(layout.resident))
     assert max(link_ms, 24 * compute_ms) <= took_ms <= 1.15 * max(link_ms, 24 * compute_ms)
-    assert took_ms == by_hand(found, copy_ms, compute_ms)
+    assert took_ms == by_hand(layout, copy_ms, compute_ms)
 
 
 # -- which weights are read again ---------------------------------------------------------------
@@ -174,7 +174,7 @@ class Streaming(Answered):
     """An arena of 32 MiB, a model of 96 in groups of 4, and a small one."""
 
     def __init__(self, ratio: float, layer_ms: float = 4.0) -> None:
-        settings = SchedulerSettings(arena_bytes=34 * MIB, store_bytes=256 * MIB, words=64)
+        settings = SchedulerSettings(arena_bytes=34 * MIB, store_bytes=256 * MIB, fence_count=64)
         link = Link(bytes_per_ms=4 * MIB / (ratio * layer_ms), fixed_ms=0.0)
         super().__init__(Scheduler(settings), Costs(to_device=link))
         self.clients.register(
@@ -199,9 +199,9 @@ def test_a_pass_of_three_times_the_arena_is_hardly_longer_than_link_or_compute(
     world = Streaming(ratio)
     world.ask()
     for _ in range(3):
-        took_ms, bill = world.ask()
-        assert (bill.resident_bytes + bill.streamed, bill.resident) == (96 * MIB, False)
-        link_ms = bill.streamed / world.scene.costs.to_device.bytes_per_ms
+        took_ms, timing = world.ask()
+        assert (timing.resident_bytes + timing.streamed, timing.resident) == (96 * MIB, False)
+        link_ms = timing.streamed / world.scene.costs.to_device.bytes_per_ms
         assert max(link_ms, 96.0) <= took_ms <= 1.15 * max(link_ms, 96.0)
 
 
@@ -222,12 +222,12 @@ def test_a_small_model_and_a_job_stay_beside_one_that_streams() -> None:
 def test_a_pass_of_a_language_model_is_one_step_and_lets_in_whom_the_policy_does() -> None:
     world = Streaming(1.0)
     world.ask()
-    asked = next(one for _, _, one in world.story if isinstance(one, ev.InferArrived))
+    request = next(one for _, _, one in world.story if isinstance(one, ev.InferArrived))
     tokens = [world.clients.token() for _ in range(2)]
     for token in tokens:
         world.handle(
             msgspec.structs.replace(
-                asked,
+                request,
                 token=token,
                 request_id=f"r{token}",
                 sampling_params=SamplingParams(steps=8),
@@ -283,15 +283,15 @@ def test_each_request_is_a_pass_of_its_own_and_what_stays_is_not_sent_again(rig:
     (first,), (run,) = rig.sent(TransmitModel), rig.sent(RunInference)
     assert all(group.size_bytes for group in first.groups)
     assert [group.arena_offset_bytes - first.arena_offset_bytes for group in first.groups] == [
-        *run.landings
+        *run.staging
     ]
     rig.infer("large")
     assert not rig.sent(RunInference), "the ring is the other's"
     rig.arrived("large")
     rig.done()
     (second,) = rig.sent(TransmitModel)
-    kept = [index for index, group in enumerate(second.groups) if not group.size_bytes]
-    assert {*kept} == rig.state.replicas["large"].landings.kept
+    sent_indices = [index for index, group in enumerate(second.groups) if not group.size_bytes]
+    assert {*sent_indices} == rig.state.replicas["large"].staging.resident
     rig.arrived("large")
     rig.done()
     assert rig.residency("large") is Residency.PARTIAL
@@ -341,9 +341,9 @@ def test_a_copy_whose_end_is_told_after_the_answer_leaves_what_stays(rig: Rig) -
 def test_a_profile_of_another_server_predicts_its_pass_and_leaves_its_groups(rig: Rig) -> None:
     token, op_id = rig.begin("large")
     manifest = manifest_of("digest large", 186 * MIB, 31)
-    found = Found("large.json", profile_of("large", manifest, layer_ms=50.0))
+    profile = ProfileFile("large.json", profile_of("large", manifest, layer_ms=50.0))
     done = BuildDone(model="large", op_id=op_id, digest=manifest.digest)
-    rig.handle(received(done, manifest=manifest, profiles=(found,)))
+    rig.handle(received(done, manifest=manifest, profiles=(profile,)))
     rig.stored("large", op_id)
     assert rig.answers[token].body["streams"]["pass_ms"] == pytest.approx(62 * 50.0, rel=0.15)
     assert len(rig.state.replicas["large"].manifest.groups) == 31
@@ -507,4 +507,4 @@ def test_a_daemon_refuses_a_group_that_would_wait_for_ever(
     (sent,) = rig.sent(TransmitModel)
     order = msgspec.structs.replace(sent, groups=sent.groups[:2], waits=waits)
     with pytest.raises(RemoteProtocolError):
-        check_order(order, arena_bytes=64 * MIB, store_bytes=256 * MIB, words=64)
+        check_order(order, arena_bytes=64 * MIB, store_bytes=256 * MIB, fence_count=64)

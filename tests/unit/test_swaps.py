@@ -13,16 +13,16 @@ from pipeswitch.planning.swaps import Event, Forecast, LinkQueue, Step, forecast
 PAGE = 4096
 
 
-class Watched(swaps._Run):
+class Watched(swaps._ForecastState):
     """Counts anew, at every tick, what lies on the device."""
 
     def _watch(self) -> None:
-        held = sum(
+        held_bytes = sum(
             size
             for size, place in zip(self._step.sizes_bytes, self._place, strict=True)
             if place in ("device", "leaving", "coming")
         )
-        assert held <= self._held <= self._budget
+        assert held_bytes <= self._held <= self._budget
 
     def _carry(self, until_ms: float) -> None:
         self._watch()
@@ -36,7 +36,7 @@ class Watched(swaps._Run):
 
 @pytest.fixture(autouse=True)
 def _watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swaps, "_Run", Watched)
+    monkeypatch.setattr(swaps, "_ForecastState", Watched)
 
 
 def random_step(dice: random.Random, count: int) -> Step:
@@ -54,7 +54,7 @@ def random_step(dice: random.Random, count: int) -> Step:
     return Step(sizes_bytes=sizes, events=events)
 
 
-def random_lanes(dice: random.Random) -> swaps.Lanes:
+def random_lanes(dice: random.Random) -> swaps.Links:
     out, back = (
         LinkQueue(bytes_per_ms=dice.choice([5e3, 2e4, 1e5]), call_ms=dice.choice([0, 0.1]))
         for _ in "ab"
@@ -71,31 +71,31 @@ def equal_step(count: int, size_bytes: int, compute_ms: float) -> Step:
     return Step(sizes_bytes=[size_bytes] * count, events=[*saves, *chain(*uses)])
 
 
-def both(rate: float) -> swaps.Lanes:
+def both(rate: float) -> swaps.Links:
     return LinkQueue(bytes_per_ms=rate), LinkQueue(bytes_per_ms=rate)
 
 
-def best_of_all(step: Step, budget_bytes: int, lanes: swaps.Lanes) -> Forecast | None:
+def best_of_all(step: Step, budget_bytes: int, links: swaps.Links) -> Forecast | None:
     every = range(len(step.sizes_bytes))
     choices = (choice for count in range(len(every) + 1) for choice in combinations(every, count))
-    found = [forecast(step, choice, budget_bytes, lanes) for choice in choices]
-    return min((one for one in found if one), key=lambda one: one.wait_ms, default=None)
+    forecasts = [forecast(step, choice, budget_bytes, links) for choice in choices]
+    return min((one for one in forecasts if one), key=lambda one: one.wait_ms, default=None)
 
 
 def test_it_waits_no_longer_than_the_best_of_all_choices() -> None:
     planned = waits = 0
     for seed in range(120):
         dice = random.Random(seed)
-        step, lanes = random_step(dice, dice.randint(2, 7)), random_lanes(dice)
+        step, links = random_step(dice, dice.randint(2, 7)), random_lanes(dice)
         budget_bytes = int(sum(step.sizes_bytes) * dice.uniform(0.4, 1))
-        found, best = plan(step, budget_bytes, lanes), best_of_all(step, budget_bytes, lanes)
-        assert (found is None) == (best is None), seed
-        if found is None or best is None:
+        forecast_of, best = plan(step, budget_bytes, links), best_of_all(step, budget_bytes, links)
+        assert (forecast_of is None) == (best is None), seed
+        if forecast_of is None or best is None:
             continue
         planned += 1
         waits += best.wait_ms > 0
-        assert found.peak_bytes <= budget_bytes
-        assert found.wait_ms == pytest.approx(best.wait_ms, abs=1e-9), seed
+        assert forecast_of.peak_bytes <= budget_bytes
+        assert forecast_of.wait_ms == pytest.approx(best.wait_ms, abs=1e-9), seed
     assert planned > 60
     assert waits > 20
 
@@ -104,58 +104,62 @@ def test_it_is_never_worse_than_layer_wise_or_belady_and_mostly_better_than_eith
     better = dict.fromkeys(("layer-wise", "belady"), 0)
     for seed in range(12):
         dice = random.Random(seed)
-        step, lanes = random_step(dice, 16), random_lanes(dice)
+        step, links = random_step(dice, 16), random_lanes(dice)
         budget_bytes = int(sum(step.sizes_bytes) * dice.uniform(0.3, 0.7))
-        found = plan(step, budget_bytes, lanes)
+        forecast_of = plan(step, budget_bytes, links)
         others = {
-            "layer-wise": swaps.hiding(step, budget_bytes, lanes),
-            "belady": [forecast(step, swaps.farthest(step, budget_bytes), budget_bytes, lanes)],
+            "layer-wise": swaps.hiding(step, budget_bytes, links),
+            "belady": [forecast(step, swaps.farthest(step, budget_bytes), budget_bytes, links)],
         }
         for name, several in others.items():
             waits = [one.wait_ms for one in several if one]
             if waits:
-                assert found is not None
-                assert found.wait_ms <= min(waits)
-                better[name] += found.wait_ms < min(waits) - 1e-9
+                assert forecast_of is not None
+                assert forecast_of.wait_ms <= min(waits)
+                better[name] += forecast_of.wait_ms < min(waits) - 1e-9
     assert all(count > 3 for count in better.values()), better
 
 
 def test_a_search_that_is_over_at_once_keeps_the_budget_all_the_same() -> None:
     dice = random.Random(3)
     step = random_step(dice, 14)
-    budget_bytes, asked = sum(step.sizes_bytes) // 2, []
-    found = plan(step, budget_bytes, both(2e3), lambda: not asked.append(1))
-    assert found is not None
-    assert len(asked) == 1
+    budget_bytes, looks = sum(step.sizes_bytes) // 2, []
+    forecast_of = plan(step, budget_bytes, both(2e3), lambda: not looks.append(1))
+    assert forecast_of is not None
+    assert len(looks) == 1
     longer = plan(step, budget_bytes, both(2e3))
     assert longer == plan(step, budget_bytes, both(2e3))  # and the same each time
     assert longer is not None
-    assert longer.wait_ms < found.wait_ms
+    assert longer.wait_ms < forecast_of.wait_ms
 
 
 def test_what_fits_stays() -> None:
     step = equal_step(6, PAGE, 1.0)
-    found = plan(step, 6 * PAGE, both(PAGE))
-    assert found == Forecast(leaving=frozenset(), wait_ms=0.0, peak_bytes=6 * PAGE, moved_bytes=0)
+    forecast_of = plan(step, 6 * PAGE, both(PAGE))
+    assert forecast_of == Forecast(
+        leaving=frozenset(), wait_ms=0.0, peak_bytes=6 * PAGE, moved_bytes=0
+    )
 
 
 def test_those_go_first_that_hide_best_and_no_more_than_need_be() -> None:
-    found = plan(equal_step(8, PAGE, 1.0), 6 * PAGE, both(PAGE))
-    assert found is not None
-    assert found.wait_ms == 0.0
-    assert found.leaving == {0, 1}  # saved first, used last
-    assert found.moved_bytes == 2 * PAGE
+    forecast_of = plan(equal_step(8, PAGE, 1.0), 6 * PAGE, both(PAGE))
+    assert forecast_of is not None
+    assert forecast_of.wait_ms == 0.0
+    assert forecast_of.leaving == {0, 1}  # saved first, used last
+    assert forecast_of.moved_bytes == 2 * PAGE
 
 
 def test_bytes_come_back_in_the_order_of_use_and_before_it() -> None:
     step = equal_step(8, PAGE, 1.0)
-    found = plan(step, 4 * PAGE, both(2 * PAGE))
-    assert found is not None
-    assert [storage for storage, _ in found.fetches] == sorted(found.leaving, reverse=True)
+    forecast_of = plan(step, 4 * PAGE, both(2 * PAGE))
+    assert forecast_of is not None
+    assert [storage for storage, _ in forecast_of.fetches] == sorted(
+        forecast_of.leaving, reverse=True
+    )
     used_at = {
         event.storage: number for number, event in enumerate(step.events) if event.what == "use"
     }
-    assert all(asked_at < used_at[storage] for storage, asked_at in found.fetches)
+    assert all(asked_at < used_at[storage] for storage, asked_at in forecast_of.fetches)
 
 
 def test_one_lane_carries_out_while_the_other_brings_back() -> None:
@@ -167,17 +171,17 @@ def test_one_lane_carries_out_while_the_other_brings_back() -> None:
         Event("use", 1, 9.0),
     ]
     step = Step(sizes_bytes=[PAGE, 4 * PAGE], events=events)
-    found = forecast(step, {0, 1}, 5 * PAGE, both(PAGE))
-    assert found is not None
-    assert found.wait_ms == 1.0  # its own way back; in one lane 1's way out came first
+    forecast_of = forecast(step, {0, 1}, 5 * PAGE, both(PAGE))
+    assert forecast_of is not None
+    assert forecast_of.wait_ms == 1.0  # its own way back; in one lane 1's way out came first
 
 
 def test_a_slow_lane_is_waited_for() -> None:
     step = equal_step(8, PAGE, 1.0)
     waits = [
-        found.wait_ms
+        forecast_of.wait_ms
         for rate in (4.0, 1.0, 0.25)
-        if (found := plan(step, 3 * PAGE, both(rate * PAGE)))
+        if (forecast_of := plan(step, 3 * PAGE, both(rate * PAGE)))
     ]
     assert waits == sorted(waits)
     assert waits[0] == 0.0
@@ -190,5 +194,5 @@ def test_small_ones_stay() -> None:
 
 @pytest.mark.parametrize("budget_bytes", [PAGE - 1, PAGE])
 def test_a_budget_below_the_largest_is_kept_by_no_plan(budget_bytes: int) -> None:
-    found = plan(equal_step(3, PAGE, 1.0), budget_bytes, both(PAGE))
-    assert (found is None) == (budget_bytes < PAGE)
+    forecast_of = plan(equal_step(3, PAGE, 1.0), budget_bytes, both(PAGE))
+    assert (forecast_of is None) == (budget_bytes < PAGE)

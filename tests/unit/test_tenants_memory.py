@@ -19,19 +19,19 @@ from pipeswitch.ipc.sparse import give_back, held_bytes, keep_only, read_only
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE
-WORDS = 64
+FENCE_COUNT = 64
 
 
 @pytest.fixture
 def new_file() -> Iterator[Callable[[int], int]]:
-    made: list[int] = []
+    descriptors: list[int] = []
 
     def make(size_bytes: int) -> int:
-        made.append(sealed_memfd("tenant", size_bytes))
-        return made[-1]
+        descriptors.append(sealed_memfd("tenant", size_bytes))
+        return descriptors[-1]
 
     yield make
-    for descriptor in made:
+    for descriptor in descriptors:
         os.close(descriptor)
 
 
@@ -59,10 +59,10 @@ def test_a_reader_cannot_write_by_any_way_that_needs_no_file_to_be_opened(
     writer = new_file(PAGE)
     os.pwrite(writer, b"theirs", 0)
     reader = read_only(writer)
-    with mmap.mmap(reader, PAGE, prot=mmap.PROT_READ) as seen:
-        assert seen[:6] == b"theirs"
+    with mmap.mmap(reader, PAGE, prot=mmap.PROT_READ) as view:
+        assert view[:6] == b"theirs"
         give_back(writer, 0, PAGE)
-        assert seen[:6] == bytes(6), "a hole that its reader does not see"
+        assert view[:6] == bytes(6), "a hole that its reader does not see"
     with pytest.raises(PermissionError):
         mmap.mmap(reader, PAGE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     for write in (lambda: os.pwrite(reader, b"x", 0), lambda: give_back(reader, 0, PAGE)):
@@ -74,8 +74,8 @@ def test_a_reader_cannot_write_by_any_way_that_needs_no_file_to_be_opened(
 def test_pages_outside_of_what_is_kept_are_given_back(new_file: Callable[[int], int]) -> None:
     descriptor = new_file(8 * PAGE)
     os.pwrite(descriptor, b"x" * 8 * PAGE, 0)
-    kept = [(4 * PAGE, 5 * PAGE), (PAGE, PAGE + 1)]
-    keep_only(descriptor, kept, 8 * PAGE)
+    ranges = [(4 * PAGE, 5 * PAGE), (PAGE, PAGE + 1)]
+    keep_only(descriptor, ranges, 8 * PAGE)
     assert held_bytes(descriptor) == 2 * PAGE
     data = os.pread(descriptor, 8 * PAGE, 0)
     assert data.strip(b"\0").replace(b"\0", b"") == b"x" * (PAGE + 1)
@@ -86,24 +86,24 @@ def test_pages_outside_of_what_is_kept_are_given_back(new_file: Callable[[int], 
 
 @pytest.fixture
 def arena(new_file: Callable[[int], int]) -> Iterator[tuple[FilePerTenant, dict[str, int]]]:
-    made = FilePerTenant(16 * MIB, WORDS)
+    arena_made = FilePerTenant(16 * MIB, FENCE_COUNT)
     files = {name: new_file(16 * MIB) for name in ("ada", "bob")}
     for name, descriptor in files.items():
-        made.open_tenant(name, descriptor)
-    yield made, files
-    made.close()
+        arena_made.open_tenant(name, descriptor)
+    yield arena_made, files
+    arena_made.close()
 
 
 def test_a_place_that_changes_tenants_leaves_nothing_and_takes_nothing_twice(
     arena: tuple[FilePerTenant, dict[str, int]],
 ) -> None:
-    made, files = arena
+    tenants, files = arena
     for turn in range(6):
         tenant, other = ("ada", "bob") if turn % 2 else ("bob", "ada")
-        made.take(order(tenant, 2 * MIB, 8 * MIB, turn + 1))
-        made.write(tenant, 2 * MIB, pages(turn + 1, 8 * MIB))
-        made.raise_word(tenant, 3, turn + 1)
-        made.tidy()
+        tenants.take(order(tenant, 2 * MIB, 8 * MIB, turn + 1))
+        tenants.write(tenant, 2 * MIB, pages(turn + 1, 8 * MIB))
+        tenants.signal_fence(tenant, 3, turn + 1)
+        tenants.tidy()
         assert os.pread(files[tenant], 8 * MIB, 2 * MIB) == bytes([turn + 1]) * (8 * MIB)
         assert int.from_bytes(os.pread(files[tenant], 4, 12), "little") == turn + 1
         assert not os.pread(files[other], 14 * MIB, 2 * MIB).strip(b"\0")
@@ -113,42 +113,42 @@ def test_a_place_that_changes_tenants_leaves_nothing_and_takes_nothing_twice(
 def test_of_a_place_that_is_taken_in_part_the_rest_stays(
     arena: tuple[FilePerTenant, dict[str, int]],
 ) -> None:
-    made, files = arena
-    made.take(order("ada", 2 * MIB, 6 * MIB))
-    made.write("ada", 2 * MIB, pages(1, 6 * MIB))
-    made.take(order("bob", 4 * MIB, 2 * MIB))
-    made.tidy()
+    tenants, files = arena
+    tenants.take(order("ada", 2 * MIB, 6 * MIB))
+    tenants.write("ada", 2 * MIB, pages(1, 6 * MIB))
+    tenants.take(order("bob", 4 * MIB, 2 * MIB))
+    tenants.tidy()
     data = os.pread(files["ada"], 6 * MIB, 2 * MIB)
     assert data == b"\1" * (2 * MIB) + bytes(2 * MIB) + b"\1" * (2 * MIB)
-    made.clear("ada", 2 * MIB, 2 * MIB + 5)
+    tenants.clear("ada", 2 * MIB, 2 * MIB + 5)
     assert os.pread(files["ada"], 6, 2 * MIB) == bytes(5) + b"\1"
 
 
 def test_pages_that_a_worker_touched_where_it_has_no_place_are_given_back(
     arena: tuple[FilePerTenant, dict[str, int]],
 ) -> None:
-    made, files = arena
+    tenants, files = arena
     reader = read_only(files["ada"])
     with mmap.mmap(reader, 16 * MIB, prot=mmap.PROT_READ) as all_of_it:
         assert not any(all_of_it[::PAGE])
     os.close(reader)
     assert held_bytes(files["ada"]) == 16 * MIB, "to read a hole takes a page"
-    made.take(order("bob", 2 * MIB, 2 * MIB))
-    made.tidy()
+    tenants.take(order("bob", 2 * MIB, 2 * MIB))
+    tenants.tidy()
     assert held_bytes(files["ada"]) <= PAGE
 
 
 def test_a_tenant_without_a_file_a_second_file_and_a_wrong_one_are_refused(
     arena: tuple[FilePerTenant, dict[str, int]], new_file: Callable[[int], int]
 ) -> None:
-    made, files = arena
+    tenants, files = arena
     with pytest.raises(RemoteProtocolError):
-        made.take(order("cyd", 2 * MIB, 2 * MIB))
+        tenants.take(order("cyd", 2 * MIB, 2 * MIB))
     with pytest.raises(RemoteProtocolError):
-        made.open_tenant("ada", files["ada"])
+        tenants.open_tenant("ada", files["ada"])
     with pytest.raises(RemoteProtocolError):
-        made.open_tenant("cyd", new_file(2 * MIB))
-    shared = OneFile(4 * MIB, WORDS)
+        tenants.open_tenant("cyd", new_file(2 * MIB))
+    shared = OneFile(4 * MIB, FENCE_COUNT)
     with pytest.raises(RemoteProtocolError):
         shared.open_tenant("ada", files["ada"])
     with pytest.raises(RemoteProtocolError):
@@ -175,19 +175,21 @@ def test_a_request_lies_in_its_tenants_file_and_is_gone_with_its_answer(
     divided: tuple[RequestPool, dict[str, int]],
 ) -> None:
     pool, files = divided
-    rooms = {name: pool.reserve("client", 3, 3, name) for name in files}
-    for name, room in rooms.items():
-        pool.fill([tensor(room.input_offset_bytes, 3)], [b"ask"], name)
-        os.pwrite(files[name], b"say", room.reply_offset_bytes)
-        assert pool.memory_of(room)[room.reply_offset_bytes :][:3] == b"say"
-    assert len({room.input_offset_bytes for room in rooms.values()}) == 3, "two ledgers"
-    for name, room in rooms.items():
+    allocations = {name: pool.reserve("client", 3, 3, name) for name in files}
+    for name, allocation in allocations.items():
+        pool.fill([tensor(allocation.input_offset_bytes, 3)], [b"ask"], name)
+        os.pwrite(files[name], b"say", allocation.reply_offset_bytes)
+        assert pool.memory_of(allocation)[allocation.reply_offset_bytes :][:3] == b"say"
+    assert len({allocation.input_offset_bytes for allocation in allocations.values()}) == 3, (
+        "two ledgers"
+    )
+    for name, allocation in allocations.items():
         data = os.pread(files[name], 16 * PAGE, 0)
         assert data.replace(b"\0", b"") in (b"asksay", b"sayask")
         assert held_bytes(files[name]) == 2 * PAGE
-        pool.release_inputs(room)
+        pool.release_inputs(allocation)
         assert os.pread(files[name], 16 * PAGE, 0).replace(b"\0", b"") == b"say"
-        pool.release_reply(room)
+        pool.release_reply(allocation)
         assert held_bytes(files[name]) == 0
         pool.check()
 
@@ -196,16 +198,16 @@ def test_what_a_worker_touched_beside_its_slabs_is_given_back_when_it_is_gone(
     divided: tuple[RequestPool, dict[str, int]],
 ) -> None:
     pool, files = divided
-    room = pool.reserve("client", 3, 3, "ada")
-    pool.fill([tensor(room.input_offset_bytes, 3)], [b"ask"], "ada")
+    allocation = pool.reserve("client", 3, 3, "ada")
+    pool.fill([tensor(allocation.input_offset_bytes, 3)], [b"ask"], "ada")
     with mmap.mmap(files["ada"], 0) as workers:
         workers[:] = workers[:].replace(b"\0", b"!")
     pool.tidy("ada")
     assert held_bytes(files["ada"]) == 2 * PAGE
-    assert os.pread(files["ada"], 3, room.input_offset_bytes) == b"ask"
+    assert os.pread(files["ada"], 3, allocation.input_offset_bytes) == b"ask"
     pool.tidy("bob")  # it has asked for nothing yet
-    pool.release_inputs(room)
-    pool.release_reply(room)
+    pool.release_inputs(allocation)
+    pool.release_reply(allocation)
 
 
 def test_a_tenants_file_that_cannot_be_had_is_that_requests_refusal(

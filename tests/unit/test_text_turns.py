@@ -16,13 +16,13 @@ pytest.importorskip("httptools", reason="make installs it")
 
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.base.roles import ANYONE, Principal
-from pipeswitch.gateway.offload import MAX_PASSES, Turns
+from pipeswitch.gateway.offload import MAX_PASSES, TurnQueue
 from pipeswitch.gateway.openai.answer_stream import turn_of
 from pipeswitch.gateway.openai.completions import NEUTRAL, CompletionRequest, _check_neutral, _said
 from pipeswitch.gateway.openai.tokenizer_worker import DecodedText, StartGeneration, TokensGenerated
 from pipeswitch.gateway.openai.tokenizer_worker import TokenizerWorker as TextProcess
 from pipeswitch.gateway.openai.tokenizers import TURN_S, TokenizerPool, TokenizerSlot, next_place
-from pipeswitch.programs.decoding.generation import author_defaults
+from pipeswitch.programs.decoding.generation_settings import author_defaults
 from pipeswitch.programs.decoding.model_config import LanguageModelConfig
 from pipeswitch.programs.decoding.output import StopCriteria
 from pipeswitch.programs.decoding.sampling import Sampling
@@ -31,7 +31,7 @@ OPTIONS = [*CompletionRequest.__struct_fields__]
 
 
 def test_callers_take_turns_however_much_one_of_them_asks() -> None:
-    turns: Turns[str] = Turns()
+    turns: TurnQueue[str] = TurnQueue()
     for number in range(5):
         turns.put("mallory", f"m{number}")
     turns.put("alice", "a0")
@@ -51,7 +51,7 @@ def test_callers_take_turns_however_much_one_of_them_asks() -> None:
 
 
 def test_tokens_of_answers_go_before_new_prompts_which_do_not_starve() -> None:
-    turns: Turns[str] = Turns()
+    turns: TurnQueue[str] = TurnQueue()
     turns.put("alice", "prompt")
     for _ in range(MAX_PASSES + 2):
         turns.put("mallory", "token", is_urgent=True)
@@ -67,15 +67,15 @@ def test_tokens_of_answers_go_before_new_prompts_which_do_not_starve() -> None:
 def test_each_thing_is_taken_once_and_those_of_a_caller_in_order(
     things: list[tuple[str, bool]],
 ) -> None:
-    turns: Turns[tuple[str, bool, int]] = Turns()
+    turns: TurnQueue[tuple[str, bool, int]] = TurnQueue()
     for number, (caller, is_urgent) in enumerate(things):
         turns.put(caller, (caller, is_urgent, number), is_urgent=is_urgent)
-    found = []
+    items = []
     while (one := turns.take()) is not None:
-        found.append(one)
-    assert sorted(one[2] for one in found) == [*range(len(things))]
+        items.append(one)
+    assert sorted(one[2] for one in items) == [*range(len(things))]
     for caller, is_urgent in things:
-        numbers = [one[2] for one in found if one[:2] == (caller, is_urgent)]
+        numbers = [one[2] for one in items if one[:2] == (caller, is_urgent)]
         assert numbers == sorted(numbers)
 
 
@@ -102,7 +102,7 @@ EIGHT = {f"m{n}": busy("mallory", n / 8) for n in range(8)}
 
 
 @pytest.mark.parametrize(
-    ("held", "wanted", "now_s", "found"),
+    ("slots", "waiting", "now_s", "expected"),
     [
         ({}, {"a": busy("alice")}, 1.0, ("a", "")),
         # An owner with all eight gives one up at once, and its ninth waits for a turn.
@@ -126,61 +126,55 @@ EIGHT = {f"m{n}": busy("mallory", n / 8) for n in range(8)}
     ],
 )
 def test_owners_share_the_text_processes(
-    held: dict[str, TokenizerSlot], wanted: dict[str, TokenizerSlot], now_s: float, found: Any
+    slots: dict[str, TokenizerSlot], waiting: dict[str, TokenizerSlot], now_s: float, expected: Any
 ) -> None:
-    assert next_place(held, wanted, max(len(held), 1), now_s) == found
+    assert next_place(slots, waiting, max(len(slots), 1), now_s) == expected
 
 
 def test_a_caller_that_wishes_for_many_models_waits_longer_than_one_with_one_wish() -> None:
-    wanted = {f"m{n}": TokenizerSlot(owner="", caller="address 1", since_s=n) for n in range(20)}
-    wanted["a"] = TokenizerSlot(owner="", caller="token alice", since_s=30.0)
-    assert next_place({}, wanted, 1, 31.0) == ("a", "")
+    waiting = {f"m{n}": TokenizerSlot(owner="", caller="address 1", since_s=n) for n in range(20)}
+    waiting["a"] = TokenizerSlot(owner="", caller="token alice", since_s=30.0)
+    assert next_place({}, waiting, 1, 31.0) == ("a", "")
 
 
 @given(
     st.dictionaries(st.text("ab", max_size=3), st.sampled_from("xyz"), min_size=1, max_size=4),
     st.dictionaries(st.text("cd", max_size=3), st.sampled_from("xyz"), min_size=1, max_size=4),
 )
-def test_nobody_waits_for_ever(held: dict[str, str], wanted: dict[str, str]) -> None:
+def test_nobody_waits_for_ever(slots: dict[str, str], waiting: dict[str, str]) -> None:
     """The owners that have the fewest get one after a turn, and what they get others had."""
-    places = {name: busy(owner) for name, owner in held.items()}
-    wishes = {name: busy(owner, 1.0) for name, owner in wanted.items() if name not in held}
-    has = [*held.values()]
+    places = {name: busy(owner) for name, owner in slots.items()}
+    wishes = {name: busy(owner, 1.0) for name, owner in waiting.items() if name not in slots}
+    has = [*slots.values()]
     poorest = [w.owner for w in wishes.values() if has.count(w.owner) < max(map(has.count, has))]
-    found = next_place(places, wishes, len(places), 1.0 + TURN_S)
-    assert found is not None or not poorest
+    slot = next_place(places, wishes, len(places), 1.0 + TURN_S)
+    assert slot is not None or not poorest
 
 
 def test_an_answer_goes_on_in_another_process_where_it_was() -> None:
     facts = LanguageModelConfig(version=1, digest="d", vocabulary=9, context=30)
     ending = StopCriteria(max_new_tokens=8, eos_ids=(8,))
     begin = StartGeneration(answer=1, prompt=[1, 2, 3], sampling=Sampling(), ending=ending)
-    whole, made = TextProcess(facts), list[int]()
+    whole, ids = TextProcess(facts), list[int]()
     whole.handle(begin)
     for tokens in ([7], [2, 3], [4, 8]):
-        made += tokens
-        found = whole.handle(TokensGenerated(answer=1, tokens=tokens))
-        assert isinstance(found, DecodedText)
-        assert [one.id for one in found.tokens] == tokens
-        told = len(made) - len(tokens)
-        resumed = msgspec.structs.replace(begin, so_far=made, told=told)
+        ids += tokens
+        decoded = whole.handle(TokensGenerated(answer=1, tokens=tokens))
+        assert isinstance(decoded, DecodedText)
+        assert [one.id for one in decoded.tokens] == tokens
+        told_count = len(ids) - len(tokens)
+        resumed = msgspec.structs.replace(begin, so_far=ids, told=told_count)
         again = TextProcess(facts).handle(resumed)
         assert isinstance(again, DecodedText)
-        assert (again.tokens, again.reason) == (found.tokens, found.reason)
-    assert found.reason == "stop"
+        assert (again.tokens, again.reason) == (decoded.tokens, decoded.reason)
+    assert decoded.reason == "stop"
 
 
 def test_options_are_read_of_the_whole_request() -> None:
-    asked = {
-        "model": "m",
-        "prompt": "a",
-        "top_k": -1,
-        "cache_salt": None,
-        "user": "u" * 999,
-    }
+    fields = {"model": "m", "prompt": "a", "top_k": -1, "cache_salt": None, "user": "u" * 999}
     options = {"include_usage": True, "include_obfuscation": True, "continuous_usage_stats": False}
     assert (
-        _said(json.dumps({**asked, "stream_options": options}).encode(), CompletionRequest).model
+        _said(json.dumps({**fields, "stream_options": options}).encode(), CompletionRequest).model
         == "m"
     )
     for more, param in (
@@ -195,18 +189,18 @@ def test_options_are_read_of_the_whole_request() -> None:
         ({"add_special_tokens": False}, "add_special_tokens"),
     ):
         with pytest.raises(InvalidInput) as caught:
-            _said(json.dumps({**asked, **more}).encode(), CompletionRequest)
+            _said(json.dumps({**fields, **more}).encode(), CompletionRequest)
         assert caught.value.data["param"] == param
 
 
 def refused(name: str, value: Any, *, is_chat: bool = False) -> bool:
-    found = None
+    param = None
     try:
         _check_neutral(name, Raw(json.dumps(value).encode()), OPTIONS, is_chat=is_chat)
     except InvalidInput as error:
-        found = error.data["param"]
-    assert found in (None, name)
-    return found is not None
+        param = error.data["param"]
+    assert param in (None, name)
+    return param is not None
 
 
 def test_a_neutral_value_is_accepted_and_any_other_is_refused_by_name() -> None:
@@ -243,7 +237,7 @@ def test_a_neutral_value_is_accepted_and_any_other_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "sampling", "noted"),
+    ("settings", "sampling", "noted"),
     [
         ({}, {}, []),
         (
@@ -287,10 +281,10 @@ def test_a_neutral_value_is_accepted_and_any_other_is_refused_by_name() -> None:
     ],
 )
 def test_what_an_author_asks_for_is_followed_or_noted(
-    asked: dict[str, Any], sampling: dict[str, float], noted: list[str]
+    settings: dict[str, Any], sampling: dict[str, float], noted: list[str]
 ) -> None:
-    found, notes = author_defaults(asked, 100)
-    assert found == sampling
+    defaults, notes = author_defaults(settings, 100)
+    assert defaults == sampling
     assert [note.split(" = ")[0].removeprefix("generation_config: ") for note in notes] == noted
 
 

@@ -33,7 +33,7 @@ def test_every_test_the_threat_model_names_exists() -> None:
     for name in named:
         file, _, test = name.rpartition("::")
         if file:
-            assert any(test in found for found in files_called(file)), name
+            assert any(test in text for text in files_called(file)), name
         elif name.endswith(".py"):
             assert files_called(name), name
         else:

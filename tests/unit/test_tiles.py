@@ -80,8 +80,8 @@ def test_jobs_that_know_their_needs_keep_the_budget_and_never_wait_for_each_othe
         assert any(job.goes_on(more) for job in order), "nobody can go on"
         assert sum(control_page.tiles()[0]) <= total
         data.draw(st.sampled_from(jobs)).lets_go()
-        held = [job.tiles.held for job in jobs]
-        assert sum(held) <= total
+        held_bytes = [job.tiles.held for job in jobs]
+        assert sum(held_bytes) <= total
         assert all(job.tiles.most <= total for job in jobs)
     assert control_page.tiles()[0] == [0] * 64
     control_page.close()

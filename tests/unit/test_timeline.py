@@ -91,8 +91,8 @@ def test_a_look_at_the_end_finds_what_a_look_at_all_of_it_does(
     timeline = Timeline()
     for begin_ms in begins_ms:
         timeline.add(span(begin_ms=begin_ms))
-    found = [event["ts"] / 1000.0 for event in complete(timeline.chrome_trace(since_ms))]
-    assert found == pytest.approx(sorted(at for at in begins_ms if at + 1 >= since_ms))
+    instants = [event["ts"] / 1000.0 for event in complete(timeline.chrome_trace(since_ms))]
+    assert instants == pytest.approx(sorted(at for at in begins_ms if at + 1 >= since_ms))
 
 
 def test_a_short_look_does_not_decode_what_is_old(monkeypatch: pytest.MonkeyPatch) -> None:

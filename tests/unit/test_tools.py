@@ -15,7 +15,7 @@ from pipeswitch.gateway.openai.tokenizer_worker import StartGeneration, parsed
 from pipeswitch.gateway.openai.tokenizer_worker import TokenizerWorker as TextProcess
 from pipeswitch.gateway.openai.tools import AnswerForm, CallReader
 from pipeswitch.programs.build.decoder import _chat_template
-from pipeswitch.programs.decoding.generation import packed_tokenizer
+from pipeswitch.programs.decoding.generation_settings import packed_tokenizer
 from pipeswitch.programs.decoding.grammar import Tokenizers
 from pipeswitch.programs.decoding.model_config import LanguageModelConfig
 from pipeswitch.programs.decoding.output import StopCriteria
@@ -52,9 +52,9 @@ def choose(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
-def read(text: str, given: AnswerForm, sizes: Any) -> tuple[str, list[tuple[str, Any]]]:
+def read(text: str, answer_form: AnswerForm, sizes: Any) -> tuple[str, list[tuple[str, Any]]]:
     """Push a text in pieces; return content and calls as OpenAI's clients put them together."""
-    reader, content, calls, ids = CallReader(given), "", list[list[str]](), set[str]()
+    reader, content, calls, ids = CallReader(answer_form), "", list[list[str]](), set[str]()
     while text:
         size = next(sizes)
         piece, text = text[:size], text[size:]
@@ -181,15 +181,15 @@ def test_any_tokens_of_a_forced_call_are_a_call(seed: int) -> None:
     )
     tokenizers.packed["d"], end = packed_tokenizer(words.to_str()), words.token_to_id("<end>")
     tree = {"type": "function", "function": {"name": "tree", "parameters": NODE}}
-    given = form([choose("now"), tree], choose("tree") if seed % 2 else "required")
-    matcher = tokenizers.matcher("d", 700, (end,), given.schema, ())
+    answer_form = form([choose("now"), tree], choose("tree") if seed % 2 else "required")
+    matcher = tokenizers.matcher("d", 700, (end,), answer_form.schema, ())
     while end not in answer:
         choices = np.flatnonzero(matcher.allowed()).tolist()
         short = [one for one in choices if one == end or b"}" in words.decode([one]).encode()]
         answer.append(chance.choice((len(answer) > 40 and short) or choices))
         matcher.take(answer[-1])
         assert len(answer) < 600
-    content, [(name, arguments)] = read(words.decode(answer[:-1]), given, sizes_of(seed))
+    content, [(name, arguments)] = read(words.decode(answer[:-1]), answer_form, sizes_of(seed))
     assert content == ""
     assert name == "tree" if seed % 2 else name in ("now", "tree")
     if name == "tree":
@@ -229,8 +229,11 @@ def rendered(template: str, messages: Any, tools: bytes) -> Any:
 
 
 def test_a_template_shows_the_tools_and_the_calls_so_far() -> None:
-    called = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
-    chat = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [called]}]
+    function_call = {
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Ulm"}'},
+    }
+    chat = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [function_call]}]
     chat.append({"role": "tool", "content": "9", "tool_call_id": "a"})
     text = rendered(QWEN, chat, form().rendered)
     assert text == "".join(map(json.dumps, TOOLS)) + "user:Hiassistant:Ulmtool:9"
@@ -239,8 +242,8 @@ def test_a_template_shows_the_tools_and_the_calls_so_far() -> None:
         refused = rendered(blind + PLAIN, HELLO, form().rendered)
         assert (refused.param, bool(refused.hint)) == ("tools", True)
 
-    def arguments(given: Any) -> Any:
-        calls = [{"function": {"name": "now", "arguments": given}}]
+    def arguments(value: Any) -> Any:
+        calls = [{"function": {"name": "now", "arguments": value}}]
         chat = json.dumps([{"role": "assistant", "tool_calls": calls}]).encode()
         return parsed(chat)[0]["tool_calls"][0]["function"]["arguments"]
 
@@ -249,7 +252,10 @@ def test_a_template_shows_the_tools_and_the_calls_so_far() -> None:
     with pytest.raises(InvalidInput) as caught:
         arguments("{")
     assert caught.value.data["param"] == "messages"
-    odd = [{"role": "a", "tool_calls": given} for given in (None, 1, [1], [{"function": 2}])]
+    odd = [
+        {"role": "a", "tool_calls": calls_tried}
+        for calls_tried in (None, 1, [1], [{"function": 2}])
+    ]
     assert len(parsed(json.dumps(odd).encode())) == 4
 
 

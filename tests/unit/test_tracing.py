@@ -29,9 +29,7 @@ pytest.importorskip("opentelemetry.sdk", reason="make installs it")
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import (
-    InMemorySpanExporter,
-)
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 TRACE, PARENT = "ab" * 16, "cd" * 8
 CALLERS = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "kim=1"}
@@ -85,9 +83,9 @@ def took_ms(span: Any) -> float:
 
 
 def test_a_request_through_the_gateway_is_seen_under_its_callers_span() -> None:
-    seen, upstream = Seen(), Answering()
-    asyncio.run(ask(upstream, CALLERS, seen.provider.get_tracer("t")))
-    spans = seen.take()
+    collector, upstream = Seen(), Answering()
+    asyncio.run(ask(upstream, CALLERS, collector.provider.get_tracer("t")))
+    spans = collector.take()
     whole = spans.pop("infer")
     assert whole.kind is trace.SpanKind.SERVER
     assert f"{whole.parent.span_id:016x}" == PARENT
@@ -106,33 +104,33 @@ def test_a_request_through_the_gateway_is_seen_under_its_callers_span() -> None:
 
 
 def test_a_failed_request_is_a_span_that_failed() -> None:
-    seen = Seen()
+    collector = Seen()
     with pytest.raises(ModelNotFound):
-        asyncio.run(ask(Answering(ModelNotFound("none")), {}, seen.provider.get_tracer("t")))
-    (whole,) = seen.take().values()
+        asyncio.run(ask(Answering(ModelNotFound("none")), {}, collector.provider.get_tracer("t")))
+    (whole,) = collector.take().values()
     assert whole.parent is None
     assert not whole.status.is_ok
     assert whole.attributes["error.type"] == "ModelNotFound"
 
 
-@pytest.mark.parametrize("given", [CALLERS["traceparent"], "00-zz", ""])
-def test_without_spans_of_its_own_a_gateway_hands_the_callers_trace_on(given: str) -> None:
+@pytest.mark.parametrize("traceparent", [CALLERS["traceparent"], "00-zz", ""])
+def test_without_spans_of_its_own_a_gateway_hands_the_callers_trace_on(traceparent: str) -> None:
     upstream = Answering()
-    asyncio.run(ask(upstream, {"traceparent": given}))
-    assert upstream.told == [given if TRACE in given else ""]
+    asyncio.run(ask(upstream, {"traceparent": traceparent}))
+    assert upstream.told == [traceparent if TRACE in traceparent else ""]
 
 
 def test_a_request_of_the_sdk_is_seen_under_the_programs_span(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, x = Seen(), np.ones((1, 4), np.float32)
-    monkeypatch.setattr(trace, "get_tracer_provider", lambda: seen.provider)
+    collector, x = Seen(), np.ones((1, 4), np.float32)
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: collector.provider)
     with answering(tmp_path / "s") as address, Client(address, shared_memory=False) as client:
-        with seen.provider.get_tracer("t").start_as_current_span("mine") as mine:
+        with collector.provider.get_tracer("t").start_as_current_span("mine") as mine:
             client.infer("m", x)
             client.submit("m", x).result()
         client.close()  # callbacks have run
-    spans = seen.exporter.get_finished_spans()
+    spans = collector.exporter.get_finished_spans()
     whole = [span for span in spans if span.name == "infer"]
     assert [span.parent.span_id for span in whole] == [mine.get_span_context().span_id] * 2
     for one in whole:
@@ -181,9 +179,9 @@ def test_nothing_is_imported_where_nobody_asks() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", ["00-zz", f"00-{'0' * 32}-{PARENT}-01", f"ff-{TRACE}-{PARENT}-01"]
+    "traceparent", ["00-zz", f"00-{'0' * 32}-{PARENT}-01", f"ff-{TRACE}-{PARENT}-01"]
 )
-def test_the_server_says_what_a_traceparent_looks_like(given: str) -> None:
+def test_the_server_says_what_a_traceparent_looks_like(traceparent: str) -> None:
     with pytest.raises(InvalidInput):
-        trace_id_of(Body("infer", {"traceparent": given}))
+        trace_id_of(Body("infer", {"traceparent": traceparent}))
     assert trace_id_of(Body("infer", CALLERS)) == TRACE

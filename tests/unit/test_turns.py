@@ -42,7 +42,7 @@ class Server(World):
         self.answers: list[str] = []  # of whom
         self.took_ms: dict[str, list[float]] = {}
         chosen = SchedulerSettings(
-            arena_bytes=arena_mib * MIB, store_bytes=64 * MIB, words=64, **values
+            arena_bytes=arena_mib * MIB, store_bytes=64 * MIB, fence_count=64, **values
         )
         costs = Costs(to_device=Link(bytes_per_ms=4 * MIB / LOAD_MS))
         super().__init__(Scheduler(chosen, policy, MAX_WAIT_MS), costs=costs, is_checked=False)
@@ -117,10 +117,10 @@ def test_while_two_wait_neither_has_more_than_a_run_before_the_other(
     for number, run_ms in enumerate(runs_ms):
         if number % 5 == 0 and number // 5 < len(weights):
             accounts.count(accounts.of(str(number // 5)), 1, 1)  # and always waits with another one
-        ((first, *_),) = accounts.in_turns(lambda _: 0.0, now_ms)
+        ((first, *_),) = accounts.in_rounds(lambda _: 0.0, now_ms)
         charge = accounts.charge(Counter({first.caller: 1}), run_ms * error, now_ms)
         now_ms += run_ms
-        accounts.settle(charge, run_ms, now_ms)
+        accounts.reconcile_cost(charge, run_ms, now_ms)
         had[first] += run_ms / first.weight
         for one, other in combinations(accounts, 2):
             leads.setdefault((one, other), []).append(had[one] - had[other])
@@ -309,16 +309,16 @@ def test_callers_that_have_nothing_are_forgotten_and_the_time_they_used_is_not()
 def test_a_caller_that_is_barred_or_rests_or_owes_is_not_forgotten() -> None:
     accounts = fair_queue.CallerQueue({}, MAX_WAIT_MS)
     (charge,) = [accounts.charge_alone(accounts.of("barred"), 1, 1.0, 0.0, 0.0)]
-    accounts.settle(charge, 1.0, 1.0)
+    accounts.reconcile_cost(charge, 1.0, 1.0)
     for _ in range(fair_queue.MAX_DEATHS + 1):
         accounts.died(charge, 1.0)
     charge = accounts.charge_alone(accounts.of("long"), 1, 1.0, 0.0, 0.0)
-    accounts.settle(charge, 30_000.0, 1.0)
+    accounts.reconcile_cost(charge, 30_000.0, 1.0)
     for number in range(2 * fair_queue.MAX_IDLE):
         accounts.of(str(number))
-    accounts.in_turns(lambda _: 0.0, 1.0 + 2 * MAX_WAIT_MS)
+    accounts.in_rounds(lambda _: 0.0, 1.0 + 2 * MAX_WAIT_MS)
     assert {"barred", "long"} <= {account.caller for account in accounts}
-    accounts.in_turns(lambda _: 0.0, 10 * fair_queue.HALF_MS)
+    accounts.in_rounds(lambda _: 0.0, 10 * fair_queue.HALF_MS)
     assert len([*accounts]) == fair_queue.MAX_IDLE
 
 

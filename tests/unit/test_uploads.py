@@ -25,10 +25,10 @@ def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Uploads]
     monkeypatch.setattr(uploads, "MAX_FILES", 8)
     monkeypatch.setattr(uploads, "MAX_PARTIALS", 4)
     disk = Disk(tmp_path, SizeSpec(size_bytes=1 << 20), SizeSpec(size_bytes=1000))
-    found = Uploads(tmp_path / "uploads", 1 << 20, disk)
-    found.start()
-    yield found
-    found.stop()
+    own_uploads = Uploads(tmp_path / "uploads", 1 << 20, disk)
+    own_uploads.start()
+    yield own_uploads
+    own_uploads.stop()
 
 
 def put(
@@ -69,10 +69,10 @@ def test_a_clients_files_have_its_share_whatever_its_sessions_and_no_others_go_f
 
 
 def test_a_promise_removes_nothing_of_anybodys_before_it_is_refused(writer: Uploads) -> None:
-    kept = {put(writer, client, f"{client}-0")[0] for client in ("a", "b")}
+    names_kept = {put(writer, client, f"{client}-0")[0] for client in ("a", "b")}
     _, error = put(writer, "enemy", "enemy-1", size_bytes=1 << 20)
     assert isinstance(error, HostStoreFull)
-    assert names(writer) == kept
+    assert names(writer) == names_kept
 
 
 def test_a_clients_own_oldest_files_make_room_once_they_are_no_longer_fresh(
@@ -122,7 +122,7 @@ def test_unfinished_files_have_their_share_and_lose_it_when_nothing_comes(
     assert isinstance(put(writer, "friend", "friend-0", size_bytes=100)[1], QueueFull)
     monkeypatch.setattr(uploads, "PROMISE_S", 0.0)
     assert put(writer, "friend", "friend-0", size_bytes=100)[1] is None
-    writer.forget("friend")
+    writer.remove_session("friend")
     assert put(writer, "enemy", "enemy-9", size_bytes=100)[1] is None
 
 
@@ -137,5 +137,5 @@ def test_what_is_promised_counts_before_it_is_written(writer: Uploads) -> None:
     assert put(writer, "enemy", "enemy-1", size_bytes=900)[1] is None
     _, error = put(writer, "enemy", "enemy-2", size_bytes=200)
     assert isinstance(error, HostStoreFull)
-    writer.forget("enemy")
+    writer.remove_session("enemy")
     assert put(writer, "enemy", "enemy-3", size_bytes=900)[1] is None

@@ -35,7 +35,7 @@ def environ(manager: socket.socket, **more: str) -> dict[str, str]:
 
 def test_systemd_is_told_in_its_own_form(manager: socket.socket) -> None:
     notifier = Notifier(environ(manager))
-    notifier.tell(READY=1, STATUS="ready\nMAINPID=1")
+    notifier.notify(READY=1, STATUS="ready\nMAINPID=1")
     assert manager.recv(1000) == b"READY=1\nSTATUS=ready MAINPID=1"
     notifier.close()
 
@@ -45,7 +45,7 @@ def test_an_abstract_address_is_understood() -> None:
         sock.bind("")  # the kernel chooses a free abstract name
         sock.settimeout(5)
         notifier = Notifier({"NOTIFY_SOCKET": "@" + sock.getsockname()[1:].decode()})
-        notifier.tell(READY=1)
+        notifier.notify(READY=1)
         assert sock.recv(1000) == b"READY=1"
         notifier.close()
 
@@ -53,7 +53,7 @@ def test_an_abstract_address_is_understood() -> None:
 def test_the_watchdog_is_fed_three_times_per_limit_and_no_more(manager: socket.socket) -> None:
     notifier = Notifier(environ(manager, WATCHDOG_USEC="3000000"))
     notifier.beat(-1.0)  # not watched yet
-    notifier.tell(READY=1)
+    notifier.notify(READY=1)
     assert manager.recv(1000) == b"READY=1"
     for turn in range(1000):  # ten seconds
         notifier.beat(turn / 100)
@@ -71,7 +71,7 @@ def test_the_watchdog_is_fed_three_times_per_limit_and_no_more(manager: socket.s
 )
 def test_nobody_is_fed_who_does_not_watch_us(manager: socket.socket, more: dict[str, str]) -> None:
     notifier = Notifier(environ(manager, **more))
-    notifier.tell(READY=1)
+    notifier.notify(READY=1)
     assert manager.recv(1000) == b"READY=1"
     notifier.beat(1e9)
     manager.settimeout(0)
@@ -83,7 +83,7 @@ def test_nobody_is_fed_who_does_not_watch_us(manager: socket.socket, more: dict[
 def test_without_a_manager_or_with_one_that_is_gone_nothing_happens(tmp_path: Path) -> None:
     for address in ({}, {"NOTIFY_SOCKET": str(tmp_path / "nobody")}):
         notifier = Notifier(address)
-        notifier.tell(READY=1)
+        notifier.notify(READY=1)
         notifier.beat(1e9)
         notifier.close()
 

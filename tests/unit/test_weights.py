@@ -48,11 +48,11 @@ ROWS = entry([2, 3], [3, 1], 24)
 def test_parameters_have_the_names_of_a_state_dict_and_lie_row_by_row(tmp_path: Path) -> None:
     columns = entry([3, 2], [1, 3], 24)
     names = {"model.w": ROWS, "model.t": columns, "model.w.grad": ROWS}
-    found = weights.weights_of(
+    tensors = weights.weights_of(
         image({**names, "optimizer.optimizer.state.model.w.m": ROWS}, VALUES.tobytes())
     )
-    assert set(found) == {"model.w", "model.t"}
-    weights.save_weights(weights.for_anybody(found), tmp_path / "out.safetensors")
+    assert set(tensors) == {"model.w", "model.t"}
+    weights.save_weights(weights.for_anybody(tensors), tmp_path / "out.safetensors")
     from safetensors.numpy import load_file
 
     read = load_file(tmp_path / "out.safetensors")
@@ -62,8 +62,8 @@ def test_parameters_have_the_names_of_a_state_dict_and_lie_row_by_row(tmp_path: 
 
 
 def test_several_models_keep_their_keys() -> None:
-    found = weights.weights_of(image({"g.w": ROWS, "d.w": ROWS}, VALUES.tobytes()))
-    assert set(weights.for_anybody(found)) == set(found) == {"g.w", "d.w"}
+    tensors = weights.weights_of(image({"g.w": ROWS, "d.w": ROWS}, VALUES.tobytes()))
+    assert set(weights.for_anybody(tensors)) == set(tensors) == {"g.w", "d.w"}
 
 
 @pytest.mark.parametrize(

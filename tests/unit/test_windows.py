@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from benchmarks import thesis
 from benchmarks.thesis import EXAMPLE, exhaustive
 from pipeswitch.planning import windows
-from pipeswitch.planning.windows import Job, Memory, makespan_ms, run
+from pipeswitch.planning.windows import Memory, WindowJob, makespan_ms, run
 
 SERIAL = Memory(is_prefetching=False)
 TIMES = st.floats(0.0, 100.0).map(lambda x: round(x, 3))
 
 
 @st.composite
-def distinct(draw: st.DrawFn, most: int = 6) -> list[Job]:
+def distinct(draw: st.DrawFn, most: int = 6) -> list[WindowJob]:
     """Each job another model, of 1 to 10 bytes."""
     return [
-        Job(
+        WindowJob(
             model=f"m{i}",
             load_ms=draw(TIMES),
             compute_ms=draw(TIMES),
@@ -32,14 +32,14 @@ def distinct(draw: st.DrawFn, most: int = 6) -> list[Job]:
 
 
 @st.composite
-def shared(draw: st.DrawFn) -> tuple[list[Job], Memory, tuple[int, ...]]:
+def shared(draw: st.DrawFn) -> tuple[list[WindowJob], Memory, tuple[int, ...]]:
     """Several jobs of one model each, memory for some, and one order."""
-    jobs: list[Job] = []
+    jobs: list[WindowJob] = []
     for model in range(draw(st.integers(1, 4))):
         load_ms, size = draw(TIMES), draw(st.integers(1, 10))
         for _ in range(draw(st.integers(1, 3))):
             jobs.append(
-                Job(
+                WindowJob(
                     model=f"m{model}",
                     load_ms=load_ms,
                     compute_ms=draw(TIMES),
@@ -70,17 +70,17 @@ def test_the_worked_example_of_the_thesis() -> None:
 
 def test_a_resident_model_weighs_most_and_of_equals_the_shorter_load() -> None:
     jobs = [
-        Job(model="a", load_ms=10.0, compute_ms=10.0),
-        Job(model="b", load_ms=5.0, compute_ms=5.0),
-        Job(model="c", load_ms=0.0, compute_ms=1.0),
-        Job(model="d", load_ms=100.0, compute_ms=1.0),
-        Job(model="e", load_ms=100.0, compute_ms=2.0),
+        WindowJob(model="a", load_ms=10.0, compute_ms=10.0),
+        WindowJob(model="b", load_ms=5.0, compute_ms=5.0),
+        WindowJob(model="c", load_ms=0.0, compute_ms=1.0),
+        WindowJob(model="d", load_ms=100.0, compute_ms=1.0),
+        WindowJob(model="e", load_ms=100.0, compute_ms=2.0),
     ]
     assert windows.alternating(jobs) == (2, 3, 1, 4, 0)  # c d b e a
 
 
 @given(distinct())
-def test_johnson_is_the_optimum_where_everything_fits(jobs: list[Job]) -> None:
+def test_johnson_is_the_optimum_where_everything_fits(jobs: list[WindowJob]) -> None:
     best = makespan_ms(jobs, exhaustive(jobs))
     assert makespan_ms(jobs, thesis.johnson(jobs)) == pytest.approx(best)
     compute_ms, load_ms = [j.compute_ms for j in jobs], [j.load_ms for j in jobs]
@@ -89,9 +89,10 @@ def test_johnson_is_the_optimum_where_everything_fits(jobs: list[Job]) -> None:
 
 
 @given(distinct())
-def test_memory_for_one_model_is_no_prefetch_at_all(jobs: list[Job]) -> None:
+def test_memory_for_one_model_is_no_prefetch_at_all(jobs: list[WindowJob]) -> None:
     one = [
-        Job(model=j.model, load_ms=j.load_ms, compute_ms=j.compute_ms, size_bytes=1) for j in jobs
+        WindowJob(model=j.model, load_ms=j.load_ms, compute_ms=j.compute_ms, size_bytes=1)
+        for j in jobs
     ]
     total = sum(j.load_ms + j.compute_ms for j in jobs)
     order = range(len(jobs))
@@ -100,7 +101,7 @@ def test_memory_for_one_model_is_no_prefetch_at_all(jobs: list[Job]) -> None:
 
 
 @given(distinct())
-def test_what_is_resident_costs_its_computing_alone(jobs: list[Job]) -> None:
+def test_what_is_resident_costs_its_computing_alone(jobs: list[WindowJob]) -> None:
     memory = Memory(resident=tuple((j.model, j.size_bytes) for j in jobs))
     turns = run(jobs, range(len(jobs)), memory)
     assert turns[-1].ends_at_ms == pytest.approx(sum(j.compute_ms for j in jobs))
@@ -110,7 +111,7 @@ def test_what_is_resident_costs_its_computing_alone(jobs: list[Job]) -> None:
 def test_a_model_larger_than_the_memory_is_an_error() -> None:
     with pytest.raises(ValueError, match='"a" has 5 bytes'):
         run(
-            [Job(model="a", load_ms=1.0, compute_ms=1.0, size_bytes=5)],
+            [WindowJob(model="a", load_ms=1.0, compute_ms=1.0, size_bytes=5)],
             [0],
             Memory(capacity_bytes=4),
         )
@@ -118,7 +119,7 @@ def test_a_model_larger_than_the_memory_is_an_error() -> None:
 
 @given(shared())
 def test_link_and_device_are_serial_and_memory_is_never_over(
-    case: tuple[list[Job], Memory, tuple[int, ...]],
+    case: tuple[list[WindowJob], Memory, tuple[int, ...]],
 ) -> None:
     jobs, memory, order = case
     turns = run(jobs, order, memory)
@@ -151,7 +152,7 @@ def test_link_and_device_are_serial_and_memory_is_never_over(
 
 @given(shared())
 def test_the_alternating_order_has_each_job_once(
-    case: tuple[list[Job], Memory, tuple[int, ...]],
+    case: tuple[list[WindowJob], Memory, tuple[int, ...]],
 ) -> None:
     jobs, _, _ = case
     assert sorted(windows.alternating(jobs)) == list(range(len(jobs)))

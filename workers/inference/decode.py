@@ -19,7 +19,7 @@ import torch
 from pipeswitch.devices.worker_device import now_ms
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
 from pipeswitch.ipc.messages.worker import BatchedRequest, RunInference
-from pipeswitch.programs.decoding.generation import (
+from pipeswitch.programs.decoding.generation_settings import (
     CACHE,
     CACHE_NEW,
     COUNT,
@@ -33,7 +33,7 @@ from pipeswitch.programs.graphs.cached_attention import DecodeRows
 from pipeswitch.programs.interface.layout import MAX_JOINED_BYTES, Manifest, ValueSpec, aligned
 from pipeswitch.programs.running.executor import BoundProgram
 
-from .pool import RequestPool
+from .pool import MappedPool
 
 RUN_MS: Final = 40.0  # then the clients hear of it: 25 times a second
 ROWS_STEP: Final = 16  # most runs have the last one's shape, and few rows that are not used
@@ -59,19 +59,19 @@ class KVBatchCache:
     def place(
         self,
         model: str,
-        given: Sequence[SlabTensor],
+        slabs: Sequence[SlabTensor],
         known: Sequence[Known],
         extent: int,
         most: int,
-        pool: RequestPool,
+        pool: MappedPool,
     ) -> tuple[list[int], torch.Tensor]:
         """Return all caches as one tensor, and the row of each.
 
         Its extent is the given one or larger, up to ``most``. Caches that are there from the last
         run are not copied.
         """
-        rows, width, count = self._rows, given[0].shape[2], len(given)
-        dtype = getattr(torch, given[0].dtype)
+        rows, width, count = self._rows, slabs[0].shape[2], len(slabs)
+        dtype = getattr(torch, slabs[0].dtype)
         is_other = (model, dtype, width) != (self.model, rows.dtype, rows.shape[2])
         does_fit = extent <= rows.shape[1] <= 3 * extent and count <= len(rows)
         extent = min(aligned(extent, ROWS_STEP), most)
@@ -81,7 +81,7 @@ class KVBatchCache:
         lie = {one: row for row, one in enumerate(self._known[:count]) if one is not None}
         free = sorted({*range(count)} - {lie[one] for one in known if one in lie})
         order = []
-        for value, one in zip(given, known, strict=True):
+        for value, one in zip(slabs, known, strict=True):
             row = lie.get(one)
             if row is None:
                 row = free.pop(0)
@@ -117,7 +117,7 @@ class DecodeRunner:
         self,
         message: RunInference,
         bound: BoundProgram,
-        pool: RequestPool,
+        pool: MappedPool,
         device: str,
         is_over: Callable[[], bool],
     ) -> DecodeRun | None:
@@ -125,7 +125,7 @@ class DecodeRunner:
         requests: Requests = (message, *message.batched)
         if not any(one.sampling_params for one in requests):
             return None
-        most = 0 if message.landings else self._most(message, requests, bound.manifest)
+        most = 0 if message.staging else self._most(message, requests, bound.manifest)
         steps = DecodeRun(bound, requests, most, self.caches, pool, device, is_over)
         steps.follow_schemas(self.tokenizers)
         return steps
@@ -167,7 +167,7 @@ class DecodeRun:
         requests: Requests,
         most: int,
         caches: KVBatchCache,
-        pool: RequestPool,
+        pool: MappedPool,
         device: str,
         is_over: Callable[[], bool],
     ) -> None:
@@ -204,12 +204,12 @@ class DecodeRun:
         manifest, pool = self._bound.manifest, self._pool
         slabs = [_slabs_of(one, manifest) for one in self._requests]
         ids, used = ([pool.number(one[name]) for one in slabs] for name in (IDS, USED))
-        asked = zip(self._requests, used, strict=True)
+        pairs = zip(self._requests, used, strict=True)
         high = next(dim.high for dim in manifest.dims if dim.name == "past")
         self._order, cache = self._caches.place(
             manifest.digest,
             [one[CACHE] for one in slabs],
-            [(one.sequence, one.after, count) for one, count in asked],
+            [(one.sequence, one.after, count) for one, count in pairs],
             max(used) + self.most,
             high,
             pool,
@@ -244,7 +244,7 @@ class DecodeRun:
             upto = [end + 1 for end in upto]
             before_group = _is_there
 
-    def told(
+    def outputs_of(
         self, number: int, own: Sequence[torch.Tensor]
     ) -> tuple[Sequence[ValueSpec], Sequence[torch.Tensor]]:
         """Return what a request gets, where ``own`` is its part of the last step's outputs; with
@@ -298,29 +298,29 @@ class DecodeRun:
 
     def _choose(self, logits: torch.Tensor, upto: Sequence[int]) -> list[int]:
         """Choose the next token of each row."""
-        values, found, count = logits.float().cpu().numpy(), [0] * len(upto), self.count
+        values, tokens, count = logits.float().cpu().numpy(), [0] * len(upto), self.count
         for number, (one, row, sampling) in enumerate(
             zip(self._requests, self._order, self._samplings, strict=True)
         ):
             if (how := one.sampling_params) is None or sampling is None:
                 continue
             if (options := sampling.options) is None:
-                found[row] = next_token(values[row], sampling, upto[row])
+                tokens[row] = next_token(values[row], sampling, upto[row])
                 continue
-            seen = Counter(dict(how.seen))  # zeros too: tokens of the prompt
-            seen.update(step[row] for step in self._tokens)
+            token_counts = Counter(dict(how.seen))  # zeros too: tokens of the prompt
+            token_counts.update(step[row] for step in self._tokens)
             own = values[row]
             if (matcher := self.matchers.get(number)) is not None:
                 own = np.where(matcher.allowed(), own, -np.inf)
-            found[row] = next_token(own, sampling, upto[row], seen)
+            tokens[row] = next_token(own, sampling, upto[row], token_counts)
             if matcher is not None:
-                matcher.take(found[row])
+                matcher.take(tokens[row])
             if count < len(how.forced):
-                found[row] = how.forced[count]
+                tokens[row] = how.forced[count]
             if options.logprobs is not None:
-                chance = chance_of(values[row], found[row], options.logprobs)
+                chance = chance_of(values[row], tokens[row], options.logprobs)
                 self._chances[number].append(chance)
-        return found
+        return tokens
 
 
 def _slabs_of(request: RunInference | BatchedRequest, manifest: Manifest) -> dict[str, SlabTensor]:

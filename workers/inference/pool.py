@@ -17,13 +17,13 @@ from pipeswitch.devices.cpu.page_protection import map_by_chance
 from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.programs.interface.layout import ITEM_BYTES, ValueSpec, aligned
 from pipeswitch.programs.running.padding import padded, padded_shape
-from pipeswitch.programs.running.views import bytes_over
+from pipeswitch.programs.running.tensor_views import bytes_over
 
 REPLY_ALIGN_BYTES = 64
 KEPT_VIEWS: Final = 64  # of slabs: the next request often lies where one did
 
 
-class RequestPool:
+class MappedPool:
     """A mapping of the pool memfd; where kernels are kept from it, a hidden one for our copies."""
 
     def __init__(self, descriptor: int, size_bytes: int, *, is_hidden: bool = False) -> None:
@@ -72,8 +72,7 @@ class RequestPool:
         flat[at:].zero_()
 
     def extend(self, slab: SlabTensor, rows: torch.Tensor) -> None:
-        """Write rows behind those that a tensor in pieces has. Nobody reads them before the run has
-        ended, so a run that dies is repeated."""
+        """Write rows behind those of a tensor in pieces; they count when the run has ended."""
         flat, at = rows.cpu().contiguous().view(torch.uint8).view(-1), 0
         for start, size in slab.places(slab.size_bytes, len(flat)):
             self._bytes[start : start + size] = flat[at : at + size]

@@ -49,7 +49,7 @@ from pipeswitch.programs.spec import (
 )
 
 from .decode import DecodeRun, DecodeRunner, KVBatchCache, Requests
-from .pool import RequestPool
+from .pool import MappedPool
 
 WARM_SIDE: Final = 512  # enough elements that torch gives each of its threads a part
 
@@ -86,49 +86,49 @@ class Programs:
         if message.arena_offset_bytes >= 0:
             self.bound(message)
 
-    def _program(self, wanted: Wanted) -> Program:
-        version = (wanted.digest, wanted.plan)
-        known = self._programs.get(wanted.model)
+    def _program(self, model: Wanted) -> Program:
+        version = (model.digest, model.plan)
+        known = self._programs.get(model.model)
         if known is not None and known[0] == version:
             return known[1]
-        _, manifest, graph = self._structure(wanted)
+        _, manifest, graph = self._structure(model)
         kernels = self._view.kernels() if manifest.precision is not None else None
-        program = make_program(regrouped(manifest, wanted.plan), graph, self._view.device, kernels)
-        self._programs[wanted.model] = (version, program)
-        self._unbind(wanted.model)
+        program = make_program(regrouped(manifest, model.plan), graph, self._view.device, kernels)
+        self._programs[model.model] = (version, program)
+        self._unbind(model.model)
         return program
 
-    def _structure(self, wanted: Wanted) -> tuple[str, Manifest, Graph | None]:
-        known = self._read.get(wanted.model)
-        if known is None or known[0] != wanted.digest:
-            folder = Path(wanted.directory)
-            files: Sequence[Source] = self._files.get(wanted.model, (folder / MANIFEST_FILE,))
+    def _structure(self, model: Wanted) -> tuple[str, Manifest, Graph | None]:
+        known = self._read.get(model.model)
+        if known is None or known[0] != model.digest:
+            folder = Path(model.directory)
+            files: Sequence[Source] = self._files.get(model.model, (folder / MANIFEST_FILE,))
             manifest = load_manifest(files[0])
             bundle_file = files[1] if len(files) > 1 else folder / weights_file(manifest)
-            if manifest.digest != wanted.digest:
+            if manifest.digest != model.digest:
                 raise RegistrationRefused("manifest", "it is another program's")
             bundle = read_program(manifest, bundle_file)
-            known = (wanted.digest, manifest, None if bundle is None else bundle.graph)
+            known = (model.digest, manifest, None if bundle is None else bundle.graph)
             if bundle is not None and bundle.generation is not None:
-                self.stepping.tokenizers.packed[wanted.digest] = bundle.generation.tokenizer
-            self._read[wanted.model] = known
-            self._close_files(wanted.model)
+                self.stepping.tokenizers.packed[model.digest] = bundle.generation.tokenizer
+            self._read[model.model] = known
+            self._close_files(model.model)
         return known
 
-    def bound(self, wanted: Wanted) -> BoundProgram:
+    def bound(self, model: Wanted) -> BoundProgram:
         """Return the program with its parameters over its region; cached, since it seldom moves."""
-        version, offset = (wanted.digest, wanted.plan), wanted.arena_offset_bytes
-        place = (offset, wanted.landings)
-        known = self._bound.get(wanted.model)
+        version, offset = (model.digest, model.plan), model.arena_offset_bytes
+        place = (offset, model.staging)
+        known = self._bound.get(model.model)
         if known is not None and known[:2] == (version, place):
             return known[2]
-        program = self._program(wanted)
-        self._unbind(wanted.model)
-        landed = landed_tensors(program.manifest, wanted.landings)
+        program = self._program(model)
+        self._unbind(model.model)
+        landed = landed_tensors(program.manifest, model.staging)
         bound = self._view.program(
             program.bind(lambda spec: self._view.tensor(landed.get(spec.name, spec), offset))
         )
-        self._bound[wanted.model] = (version, place, bound)
+        self._bound[model.model] = (version, place, bound)
         return bound
 
     def _unbind(self, model: ModelName) -> None:
@@ -136,7 +136,7 @@ class Programs:
         if known is not None:
             self._view.drop(known[2])
 
-    def forget(self, model: ModelName) -> None:
+    def remove(self, model: ModelName) -> None:
         self._close_files(model)
         if known := self._read.pop(model, None):
             self.stepping.tokenizers.packed.pop(known[0], None)
@@ -145,7 +145,7 @@ class Programs:
 
     def clear(self) -> None:
         for model in {*self._files, *self._read}:
-            self.forget(model)
+            self.remove(model)
 
 
 def read_graph(manifest: Manifest, bundle: Source) -> Graph | None:
@@ -200,8 +200,7 @@ def warm_up() -> None:
 
 
 class _Groups:
-    """Callback before each group: wait for its arrival word, show its weights to the kernels,
-    keep the times for the bill."""
+    """Callback before each group: wait for its fence and show its weights."""
 
     def __init__(
         self,
@@ -214,9 +213,9 @@ class _Groups:
         self._view = view
         self._task, self._slot, self._turn = task, slot, message.op_id
         self._groups = manifest.groups
-        self._first_word = message.first_word
+        self._first_word = message.first_fence
         self._epoch = message.residency_id
-        self._landings = message.landings  # of one that streams: others land where it has computed
+        self._landings = message.staging  # of one that streams: others land where it has computed
         self._is_timed = message.is_timed
         self.begins_ms: list[float] = []
         self.ends_ms: list[float] = []
@@ -226,7 +225,7 @@ class _Groups:
         if self._is_timed:
             self._view.quiesce()  # measure its computation, not its enqueueing
         if self._landings:
-            self._view.tell_computed(self._epoch, index)
+            self._view.report_computed(self._epoch, index)
         if self.begins_ms:
             self.ends_ms.append(now_ms())
         must = self._landings and self._view.control_page.stop(self._slot) == self._turn
@@ -258,7 +257,7 @@ class _Groups:
 def infer(
     message: RunInference,
     programs: Programs,
-    pool: RequestPool,
+    pool: MappedPool,
     view: WorkerDevice,
     task: Channel,
     slot: int,
@@ -285,7 +284,7 @@ def infer(
                     view.quiesce()
                 break
             except torch.OutOfMemoryError:
-                if not view.leave_slice(bound) or message.landings:
+                if not view.leave_slice(bound) or message.staging:
                     raise  # the first groups of what streams are not there any more
         ended_at_ms = now_ms()
         groups.ends_ms += [] if message.is_timed else [ended_at_ms]
@@ -321,18 +320,18 @@ def _opened(
     message: RunInference,
     bound: BoundProgram,
     stepping: DecodeRunner,
-    pool: RequestPool,
+    pool: MappedPool,
     view: WorkerDevice,
     slot: int,
 ) -> tuple[DecodeRun | None, list[torch.Tensor], list[int]]:
     """Open the memory of the program and of its inputs; return its steps, inputs and their rows."""
     manifest, region_bytes = bound.manifest, bound.manifest.total_bytes
-    if message.landings:
-        pairs = zip(message.landings, manifest.groups, strict=True)
+    if message.staging:
+        pairs = zip(message.staging, manifest.groups, strict=True)
         region_bytes = max([landing + group.size_bytes for landing, group in pairs])
     _lend_inputs(view, message, manifest)
-    last_word = message.first_word + len(manifest.groups) - 1
-    view.enter(message.arena_offset_bytes, region_bytes, last_word, message.residency_id)
+    last_fence = message.first_fence + len(manifest.groups) - 1
+    view.enter(message.arena_offset_bytes, region_bytes, last_fence, message.residency_id)
     if pool.batched_for and pool.batched_for != message.model:
         pool.let_go()
     caches = stepping.caches
@@ -378,13 +377,13 @@ def _lend_inputs(view: WorkerDevice, message: RunInference, manifest: Manifest) 
         else:
             slabs.append((start, end))
     if slabs:
-        view.lend(tuple(slabs), writable=manifest.mode == "module")
+        view.map_inputs(tuple(slabs), writable=manifest.mode == "module")
     else:
-        view.take_back()
+        view.unmap_inputs()
 
 
 def _inputs(
-    message: RunInference, pool: RequestPool, steps: DecodeRun | None, caches: KVBatchCache
+    message: RunInference, pool: MappedPool, steps: DecodeRun | None, caches: KVBatchCache
 ) -> tuple[list[torch.Tensor], list[int]]:
     """Return the program's inputs, and the row count of each request if they are joined.
 
@@ -407,7 +406,7 @@ def _write(
     outputs: list[torch.Tensor],
     message: RunInference,
     rows: list[int],
-    pool: RequestPool,
+    pool: MappedPool,
     steps: DecodeRun | None,
 ) -> list[tuple[SlabTensor, ...]]:
     """Each request's outputs to its own slab; ``split`` raises when there are other rows. Of what
@@ -420,7 +419,7 @@ def _write(
     slabs = []
     for number, (request, part) in enumerate(zip(requests, parts, strict=True)):
         own = _its_own(part, request, manifest) if rows and manifest.pads else part
-        values, own = (manifest.outputs, own) if steps is None else steps.told(number, own)
+        values, own = (manifest.outputs, own) if steps is None else steps.outputs_of(number, own)
         slabs.append(pool.write(values, own, request.reply_offset_bytes, request.reply_bytes))
     return slabs
 

@@ -57,7 +57,7 @@ class ActivationBudget:
         self.least = min(self._total, _tiles(min_bytes))
         self.is_known = True
 
-    def forget(self) -> None:
+    def remove(self) -> None:
         """Reset ``least`` to all tiles: the steps changed, so the job is to have them alone."""
         self.least, self.is_known = self._total, False
 

@@ -28,19 +28,16 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from pipeswitch.devices.worker_device import HostCopies, now_ms
 from pipeswitch.ipc.gate import Gate, Where
 from pipeswitch.planning.swaps import MIN_BYTES
 
 from .activation_budget import TILE_BYTES, ActivationBudget
-from .copy_lane import Copy, CopyLanes
+from .copy_streams import Copy, CopyStreams
 from .host import JobHost
-from .saved import UNLIMITED, ActivationMemory, Place, Saved, StepPlan
+from .saved import UNLIMITED, ActivationMemory, Saved, StepPlan, StoragePlace
 from .torch_private import root, version
 
 CONVOLUTIONS: Final = (
@@ -72,10 +69,10 @@ class _Handle:
     def tensor(self) -> torch.Tensor:
         """Return the saved view over the bytes where they are now."""
         assert self.saved.device is not None
-        made = self.saved.device.new_empty(0, dtype=self.dtype)
-        made.set_(self.saved.device.untyped_storage(), self.offset, self.shape, self.stride)
+        tensor = self.saved.device.new_empty(0, dtype=self.dtype)
+        tensor.set_(self.saved.device.untyped_storage(), self.offset, self.shape, self.stride)
         shown = self.witness.detach()  # of the same version counter
-        shown.data = made
+        shown.data = tensor
         return shown
 
     def __del__(self) -> None:
@@ -108,8 +105,10 @@ class _Storages:
 class _Layers:
     """Index of the layer that computes, counted in each body."""
 
-    def __init__(self, keep: Callable[[Iterable[torch.Tensor]], None], lanes: CopyLanes) -> None:
-        self._keep, self._lanes = keep, lanes
+    def __init__(
+        self, keep: Callable[[Iterable[torch.Tensor]], None], streams: CopyStreams
+    ) -> None:
+        self._keep, self._streams = keep, streams
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.number, self.is_convolution = 0, False
 
@@ -122,7 +121,7 @@ class _Layers:
             self._seen.add(module)
             self._keep(module.parameters(recurse=False))
             self._keep(module.buffers(recurse=False))
-        self._lanes.go_on()
+        self._streams.resume()
 
     def leave(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -150,10 +149,10 @@ class Activations:
     ) -> None:
         self._charge, self._charged = charge, 0
         self._offload, self.asked_for = offload, (offload, budget_bytes)
-        self._lanes, self._gate = CopyLanes(copies, gate), gate
-        self.room = ActivationMemory(budget_bytes, tiles, gate)
-        self.plan = StepPlan(offload, gate, self._lanes)
-        self._layers = _Layers(self.keep, self._lanes)
+        self._streams, self._gate = CopyStreams(copies, gate), gate
+        self.memory = ActivationMemory(budget_bytes, tiles, gate)
+        self.plan = StepPlan(offload, gate, self._streams)
+        self._layers = _Layers(self.keep, self._streams)
         self._own = _Storages()  # parameters, buffers, the batch
         self._table = _Storages()  # those that are saved
         self._handles_ended: deque[Saved] = deque()
@@ -203,37 +202,37 @@ class Activations:
 
     def give_back(self) -> None:
         """Return unused host memory at a loop's end, all but that of tensors still there."""
-        self._settle()
+        self._finish_copies()
         if self._charged > self._on_host:
             self._charge(self._on_host)
             self._charged = self._on_host
 
     def close(self) -> None:
         """Close the lanes; nothing is used after that."""
-        self._lanes.close()
+        self._streams.close()
 
     def _begin(self) -> None:
-        self._settle()
+        self._finish_copies()
         self.away_ms = 0.0
-        self.room.begin()
+        self.memory.begin()
         self._layers.number, self._ahead = 0, None
         self.plan.begin()
         self._moved = self._asked_ahead = self._asked_late = 0
-        self._lanes.go_on()
+        self._streams.resume()
 
     def _end(self) -> None:
-        self._settle()
-        room, plan = self.room, self.plan
+        self._finish_copies()
+        memory, plan = self.memory, self.plan
         self.figures = {
-            "budget_bytes": room.budget if room.is_limited else None,
-            "peak_bytes": room.peak_bytes,
+            "budget_bytes": memory.budget if memory.is_limited else None,
+            "peak_bytes": memory.peak_bytes,
             "offloaded_bytes": self._moved,
             "host_bytes": self._host_peak,
             "fetched_ahead": self._asked_ahead,
             "fetched_late": self._asked_late,
-            "waited_ms": round(room.waited_ms, 3),
-            "device_peak_bytes": room.tiles and room.tiles.most * TILE_BYTES,
-            **plan.end(room),
+            "waited_ms": round(memory.waited_ms, 3),
+            "device_peak_bytes": memory.tiles and memory.tiles.most * TILE_BYTES,
+            **plan.end(memory),
         }
 
     # -- saving ----------------------------------------------------------------------------------
@@ -244,8 +243,8 @@ class Activations:
         storage = tensor.untyped_storage()
         if self._own.get(storage):
             return _Kept(tensor)
-        self._settle()
-        self._lanes.go_on()
+        self._finish_copies()
+        self._streams.resume()
         saved = self._table.get(storage)
         if saved not in self._alive or (_may_be_copied(saved) and not _is_as_saved(saved, tensor)):
             saved = self._admit(storage)
@@ -264,13 +263,13 @@ class Activations:
         self.plan.of_step.append(saved)
         has_room = self._make_room(size_bytes, "forward")
         self._alive[saved] = None
-        self.plan.note("save", saved, self.room.waited_ms)
+        self.plan.note("save", saved, self.memory.waited_ms)
         if not has_room:
-            saved.place = Place.REFUSED
-            self.room.refused += size_bytes
-            self.room.needed = max(self.room.needed, self.room.held + size_bytes)
+            saved.place = StoragePlace.REFUSED
+            self.memory.refused += size_bytes
+            self.memory.needed = max(self.memory.needed, self.memory.held + size_bytes)
             return saved
-        self.room.hold(size_bytes)
+        self.memory.hold(size_bytes)
         saved.device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         self._table.put(saved.device.untyped_storage(), saved)
         leaving = self.plan.forecast.leaving if self.plan.forecast is not None else ()
@@ -279,7 +278,11 @@ class Activations:
         return saved
 
     def _send_once(self, saved: Saved) -> None:
-        if saved.place is Place.DEVICE and saved.host is None and saved.size_bytes >= MIN_BYTES:
+        if (
+            saved.place is StoragePlace.DEVICE
+            and saved.host is None
+            and saved.size_bytes >= MIN_BYTES
+        ):
             saved.may_leave = True
             self._send(saved)
 
@@ -298,31 +301,31 @@ class Activations:
             )
         if isinstance(handle, _Kept):
             return handle.kept
-        self._settle()
-        self._lanes.go_on()
+        self._finish_copies()
+        self._streams.resume()
         self._bring(handle.saved)
         return handle.tensor()
 
     def _bring(self, saved: Saved) -> None:
         """4. and 5. of a storage's life: after this its bytes are on the device."""
-        if self.room.refused:
-            raise self.room.over_budget(self._offload, self.plan.of_step)
+        if self.memory.refused:
+            raise self.memory.over_budget(self._offload, self.plan.of_step)
         if not saved.is_used:
-            self.plan.note("use", saved, self.room.waited_ms)
+            self.plan.note("use", saved, self.memory.waited_ms)
             if saved.host is not None:
-                is_late = saved.place is Place.HOST
+                is_late = saved.place is StoragePlace.HOST
                 self._asked_late += is_late
                 self._asked_ahead += not is_late
         self._stay(saved)
-        if saved.place is Place.HOST:
+        if saved.place is StoragePlace.HOST:
             if not self._make_room(saved.size_bytes, "backward"):
-                self.room.needed = self.room.held + saved.size_bytes
-                raise self.room.over_budget(self._offload, self.plan.of_step)
+                self.memory.needed = self.memory.held + saved.size_bytes
+                raise self.memory.over_budget(self._offload, self.plan.of_step)
             self._ask_back(saved)
         saved.is_used = True
         self._look_ahead(saved)
-        while saved.place is Place.COMING:
-            self._wait("backward", saved.size_bytes, lambda: saved.place is not Place.COMING)
+        while saved.place is StoragePlace.COMING:
+            self._wait("backward", saved.size_bytes, lambda: saved.place is not StoragePlace.COMING)
 
     def _look_ahead(self, current: Saved) -> None:
         """Ask back what is used next, as far as there is room; without a budget, of one layer."""
@@ -330,34 +333,34 @@ class Activations:
             away = [
                 one
                 for one in self._alive
-                if one.place in (Place.HOST, Place.LEAVING) and not one.is_used
+                if one.place in (StoragePlace.HOST, StoragePlace.LEAVING) and not one.is_used
             ]
             away.sort(key=lambda one: (-self.plan.rank.get(one.number, 0), one.number))
             self._ahead = away
         layers = {current.layer}
         while self._ahead:
             saved = self._ahead[-1]
-            if not self.room.is_limited and saved.layer not in layers:
+            if not self.memory.is_limited and saved.layer not in layers:
                 if len(layers) > 1:
                     return
                 layers.add(saved.layer)
             self._stay(saved)
-            if saved.place is Place.HOST and saved.handles and not saved.is_used:
-                if not self.room.fits(saved.size_bytes):
+            if saved.place is StoragePlace.HOST and saved.handles and not saved.is_used:
+                if not self.memory.fits(saved.size_bytes):
                     return
                 self._ask_back(saved)
             self._ahead.pop()
 
     def _make_room(self, size_bytes: int, where: Where) -> bool:
         """Wait for copies under way, drop what is on the host as well, send what may leave."""
-        while not self.room.fits(size_bytes):
-            if self._lanes.is_busy:
-                self._wait(where, size_bytes, lambda: self.room.fits(size_bytes))
+        while not self.memory.fits(size_bytes):
+            if self._streams.is_busy:
+                self._wait(where, size_bytes, lambda: self.memory.fits(size_bytes))
             elif not (
                 self._drop_a_copy()
                 or self._send_another()
-                or self._settle()
-                or self.room.outlast_others(size_bytes, self.plan)
+                or self._finish_copies()
+                or self.memory.outlast_others(size_bytes, self.plan)
             ):
                 return False
         return True
@@ -370,14 +373,14 @@ class Activations:
         saved = min(came, key=lambda one: (not one.is_used, one.number))
         self._forget_bytes(saved)
         self._ahead = None
-        self._settle()
+        self._finish_copies()
         return True
 
     def _send_another(self) -> bool:
         """Send the tensor saved first, whose use is the farthest; return False without one."""
-        if self.room.budget < UNLIMITED:
+        if self.memory.budget < UNLIMITED:
             for saved in self._alive:
-                if saved.place is Place.DEVICE and saved.may_leave and saved.host is None:
+                if saved.place is StoragePlace.DEVICE and saved.may_leave and saved.host is None:
                     self._send(saved)
                     return True
         return False
@@ -392,63 +395,63 @@ class Activations:
             self._charged = needed
         self._on_host = on_host
         self._host_peak = max(self._host_peak, on_host)
-        saved.place = Place.LEAVING
-        saved.copy = self._lanes.submit(saved, saved.device, to_host=True)
+        saved.place = StoragePlace.LEAVING
+        saved.copy = self._streams.submit(saved, saved.device, to_host=True)
 
     def _ask_back(self, saved: Saved) -> None:
         assert saved.host is not None
-        self.room.hold(saved.size_bytes)
-        saved.place = Place.COMING
-        saved.copy = self._lanes.submit(saved, saved.host, to_host=False)
+        self.memory.hold(saved.size_bytes)
+        saved.place = StoragePlace.COMING
+        saved.copy = self._streams.submit(saved, saved.host, to_host=False)
 
     def _stay(self, saved: Saved) -> None:
         """Cancel an unfinished copy to the host, so that the tensor stays."""
-        if saved.place is Place.LEAVING:
+        if saved.place is StoragePlace.LEAVING:
             assert saved.copy is not None
-            self._lanes.cancel(saved.copy)
+            self._streams.cancel(saved.copy)
             self._on_host -= saved.size_bytes
-            saved.copy, saved.place = None, Place.DEVICE
+            saved.copy, saved.place = None, StoragePlace.DEVICE
 
     def _forget_bytes(self, saved: Saved) -> None:
         """Drop the device copy; while autograd may compute with it, its bytes still count."""
         assert saved.device is not None
         storage, saved.device = saved.device.untyped_storage(), None
-        saved.place = Place.HOST
+        saved.place = StoragePlace.HOST
         if saved.is_used:
             saved.end = weakref.finalize(storage, self._bytes_ended.append, saved.size_bytes)
             saved.end.atexit = False
         else:
-            self.room.change(-saved.size_bytes)
+            self.memory.change(-saved.size_bytes)
 
     def _wait(self, where: Where, size_bytes: int, is_over: Callable[[], bool]) -> None:
         """Wait for a copy, or leave the device until ``is_over``.
 
         It leaves for a long copy, in a step whose times are known.
         """
-        gate, lanes = self._gate, self._lanes
+        gate, streams = self._gate, self._streams
         may_leave = gate.allows_copies and not (self.plan.measuring or gate.in_optimizer_step)
-        is_long = size_bytes > WORTH_MS * lanes.bytes_per_ms(to_host=where == "forward")
-        if self.room.tiles is None or not (may_leave and is_long):
-            self.room.waited_ms += lanes.wait(where)
-            self._settle()
+        is_long = size_bytes > WORTH_MS * streams.bytes_per_ms(to_host=where == "forward")
+        if self.memory.tiles is None or not (may_leave and is_long):
+            self.memory.waited_ms += streams.wait(where)
+            self._finish_copies()
             return
         began_ms = now_ms()
         gate.leave("copies")
         try:
-            while lanes.is_busy and lanes.wait_away():
-                self._settle()
+            while streams.is_busy and streams.wait_away():
+                self._finish_copies()
                 if is_over():
                     break
             self.away_ms += now_ms() - began_ms
         finally:
             gate.enter()
-        lanes.go_on()
-        self.room.waited_ms += now_ms() - began_ms
+        streams.resume()
+        self.memory.waited_ms += now_ms() - began_ms
 
-    def _settle(self) -> bool:
+    def _finish_copies(self) -> bool:
         """Take what the queues hold; whether there was anything."""
         has_changed = False
-        for copy in self._lanes.take_ended():
+        for copy in self._streams.take_ended():
             has_changed = True
             self._copied(copy, copy.of)
         while self._handles_ended:
@@ -459,18 +462,18 @@ class Activations:
                 self._drop(saved)
         while self._bytes_ended:
             has_changed = True
-            self.room.change(-self._bytes_ended.popleft())
+            self.memory.change(-self._bytes_ended.popleft())
         return has_changed
 
     def _copied(self, copy: Copy, saved: Saved) -> None:
-        if saved.place is Place.GONE:
-            self.room.change(-saved.size_bytes)
+        if saved.place is StoragePlace.GONE:
+            self.memory.change(-saved.size_bytes)
         elif copy is saved.copy:
             saved.copy = None
             if copy.error is not None:
-                saved.place = Place.DEVICE if copy.to_host else Place.HOST
+                saved.place = StoragePlace.DEVICE if copy.to_host else StoragePlace.HOST
                 self._on_host -= saved.size_bytes if copy.to_host else 0
-                self.room.change(-(0 if copy.to_host else saved.size_bytes))
+                self.memory.change(-(0 if copy.to_host else saved.size_bytes))
                 raise copy.error
             assert copy.target is not None
             if copy.to_host:
@@ -480,23 +483,23 @@ class Activations:
             else:
                 saved.device = copy.target
                 self._table.put(copy.target.untyped_storage(), saved)
-                saved.place = Place.DEVICE
+                saved.place = StoragePlace.DEVICE
 
     def _drop(self, saved: Saved) -> None:
         """Autograd has let go of it."""
-        self.plan.note("release", saved, self.room.waited_ms)
+        self.plan.note("release", saved, self.memory.waited_ms)
         self._alive.pop(saved, None)
         copy, saved.copy = saved.copy, None
-        if saved.host is not None or saved.place is Place.LEAVING:
+        if saved.host is not None or saved.place is StoragePlace.LEAVING:
             self._on_host -= saved.size_bytes
-        if saved.place is Place.REFUSED:
-            self.room.refused -= saved.size_bytes
-        elif copy is not None and not self._lanes.cancel(copy):
-            saved.place = Place.GONE
-        elif saved.place is not Place.HOST:
-            self.room.change(-saved.size_bytes)
+        if saved.place is StoragePlace.REFUSED:
+            self.memory.refused -= saved.size_bytes
+        elif copy is not None and not self._streams.cancel(copy):
+            saved.place = StoragePlace.GONE
+        elif saved.place is not StoragePlace.HOST:
+            self.memory.change(-saved.size_bytes)
         if saved.end is not None and saved.end.detach():
-            self.room.change(-saved.size_bytes)  # the script holds it still: not counted
+            self.memory.change(-saved.size_bytes)  # the script holds it still: not counted
         saved.host = saved.device = None
 
 

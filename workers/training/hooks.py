@@ -33,7 +33,7 @@ def look_at_the_gate_before_forward(module: nn.Module, args: Any) -> None:
     if _pace is not None:
         _pace()
     gate = _gate
-    if gate is not None and gate.asked:
+    if gate is not None and gate.is_pending:
         gate.answer("forward")
 
 
@@ -42,7 +42,7 @@ def look_at_the_gate_in_backward(parameter: torch.Tensor) -> None:
     if _pace is not None:
         _pace()
     gate = _gate
-    if gate is not None and gate.asked:
+    if gate is not None and gate.is_pending:
         gate.answer("backward")
 
 
@@ -61,18 +61,18 @@ def use_pace(pace: Callable[[], None] | None) -> None:
 def hook_modules(models: Iterable[nn.Module]) -> list[RemovableHandle]:
     """Put the gate's hooks on every layer of ``models``; returns handles to remove them."""
     handles: list[RemovableHandle] = []
-    seen: set[int] = set()
+    visited: set[int] = set()
     for model in models:
         for module in model.modules():
             own = list(module.parameters(recurse=False))
             is_leaf = next(module.children(), None) is None
-            if id(module) in seen or not (own or is_leaf):
+            if id(module) in visited or not (own or is_leaf):
                 continue
-            seen.add(id(module))
+            visited.add(id(module))
             handles.append(hook_unseen(module, look_at_the_gate_before_forward))
-            trained = next((p for p in own if p.requires_grad and id(p) not in seen), None)
+            trained = next((p for p in own if p.requires_grad and id(p) not in visited), None)
             if trained is not None:
-                seen.add(id(trained))
+                visited.add(id(trained))
                 register: Any = trained.register_post_accumulate_grad_hook  # untyped in torch
                 handles.append(register(look_at_the_gate_in_backward))
     return handles

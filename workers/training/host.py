@@ -99,7 +99,7 @@ class JobHost:
             TaskPreempted: the job was evicted while it waited.
         """
         reach("job.lease")
-        self._view.settle()  # what still reads the former slice: it may be given to another
+        self._view.synchronize()  # what still reads the former slice: it may be given to another
         request = worker_msg.LeaseRequest(
             op_id=self._message.op_id, slice_bytes=slice_bytes, state_bytes=state_bytes
         )
@@ -145,7 +145,7 @@ class JobHost:
         with self._changed:
             self._committed = None
             self._commit_number += 1
-        self._view.settle()  # the daemon reads the slice: every kernel before has run
+        self._view.synchronize()  # the daemon reads the slice: every kernel before has run
         self._task.send(
             worker_msg.CommitStep(
                 op_id=self._message.op_id,

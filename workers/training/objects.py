@@ -37,31 +37,31 @@ class TrainedObjects:
     with_extra_state: dict[str, nn.Module] = field(default_factory=dict)  # torch's own hook for it
 
     def __post_init__(self) -> None:
-        seen: set[int] = set()
+        visited: set[int] = set()
         for key, model in self.models.items():
             for path, module in model.named_modules(prefix=key):
                 self.modules.append(module)
                 if type(module).get_extra_state is not nn.Module.get_extra_state:
                     self.with_extra_state[path] = module
                 for name, parameter in module.named_parameters(recurse=False):
-                    self._add(f"{path}.{name}", parameter, seen)
+                    self._add(f"{path}.{name}", parameter, visited)
                 for name, buffer in registered_buffers(module):
-                    if buffer is not None and id(buffer) in seen:
+                    if buffer is not None and id(buffer) in visited:
                         continue
                     self.owners[f"{path}.{name}"] = (module, name)
                     if buffer is not None:
-                        seen.add(id(buffer))
+                        visited.add(id(buffer))
                         self.buffers[f"{path}.{name}"] = buffer
         for key, optimizer in self.optimizers.items():
             self.groups[key] = [len(group["params"]) for group in optimizer.param_groups]
             for g, group in enumerate(optimizer.param_groups):
                 for i, parameter in enumerate(group["params"]):
-                    self._add(f"optimizer.{key}.{g}.{i}", parameter, seen)
+                    self._add(f"optimizer.{key}.{g}.{i}", parameter, visited)
 
-    def _add(self, name: str, parameter: torch.Tensor, seen: set[int]) -> None:
-        if id(parameter) in seen:
+    def _add(self, name: str, parameter: torch.Tensor, visited: set[int]) -> None:
+        if id(parameter) in visited:
             return
-        seen.add(id(parameter))
+        visited.add(id(parameter))
         if is_lazy(parameter) or parameter.device.type == "meta":
             raise InvalidInput(
                 f"{name} has no values yet",
@@ -72,8 +72,7 @@ class TrainedObjects:
         self.parameters[name] = parameter  # type: ignore[assignment]
 
     def weights(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype and shape of each parameter and buffer, as ``commits/weights.py`` names
-        them in a commit."""
+        """Return name, dtype and shape of each parameter and buffer."""
         return [
             (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             for name, tensor in (*self.parameters.items(), *self.buffers.items())

@@ -37,6 +37,13 @@ _numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _saved: WeakKeyDictionary[Any, Workers] = WeakKeyDictionary()
 
 
+class _Sent:
+    """Generators of a worker. Pinned memory turns tuples into lists, and keeps other objects."""
+
+    def __init__(self, worker_id: int, states: Any) -> None:
+        self.worker_id, self.states = worker_id, states
+
+
 class _Worker:
     """The script's ``worker_init_fn`` and ``collate_fn``, with the worker's generators."""
 
@@ -57,7 +64,8 @@ class _Worker:
         batch = self._collate(samples)
         of_torch, *others = RandomState("cpu").values()
         own = {path: state_of(generator) for path, generator in _generators().items()}
-        return batch, get_worker_info().id, ((of_torch.numpy(), *others), own)  # type: ignore[union-attr]
+        states = (of_torch.numpy(), *others), own
+        return batch, _Sent(get_worker_info().id, states)  # type: ignore[union-attr]
 
 
 def _generators() -> dict[str, Any]:
@@ -87,7 +95,7 @@ class PersistentIterator(_Base):  # type: ignore[misc]
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self._index_sampler = self._indices
         if not first_iter:
-            self.settle()
+            self.end_pass()
             self._began_with = self.workers()
         self.is_exhausted = False
         super()._reset(loader, first_iter)
@@ -100,10 +108,11 @@ class PersistentIterator(_Base):  # type: ignore[misc]
             raise
 
     def _process_data(self, data: Any, *rest: Any) -> Any:
-        batch, worker_id, self._states[worker_id] = super()._process_data(data, *rest)
+        batch, sent = super()._process_data(data, *rest)
+        self._states[sent.worker_id] = sent.states
         return batch
 
-    def settle(self) -> None:
+    def end_pass(self) -> None:
         """End this pass: wait for the batches that the workers fetch ahead, and drop them."""
         # Workers that are at the end of their iterable dataset answer no more.
         count: int = 0 if isinstance(self._dataset, IterableDataset) else self._tasks_outstanding
@@ -113,9 +122,8 @@ class PersistentIterator(_Base):  # type: ignore[misc]
             ahead = [info[1] for info in self._task_info.values() if len(info) == 2]
             with contextlib.suppress(RuntimeError):  # a worker has died
                 ahead += [self._get_data()[1] for _ in range(count)]
-            for batch in ahead:
-                if isinstance(batch, tuple):  # else an error
-                    self._states[batch[1]] = batch[2]
+            for _, sent in (one for one in ahead if isinstance(one, (tuple, list))):  # no errors
+                self._states[sent.worker_id] = sent.states
 
     def workers(self) -> Workers | None:
         """Return what other workers continue; None: they begin. A pass under way is repeated."""
@@ -159,15 +167,15 @@ HELD_ONCE: Final = _references(SimpleNamespace(_iterator=object()))
 
 def capture() -> dict[int, Workers]:
     """Return the workers of each loader that has begun, by its number."""
-    found: dict[int, Workers | None] = {}
+    pools: dict[int, Workers | None] = {}
     for loader, number in _numbers.items():
         if not isinstance(loader._iterator, PersistentIterator):
-            found[number] = _saved.get(loader)
+            pools[number] = _saved.get(loader)
             continue
         if _references(loader) <= HELD_ONCE:  # by the loader: nobody continues the pass
-            loader._iterator.settle()
-        found[number] = loader._iterator.workers()
-    return {number: workers for number, workers in found.items() if workers is not None}
+            loader._iterator.end_pass()
+        pools[number] = loader._iterator.workers()
+    return {number: workers for number, workers in pools.items() if workers is not None}
 
 
 def restore(workers: dict[int, Workers]) -> None:
@@ -179,8 +187,8 @@ def restore(workers: dict[int, Workers]) -> None:
             _saved[loader] = workers[number]
 
 
-def settle(loader: Any) -> None:
+def end_pass(loader: Any) -> None:
     """End the pass of a loop's loader, which the loop may have left early."""
     iterator = getattr(loader, "_iterator", None)
     if isinstance(iterator, PersistentIterator):
-        iterator.settle()
+        iterator.end_pass()

@@ -12,14 +12,14 @@ from pipeswitch.ipc.gate import Gate
 
 from . import persistent_loaders
 from .activations import Activations
-from .commits import Committer, Point, state_area_bytes
+from .commit_points import Committer, Point, state_area_bytes
 from .hooks import Closure, hook_modules
 from .host import JobHost
-from .layout import history_bytes
 from .objects import TrainedObjects
 from .reports import Reports
 from .script_cursor import SavedImage, ScriptCursor
 from .slice import TrainingSlice
+from .slice_layout import history_bytes
 from .snapshot import DataPosition
 from .timing import CommitTiming, WriteWatch
 
@@ -83,8 +83,7 @@ class Phase:
             raise
 
     def _moves(self, point: Point) -> bool:
-        """Make room for the next commits, between two bodies. Return True, also after a failure, if
-        the caller must capture the state again."""
+        """Make room for the next commits; return True if the state must be captured again."""
         if self._host.now_ms() < self._timing.grows_at_ms or self._gate.is_evicting:
             return False
         try:

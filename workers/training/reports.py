@@ -62,13 +62,13 @@ class Reports:
         """Record time off the device, for a batch or for the last step's copies."""
         self._away_ms.append(ms)
 
-    def progress(self, step: int, epoch: int, left: int, **activations: Any) -> None:
-        """``left``: steps until the job ends; -1: not known."""
+    def progress(self, step: int, epoch: int, steps_left: int, **activations: Any) -> None:
+        """``steps_left``: steps until the job ends; -1: not known."""
         self._at_ms = self._host.now_ms() + REPORT_EVERY_MS
         self._host.flush()
         more = {"activations": activations} if activations else {}
         log, away = dict(self._log), round(fmean(self._away_ms)) if self._away_ms else -1
         self._host.report(
-            "progress", step=step, epoch=epoch, left=left, away_ms=away, log=log, **more
+            "progress", step=step, epoch=epoch, left=steps_left, away_ms=away, log=log, **more
         )
         self._log.clear()

@@ -1,5 +1,4 @@
-"""Storages that a step saves for backward: their device memory, and the plan which of them leave
-the device."""
+"""Storages that a step saves for backward, and the plan which of them leave the device."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from pipeswitch.ipc.gate import Gate
 from pipeswitch.planning.swaps import Event, Forecast, LinkQueue, Step, What, min_bytes, plan
 
 from .activation_budget import ActivationBudget
-from .copy_lane import Copy, CopyLanes
+from .copy_streams import Copy, CopyStreams
 
 STEPS_MEASURED: Final = 2  # at the start of a loop; the first one has cold caches
 SEARCH_MS: Final = 200.0  # time limit for planning, once in a loop; a waiting request ends it
@@ -27,7 +26,7 @@ UNLIMITED: Final = 1 << 62
 LOOK_AGAIN_S: Final = 0.01  # interval between checks for room that other jobs release
 
 
-class Place(Enum):
+class StoragePlace(Enum):
     """Place of a storage's bytes; all but HOST and REFUSED are on the device and counted."""
 
     DEVICE = "device"
@@ -46,7 +45,7 @@ class Saved:
     size_bytes: int
     layer: int
     may_leave: bool
-    place: Place = Place.DEVICE
+    place: StoragePlace = StoragePlace.DEVICE
     device: torch.Tensor | None = None  # all its bytes
     host: torch.Tensor | None = None
     copy: Copy | None = None  # under way
@@ -60,8 +59,8 @@ class Saved:
 class StepPlan:
     """Measured step of a loop (``offload="auto"``), and the plan made from it."""
 
-    def __init__(self, offload: str, gate: Gate, lanes: CopyLanes) -> None:
-        self._is_auto, self._gate, self._lanes = offload == "auto", gate, lanes
+    def __init__(self, offload: str, gate: Gate, streams: CopyStreams) -> None:
+        self._is_auto, self._gate, self._streams = offload == "auto", gate, streams
         self.forecast: Forecast | None = None
         self.planned = 0  # number of storages in the measured step
         self.rank: Mapping[int, int] = {}  # by a storage's number in that step: rank of its use
@@ -86,7 +85,7 @@ class StepPlan:
             self._events.append(Event(what, saved.number, compute_ms))
             self._event_at_ms, self._event_waited_ms = at_ms, waited_ms
 
-    def end(self, room: ActivationMemory) -> dict[str, Any]:
+    def end(self, memory: ActivationMemory) -> dict[str, Any]:
         """End a body: return its figures, and plan the next ones if it was measured."""
         took_ms, planned = now_ms() - self._began_ms, self.forecast
         figures = {
@@ -99,13 +98,13 @@ class StepPlan:
             self.measuring = STEPS_MEASURED  # another model's loop
         elif self.measuring and self.of_step:
             self.measuring -= 1
-            self.compute_ms = took_ms - room.waited_ms
-            self._make(room.budget)
-        if (tiles := room.tiles) is not None:  # tell the tiles how many bytes a step needs
+            self.compute_ms = took_ms - memory.waited_ms
+            self._make(memory.budget)
+        if (tiles := memory.tiles) is not None:  # tell the tiles how many bytes a step needs
             if not self._is_auto:
-                tiles.learn(room.peak_bytes)
+                tiles.learn(memory.peak_bytes)
             elif self.measuring or self.measured is None:
-                tiles.forget()  # a measured step has the device alone
+                tiles.remove()  # a measured step has the device alone
             elif not tiles.is_known:
                 tiles.learn(min_bytes(self.measured))
             tiles.enter_step(is_in=False)
@@ -118,14 +117,14 @@ class StepPlan:
         uses = [event.storage for event in self._events if event.what == "use"]
         self.rank = {storage: rank for rank, storage in enumerate(uses)}
         out, back = (
-            LinkQueue(bytes_per_ms=self._lanes.bytes_per_ms(to_host=w)) for w in (True, False)
+            LinkQueue(bytes_per_ms=self._streams.bytes_per_ms(to_host=w)) for w in (True, False)
         )
         until_ms = now_ms() + SEARCH_MS
         self.forecast = plan(
             step,
             budget_bytes,
             (out, back),
-            is_over=lambda: self._gate.asked or now_ms() > until_ms,
+            is_over=lambda: self._gate.is_pending or now_ms() > until_ms,
         )
 
 

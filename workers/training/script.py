@@ -78,11 +78,7 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
         _run_exit_hooks()
     _flush()
     return JobEnded(
-        op_id=message.op_id,
-        outcome=outcome,
-        step=session.step,
-        error_type=kind,
-        error_text=text,
+        op_id=message.op_id, outcome=outcome, step=session.step, error_type=kind, error_text=text
     )
 
 

@@ -202,8 +202,7 @@ class ScriptCursor:
         return not self.drop_past(MAX_PAST_BYTES)
 
     def drop_past(self, max_bytes: int) -> bool:
-        """Drop the oldest ends of phases beyond the limit, but always keep a few; return False if
-        all stayed."""
+        """Drop the oldest ends of phases beyond the limit; return False if all stayed."""
         dropped = False
         while len(self.past) > MIN_PAST_PHASES and sum(map(len, self.past.values())) > max_bytes:
             del self.past[min(self.past)]

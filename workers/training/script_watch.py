@@ -100,16 +100,16 @@ def _marks(
 @functools.cache
 def _targets(code: CodeType) -> set[str]:
     """Return the targets of ``for`` loops: a resumed script assigns them again."""
-    found: set[str] = set()
+    names: set[str] = set()
     is_target = False
     for step in dis.get_instructions(code):
         is_store = step.opname.startswith("STORE_")
         if is_target and is_store:
-            found.add(str(step.argval))
+            names.add(str(step.argval))
         is_target = step.opname == "FOR_ITER" or (
             is_target and (is_store or step.opname.startswith("UNPACK"))
         )
-    return found
+    return names
 
 
 def _mark(value: Any) -> tuple[Any, ...] | None:

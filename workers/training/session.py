@@ -119,8 +119,7 @@ class TrainingSession:
         self.close()
 
     def fail(self) -> None:
-        """Keep the script's last finished step, if its state is still whole. Call this when the
-        script has failed."""
+        """Keep the last finished step of a failed script, if its state is still whole."""
         if self._phase is not None and self.place.may_commit:
             with contextlib.suppress(PipeSwitchError):
                 self._phase.commit_point()
@@ -297,9 +296,9 @@ class TrainingSession:
             warned.add("lost")
             objects.warn_of_what_is_lost()
         rest = self._reports, self._timing, self._watch, objects
-        self._phase = made = Phase(self._host, self._gate, self.place, *rest)
-        self._gate.finishes_step = lambda: self._open_loop is not None and made.goes_to_point()
-        return made
+        self._phase = new_phase = Phase(self._host, self._gate, self.place, *rest)
+        self._gate.finishes_step = lambda: self._open_loop is not None and new_phase.goes_to_point()
+        return new_phase
 
     def _open(self, phase: Phase, start: CursorPosition) -> Iterator[Any] | None:
         """Start, resume or skip (None) the loop that begins at ``start``."""
@@ -411,7 +410,7 @@ class TrainingSession:
     def _end_loop(self) -> None:
         """End a loop after its last batch, or a ``break``; later code finds the current state."""
         self._has_failed = False
-        persistent_loaders.settle(self._loader)
+        persistent_loaders.end_pass(self._loader)
         self._watch_script()
         phase, self._watch.is_in_body = self._phase, False
         if phase is None:
@@ -433,10 +432,10 @@ class TrainingSession:
             frame = frame.f_back
         names = self._script.changed(frame, self._phase.objects, self._loader)
         if names:
-            lost = f"{', '.join(names[:6])}: the loop changes this, but job.steps does not keep it"
-            self._reports.inexact("script", lost, self.step)
+            texts = f"{', '.join(names[:6])}: the loop changes this, but job.steps does not keep it"
+            self._reports.inexact("script", texts, self.step)
             warnings.warn(
-                f"job.steps: {lost}, so it starts over in a resumed script. Keep numbers in a "
+                f"job.steps: {texts}, so it starts over in a resumed script. Keep numbers in a "
                 "dict (note = {'best': 9.0}; extra_state=note); pass lists, generators and objects "
                 "with state_dict() in extra_state, networks as model",
                 InexactResumeWarning,
@@ -453,5 +452,5 @@ class TrainingSession:
         if self._reports.are_due or final:
             figures = {} if self._activations is None else self._activations.figures
             length = None if self._phase is None else self._phase.data.length
-            left = self.place.steps_left(length)
-            self._reports.progress(self.step, self.place.position.epoch, left, **figures)
+            steps_left = self.place.steps_left(length)
+            self._reports.progress(self.step, self.place.position.epoch, steps_left, **figures)

@@ -19,8 +19,8 @@ from torch import nn
 
 from pipeswitch.base.errors import InvalidInput, OutOfDeviceMemory
 
-from .layout import Area, Place, optimizer_state_bytes, padded_bytes, state_tensors
 from .objects import TrainedObjects
+from .slice_layout import Area, SlicePlace, optimizer_state_bytes, padded_bytes, state_tensors
 from .torch_private import bytes_of_their_own
 
 
@@ -46,10 +46,10 @@ class TrainingSlice:
         self.snapshot = Area("buffers", self.optimizer.end_bytes, buffers)
         self.gradients = Area("gradients", self.snapshot.end_bytes, parameters)
         self.buffers = Area("buffers", self.gradients.end_bytes, buffers)
-        self.places: dict[str, Place] = {}  # of the image, without gradients
-        self.gradient_places: dict[str, Place] = {}
-        self._buffer_places: dict[str, Place] = {}
-        self._homes: dict[tuple[str, int, Any], tuple[Place, torch.Tensor]] = {}
+        self.places: dict[str, SlicePlace] = {}  # of the image, without gradients
+        self.gradient_places: dict[str, SlicePlace] = {}
+        self._buffer_places: dict[str, SlicePlace] = {}
+        self._homes: dict[tuple[str, int, Any], tuple[SlicePlace, torch.Tensor]] = {}
         self._homes_of_parameters: list[tuple[str, nn.Parameter, int]] = []  # and their addresses
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._bound: dict[int, torch.Tensor] = {}  # by offset: a replaced one is let go
@@ -127,12 +127,12 @@ class TrainingSlice:
         """State on the slice's device, dense in memory, can lie in the slice."""
         return tensor.device.type == self._memory.device.type and tensor.layout is torch.strided
 
-    def home_of(self, optimizer: str, parameter: torch.Tensor, key: Any) -> Place | None:
+    def home_of(self, optimizer: str, parameter: torch.Tensor, key: Any) -> SlicePlace | None:
         """Return the place of a state tensor, or None if it is not in the slice."""
         home = self._homes.get((optimizer, id(parameter), key))
         return None if home is None else home[0]
 
-    def view(self, place: Place) -> torch.Tensor:
+    def view(self, place: SlicePlace) -> torch.Tensor:
         """Return a tensor over a place, with a storage of just its bytes.
 
         So ``torch.save`` of a parameter does not write the whole arena.
@@ -231,7 +231,7 @@ class TrainingSlice:
         if now is not self.objects.buffers[name]:  # replaced since; it may have another shape
             setattr(module, key, self.objects.buffers[name])
 
-    def _move(self, tensor: torch.Tensor, place: Place) -> None:
+    def _move(self, tensor: torch.Tensor, place: SlicePlace) -> None:
         with torch.no_grad():
             view = self.view(place)
             view.copy_(tensor)

@@ -135,43 +135,43 @@ def named_extras(value: Any, *, is_literal: bool) -> dict[str, Any]:
             hint="pass a dict that contains it: note = {'best': 0.0}; extra_state=note",
         )
     is_literal = is_literal and isinstance(value, (Mapping, list, tuple))
-    if is_literal and (lost := _values_of_now(value, "extra_state")):
+    if is_literal and (paths := _values_of_now(value, "extra_state")):
         warnings.warn(
-            f"job.steps: {', '.join(lost[:4])}: a number or text is passed by value. What the "
+            f"job.steps: {', '.join(paths[:4])}: a number or text is passed by value. What the "
             "script assigns to its variable later is not captured and starts over in a resumed "
             "script. Keep it in a dict: note = {'best': best}; extra_state=note; note['best'] = …",
             InexactResumeWarning,
             stacklevel=script_level(),
         )
     extras = named(value, "extra_state")
-    found = {name: item for name, item in extras.items() if has_state(item) or type(item) in NOTES}
-    if len(found) < len(extras) and not is_plain:
-        name, item = next((n, item) for n, item in extras.items() if n not in found)
+    states = {name: item for name, item in extras.items() if has_state(item) or type(item) in NOTES}
+    if len(states) < len(extras) and not is_plain:
+        name, item = next((n, item) for n, item in extras.items() if n not in states)
         raise InvalidInput(
             f"extra_state {name!r}: a {type(item).__name__} has no state_dict()",
             hint="keep it in a dict: note = {'best': 0.0}; extra_state={'note': note}",
         )
-    for name, item in found.items():
+    for name, item in states.items():
         if hasattr(item, "state_dict") and not hasattr(item, "load_state_dict"):
             raise InvalidInput(
                 f"extra_state {name!r}: a {type(item).__name__} has a state_dict() "
                 "and no load_state_dict()"
             )
-    return found
+    return states
 
 
 def _values_of_now(value: Any, path: str) -> list[str]:
     """Return the paths of plain values in containers that nothing else refers to."""
     (alone,) = [sys.getrefcount(one) for one in [dict[str, Any]()]]
     pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-    lost: list[str] = []
+    paths: list[str] = []
     for key, item in [*pairs]:
         if type(item) in (*_DICTS, list, tuple):
             if type(item) is tuple or sys.getrefcount(item) <= alone + 1:  # the list of pairs, too
-                lost += _values_of_now(item, f"{path}[{key!r}]")
+                paths += _values_of_now(item, f"{path}[{key!r}]")
         elif not (has_state(item) or type(item) in NOTES):
-            lost.append(f"{path}[{key!r}]")
-    return lost
+            paths.append(f"{path}[{key!r}]")
+    return paths
 
 
 def state_of(item: Any) -> Any:
@@ -204,8 +204,7 @@ def load_state(item: Any, state: Any) -> None:
 
 
 def filled(item: Any, state: Any) -> Any:
-    """Copy ``state`` into ``item``, which the script refers to, and return it; return ``state`` if
-    their types differ."""
+    """Copy ``state`` into ``item`` and return it, or ``state`` if their types differ."""
     kind = type(item)
     if kind is not type(state) and not (kind is torch.Tensor and isinstance(state, torch.Tensor)):
         return state
@@ -492,8 +491,8 @@ def _state_keeper(loader: Any, depth: int = 3) -> Any:
     if isinstance(loader, DataLoader) or not depth:
         return None
     wrapped = [one for one in getattr(loader, "__dict__", {}).values() if hasattr(one, "__iter__")]
-    found = (_state_keeper(one, depth - 1) for one in wrapped if type(one) not in KNOWN_LOADERS)
-    return next((one for one in found if one is not None), None)
+    keepers = (_state_keeper(one, depth - 1) for one in wrapped if type(one) not in KNOWN_LOADERS)
+    return next((one for one in keepers if one is not None), None)
 
 
 def _keeps_state(candidate: Any) -> bool:

@@ -83,10 +83,10 @@ def bytes_of_their_own(memory: torch.Tensor, offset_bytes: int, size_bytes: int)
     if storage_at is None or tensor_at is None or memory.device.type != "cuda":
         return memory[offset_bytes : offset_bytes + size_bytes]
     storage = storage_at(memory.data_ptr() + offset_bytes, memory.device, size_bytes)
-    made: torch.Tensor = tensor_at(
+    tensor: torch.Tensor = tensor_at(
         {"size": (size_bytes,), "stride": (1,), "dtype": torch.uint8, "storage_offset": 0}, storage
     )
-    return made
+    return tensor
 
 
 def registered_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor | None]]:
@@ -106,13 +106,13 @@ class _HookTable(OrderedDict[int, Any]):
         return [hook for hook in super().values() if hook is not self.hidden]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        seen = [(key, hook) for key, hook in self.items() if hook is not self.hidden]
-        return OrderedDict, (seen,)
+        hooks = [(key, hook) for key, hook in self.items() if hook is not self.hidden]
+        return OrderedDict, (hooks,)
 
     def __deepcopy__(self, copies: dict[int, Any]) -> _HookTable:
-        found = type(self)((key, copy.deepcopy(hook, copies)) for key, hook in self.items())
-        found.hidden = self.hidden
-        return found
+        table = type(self)((key, copy.deepcopy(hook, copies)) for key, hook in self.items())
+        table.hidden = self.hidden
+        return table
 
 
 def hook_unseen(module: torch.nn.Module, hook: Any) -> RemovableHandle:
@@ -128,8 +128,8 @@ def hook_unseen(module: torch.nn.Module, hook: Any) -> RemovableHandle:
 def made_in_forward(module: torch.nn.Module) -> list[torch.Tensor]:
     """Return the attributes that a module's forward pre-hooks make anew, as spectral_norm does."""
     hooks = getattr(module, "_forward_pre_hooks", {}).values()
-    found = [vars(module).get(getattr(hook, "name", None) or "") for hook in hooks]
-    return [one for one in found if isinstance(one, torch.Tensor)]
+    tensors = [vars(module).get(getattr(hook, "name", None) or "") for hook in hooks]
+    return [one for one in tensors if isinstance(one, torch.Tensor)]
 
 
 def has_aliases(tensor: torch.Tensor, known: int = 0) -> bool:

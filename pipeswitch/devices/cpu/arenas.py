@@ -1,6 +1,6 @@
 """Arenas of models on the cpu device: one file, or one for each tenant (ADR 23).
 
-Only the memory daemon writes an arena. It begins with the arrival words.
+Only the memory daemon writes an arena. It begins with the fences.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...base.errors import RemoteProtocolError
 from ...ipc.control_page import seal_against_writers, sealed_memfd
 from ...ipc.messages.daemon import TransmitModel
 from ...ipc.sparse import keep_only
-from ..orders import WORD_BYTES
+from ..order_checks import FENCE_BYTES
 
 ZEROS: Final = memoryview(bytes(1 << 20))
 
@@ -28,7 +28,7 @@ class OneFile:
     All methods but ``take`` and ``open_tenant`` belong to the copy thread, as in ``FilePerTenant``.
     """
 
-    def __init__(self, arena_bytes: int, words: int) -> None:
+    def __init__(self, arena_bytes: int, fence_count: int) -> None:
         """Take the memory.
 
         Raises:
@@ -42,7 +42,7 @@ class OneFile:
         self._map = mmap.mmap(descriptor, arena_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         seal_against_writers(descriptor)
         self.descriptors = [descriptor]
-        self._words = memoryview(self._map)[: words * WORD_BYTES].cast("I")
+        self._fences = memoryview(self._map)[: fence_count * FENCE_BYTES].cast("I")
         self._bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
 
     def open_tenant(self, tenant: str, descriptor: int) -> None:
@@ -66,29 +66,29 @@ class OneFile:
         """Make it read as zeros: less than a page, behind a landing less than a unit."""
         self._bytes[start:end] = 0
 
-    def raise_word(self, tenant: str, index: int, value: int) -> None:
-        self._words[index] = value
+    def signal_fence(self, tenant: str, index: int, value: int) -> None:
+        self._fences[index] = value
 
     def tidy(self) -> None:
         """Free, after a copy, the memory for which a tenant has no place any more."""
 
     def close(self) -> None:
-        self._words.release()
+        self._fences.release()
         del self._bytes
         self._map.close()
         os.close(self.descriptors[0])
 
 
 class _TenantsFile:
-    """A tenant's file: its arrival words mapped, the rest written by system calls."""
+    """A tenant's file: its fences mapped, the rest written by system calls."""
 
-    def __init__(self, descriptor: int, words: int) -> None:
+    def __init__(self, descriptor: int, fence_count: int) -> None:
         self.descriptor = os.dup(descriptor)
-        self._map = mmap.mmap(self.descriptor, words * WORD_BYTES)
-        self.words = memoryview(self._map).cast("I")
+        self._map = mmap.mmap(self.descriptor, fence_count * FENCE_BYTES)
+        self.fences = memoryview(self._map).cast("I")
 
     def close(self) -> None:
-        self.words.release()
+        self.fences.release()
         self._map.close()
         os.close(self.descriptor)
 
@@ -98,13 +98,13 @@ class FilePerTenant:
     all.
 
     Invariant (after ``tidy``): a page exists in the file of the tenant that has its place, so that
-    all files together hold no more than the arena, and the arrival words of each.
+    all files together hold no more than the arena, and the fences of each.
     """
 
-    def __init__(self, arena_bytes: int, words: int) -> None:
+    def __init__(self, arena_bytes: int, fence_count: int) -> None:
         self.descriptors: list[int] = []  # each worker gets its tenant's, from the controller
         self._arena_bytes = arena_bytes
-        self._word_count = words
+        self._fence_count = fence_count
         self._files: dict[str, _TenantsFile] = {}
         self._places: list[tuple[int, int, str]] = []  # disjoint: start, end, whose
 
@@ -115,7 +115,7 @@ class FilePerTenant:
                 f"a file of {size_bytes} bytes for tenant {tenant!r}; each has one, of "
                 f"{self._arena_bytes}"
             )
-        self._files[tenant] = _TenantsFile(descriptor, self._word_count)
+        self._files[tenant] = _TenantsFile(descriptor, self._fence_count)
 
     def take(self, order: TransmitModel) -> None:
         if order.tenant not in self._files:
@@ -134,23 +134,23 @@ class FilePerTenant:
 
         An order that is accepted meanwhile writes later, on this thread.
         """
-        places, words = self._places, (0, self._word_count * WORD_BYTES)
+        places, fences = self._places, (0, self._fence_count * FENCE_BYTES)
         for tenant, file in list(self._files.items()):
             own = [(low, high) for low, high, whose in places if whose == tenant]
-            keep_only(file.descriptor, [words, *own], self._arena_bytes)
+            keep_only(file.descriptor, [fences, *own], self._arena_bytes)
 
     def write(self, tenant: str, start: int, source: Bytes) -> None:
         """Write by a system call: it takes new pages without clearing them, and maps none here."""
-        descriptor, left = self._files[tenant].descriptor, source.data
-        while left:
-            count = os.pwrite(descriptor, left, start)
-            start, left = start + count, left[count:]
+        descriptor, rest = self._files[tenant].descriptor, source.data
+        while rest:
+            count = os.pwrite(descriptor, rest, start)
+            start, rest = start + count, rest[count:]
 
     def clear(self, tenant: str, start: int, end: int) -> None:
         os.pwrite(self._files[tenant].descriptor, bytes(max(0, end - start)), start)
 
-    def raise_word(self, tenant: str, index: int, value: int) -> None:
-        self._files[tenant].words[index] = value
+    def signal_fence(self, tenant: str, index: int, value: int) -> None:
+        self._files[tenant].fences[index] = value
 
     def close(self) -> None:
         for file in self._files.values():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from .memory import Link
+from .memory import SimulatedLink
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,7 @@ class CpuCopies:
     """See ``HostCopies``."""
 
     def __init__(self, link_bytes_per_s: float) -> None:
-        self._links = {to_host: Link(link_bytes_per_s) for to_host in (True, False)}
+        self._links = {to_host: SimulatedLink(link_bytes_per_s) for to_host in (True, False)}
 
     def mark(self) -> Any:
         """Return None: this device computes in the calling thread, so nothing is pending."""

@@ -30,7 +30,7 @@ class CpuKind:
         arena = config.arena.resolve(available_bytes, available_bytes // ARENA_SHARE)
         return ChosenDevice(kind=self, name=name, arena_bytes=arena)
 
-    def held(self, device: ChosenDevice) -> AbstractContextManager[None]:
+    def reserve(self, device: ChosenDevice) -> AbstractContextManager[None]:
         """Hold nothing: any number of servers may share a cpu."""
         return nullcontext()
 

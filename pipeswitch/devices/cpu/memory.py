@@ -2,7 +2,7 @@
 
 Not a mock: a worker computes on these bytes, and the whole system runs on any machine with them
 (ADR 4). *models* is written by the memory daemon alone, and no other process can map it for
-writing; it begins with the arrival words, and may be one file for each tenant (``arenas.py``).
+writing; it begins with the fences, and may be one file for each tenant (``arenas.py``).
 *work* holds training slices and may be written by all.
 
 Why a reader that sees a word sees the data: the copy, then the word's store, are done by one
@@ -27,7 +27,7 @@ from ...ipc.messages.base import ByteRange
 from ...ipc.messages.daemon import DaemonSettings, GroupCopy, TransmitEnded, TransmitModel
 from ...programs.interface.layout import aligned
 from ..memory import DeviceMemory, OnEnd, Transmission
-from ..orders import WORD_MASK, check_range
+from ..order_checks import FENCE_MASK, check_range
 from ..worker_device import now_ms
 from .arenas import Bytes, FilePerTenant, Models, OneFile
 from .page_protection import UNIT_BYTES, unmap
@@ -38,7 +38,7 @@ CHUNK_BYTES: Final = 8 << 20  # between two looks at the cancel flag; larger gai
 THROTTLED_CHUNK_BYTES: Final = 1 << 20
 
 
-class Link:
+class SimulatedLink:
     """One direction of a simulated link: after each piece, wait until it would have arrived."""
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -88,14 +88,14 @@ class CpuDeviceMemory(DeviceMemory):
         )
         self._store_descriptor = store
         kind = FilePerTenant if settings.separates_tenants else OneFile
-        self._models: Models = kind(self.arena_bytes, settings.words)
+        self._models: Models = kind(self.arena_bytes, settings.fence_count)
         self._work_descriptor = sealed_memfd("pipeswitch-work", self.arena_bytes)
         self._work_map = mmap.mmap(self._work_descriptor, self.arena_bytes)
         self._store_map = mmap.mmap(store, self.store_bytes)
         self._work: Bytes = np.frombuffer(self._work_map, dtype=np.uint8)
         self._store: Bytes = np.frombuffer(self._store_map, dtype=np.uint8)
-        self._to_device = Link(settings.link_bytes_per_s)
-        self._to_host = Link(settings.link_bytes_per_s)  # a link is full duplex
+        self._to_device = SimulatedLink(settings.link_bytes_per_s)
+        self._to_host = SimulatedLink(settings.link_bytes_per_s)  # a link is full duplex
         self._copier.start()
 
     def export_descriptors(self) -> list[int]:
@@ -183,7 +183,7 @@ class CpuDeviceMemory(DeviceMemory):
                     break  # perhaps in the middle of this group: its word must not rise
                 reach("daemon.transmit.group")
                 ends_at_ms.append(now_ms())  # before the doorbell: a woken worker takes the core
-                self._models.raise_word(order.tenant, group.word, order.op_id & WORD_MASK)
+                self._models.signal_fence(order.tenant, group.fence, order.op_id & FENCE_MASK)
                 self._ring_all()
         except Exception:
             log.exception("transmission=%d failed", order.op_id)

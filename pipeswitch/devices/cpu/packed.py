@@ -199,11 +199,11 @@ def missing_half() -> str:
 
 def _missing(dtype: torch.dtype) -> str:
     try:
-        found = _self_test(dtype)
+        largest_error = _self_test(dtype)
     except (AttributeError, OSError, RuntimeError, RegistrationRefused) as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
     limit = _SELF_TEST_ERROR[dtype]
-    return "" if found <= limit else f"results differ by {found:.1e} of the largest"
+    return "" if largest_error <= limit else f"results differ by {largest_error:.1e} of the largest"
 
 
 def _self_test(dtype: torch.dtype) -> float:

@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from ...programs.interface.layout import REGION_ALIGN_BYTES, aligned
-from ..orders import check_range
+from ..order_checks import check_range
 
 log = logging.getLogger(__name__)
 

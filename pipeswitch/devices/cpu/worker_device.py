@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ...ipc.messages.worker import WorkerSettings
 from ...programs.interface.layout import TensorSpec, aligned
-from ..orders import WORD_MASK, check_range
+from ..order_checks import FENCE_MASK, check_range
 from ..worker_device import WorkerDevice
 from . import page_protection
 from .copies import CpuCopies
@@ -34,7 +34,7 @@ class CpuWorkerDevice(WorkerDevice):
     ) -> None:
         """Map everything; the descriptors stay the caller's, doorbells must outlive this object.
 
-        Before ``enter`` and ``slice_bytes`` only the arrival words are readable. With separate
+        Before ``enter`` and ``slice_bytes`` only the fences are readable. With separate
         tenants, the file of models has pages only for this tenant's models, new ones per copy.
 
         Args:
@@ -45,14 +45,14 @@ class CpuWorkerDevice(WorkerDevice):
         doorbell = doorbells[settings.slot]
         super().__init__(
             models,
-            settings.words,
+            settings.fence_count,
             control_page=control_page,
             doorbell=doorbell,
             doorbells=doorbells,
         )
         self._window = page_protection.ProtectedMapping(models, settings.arena_bytes)
         self._entered = (0, 0, 0)  # region's start and end, operation id
-        self._last_word = 0
+        self._last_fence = 0
         self._open_end = 0
         self._landed: set[int] = set()  # units that were opened one by one
         self._is_one_tenants = settings.separates_tenants
@@ -76,14 +76,14 @@ class CpuWorkerDevice(WorkerDevice):
 
     @cached_property
     def _models(self) -> torch.UntypedStorage:
-        from ...programs.running.views import bytes_over
+        from ...programs.running.tensor_views import bytes_over
 
         window = self._window
         return bytes_over(window.reserve, window.reserve_offset_bytes, window.size_bytes)
 
     @cached_property
     def _work(self) -> torch.UntypedStorage:
-        from ...programs.running.views import bytes_over
+        from ...programs.running.tensor_views import bytes_over
 
         assert self._work_map is not None, "this worker does not run a training script"
         return bytes_over(self._work_map)
@@ -92,7 +92,7 @@ class CpuWorkerDevice(WorkerDevice):
         """See ``WorkerDevice``."""
         self._window.populate(offset_bytes, size_bytes)
 
-    def enter(self, offset_bytes: int, size_bytes: int, last_word: int, op_id: int) -> None:
+    def enter(self, offset_bytes: int, size_bytes: int, last_fence: int, op_id: int) -> None:
         """Close what any other task could read; repeated, it keeps what has been shown.
 
         Raises:
@@ -104,7 +104,7 @@ class CpuWorkerDevice(WorkerDevice):
             self._window.close()
             self._entered = entered
             self._landed.clear()
-            self._last_word = last_word
+            self._last_fence = last_fence
             self._open_end, _ = page_protection.whole_pages(offset_bytes, 0)
 
     def show(self, arrived_bytes: int) -> None:
@@ -113,7 +113,7 @@ class CpuWorkerDevice(WorkerDevice):
         arrived_end = start + arrived_bytes
         if arrived_end <= self._open_end:
             return
-        if self._words[self._last_word] == op_id & WORD_MASK:
+        if self._fences[self._last_fence] == op_id & FENCE_MASK:
             arrived_end = region_end  # in one step
         end = min(
             aligned(arrived_end, page_protection.UNIT_BYTES), aligned(region_end, mmap.PAGESIZE)
@@ -144,13 +144,13 @@ class CpuWorkerDevice(WorkerDevice):
 
     def _tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
         """Return a read-only tensor; reading it before ``show`` kills the process."""
-        from ...programs.running.views import tensor_over
+        from ...programs.running.tensor_views import tensor_over
 
         return tensor_over(self._models, spec, region_offset_bytes)
 
     def _slice(self, spec: TensorSpec) -> torch.Tensor:
         """Return a tensor whose storage is all of *work*."""
-        from ...programs.running.views import tensor_over
+        from ...programs.running.tensor_views import tensor_over
 
         tensor = tensor_over(self._work, spec, 0)
         offset, size = spec.offset_bytes, spec.size_bytes
@@ -168,23 +168,23 @@ class CpuWorkerDevice(WorkerDevice):
         return CpuCopies(self._link_bytes_per_s)
 
     def pin(self, pointer: int, size_bytes: int) -> None:
-        """Close it: each task opens its slabs (``lend``)."""
+        """Close it: each task opens its slabs (``map_inputs``)."""
         self._pool_windows = page_protection.Guarded(pointer, size_bytes)
 
-    def lend(self, slabs: tuple[tuple[int, int], ...], *, writable: bool) -> None:
+    def map_inputs(self, slabs: tuple[tuple[int, int], ...], *, writable: bool) -> None:
         """Open slabs, and close those before; the next request often lies where it did.
 
         Raises:
             RemoteProtocolError: outside of the pool.
         """
-        wanted = (slabs, writable)
-        if self._pool_windows is not None and self._lent != wanted:
-            self.take_back()
+        mapping = (slabs, writable)
+        if self._pool_windows is not None and self._lent != mapping:
+            self.unmap_inputs()
             for start, end in slabs:
                 self._pool_windows.open(start, end - start, writable=writable)
-            self._lent = wanted
+            self._lent = mapping
 
-    def take_back(self) -> None:
+    def unmap_inputs(self) -> None:
         """Close it."""
         if self._pool_windows is not None:
             self._pool_windows.close()
@@ -194,10 +194,10 @@ class CpuWorkerDevice(WorkerDevice):
         """Unmap; tensors that still live keep their mapping until the last is gone."""
         self.control_page.close()
         self.__dict__.pop("_work", None)
-        self._words.release()
+        self._fences.release()
         self.__dict__.pop("_models", None)
         self._window.unmap()
-        for mapping in (self._words_map, self._window.reserve):
+        for mapping in (self._fences_map, self._window.reserve):
             page_protection.unmap(mapping)
         if self._work_map is not None:
             page_protection.unmap(self._work_map)

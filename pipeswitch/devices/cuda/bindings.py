@@ -98,7 +98,7 @@ class CudaError(PipeSwitchError):
         return str(self.data["code"]) not in HARMLESS_ERRORS | NO_GPU_ERRORS
 
 
-class Calls:
+class CheckedBindings:
     """The two interfaces of the bindings, called and checked.
 
     Args:
@@ -143,7 +143,7 @@ class Calls:
         return bytes(explain(error)[1]).decode(errors="replace")
 
 
-class Queues(Calls):
+class Queues(CheckedBindings):
     """Streams and events, as plain integers."""
 
     def stream(self) -> int:
@@ -254,9 +254,9 @@ class Cuda(Queues):
 
     def name_and_uuid(self, index: int) -> tuple[str, str]:
         """Return the name and UUID of the device at ``index``; the query makes no context."""
-        found = self._ask("cudaGetDeviceProperties", index)
-        name = found.name
-        raw = bytes(found.uuid.bytes)[:16].hex()
+        properties = self._ask("cudaGetDeviceProperties", index)
+        name = properties.name
+        raw = bytes(properties.uuid.bytes)[:16].hex()
         parts = (raw[:8], raw[8:12], raw[12:16], raw[16:20], raw[20:])
         shown = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
         return shown, "GPU-" + "-".join(parts)

@@ -34,9 +34,9 @@ class CudaCopies:
         if on_host:
             return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
         with torch.cuda.stream(self._streams[False]):
-            made = torch.empty(size_bytes, dtype=torch.uint8, device=f"cuda:{self._index}")
-        made.record_stream(mark[0])
-        return made
+            tensor = torch.empty(size_bytes, dtype=torch.uint8, device=f"cuda:{self._index}")
+        tensor.record_stream(mark[0])
+        return tensor
 
     def pieces(
         self, source: torch.Tensor, target: torch.Tensor, mark: Any, *, to_host: bool

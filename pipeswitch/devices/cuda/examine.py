@@ -26,11 +26,11 @@ def examine(package: str, index: int, *, tests: Sequence[str] = ()) -> dict[str,
     Raises:
         ConfigError: there is no such device; it carries the self-test's own text.
     """
-    found = look(package, index, tests)
-    device = found["device"]
+    outcomes = look(package, index, tests)
+    device = outcomes["device"]
     if not device["is_ok"]:
         raise ConfigError(device["text"], hint=device.get("hint", ""), kind=device.get("kind", ""))
-    return found
+    return outcomes
 
 
 def look(
@@ -59,19 +59,19 @@ def look(
     except subprocess.TimeoutExpired as error:
         output, last_words = error.stdout or b"", error.stderr or b""
     text = last_words.decode(errors="replace").strip()[-3000:]
-    found: dict[str, dict[str, Any]] = {}
+    outcomes: dict[str, dict[str, Any]] = {}
     for line in output.splitlines():
         with contextlib.suppress(ValueError, TypeError, KeyError):  # a library's own words
             finding = json.loads(line)
-            found[finding["test"]] = finding
+            outcomes[finding["test"]] = finding
     silent = f"the GPU self-test ended with {status} and said nothing: {text[-500:]}"
     hint = "pipeswitch doctor; or serve --device cpu"
-    found.setdefault("device", {"is_ok": False, "text": silent, "hint": hint})
+    outcomes.setdefault("device", {"is_ok": False, "text": silent, "hint": hint})
     for name in tests:
-        found.setdefault(name, {"is_ok": False, "text": "it did not run"})
+        outcomes.setdefault(name, {"is_ok": False, "text": "it did not run"})
     if text:
-        found["complaints"] = {"test": "complaints", "is_ok": True, "text": text}
-    return found
+        outcomes["complaints"] = {"test": "complaints", "is_ok": True, "text": text}
+    return outcomes
 
 
 def has_driver_library() -> bool:

@@ -1,6 +1,6 @@
 """A program on the cuda device: inputs copied in, groups run eagerly or replayed as CUDA graphs.
 
-One graph per layer group (ADR 13): the waits for arrival words stay between the replays, so
+One graph per layer group (ADR 13): the waits for fences stay between the replays, so
 a group still starts when it has arrived, and no Python runs per layer. A graph is captured behind
 the first eager run of its input shapes, when the answer has been sent: by then every kernel is
 loaded and every workspace taken, and a capture computes nothing. It is valid at one address of the

@@ -64,9 +64,9 @@ def index_limits(graph: Graph, tensors: Sequence[TensorSpec]) -> dict[int, int]:
     limits: dict[int, int] = {}
     for position, node in enumerate(graph.nodes):
         if node.target in KEEPS_VALUES and node.args:
-            found = source.get(_value(node.args[0]))
-            if found is not None:
-                source[first_node_value + position] = found
+            limit = source.get(_value(node.args[0]))
+            if limit is not None:
+                source[first_node_value + position] = limit
             continue
         places = LOOKUPS.get(node.target)
         if places is None or len(node.args) <= max(places):

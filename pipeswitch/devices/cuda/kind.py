@@ -23,7 +23,7 @@ from .. import ChosenDevice
 from ..memory import DeviceMemory
 from ..worker_device import WorkerDevice
 from .examine import examine
-from .ladder import TESTS, CudaOptions, Ladder, Outcome, Wishes, choose
+from .ladder import TESTS, CudaOptions, Ladder, LadderOutcome, Wishes, choose
 
 GIB: Final = 1 << 30
 CONTEXT_BYTES: Final = 768 << 20  # of one process: context, libraries, workspaces
@@ -50,9 +50,11 @@ class CudaKind:
         wishes = Wishes(config.waits, config.words, config.activations, config.graphs)
         index = index_of(name)
         tests = TESTS if wishes.needs_test else ()
-        found = examine(config.bindings, index, tests=tests)
-        device = found["device"]
-        results = {name: Outcome(found[name]["is_ok"], found[name]["text"]) for name in tests}
+        outcomes = examine(config.bindings, index, tests=tests)
+        device = outcomes["device"]
+        results = {
+            name: LadderOutcome(outcomes[name]["is_ok"], outcomes[name]["text"]) for name in tests
+        }
         ladder = choose(wishes, results or None)
         slice_bytes = slice_size(config, ladder, device["free_bytes"])
         free_bytes = max(0, device["free_bytes"] - CONTEXT_BYTES * (workers + 1) - slice_bytes)
@@ -80,7 +82,7 @@ class CudaKind:
         )
 
     @contextlib.contextmanager
-    def held(self, device: ChosenDevice, folder: Path | None = None) -> Iterator[None]:
+    def reserve(self, device: ChosenDevice, folder: Path | None = None) -> Iterator[None]:
         """Implement ``DeviceKind.held``: a second server would fail late, for lack of memory.
 
         The lock is on a file named by the GPU's UUID and dies with the process.
@@ -116,7 +118,7 @@ class CudaKind:
             doorbells=doorbells[:-1],
             doorbell=doorbells[-1],
             extra_bytes=options.slice_bytes,
-            word_writer=options.words,
+            fence_writer=options.words,
             on_lost=_leave,
         )
 
@@ -142,7 +144,7 @@ class CudaKind:
             side,
             settings,
             options,
-            words_descriptor=words,
+            fences_descriptor=words,
             control_page=control_page,
             doorbells=doorbells,
         )
@@ -163,8 +165,8 @@ def slice_size(config: DeviceConfig, ladder: Ladder, free_bytes: int) -> int:
     if ladder.activations != "slice":
         return 0
     auto_bytes = min(MAX_SLICE_BYTES, free_bytes // SLICE_SHARE)
-    wanted = config.slice.resolve(free_bytes, auto_bytes)
-    return wanted // UNIT_BYTES * UNIT_BYTES
+    size_bytes = config.slice.resolve(free_bytes, auto_bytes)
+    return size_bytes // UNIT_BYTES * UNIT_BYTES
 
 
 def arena_size(wish: SizeSpec, free_bytes: int) -> int:

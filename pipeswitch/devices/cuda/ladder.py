@@ -30,7 +30,7 @@ TESTS: Final = (*REQUIRED, "wait-write", "wait-copy", "slice", "graph")
 """In the order in which the self-test runs them."""
 
 
-class Outcome(NamedTuple):
+class LadderOutcome(NamedTuple):
     """One test of the self-test."""
 
     is_ok: bool
@@ -69,7 +69,7 @@ class Ladder:
         )
 
 
-def choose(wishes: Wishes, results: Mapping[str, Outcome] | None) -> Ladder:
+def choose(wishes: Wishes, results: Mapping[str, LadderOutcome] | None) -> Ladder:
     """Return the highest requested rungs that work.
 
     Args:
@@ -81,7 +81,7 @@ def choose(wishes: Wishes, results: Mapping[str, Outcome] | None) -> Ladder:
     """
     if results is not None:
         for name in REQUIRED:
-            outcome = results.get(name, Outcome(False, "it did not run"))
+            outcome = results.get(name, LadderOutcome(False, "it did not run"))
             if not outcome.is_ok:
                 raise ConfigError(
                     f"the cuda device fails its self-test: {name}: {outcome.text}",
@@ -102,19 +102,19 @@ def choose(wishes: Wishes, results: Mapping[str, Outcome] | None) -> Ladder:
 
 
 def _waits(
-    wishes: Wishes, results: Mapping[str, Outcome] | None, reasons: list[str]
+    wishes: Wishes, results: Mapping[str, LadderOutcome] | None, reasons: list[str]
 ) -> tuple[Waits, Words]:
     """1. The device waits, words by stream writes: documented to come after the data. 2. Words by
     copies: in the stream's order, which promises another process nothing. 3. CPU flags."""
     if wishes.waits == "cpu":
         reasons.append("waits=cpu: asked for")
         return "cpu", "write" if wishes.words == "write" else "copy"
-    asked: Words = "copy" if wishes.words == "copy" else "write"
+    first_choice: Words = "copy" if wishes.words == "copy" else "write"
     if results is None:
-        return "gpu", asked
-    order: tuple[Words, ...] = ("copy", "write") if asked == "copy" else ("write", "copy")
+        return "gpu", first_choice
+    order: tuple[Words, ...] = ("copy", "write") if first_choice == "copy" else ("write", "copy")
     for words in order:
-        outcome = results.get(f"wait-{words}", Outcome(False, "it did not run"))
+        outcome = results.get(f"wait-{words}", LadderOutcome(False, "it did not run"))
         if outcome.is_ok:
             return "gpu", words
         reasons.append(f"not words={words} with waits=gpu: {outcome.text}")
@@ -127,7 +127,7 @@ def _rung(
     lower: str,
     upper: str,
     test: str,
-    results: Mapping[str, Outcome] | None,
+    results: Mapping[str, LadderOutcome] | None,
     reasons: list[str],
 ) -> bool:
     """Return True if the upper rung serves; append the reason."""
@@ -136,7 +136,7 @@ def _rung(
         return False
     if results is None:
         return wish == upper
-    outcome = results.get(test, Outcome(False, "it did not run"))
+    outcome = results.get(test, LadderOutcome(False, "it did not run"))
     if not outcome.is_ok:
         reasons.append(f"not {upper}: {test}: {outcome.text}")
     return outcome.is_ok

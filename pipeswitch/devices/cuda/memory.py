@@ -1,7 +1,7 @@
 """The cuda device, the memory daemon's side: one ``cudaMalloc``, a pinned store, copy streams.
 
 The daemon runs no kernel and never imports ``torch.cuda``. Behind every group's bytes, on the same
-stream, goes its arrival word: a stream write, which CUDA documents as a fence for the whole system,
+stream, goes its fence: a stream write, which CUDA documents as a fence for the whole system,
 or a 4-byte copy from a pinned ring where the self-test or the config says so. When the copy thread
 sees that a group's event has run, it writes the same word into a host page and rings
 the doorbells: workers that wait on the CPU look there, workers that let the GPU wait do not.
@@ -28,7 +28,7 @@ from ...ipc.control_page import sealed_memfd
 from ...ipc.messages.base import ByteRange
 from ...ipc.messages.daemon import DaemonSettings, GroupCopy, TransmitEnded
 from ..memory import DeviceMemory, Transmission
-from ..orders import WORD_BYTES, WORD_MASK, check_range
+from ..order_checks import FENCE_BYTES, FENCE_MASK, check_range
 from ..worker_device import now_ms
 from .bindings import INDEX, Cuda, CudaError
 from .ladder import Words
@@ -38,17 +38,17 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 16 << 20  # one copy call; a cancel takes effect between two
 WINDOW_BYTES: Final = 64 << 20  # under way at once: 1.2 ms at 55 GB/s
-RING_WORDS: Final = 4096  # sources of word copies; one is not reused before its copy has run
+RING_FENCES: Final = 4096  # sources of word copies; one is not reused before its copy has run
 BOUNCE_BYTES: Final = 8 << 20
 BOUNCE_COUNT: Final = 2  # one is filled by the copy engine while the other is emptied by us
 
 
 class _Mark(NamedTuple):
-    """An event behind a chunk; ``word`` is the group's that ends here, or -1."""
+    """An event behind a chunk; ``fence`` is the group's that ends here, or -1."""
 
     event: int
     size_bytes: int
-    word: int
+    fence: int
 
 
 class CudaDeviceMemory(DeviceMemory):
@@ -66,7 +66,7 @@ class CudaDeviceMemory(DeviceMemory):
         *,
         store: int,
         extra_bytes: int = 0,
-        word_writer: Words = "write",
+        fence_writer: Words = "write",
         on_lost: Callable[[], None] | None = None,
         **descriptors: Any,
     ) -> None:
@@ -82,7 +82,7 @@ class CudaDeviceMemory(DeviceMemory):
         """
         super().__init__(settings, store=store, **descriptors)
         self._cuda = cuda
-        self._word_writer = word_writer
+        self._word_writer = fence_writer
         self._on_lost = on_lost
         cuda.set_device(INDEX)
         self._base = cuda.malloc(self.arena_bytes + extra_bytes)
@@ -90,17 +90,17 @@ class CudaDeviceMemory(DeviceMemory):
         cuda.fill(self._base, 0, self.arena_bytes, self._to_device)
         cuda.synchronize(self._to_device)
         self._store = PinnedMapping(cuda, store, self.store_bytes)
-        self._ring = PinnedBuffer(cuda, RING_WORDS * WORD_BYTES)
-        self._ring_words = self._ring.array.view(np.uint32)
+        self._ring = PinnedBuffer(cuda, RING_FENCES * FENCE_BYTES)
+        self._ring_fences = self._ring.array.view(np.uint32)
         self._ring_next = 0
         self._bounces = [PinnedBuffer(cuda, BOUNCE_BYTES) for _ in range(BOUNCE_COUNT)]
         self._bounce_events = [cuda.event() for _ in range(BOUNCE_COUNT)]
-        words_bytes = settings.words * WORD_BYTES
+        fences_bytes = settings.fence_count * FENCE_BYTES
         self._words_descriptor = sealed_memfd(
-            "pipeswitch-words", words_bytes, reserve_bytes=words_bytes
+            "pipeswitch-fences", fences_bytes, reserve_bytes=fences_bytes
         )
-        self._words_map = mmap.mmap(self._words_descriptor, words_bytes)
-        self._host_words = memoryview(self._words_map).cast("I")
+        self._fences_map = mmap.mmap(self._words_descriptor, fences_bytes)
+        self._host_fences = memoryview(self._fences_map).cast("I")
         self._idle_events: list[int] = []
         self._to_pin: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
         self._pinner = threading.Thread(target=self._pin_store, name="pin", daemon=True)
@@ -110,7 +110,7 @@ class CudaDeviceMemory(DeviceMemory):
     # -- what workers map ----------------------------------------------------------------------
 
     def export_descriptors(self) -> list[int]:
-        """[host copy of the arrival words], owned by this object."""
+        """[host copy of the fences], owned by this object."""
         return [self._words_descriptor]
 
     def export_handle(self) -> bytes:
@@ -188,24 +188,24 @@ class CudaDeviceMemory(DeviceMemory):
                 flight.enqueued(size, -1)
             if job.cancelled.is_set():
                 return
-            self._write_word(group.word, job.order.op_id & WORD_MASK)
-            flight.enqueued(0, group.word)
+            self._write_fence(group.fence, job.order.op_id & FENCE_MASK)
+            flight.enqueued(0, group.fence)
 
-    def _write_word(self, word: int, value: int) -> None:
+    def _write_fence(self, fence: int, value: int) -> None:
         """Write a word behind the data, on the same stream: a reader of the word sees the data."""
-        target = self._base + word * WORD_BYTES
+        target = self._base + fence * FENCE_BYTES
         if self._word_writer == "write":
             self._cuda.write_value(self._to_device, target, value)
             return
-        slot, self._ring_next = self._ring_next, (self._ring_next + 1) % RING_WORDS
-        self._ring_words[slot] = value
-        source = self._ring.address + slot * WORD_BYTES
-        self._cuda.copy_to_device(target, source, WORD_BYTES, self._to_device)
+        slot, self._ring_next = self._ring_next, (self._ring_next + 1) % RING_FENCES
+        self._ring_fences[slot] = value
+        source = self._ring.address + slot * FENCE_BYTES
+        self._cuda.copy_to_device(target, source, FENCE_BYTES, self._to_device)
 
     # -- device to host ------------------------------------------------------------------------
 
     def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
-        """Read ranges; the worker has waited for its kernels (``WorkerDevice.settle``).
+        """Read ranges; the worker has waited for its kernels (``WorkerDevice.synchronize``).
 
         Two pinned buffers take turns: ``into`` is a job's commit area, which is not pinned.
         """
@@ -251,8 +251,8 @@ class CudaDeviceMemory(DeviceMemory):
         super().close()
         self._to_pin.put(None)
         self._pinner.join()
-        self._host_words.release()
-        self._words_map.close()
+        self._host_fences.release()
+        self._fences_map.close()
         os.close(self._words_descriptor)
         cuda = self._cuda
         cuda.set_device(INDEX)
@@ -261,7 +261,7 @@ class CudaDeviceMemory(DeviceMemory):
         for stream in (self._to_device, self._to_host):
             cuda.synchronize(stream)
             cuda.destroy_stream(stream)
-        del self._ring_words
+        del self._ring_fences
         for buffer in (self._ring, *self._bounces):
             buffer.close()
         self._store.close()
@@ -269,8 +269,8 @@ class CudaDeviceMemory(DeviceMemory):
 
     # -- shared with a flight ------------------------------------------------------------------
 
-    def _landed(self, word: int, value: int) -> None:
-        self._host_words[word] = value
+    def _landed(self, fence: int, value: int) -> None:
+        self._host_fences[fence] = value
         self._ring_all()
 
     @contextlib.contextmanager
@@ -290,7 +290,7 @@ class _Flight:
 
     def __init__(self, memory: CudaDeviceMemory, op_id: int) -> None:
         self._memory = memory
-        self._value = op_id & WORD_MASK
+        self._value = op_id & FENCE_MASK
         self._marks: deque[_Mark] = deque()
         self._bytes = 0
         self.enqueued_bytes = 0
@@ -304,14 +304,14 @@ class _Flight:
         while self._marks and memory._cuda.is_done(self._marks[0].event):
             self._land_oldest()
 
-    def enqueued(self, size_bytes: int, word: int) -> None:
+    def enqueued(self, size_bytes: int, fence: int) -> None:
         """Put an event behind an enqueued chunk (or behind a word, ``size_bytes`` 0)."""
         memory = self._memory
-        if len(self._marks) >= RING_WORDS // 2:  # many tiny groups: no ring slot twice
+        if len(self._marks) >= RING_FENCES // 2:  # many tiny groups: no ring slot twice
             self._land_oldest()
         event = memory._idle_events.pop() if memory._idle_events else memory._cuda.event()
         memory._cuda.record(event, memory._to_device)
-        self._marks.append(_Mark(event, size_bytes, word))
+        self._marks.append(_Mark(event, size_bytes, fence))
         self._bytes += size_bytes
         self.enqueued_bytes += size_bytes
 
@@ -325,9 +325,9 @@ class _Flight:
         memory._idle_events.append(mark.event)
         memory._cuda.wait(mark.event)
         self._bytes -= mark.size_bytes
-        if mark.word >= 0:
+        if mark.fence >= 0:
             self.ends_at_ms.append(now_ms())  # before the doorbell: a woken worker takes the core
-            memory._landed(mark.word, self._value)
+            memory._landed(mark.fence, self._value)
 
 
 def chunks(group: GroupCopy) -> Iterator[tuple[int, int]]:

@@ -97,7 +97,7 @@ class PinnedMapping:
 
 
 class PinnedBuffer:
-    """Pinned memory of the driver's own, for staging and for the sources of arrival words."""
+    """Pinned memory of the driver's own, for staging and for the sources of fences."""
 
     def __init__(self, cuda: Cuda, size_bytes: int) -> None:
         self._cuda = cuda

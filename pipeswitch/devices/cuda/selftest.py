@@ -74,7 +74,7 @@ class Pipe:
     def __init__(self, end: socket.socket) -> None:
         self._end, self._file = end, end.makefile("rw")
 
-    def tell(self, **values: Any) -> None:
+    def send(self, **values: Any) -> None:
         """Send values to the other end."""
         self._file.write(json.dumps(values, default=str) + "\n")
         self._file.flush()
@@ -88,8 +88,8 @@ class Pipe:
         line = self._file.readline()
         if not line:
             raise EOFError("the other process ended")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        finding: dict[str, Any] = json.loads(line)
+        return finding
 
     def ask(self, key: str) -> Any:
         """Return one value of a peer's next message.
@@ -97,10 +97,10 @@ class Pipe:
         Raises:
             RuntimeError: the peer failed; it has the peer's text.
         """
-        found = self.hear()
-        if "error" in found:
-            raise RuntimeError(f"the other process: {found['error']}")
-        return found[key]
+        finding = self.hear()
+        if "error" in finding:
+            raise RuntimeError(f"the other process: {finding['error']}")
+        return finding[key]
 
     def is_silent(self, for_s: float) -> bool:
         """Return True if the other end sends nothing for ``for_s`` seconds."""
@@ -119,9 +119,9 @@ def fork(run: Callable[[Pipe], None]) -> tuple[int, Pipe]:
     try:
         run(pipe)
     except PipeSwitchError as error:
-        pipe.tell(**error.data, hint=error.hint, error=error.message)
+        pipe.send(**error.data, hint=error.hint, error=error.message)
     except BaseException as error:  # the other side reports it
-        pipe.tell(error=f"{type(error).__name__}: {error}"[:500])
+        pipe.send(error=f"{type(error).__name__}: {error}"[:500])
     finally:
         os._exit(0)
 
@@ -173,18 +173,18 @@ def _shared(run: Callable[[Rig, Pipe], None], rig: Rig) -> str:
 def _by_copies(rig: Rig, pipe: Pipe) -> None:
     cuda = rig.cuda()
     base = opened(cuda, pipe)
-    found = total(cuda, base)
+    sum_read = total(cuda, base)
     fill(cuda, base, 9, MIB)
-    pipe.tell(found=found)
+    pipe.send(found=sum_read)
     pipe.hear()  # until it is killed
 
 
 def _by_kernels(rig: Rig, pipe: Pipe) -> None:
     side, cuda = rig.side(), rig.cuda()
     values = tensor_of(side, opened(cuda, pipe))
-    found = int(values.sum())
+    sum_read = int(values.sum())
     values.fill_(9)
-    pipe.tell(found=found, left=int(values.sum()))  # the second waits for the fill
+    pipe.send(found=sum_read, left=int(values.sum()))  # the second waits for the fill
     pipe.hear()
 
 
@@ -263,11 +263,11 @@ def _waits(words: Words, rig: Rig) -> str:
     for turn in range(1, ROUNDS + 1):
         peer.ask("is_enqueuing")
         if not peer.is_silent(SILENCE_S):
-            found = peer.ask("found")
-            raise RuntimeError(f"round {turn}: it did not wait for the word, and read {found}")
+            sum_read = peer.ask("found")
+            raise RuntimeError(f"round {turn}: it did not wait for the word, and read {sum_read}")
         sender.send(turn, words)
         expect(f"round {turn}: the other process", peer.ask("found"), turn * MIB)
-        peer.tell()
+        peer.send()
     return f"{ROUNDS} rounds"
 
 
@@ -278,16 +278,16 @@ def _read_behind_waits(rig: Rig, pipe: Pipe) -> None:
     with side.computing(in_slice=False):
         int(last.sum())  # loads the kernels, before any wait
         for turn in range(1, ROUNDS + 1):
-            pipe.tell(is_enqueuing=True)  # what follows must not end before the data comes
+            pipe.send(is_enqueuing=True)  # what follows must not end before the data comes
             cuda.wait_value(side.stream, base, turn)
-            pipe.tell(found=int(last.sum()))
+            pipe.send(found=int(last.sum()))
             pipe.hear()
 
 
-def expect(what: str, found: float, wanted: float) -> None:
+def expect(what: str, actual: float, expected: float) -> None:
     """Raise RuntimeError if two values differ."""
-    if found != wanted:
-        raise RuntimeError(f"{what}: {found}, not {wanted}")
+    if actual != expected:
+        raise RuntimeError(f"{what}: {actual}, not {expected}")
 
 
 def fill(cuda: Cuda, address: int, value: int, size_bytes: int) -> None:
@@ -321,7 +321,7 @@ def share(cuda: Cuda, pipe: Pipe, size_bytes: int, value: int) -> int:
     """Fill a block and send its handle through the pipe."""
     block = cuda.malloc(size_bytes)
     fill(cuda, block, value, size_bytes)
-    pipe.tell(handle=cuda.export_handle(block).hex())
+    pipe.send(handle=cuda.export_handle(block).hex())
     return block
 
 
@@ -345,7 +345,7 @@ def tensor_of(
     return side.tensor(side.storage(base, offset_bytes + size_bytes), spec, offset_bytes)
 
 
-class Check(NamedTuple):
+class SelfTestCheck(NamedTuple):
     """One check, with the checks that must have passed for it to mean something."""
 
     run: Callable[[Rig], dict[str, Any] | str]
@@ -353,62 +353,62 @@ class Check(NamedTuple):
     limit_s: float = LIMIT_S
 
 
-CHECKS: Final[dict[str, Check]] = {
-    "device": Check(_device),
-    "memory": Check(_memory),
-    "ipc": Check(partial(_shared, _by_copies), ("memory",)),
-    "torch": Check(_torch, limit_s=IMPORT_S),
-    "tensor": Check(partial(_shared, _by_kernels), ("ipc", "torch")),
-    "wait-write": Check(partial(_waits, "write"), ("tensor",)),
-    "wait-copy": Check(partial(_waits, "copy"), ("tensor",)),
-    "slice": Check(_slice, ("memory", "torch")),
-    "graph": Check(_graph, ("memory", "torch")),
+CHECKS: Final[dict[str, SelfTestCheck]] = {
+    "device": SelfTestCheck(_device),
+    "memory": SelfTestCheck(_memory),
+    "ipc": SelfTestCheck(partial(_shared, _by_copies), ("memory",)),
+    "torch": SelfTestCheck(_torch, limit_s=IMPORT_S),
+    "tensor": SelfTestCheck(partial(_shared, _by_kernels), ("ipc", "torch")),
+    "wait-write": SelfTestCheck(partial(_waits, "write"), ("tensor",)),
+    "wait-copy": SelfTestCheck(partial(_waits, "copy"), ("tensor",)),
+    "slice": SelfTestCheck(_slice, ("memory", "torch")),
+    "graph": SelfTestCheck(_graph, ("memory", "torch")),
 }
 
 
-def main(order: dict[str, Any], checks: Mapping[str, Check] = CHECKS) -> None:
+def main(order: dict[str, Any], checks: Mapping[str, SelfTestCheck] = CHECKS) -> None:
     """Say what is found, line by line."""
     rig, passed = Rig(order["package"], int(order["index"])), set()
     for name in ("device", *order["tests"]):
         check = checks[name]
         lacks = [need for need in check.needs if need not in passed]
-        found: dict[str, Any] = {"is_ok": False, "text": f"not run: needs {', '.join(lacks)}"}
-        found = found | {"lacks": lacks} if lacks else _outcome(check, rig)
-        sys.stdout.write(json.dumps({"test": name, **found}, default=str) + "\n")
+        finding: dict[str, Any] = {"is_ok": False, "text": f"not run: needs {', '.join(lacks)}"}
+        finding = finding | {"lacks": lacks} if lacks else _outcome(check, rig)
+        sys.stdout.write(json.dumps({"test": name, **finding}, default=str) + "\n")
         sys.stdout.flush()
-        if found["is_ok"]:
+        if finding["is_ok"]:
             passed.add(name)
             if name == "torch":
                 from . import torch  # noqa: F401 - once, for all that are forked from here on
-        elif found.get("kind") in ("no driver", "no device"):
+        elif finding.get("kind") in ("no driver", "no device"):
             return
 
 
-def _outcome(check: Check, rig: Rig) -> dict[str, Any]:
+def _outcome(check: SelfTestCheck, rig: Rig) -> dict[str, Any]:
     """Run a check in a process group of its own, which is gone when this returns."""
     began_s = time.monotonic()
 
     def work(pipe: Pipe) -> None:
-        found = check.run(rig)
-        pipe.tell(**(found if isinstance(found, dict) else {"text": found}))
+        result = check.run(rig)
+        pipe.send(**(result if isinstance(result, dict) else {"text": result}))
 
     pid, pipe = fork(work)
     os.setpgid(pid, pid)
-    found: dict[str, Any] = {"error": f"no answer within {check.limit_s:g} s"}
+    finding: dict[str, Any] = {"error": f"no answer within {check.limit_s:g} s"}
     if pipe.is_silent(check.limit_s):
         os.killpg(pid, signal.SIGABRT)  # each of its processes shows where it hangs
         pipe.is_silent(LAST_WORDS_S)
     else:
         try:
-            found = pipe.hear()
+            finding = pipe.hear()
         except EOFError:  # it crashed: the signal is in its status
-            found = {"error": ""}
+            finding = {"error": ""}
     os.killpg(pid, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    error = found.pop("error", None)
+    error = finding.pop("error", None)
     if error is not None:
-        found["text"] = error or f"its process ended with status {status}"
-    return {**found, "is_ok": error is None, "seconds": round(time.monotonic() - began_s, 2)}
+        finding["text"] = error or f"its process ended with status {status}"
+    return {**finding, "is_ok": error is None, "seconds": round(time.monotonic() - began_s, 2)}
 
 
 if __name__ == "__main__":

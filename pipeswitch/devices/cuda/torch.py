@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from ...programs.interface.layout import TensorSpec
-from ...programs.running.views import place_in, tensor_over
+from ...programs.running.tensor_views import place_in, tensor_over
+from .activation_slice import Segments, make_pool, reserve
 from .capture import CudaRecorder, no_collector
-from .slice import Segments, make_pool, reserve
 
 
 def torch_side(package: str, index: int) -> CudaTorch:
     """Return the stand-in's torch side, or the real one."""
-    made = getattr(importlib.import_module(package), "torch_side", None)
-    side: CudaTorch = CudaTorch(index) if made is None else made(index)
+    maker = getattr(importlib.import_module(package), "torch_side", None)
+    side: CudaTorch = CudaTorch(index) if maker is None else maker(index)
     return side
 
 
@@ -184,7 +184,7 @@ def tensor_at(storage: torch.UntypedStorage, spec: TensorSpec, offset_bytes: int
     if construct is None:
         return tensor_over(storage, spec, offset_bytes)
     first_item, strides = place_in(storage.nbytes(), spec, offset_bytes)
-    made: torch.Tensor = construct(
+    tensor: torch.Tensor = construct(
         {
             "size": spec.shape,
             "stride": tuple(strides),
@@ -193,4 +193,4 @@ def tensor_at(storage: torch.UntypedStorage, spec: TensorSpec, offset_bytes: int
         },
         storage,
     )
-    return made
+    return tensor

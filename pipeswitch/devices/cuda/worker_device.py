@@ -13,7 +13,7 @@ from ...base.errors import TaskFailed
 from ...ipc.messages.base import OpId
 from ...ipc.messages.worker import WorkerSettings
 from ...programs.interface.layout import TensorSpec
-from ..orders import WORD_BYTES, WORD_MASK
+from ..order_checks import FENCE_BYTES, FENCE_MASK
 from ..worker_device import WorkerDevice
 from .bindings import DEVICE_ASSERT, INDEX, Cuda, CudaError
 from .ladder import CudaOptions
@@ -48,7 +48,7 @@ class CudaWorkerDevice(WorkerDevice):
         settings: WorkerSettings,
         options: CudaOptions,
         *,
-        words_descriptor: int,
+        fences_descriptor: int,
         control_page: int,
         doorbells: Sequence[int],
     ) -> None:
@@ -61,8 +61,8 @@ class CudaWorkerDevice(WorkerDevice):
         self._options, self._arena_bytes = options, settings.arena_bytes
         doorbell = doorbells[settings.slot]
         super().__init__(
-            words_descriptor,
-            settings.words,
+            fences_descriptor,
+            settings.fence_count,
             control_page=control_page,
             doorbell=doorbell,
             doorbells=doorbells,
@@ -159,17 +159,17 @@ class CudaWorkerDevice(WorkerDevice):
 
     # -- waiting -------------------------------------------------------------------------------
 
-    def wait_group(self, word: int, op_id: OpId) -> float:
+    def wait_group(self, fence: int, op_id: OpId) -> float:
         """0 where the device waits: between replays only.
 
         Behind a wait, a kernel that is not loaded yet and an allocation may block this thread in
         the driver until the group comes, and for ever if it does not.
         """
-        wanted = op_id & WORD_MASK
+        value = op_id & FENCE_MASK
         is_replay = getattr(self._running, "is_replaying", False)
-        if self._options.waits == "cpu" or not is_replay or self._words[word] == wanted:
-            return super().wait_group(word, op_id)  # the host's copy rises last
-        self._cuda.wait_value(self._side.stream, self._base + word * WORD_BYTES, wanted)
+        if self._options.waits == "cpu" or not is_replay or self._fences[fence] == value:
+            return super().wait_group(fence, op_id)  # the host's copy rises last
+        self._cuda.wait_value(self._side.stream, self._base + fence * FENCE_BYTES, value)
         return 0.0
 
     def quiesce(self) -> None:
@@ -180,7 +180,7 @@ class CudaWorkerDevice(WorkerDevice):
         """
         self._cuda.synchronize(self._side.stream)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Block until this process's work on *all* its streams has run. Any thread.
 
         For training only: a script may use streams of its own. Other processes are not waited for.
@@ -242,8 +242,8 @@ class CudaWorkerDevice(WorkerDevice):
         self.__dict__.pop("_program_maker", None)
         for pointer in self._pinned_pools:
             self._cuda.unregister(pointer)
-        self._words.release()
-        self._words_map.close()
+        self._fences.release()
+        self._fences_map.close()
         self.control_page.close()
         self._cuda.close_handle(self._base)
 

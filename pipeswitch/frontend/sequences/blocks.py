@@ -111,12 +111,11 @@ class BlockPool:
     # ---- the four operations -------------------------------------------------------------------
 
     def match(self, space: BlockNamespace, tokens: Tokens[int]) -> tuple[list[Block], int]:
-        """Return the blocks that have the first of these tokens, and the number of rows. The last
-        block may have more rows than that."""
+        """Return the blocks with the first of these tokens, and the number of rows."""
         data, size = tokens.tobytes(), TOKEN_BYTES * space.rows
-        children, found, at = space.children, list[Block](), 0
+        children, matched, at = space.children, list[Block](), 0
         while at + size <= len(data) and (block := children.get(data[at : at + size])) is not None:
-            found.append(block)
+            matched.append(block)
             children, at = block.children, at + size
         best, most = None, 0
         for block in itertools.islice(reversed(children.values()), MOST_SIBLINGS):
@@ -124,9 +123,9 @@ class BlockPool:
             if count > most:
                 best, most = block, count
         if best is not None:
-            found.append(best)
+            matched.append(best)
         count = at // TOKEN_BYTES + most
-        return (found, count) if count >= BLOCK_ROWS else ([], 0)
+        return (matched, count) if count >= BLOCK_ROWS else ([], 0)
 
     def insert(self, before: Block | None, block: Block, tokens: bytes) -> Block:
         """Put a locked block with these tokens into the tree, under the block before it; return

@@ -23,17 +23,17 @@ import msgspec
 
 from ...base.errors import InvalidInput, SequenceNotFound
 from ...ipc.messages.base import SlabTensor
-from ...programs.decoding.generation import CACHE
+from ...programs.decoding.generation_settings import CACHE
 from ...programs.interface.dims import NoExtent, Values, shape_at
 from ...programs.interface.layout import ITEM_BYTES, Manifest, ValueSpec, aligned
 from ...scheduler.events import ModelAvailable, Token
 from ...wire.frames import RequestHeader, WireTensor
 from ...wire.slabs import SLAB_ALIGN_BYTES
 from ..request_pool import PoolAllocation, RequestPool
-from ..transport.clients import Client
+from ..transport.clients import Session
 from ..validation import check_brought
 from .blocks import BlockPool, BlockTable, beside_bytes, rows_of_block
-from .sequence import MAX_STEP_TOKENS, Key, SequenceOptions, SequenceState
+from .sequence_state import MAX_STEP_TOKENS, Key, SequenceOptions, SequenceState
 
 ROWS_STEP: Final = 16  # what grows does by so many: most steps have the last one's shape
 PIECES: Final = 8  # a step's rows are such a part of the longest cache at most
@@ -56,7 +56,7 @@ class Sequences:
         self._number = 0
 
     def of(
-        self, asked: SequenceOptions, client: Client, caller: str, announced: ModelAvailable
+        self, options: SequenceOptions, client: Session, caller: str, announced: ModelAvailable
     ) -> SequenceState:
         """Return the sequence that a request continues, or a new one, which ``begin`` will keep.
 
@@ -70,20 +70,20 @@ class Sequences:
                 f'"{announced.base or announced.model}" was registered without a state',
                 hint='register(…, state={"h": "h_out"})',
             )
-        key = (caller, asked.id)
+        key = (caller, options.id)
         known = self.held.get(key)
         if known is not None and known.is_busy:
             raise InvalidInput(
-                f'sequence "{asked.id}" already has a running request', hint="wait for its answer"
+                f'sequence "{options.id}" already has a running request', hint="wait for its answer"
             )
-        if not asked.starts:
+        if not options.starts:
             base = announced.base or announced.model
             if known is None or (known.announced.base or known.announced.model) != base:
-                raise SequenceNotFound(f'no sequence "{asked.id}" of "{base}"', hint=HINT)
+                raise SequenceNotFound(f'no sequence "{options.id}" of "{base}"', hint=HINT)
             return known
         return self._made(key, client, announced)
 
-    def _made(self, key: Key, client: Client, announced: ModelAvailable) -> SequenceState:
+    def _made(self, key: Key, client: Session, announced: ModelAvailable) -> SequenceState:
         self._number += 1
         return SequenceState(
             key=key,
@@ -95,10 +95,10 @@ class Sequences:
 
     # ---- requests with a state -----------------------------------------------------------------
 
-    def given(
+    def with_state(
         self,
-        held: SequenceState,
-        asked: SequenceOptions,
+        sequence: SequenceState,
+        options: SequenceOptions,
         header: RequestHeader,
         frames: Sequence[Any],
     ) -> tuple[RequestHeader, list[Any]]:
@@ -110,16 +110,16 @@ class Sequences:
             InvalidInput: an input does not fit the model, a later request contains the state, or
             the state's initial shape is unknown.
         """
-        manifest = held.announced.manifest
+        manifest = sequence.announced.manifest
         brought = {one.name: one for one in header.inputs if one.name}
         if brought and len(brought) < len(header.inputs):
             raise InvalidInput(f"{header.model}: an input appears twice or has no name")
-        if held.steps and (twice := brought.keys() & held.state.keys()):
+        if sequence.steps and (twice := brought.keys() & sequence.state.keys()):
             raise InvalidInput(
-                f'"{min(twice)}" is the state of sequence "{held.key[1]}": only the request that '
-                "starts the sequence may contain it"
+                f'"{min(twice)}" is the state of sequence "{sequence.key[1]}": only the request '
+                "that starts the sequence may contain it"
             )
-        own = [one for one in manifest.inputs if one.name not in held.state]
+        own = [one for one in manifest.inputs if one.name not in sequence.state]
         if not brought and len(header.inputs) != len(own):
             names = ", ".join(f'"{one.name}"' for one in own)
             raise InvalidInput(f"{header.model} takes {names} in a sequence, and no other inputs")
@@ -130,22 +130,23 @@ class Sequences:
             }
         all_frames = list(frames)
         values = check_brought(header.model, brought, [*map(len, frames)], manifest)
-        grows = {name for name, (_, axis) in held.state.items() if axis >= 0}
+        grows = {name for name, (_, axis) in sequence.state.items() if axis >= 0}
         first = {name: frames[brought.pop(name).frame] for name in grows & brought.keys()}
         inputs = [*brought.values()]
         for spec in manifest.inputs:
-            if spec.name not in held.state or spec.name in brought:
+            if spec.name not in sequence.state or spec.name in brought:
                 continue
-            if (axis := held.state[spec.name][1]) >= 0:
-                self._make_room(held, spec, axis, values, first.get(spec.name))
-            kept = held.values.get(spec.name)
-            if kept is not None:
-                shape = kept.shape
+            if (axis := sequence.state[spec.name][1]) >= 0:
+                self._make_room(sequence, spec, axis, values, first.get(spec.name))
+            value = sequence.values.get(spec.name)
+            if value is not None:
+                shape = value.shape
                 size = ITEM_BYTES[spec.dtype] * math.prod(shape)
-                memory = held.memory(self._pool)[kept.offset_bytes :][:size]
-                data: Any = range(size) if kept.pieces else memory  # pieces: only its length counts
+                memory = sequence.memory(self._pool)[value.offset_bytes :][:size]
+                # pieces: only its length counts
+                data: Any = range(size) if value.pieces else memory
             else:
-                shape = _beginning(spec, values, held)
+                shape = _beginning(spec, values, sequence)
                 data = bytes(ITEM_BYTES[spec.dtype] * math.prod(shape))
             inputs.append(
                 WireTensor(name=spec.name, dtype=spec.dtype, shape=shape, frame=len(all_frames))
@@ -153,55 +154,60 @@ class Sequences:
             all_frames.append(data)
         return msgspec.structs.replace(header, inputs=tuple(inputs)), all_frames
 
-    def refused(self, held: SequenceState) -> None:
+    def refused(self, sequence: SequenceState) -> None:
         """Drop a sequence that a refused request would have started."""
-        if self.held.get(held.key) is not held:
-            self.drop(held)
+        if self.held.get(sequence.key) is not sequence:
+            self.drop(sequence)
 
-    def begin(self, held: SequenceState, asked: SequenceOptions) -> None:
+    def begin(self, sequence: SequenceState, options: SequenceOptions) -> None:
         """Note the accepted request. A starting sequence replaces another one of its name."""
-        known = self.held.get(held.key)
-        if known is not None and known is not held:
+        known = self.held.get(sequence.key)
+        if known is not None and known is not sequence:
             self.drop(known)
-        held.is_busy, held.is_ending = True, asked.ends
-        self.held[held.key] = self.held.pop(held.key, held)
+        sequence.is_busy, sequence.is_ending = True, options.ends
+        self.held[sequence.key] = self.held.pop(sequence.key, sequence)
 
     def ended(
-        self, held: SequenceState, room: PoolAllocation | None, *, is_ok: bool, is_sent: bool
+        self,
+        sequence: SequenceState,
+        allocation: PoolAllocation | None,
+        *,
+        is_ok: bool,
+        is_sent: bool,
     ) -> None:
         """Note the end of its request, and release the reply's room."""
-        held.is_busy, held.used_at_ms = False, self._now_ms()
-        made, held.made = held.made, {}
-        is_here = self.held.get(held.key) is held
-        is_last = held.is_left or (is_ok and held.is_ending)
+        sequence.is_busy, sequence.used_at_ms = False, self._now_ms()
+        outputs, sequence.made = sequence.made, {}
+        is_here = self.held.get(sequence.key) is sequence
+        is_last = sequence.is_left or (is_ok and sequence.is_ending)
         if is_ok and is_sent and is_here and not is_last:
-            for name, grown in held.grown.items():
-                rows = made.pop(name)
+            for name, grown in sequence.grown.items():
+                rows = outputs.pop(name)
                 self._pool.copy_rows(
-                    held.announced.tenant,
-                    held.values[name].places(held.values[name].size_bytes, rows.size_bytes),
-                    held.memory(self._pool)[rows.offset_bytes :][: rows.size_bytes],
+                    sequence.announced.tenant,
+                    sequence.values[name].places(sequence.values[name].size_bytes, rows.size_bytes),
+                    sequence.memory(self._pool)[rows.offset_bytes :][: rows.size_bytes],
                 )
                 self.blocks.extend(grown, rows.size_bytes // grown.space.row_bytes)
-            if made:
-                room, held.room = held.room, room
-                held.values |= made
-            held.op_id = held.run
-            held.steps += 1
+            if outputs:
+                allocation, sequence.allocation = sequence.allocation, allocation
+                sequence.values |= outputs
+            sequence.op_id = sequence.run
+            sequence.steps += 1
             self._steps += 1
-        elif is_here and (not held.steps or not is_sent or is_last):
-            self.drop(held)
-        if room is not None:
-            self._pool.release_reply(room)
+        elif is_here and (not sequence.steps or not is_sent or is_last):
+            self.drop(sequence)
+        if allocation is not None:
+            self._pool.release_reply(allocation)
 
-    def drop(self, held: SequenceState) -> None:
+    def drop(self, sequence: SequenceState) -> None:
         """End a sequence. Blocks whose tokens are known stay cached."""
-        if self.held.get(held.key) is held:
-            del self.held[held.key]
-        room, held.room = held.room, None
-        if room is not None:
-            self._pool.release_reply(room)
-        tables, held.grown, held.values = held.grown, {}, {}
+        if self.held.get(sequence.key) is sequence:
+            del self.held[sequence.key]
+        allocation, sequence.allocation = sequence.allocation, None
+        if allocation is not None:
+            self._pool.release_reply(allocation)
+        tables, sequence.grown, sequence.values = sequence.grown, {}, {}
         for table in tables.values():
             self.blocks.close(table)
         if tables and self._pool.on_release is not None:  # others may wait for room
@@ -218,31 +224,30 @@ class Sequences:
         }
 
     def by_model(self) -> dict[str, dict[str, int]]:
-        """Return live sequences, bytes of them and of cached blocks, and tokens so far, by model.
-        A block that several sequences share counts once."""
+        """Return sequences, bytes and tokens by model; a shared block counts once."""
         nothing = {"sequences": 0, "sequence_bytes": 0, "spare_bytes": 0, "tokens": 0}
-        found = {name: nothing | {"tokens": count} for name, count in self._tokens.items()}
-        for held in self.held.values():
-            row = found.setdefault(held.announced.model, dict(nothing))
-            row["sequence_bytes"] += held.replaced_bytes
+        rows = {name: nothing | {"tokens": count} for name, count in self._tokens.items()}
+        for sequence in self.held.values():
+            row = rows.setdefault(sequence.announced.model, dict(nothing))
+            row["sequence_bytes"] += sequence.replaced_bytes
             row["sequences"] += 1
         for space in self.blocks.spaces.values():
-            row = found.setdefault(space.model, dict(nothing))
+            row = rows.setdefault(space.model, dict(nothing))
             row["sequence_bytes"] += (space.blocks - space.unlocked) * space.block_bytes
             row["spare_bytes"] += space.unlocked * space.block_bytes
-        return found
+        return rows
 
     def retract(self, model: str) -> None:
         """End all sequences of a removed model and forget its blocks."""
         self._tokens.pop(model, None)
         self.blocks.remove(model)
-        for held in [one for one in self.held.values() if one.announced.model == model]:
-            held.is_left = True
-            if not held.is_busy:
-                self.drop(held)
+        for sequence in [one for one in self.held.values() if one.announced.model == model]:
+            sequence.is_left = True
+            if not sequence.is_busy:
+                self.drop(sequence)
 
     def _make_room(
-        self, held: SequenceState, spec: ValueSpec, axis: int, values: Values, first: Any = None
+        self, sequence: SequenceState, spec: ValueSpec, axis: int, values: Values, first: Any = None
     ) -> None:
         """Make room for the rows of the answer to come, so that it cannot fail then.
 
@@ -254,15 +259,15 @@ class Sequences:
             InvalidInput: the sequence has several rows, which would grow side by side; it is full;
             or it has no rows, and the model cannot distinguish zeros from rows.
         """
-        manifest, (output, _) = held.announced.manifest, held.state[spec.name]
-        (made,) = [one for one in manifest.outputs if one.name == output]
+        manifest, (output, _) = sequence.announced.manifest, sequence.state[spec.name]
+        (spec_out,) = [one for one in manifest.outputs if one.name == output]
         dim = next((one for one in manifest.dims if one.name == spec.shape[axis]), None)
         shape = [*spec.shape[:axis], dim.low if dim else spec.shape[axis], *spec.shape[axis + 1 :]]
-        numbers = _beginning(msgspec.structs.replace(spec, shape=tuple(shape)), values, held)
+        numbers = _beginning(msgspec.structs.replace(spec, shape=tuple(shape)), values, sequence)
         if math.prod(numbers[:axis]) != 1:
             raise InvalidInput(f'"{spec.name}" grows, so a sequence must have a batch of 1')
         row_bytes = ITEM_BYTES[spec.dtype] * math.prod(numbers[axis + 1 :])
-        grown = held.grown.get(spec.name)
+        grown = sequence.grown.get(spec.name)
         used = grown.used if grown is not None else 0
         if first is not None:
             used = len(first) // row_bytes
@@ -271,37 +276,39 @@ class Sequences:
                 f'"{spec.name}" has no rows yet, and the model needs at least {numbers[axis]}',
                 hint=f'pass "{spec.name}" with the request that starts the sequence',
             )
-        wanted = max(used + shape_at(made.shape, values)[axis], numbers[axis])
-        most = dim.high if dim is not None else wanted
-        if wanted > most:
+        needed = max(used + shape_at(spec_out.shape, values)[axis], numbers[axis])
+        most = dim.high if dim is not None else needed
+        if needed > most:
             raise InvalidInput(
-                f'"{spec.name}" would have {wanted} rows; the model takes at most {most}',
+                f'"{spec.name}" would have {needed} rows; the model takes at most {most}',
                 hint="start another sequence",
             )
         if grown is None:
-            grown = held.grown[spec.name] = self._table(held, row_bytes, spec.name)
-        self.blocks.resize(grown, wanted)
+            grown = sequence.grown[spec.name] = self._table(sequence, row_bytes, spec.name)
+        self.blocks.resize(grown, needed)
         if first is not None:
             self.blocks.extend(grown, used)
         rows, is_padded = max(used, numbers[axis]), dim and dim.name in manifest.pads
         if is_padded and used:
             rows = min(aligned(rows, ROWS_STEP), most)
         lent_shape = (*numbers[:axis], rows, *numbers[axis + 1 :])
-        held.values[spec.name] = lent(spec, lent_shape, grown)
+        sequence.values[spec.name] = lent(spec, lent_shape, grown)
         if first is not None:
-            held.brought.append((spec.name, first))
+            sequence.brought.append((spec.name, first))
 
-    def _table(self, held: SequenceState, row_bytes: int, name: str) -> BlockTable:
+    def _table(self, sequence: SequenceState, row_bytes: int, name: str) -> BlockTable:
         """Open an empty table; generations of one program share its blocks."""
-        announced = held.announced
+        announced = sequence.announced
         program = f"{announced.manifest.digest} {name}"
-        return self.blocks.open(held.key[0], announced.model, announced.tenant, row_bytes, program)
+        return self.blocks.open(
+            sequence.key[0], announced.model, announced.tenant, row_bytes, program
+        )
 
-    def forget(self, client: Client) -> None:
+    def remove_client(self, client: Session) -> None:
         """Drop the idle sequences of a client that is gone; busy ones end with their request."""
-        for held in [one for one in self.held.values() if one.client is client]:
-            if not held.is_busy:
-                self.drop(held)
+        for sequence in [one for one in self.held.values() if one.client is client]:
+            if not sequence.is_busy:
+                self.drop(sequence)
 
     def expire(self) -> float:
         """Drop abandoned sequences and blocks; return the milliseconds until the next may be."""
@@ -310,12 +317,12 @@ class Sequences:
             return self._look_at_ms - now_ms
         if (due_ms := self.blocks.expire(IDLE_MS)) is not None:
             next_ms = min(next_ms, due_ms)
-        for held in [*self.held.values()]:
-            left_ms = held.used_at_ms + IDLE_MS - now_ms
-            if held.is_busy:
+        for sequence in [*self.held.values()]:
+            left_ms = sequence.used_at_ms + IDLE_MS - now_ms
+            if sequence.is_busy:
                 continue
             if left_ms <= 0:
-                self.drop(held)
+                self.drop(sequence)
             else:
                 next_ms = min(next_ms, left_ms)
         self._look_at_ms = now_ms + next_ms
@@ -328,23 +335,23 @@ class Sequences:
         Raises:
             SequenceNotFound: there is none.
         """
-        held = self.held.get((caller, name))
-        if held is None:
+        sequence = self.held.get((caller, name))
+        if sequence is None:
             raise SequenceNotFound(f'no sequence "{name[:80]}"', hint=HINT)
-        if held.is_busy:
-            held.is_left = True
+        if sequence.is_busy:
+            sequence.is_left = True
         else:
-            self.drop(held)
-        return held.token
+            self.drop(sequence)
+        return sequence.token
 
     def rows(self, caller: str | None) -> list[dict[str, Any]]:
         """Return the rows of ``pipeswitch sequences``, for one caller or for all."""
         self.expire()
         now_ms = self._now_ms()
         return [
-            held.row(now_ms)
-            for held in self.held.values()
-            if caller is None or held.key[0] == caller
+            sequence.row(now_ms)
+            for sequence in self.held.values()
+            if caller is None or sequence.key[0] == caller
         ]
 
 
@@ -377,11 +384,11 @@ def lent(spec: ValueSpec, shape: tuple[int, ...], table: BlockTable) -> SlabTens
     )
 
 
-def _beginning(spec: ValueSpec, values: Values, held: SequenceState) -> tuple[int, ...]:
+def _beginning(spec: ValueSpec, values: Values, sequence: SequenceState) -> tuple[int, ...]:
     try:
         return shape_at(spec.shape, values)
     except NoExtent:
         raise InvalidInput(
             f'the shape of "{spec.name}" cannot be derived from the other inputs',
-            hint=f'the request that starts sequence "{held.key[1]}" must contain it',
+            hint=f'the request that starts sequence "{sequence.key[1]}" must contain it',
         ) from None

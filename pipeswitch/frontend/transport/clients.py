@@ -52,7 +52,7 @@ class Peer(Protocol):
     """A client's connection."""
 
     @property
-    def wants_turn(self) -> bool:
+    def needs_poll(self) -> bool:
         """True if it can continue without waiting."""
 
     def transmit(self, outgoing: Outgoing) -> bool:
@@ -66,14 +66,15 @@ class Peer(Protocol):
 
 
 @dataclass(kw_only=True, eq=False)
-class Client:
+class Session:
     """One session on one connection."""
 
     peer: Peer
     session: str = field(default_factory=lambda: secrets.token_hex(16))
     principal: Principal
     requests: dict[str, Token] = field(default_factory=dict)  # that wait for their final answer
-    readings: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of events: their topics
+    # of events: their topics
+    subscriptions: dict[str, tuple[str, ...]] = field(default_factory=dict)
     backlog: deque[Outgoing] = field(default_factory=deque)
     unsent_bytes: int = 0
     upload_chunks: int = 0

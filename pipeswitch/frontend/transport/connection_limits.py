@@ -86,7 +86,7 @@ class ConnectionLimits:
                 self.end(one, "too many messages without a session")
         return not one.is_ended
 
-    def greeted(self, one: LimitedConnection, tenant: str) -> None:
+    def on_hello(self, one: LimitedConnection, tenant: str) -> None:
         """Note that the connection has a session of this tenant now."""
         if one not in self._waiting:
             return
@@ -116,11 +116,11 @@ class ConnectionLimits:
             self._shed()
             self._round = list(self._connections)
         for _ in range(min(SLICE, len(self._round))):
-            self._look(self._round.pop(), now_s)
+            self._poll(self._round.pop(), now_s)
         wait_s = ROUND_S / (1 + len(self._connections) // SLICE) if self._connections else math.inf
         self.next_at_s = now_s + wait_s
 
-    def _look(self, one: LimitedConnection, now_s: float) -> None:
+    def _poll(self, one: LimitedConnection, now_s: float) -> None:
         if one not in self._connections or one.is_ended:
             return
         one.last_held_bytes = one.held_bytes(now_s)
@@ -133,14 +133,14 @@ class ConnectionLimits:
 
     def _shed(self) -> None:
         """End the largest connections of the heaviest tenant until the total limit is met."""
-        held = Counter[str]()
+        held_bytes = Counter[str]()
         for one in self._connections:
-            held[one.tenant] += one.last_held_bytes
-        while held.total() > self._total_bytes:
-            most = held.most_common(1)[0][0]
+            held_bytes[one.tenant] += one.last_held_bytes
+        while held_bytes.total() > self._total_bytes:
+            most = held_bytes.most_common(1)[0][0]
             ours = (one for one in self._connections if one.tenant == most)
             largest = max(ours, key=lambda one: one.last_held_bytes)
-            held[most] -= largest.last_held_bytes
+            held_bytes[most] -= largest.last_held_bytes
             self.end(largest, "unfinished messages")
 
     def end(self, one: LimitedConnection, cause: str) -> None:

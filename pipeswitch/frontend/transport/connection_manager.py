@@ -27,9 +27,9 @@ from ...base.machine import SHORTAGES
 from ...base.roles import Principal
 from ...ipc.control_page import sealed_memfd
 from ...wire.frames import INLINE, MAX_HEADER_BYTES, pack_table
-from ...wire.stream import SHARED_BYTES, Message, ShmSegment, Stream, keep_alive
+from ...wire.stream import SHARED_BYTES, ShmSegment, Stream, WireMessage, keep_alive
 from ..request_log import RateLimitedLog
-from .clients import Client, Outgoing
+from .clients import Outgoing, Session
 from .connection_limits import SESSIONLESS_BYTES, ConnectionLimits, LimitedConnection
 from .listeners import Listener
 
@@ -88,7 +88,7 @@ class ClientConnection(LimitedConnection):
         self._max_bytes = MAX_HEADER_BYTES + max_bytes
         self.is_owners = principal.is_owner  # also where the owner's process speaks for another
         self._stream.max_bytes = self._max_bytes if self.is_owners else SESSIONLESS_BYTES
-        self.client: Client | None = None  # its session's
+        self.client: Session | None = None  # its session's
         self._shares = shares
         self._has_share = self._owes_share = False
         self._is_mapped = False  # the client wrote into the share: it has our half of it too
@@ -104,7 +104,7 @@ class ClientConnection(LimitedConnection):
         return self._stream.fileno()
 
     @property
-    def wants_turn(self) -> bool:
+    def needs_poll(self) -> bool:
         """True if there is work that need not wait for the socket."""
         return not self.is_closed and (self._stream.has_more or bool(self._pieces))
 
@@ -114,7 +114,7 @@ class ClientConnection(LimitedConnection):
             self.wants_write = wants_write
             self.on_change()
 
-    def greeted(self, client: Client) -> None:
+    def on_hello(self, client: Session) -> None:
         """Note the session: its messages may be large."""
         self.client = client
         self._stream.max_bytes = self._max_bytes
@@ -127,7 +127,7 @@ class ClientConnection(LimitedConnection):
 
     # ---- in ------------------------------------------------------------------------------------
 
-    def messages(self) -> Iterator[Message]:
+    def messages(self) -> Iterator[WireMessage]:
         """Yield the messages that have arrived, at most a burst.
 
         Raises:
@@ -261,8 +261,8 @@ class ConnectionManager:
         shares: ClientSegments,
         max_message_bytes: int,
         *,
-        hear: Callable[[ClientConnection, Message], None],
-        gone: Callable[[Client, str], None],
+        hear: Callable[[ClientConnection, WireMessage], None],
+        gone: Callable[[Session, str], None],
         now_ms: Callable[[], float],
     ) -> None:
         """Args:
@@ -273,7 +273,7 @@ class ConnectionManager:
         self._complaints = complaints
         self.shares = shares
         self._max_message_bytes = max_message_bytes
-        self._hear, self._gone, self._now_ms = hear, gone, now_ms
+        self._on_message, self._gone, self._now_ms = hear, gone, now_ms
         self.all: set[ClientConnection] = set()
         self.turns: set[ClientConnection] = set()  # those that may have something to read
         self._selector: selectors.BaseSelector | None = None  # that they are registered with
@@ -284,7 +284,7 @@ class ConnectionManager:
         """Watch the listeners, and accept their connections when they can be read."""
         self._selector = selector
         for listener in listeners:
-            welcome = functools.partial(self._welcome, listener)
+            welcome = functools.partial(self._on_accept, listener)
             selector.register(listener.sock, selectors.EVENT_READ, welcome)
 
     def unwatch(self, selector: selectors.BaseSelector, listeners: Iterable[Listener]) -> None:
@@ -295,7 +295,7 @@ class ConnectionManager:
         for peer in self.all:
             selector.unregister(peer)
 
-    def _welcome(self, listener: Listener) -> None:
+    def _on_accept(self, listener: Listener) -> None:
         """Accept the connections that wait at a listener."""
         if self._selector is None:
             return
@@ -330,7 +330,7 @@ class ConnectionManager:
         """Read the messages of each peer that wants a turn."""
         for peer in list(self.turns):
             self.read(peer)
-            if not peer.wants_turn:
+            if not peer.needs_poll:
                 self.turns.discard(peer)
 
     def read(self, peer: ClientConnection) -> None:
@@ -340,7 +340,7 @@ class ConnectionManager:
             for message in peer.messages():
                 if not (peer.is_owners or self._limits.took(peer, self._now_ms() / 1000)):
                     return  # it is being hung up: its end follows
-                self._hear(peer, message)
+                self._on_message(peer, message)
         except EOFError:
             cause = "disconnected"
         except RemoteProtocolError as error:

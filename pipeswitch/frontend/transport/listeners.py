@@ -20,7 +20,7 @@ from ...base.errors import ConfigError, PipeSwitchError
 from ...base.roles import ANYONE, OWNER, Principal, Role, address_roles, in_order, parse_roles
 from ...ipc.messages.gateway import KeyedSettings
 from ...wire.addresses import is_live, is_loopback, parse_listen
-from ...wire.keys import KeyFolder
+from ...wire.curve_keys import KeyFolder
 from ...wire.private import private_directory
 
 _logger = logging.getLogger(__name__)
@@ -86,10 +86,10 @@ def check_access(config: ServerConfig, host: str) -> tuple[bool, list[str]]:
     if config.auth == "auto" and is_loopback(host):
         if not config.allow_code or Role.CODE in config.tcp_roles:
             return False, []
-        wanted = ",".join(in_order({*parse_roles(config.tcp_roles), Role.REGISTER, Role.CODE}))
+        roles = ",".join(in_order({*parse_roles(config.tcp_roles), Role.REGISTER, Role.CODE}))
         return False, [
             "--allow-code lets nothing in: TCP clients have not the role code; "
-            f"give it to them with: --tcp-roles {wanted}"
+            f"give it to them with: --tcp-roles {roles}"
         ]
     path = _keys_path(config)
     folder = KeyFolder(path).open()

@@ -89,7 +89,7 @@ def answer_frames(request_id: str, session: str, answer: Reply, memory: memoryvi
     return [*frames, *tensors]
 
 
-def told(
+def redact(
     op: str, body: dict[str, Any], principal: Principal, counts: Mapping[str, int]
 ) -> dict[str, Any]:
     """Return a listing without facts for operators only: paths, and other clients' data.
@@ -103,14 +103,14 @@ def told(
         case "stats":
             return dict(counts)
         case "models":
-            return {"models": [_told_of(row, principal) for row in body["models"]]}
+            return {"models": [_redact_row(row, principal) for row in body["models"]]}
         case "show":
-            return {"model": _told_of(body["model"], principal)}
+            return {"model": _redact_row(body["model"], principal)}
         case _:
             return body
 
 
-def _told_of(row: Mapping[str, Any], principal: Principal) -> dict[str, Any]:
+def _redact_row(row: Mapping[str, Any], principal: Principal) -> dict[str, Any]:
     is_own = row.get("tenant") == principal.tenant and Role.REGISTER in principal.roles
     return {key: value for key, value in row.items() if is_own or key in MODEL_FACTS}
 

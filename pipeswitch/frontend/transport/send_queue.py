@@ -9,11 +9,11 @@ from ...base.errors import QueueFull
 from ...scheduler.events import Publish
 from ...wire.frames import RequestHeader
 from ..validation import Body
-from .clients import Client, Outgoing
+from .clients import Outgoing, Session
 from .replies import reply_frames
 
 SLOW_CLIENT_MS: Final = 30_000.0  # a client that leaves a reply unread for longer is dropped
-MAX_READINGS: Final = 16  # event subscriptions of one client
+MAX_SUBSCRIPTIONS: Final = 16  # event subscriptions of one client
 READER_BYTES: Final = 1 << 20  # a client with more unsent bytes gets no events
 SHORT_BYTES: Final = 64 << 10  # a message up to this size may overtake longer replies
 
@@ -22,20 +22,20 @@ class SendQueue:
     """Queue of outgoing messages. Sending never blocks; a client has a budget of unsent bytes."""
 
     def __init__(
-        self, budget_bytes: int, now_ms: Callable[[], float], drop: Callable[[Client], None]
+        self, budget_bytes: int, now_ms: Callable[[], float], drop: Callable[[Session], None]
     ) -> None:
         """Create an empty queue; ``drop`` gets each client that is over budget, slow or gone."""
         self._budget_bytes = budget_bytes
         self._now_ms = now_ms
         self._drop = drop
-        self.backlogged: set[Client] = set()  # clients with a full socket
+        self.backlogged: set[Session] = set()  # clients with a full socket
 
     @property
-    def wants_turn(self) -> bool:
+    def needs_poll(self) -> bool:
         """Return True if a message could continue without waiting for its socket."""
-        return any(one.peer.wants_turn for one in self.backlogged)
+        return any(one.peer.needs_poll for one in self.backlogged)
 
-    def send(self, client: Client, outgoing: Outgoing) -> None:
+    def send(self, client: Session, outgoing: Outgoing) -> None:
         """Send or queue a message.
 
         Many callers may share a connection, so a short message overtakes long final replies, but
@@ -60,16 +60,16 @@ class SendQueue:
             if self._is_too_slow(client, now_ms):
                 self._drop(client)
 
-    def reply(self, client: Client, request_id: str, **fields: Any) -> None:
+    def reply(self, client: Session, request_id: str, **fields: Any) -> None:
         """Send a reply that is not final; ``reply_frames`` explains ``fields``."""
         frames = reply_frames(request_id, client.session, **fields)
         self.send(client, Outgoing(frames=frames))
 
-    def _is_too_slow(self, client: Client, now_ms: float) -> bool:
+    def _is_too_slow(self, client: Session, now_ms: float) -> bool:
         is_stuck = client.backlog and now_ms - client.backlog[0].since_ms > SLOW_CLIENT_MS
         return bool(is_stuck) or client.unsent_bytes > self._budget_bytes
 
-    def _flush(self, client: Client) -> bool:
+    def _flush(self, client: Session) -> bool:
         """Send in order until the socket is full; return False if the connection is gone."""
         while client.backlog:
             outgoing = client.backlog[0]
@@ -86,7 +86,7 @@ class SendQueue:
         self.backlogged.discard(client)
         return True
 
-    def forget(self, client: Client) -> None:
+    def remove(self, client: Session) -> None:
         """Drop the messages of a client that is gone."""
         self.backlogged.discard(client)
         while client.backlog:
@@ -111,9 +111,9 @@ class EventSubscribers:
 
     def __init__(self, outbox: SendQueue) -> None:
         self._outbox = outbox
-        self.clients: set[Client] = set()
+        self.clients: set[Session] = set()
 
-    def add(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+    def add(self, client: Session, header: RequestHeader, _: Sequence[Any]) -> None:
         """Handle the verb ``events``.
 
         Raises:
@@ -122,16 +122,16 @@ class EventSubscribers:
         body = Body("events", header.body)
         topics = body.texts("topics")
         body.done()
-        if len(client.readings) >= MAX_READINGS:
-            raise QueueFull(f"this client already has {MAX_READINGS} event subscriptions")
-        client.readings[header.id] = topics or ("",)
+        if len(client.subscriptions) >= MAX_SUBSCRIPTIONS:
+            raise QueueFull(f"this client already has {MAX_SUBSCRIPTIONS} event subscriptions")
+        client.subscriptions[header.id] = topics or ("",)
         self.clients.add(client)
         self._outbox.reply(client, header.id, more=True)  # confirms the subscription
 
-    def tell(self, published: Publish) -> None:
+    def publish(self, published: Publish) -> None:
         """Send an event to its subscribers, except those with too many unsent bytes."""
         for reader in list(self.clients):
-            for request_id, topics in list(reader.readings.items()):
+            for request_id, topics in list(reader.subscriptions.items()):
                 is_wanted = published.topic.startswith(topics) and reader.principal.may_operate
                 if is_wanted and reader.unsent_bytes <= READER_BYTES:
                     body = {"topic": published.topic, **published.body}

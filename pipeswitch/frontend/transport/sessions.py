@@ -11,10 +11,10 @@ from ...base.config import ServerConfig
 from ...base.errors import InvalidInput, PermissionDenied, RemoteProtocolError
 from ...base.roles import Principal, address_roles
 from ...wire.frames import RequestHeader
-from ...wire.stream import Message
+from ...wire.stream import WireMessage
 from ..request_log import RateLimitedLog
 from ..validation import Body
-from .clients import Client
+from .clients import Session
 from .connection_limits import ConnectionLimits
 from .connection_manager import ClientConnection, ClientSegments, ConnectionManager
 from .replies import reply_frames
@@ -35,8 +35,8 @@ class Sessions:
         shares: ClientSegments,
         pool_share_bytes: int,
         *,
-        hear: Callable[[ClientConnection, Message], None],
-        ended: Callable[[Client], None],
+        hear: Callable[[ClientConnection, WireMessage], None],
+        ended: Callable[[Session], None],
         now_ms: Callable[[], float],
     ) -> None:
         """Args:
@@ -45,7 +45,7 @@ class Sessions:
         ended: called with a client that is gone.
         """
         self._ended, self._now_ms = ended, now_ms
-        self.clients: dict[str, Client] = {}  # by session
+        self.clients: dict[str, Session] = {}  # by session
         self.complaints = RateLimitedLog(now_ms)
         self.slow_count = 0  # clients that did not read
         self.connections = ConnectionLimits(
@@ -66,7 +66,7 @@ class Sessions:
         self.outbox = SendQueue(budget_bytes, now_ms, lambda client: self.drop(client, SLOW))
         self.readers = EventSubscribers(self.outbox)
 
-    def greet(self, peer: ClientConnection) -> Client:
+    def greet(self, peer: ClientConnection) -> Session:
         """Return the client of a connection that says hello.
 
         Raises:
@@ -77,14 +77,14 @@ class Sessions:
             raise RemoteProtocolError(
                 "this connection already has a session", hint="open another one"
             )
-        client = Client(peer=peer, principal=peer.principal)
+        client = Session(peer=peer, principal=peer.principal)
         self.clients[client.session] = client
-        peer.greeted(client)
+        peer.on_hello(client)
         if not peer.is_owners:
-            self.connections.greeted(peer, client.principal.tenant)
+            self.connections.on_hello(peer, client.principal.tenant)
         return client
 
-    def change_caller(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+    def change_caller(self, client: Session, header: RequestHeader, _: Sequence[Any]) -> None:
         """Handle the verb ``caller``: set the roles of a client behind the owner's process."""
         caller = caller_of(client.principal, header)
         for peer in self.peers.all:
@@ -104,14 +104,14 @@ class Sessions:
         else:
             peer.send_now(reply_frames(request_id, **fields))
 
-    def drop(self, client: Client, cause: str) -> None:
+    def drop(self, client: Session, cause: str) -> None:
         """Remove a client that is gone, or is to be closed. Idempotent."""
         if client.is_gone:
             return
         client.is_gone = True  # late answers to it are undeliverable from now on
         del self.clients[client.session]
         self.readers.clients.discard(client)
-        self.outbox.forget(client)
+        self.outbox.remove(client)
         if cause == SLOW:
             if isinstance(client.peer, ClientConnection):
                 self.peers.part(client.peer)
@@ -132,7 +132,7 @@ class Sessions:
                     waiting.register(peer, select.POLLOUT)
             waiting.poll(STOP_LOOK_MS)
         for client in self.clients.values():
-            self.outbox.forget(client)
+            self.outbox.remove(client)
 
 
 def caller_of(principal: Principal, header: RequestHeader) -> Principal:

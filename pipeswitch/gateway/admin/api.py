@@ -26,10 +26,10 @@ from ...frontend.permissions import Rules
 from ...frontend.registration import check, check_origin, require_roles
 from ...frontend.verbs import VERBS, Http
 from ...wire.register_request import RegisterRequest
-from ..auth import require_role, told
+from ..auth import redact, require_role
 from ..decoding import decode_json
 from ..http.event_stream import CONTENT_TYPE, EventLog
-from ..http.server import Head, Response, Work, json_answer
+from ..http.http_server import Head, Response, Work, json_answer
 from ..http_errors import MethodNotAllowed, NotFound
 from ..serving.upstream import Upstream
 from .openapi import Route, document
@@ -235,24 +235,19 @@ class Api:
     def _route(self, op: str, http: Http, role: Role) -> Route:
         """Return the route that a verb's row in ``VERBS`` gives it."""
 
-        async def run(asked: RouteRequest) -> Response:
+        async def run(request: RouteRequest) -> Response:
             fields = {
-                name: asked.field(name, kind)
+                name: request.field(name, kind)
                 for name, (kind, _) in http.query.items()
-                if name in asked.query
+                if name in request.query
             }
-            model = asked.names.get("model", "")
+            model = request.names.get("model", "")
             return _json(
                 await self._upstream.ask(op, model, body=fields or None, is_safe=http.is_safe)
             )
 
         return Route(
-            method=http.method,
-            path=http.path,
-            role=role,
-            what=http.what,
-            query=http.query,
-            run=run,
+            method=http.method, path=http.path, role=role, what=http.what, query=http.query, run=run
         )
 
     def find(self, head: Head, caller: Principal) -> Work:
@@ -280,40 +275,40 @@ class Api:
 
     # ---- the server ----------------------------------------------------------------------------
 
-    async def _document(self, asked: RouteRequest) -> Response:
+    async def _document(self, request: RouteRequest) -> Response:
         return _json(self._description)
 
-    async def _about(self, asked: RouteRequest) -> Response:
+    async def _about(self, request: RouteRequest) -> Response:
         return _json(await self._upstream.ask("ping"))
 
-    async def _trace(self, asked: RouteRequest) -> Response:
-        seconds = asked.number("seconds", 10.0, MAX_TRACE_S)
-        found = await self._upstream.ask("trace", body={"seconds": seconds})
-        told = {**found["trace"], "now_ms": time.monotonic() * 1000.0}
-        text = await asyncio.to_thread(encode_json, told)  # an hour has megabytes
+    async def _trace(self, request: RouteRequest) -> Response:
+        seconds = request.number("seconds", 10.0, MAX_TRACE_S)
+        reply = await self._upstream.ask("trace", body={"seconds": seconds})
+        trace = {**reply["trace"], "now_ms": time.monotonic() * 1000.0}
+        text = await asyncio.to_thread(encode_json, trace)  # an hour has megabytes
         return Response(parts=[text], headers=GUARDS)
 
-    async def _events(self, asked: RouteRequest) -> Response:
+    async def _events(self, request: RouteRequest) -> Response:
         await self._upstream.follow(self._feed.add)
-        topics = [topic for topic in asked.query.get("topics", "").split(",") if topic]
-        last_id = asked.head.headers.get("last-event-id", "")
-        reader = self._feed.read(asked.head.peer, topics, last_id)
+        topics = [topic for topic in request.query.get("topics", "").split(",") if topic]
+        last_id = request.head.headers.get("last-event-id", "")
+        reader = self._feed.read(request.head.peer, topics, last_id)
         return Response(content_type=CONTENT_TYPE, headers=GUARDS, stream=reader)
 
     # ---- jobs ----------------------------------------------------------------------------------
 
     def _job(self, action: str) -> Verb:
-        async def run(asked: RouteRequest) -> Response:
-            return _json((await self._upstream.job(asked.names["job"], action))["job"])
+        async def run(request: RouteRequest) -> Response:
+            return _json((await self._upstream.job(request.names["job"], action))["job"])
 
         return run
 
     def _text(self, kind: str) -> Verb:
-        async def run(asked: RouteRequest) -> Response:
-            is_followed = asked.flag("follow")
-            offset = int(asked.number("offset", 0, MAX_OFFSET, low=-MAX_OFFSET))
+        async def run(request: RouteRequest) -> Response:
+            is_followed = request.flag("follow")
+            offset = int(request.number("offset", 0, MAX_OFFSET, low=-MAX_OFFSET))
             piece = await self._upstream.job(
-                asked.names["job"], kind, offset_bytes=offset if offset >= 0 else MAX_OFFSET
+                request.names["job"], kind, offset_bytes=offset if offset >= 0 else MAX_OFFSET
             )
             if offset < 0:
                 offset = max(0, piece["end_bytes"] + offset)
@@ -322,10 +317,10 @@ class Api:
             text = JobText(
                 self._upstream,
                 self._feed,
-                asked.names["job"],
+                request.names["job"],
                 kind,
                 offset,
-                peer=asked.head.peer,
+                peer=request.head.peer,
                 is_followed=is_followed,
             )
             return Response(content_type=TEXT, headers=GUARDS, stream=text)
@@ -334,33 +329,37 @@ class Api:
 
     # ---- models --------------------------------------------------------------------------------
 
-    async def _models(self, asked: RouteRequest) -> Response:
+    async def _models(self, request: RouteRequest) -> Response:
         rows = (await self._upstream.ask("models"))["models"]
-        return _json({"models": [told(row, asked.caller) for row in rows]})
+        return _json({"models": [redact(row, request.caller) for row in rows]})
 
-    async def _model(self, asked: RouteRequest) -> Response:
-        version = int(asked.number("version", 0, MAX_VERSION))
-        return _json(told(await self._upstream.show(asked.names["model"], version), asked.caller))
+    async def _model(self, request: RouteRequest) -> Response:
+        version = int(request.number("version", 0, MAX_VERSION))
+        return _json(
+            redact(await self._upstream.show(request.names["model"], version), request.caller)
+        )
 
-    async def _register(self, asked: RouteRequest) -> Response:
+    async def _register(self, request: RouteRequest) -> Response:
         """1. What may not be, before a byte of a bundle goes on; 2. the bundle; 3. the model."""
-        caller = asked.caller
+        caller = request.caller
         require = partial(require_role, caller)
-        if asked.head.headers.get("content-type", "").startswith(BUNDLE):
-            if not len(asked.body):
+        if request.head.headers.get("content-type", "").startswith(BUNDLE):
+            if not len(request.body):
                 raise InvalidInput("the bundle is empty", hint="curl --data-binary @FILE.bundle")
-            fields: dict[str, Any] = {"source": "", **asked.query}
-            fields["aliases"] = [one for one in asked.query.get("aliases", "").split(",") if one]
-            given = _registration(lambda: msgspec.convert(fields, RegisterRequest, strict=False))
-            require_roles(given, require)
-            source = await self._upstream.upload(asked.body, "bundle", caller.tenant)
-            given = msgspec.structs.replace(given, source=source)
+            fields: dict[str, Any] = {"source": "", **request.query}
+            fields["aliases"] = [one for one in request.query.get("aliases", "").split(",") if one]
+            registration = _registration(
+                lambda: msgspec.convert(fields, RegisterRequest, strict=False)
+            )
+            require_roles(registration, require)
+            source = await self._upstream.upload(request.body, "bundle", caller.tenant)
+            registration = msgspec.structs.replace(registration, source=source)
         else:
-            given = _registration(lambda: decode_json(asked.body, RegisterRequest))
-            check_origin(given, require, self._rules, is_owner=False)
+            registration = _registration(lambda: decode_json(request.body, RegisterRequest))
+            check_origin(registration, require, self._rules, is_owner=False)
         # The model belongs to that client, not to the owner.
-        body = given.body() | {"tenant": caller.tenant}
-        return _json(await self._upstream.ask("register", asked.names["model"], body=body))
+        body = registration.body() | {"tenant": caller.tenant}
+        return _json(await self._upstream.ask("register", request.names["model"], body=body))
 
 
 class JobText:
@@ -438,12 +437,12 @@ def _query(head: Head, route: Route) -> dict[str, str]:
 
 def _registration(decode: Callable[[], RegisterRequest]) -> RegisterRequest:
     try:
-        given = decode()
+        registration = decode()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(
             f"invalid registration: {error}",
             hint='{"source": "torchvision:resnet18", "weights": "random:0"}; or a bundle as '
             f"{BUNDLE}",
         ) from None
-    check(given)
-    return given
+    check(registration)
+    return registration

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import msgspec
 
 from ...base.roles import Role
-from ..http.server import Response
+from ..http.http_server import Response
 
 REFUSAL: Final = "#/components/responses/Refusal"
 SCHEMAS: Final = "#/components/schemas/{name}"
@@ -33,13 +33,13 @@ class Route:
 
     def names_in(self, parts: Sequence[str]) -> dict[str, str] | None:
         """Return the names in a path's parts; None if the path belongs to another route."""
-        wanted = self.path.split("/")
-        if len(wanted) != len(parts):
+        template = self.path.split("/")
+        if len(template) != len(parts):
             return None
         names = {}
-        for want, part in zip(wanted, parts, strict=True):
-            if found := PLACEHOLDER.fullmatch(want):
-                names[found[1]] = unquote(part)
+        for want, part in zip(template, parts, strict=True):
+            if match := PLACEHOLDER.fullmatch(want):
+                names[match[1]] = unquote(part)
             elif want != part:
                 return None
         return names
@@ -84,7 +84,7 @@ def document(routes: Iterable[Route], *, prefix: str, version: str) -> dict[str,
 def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
     words = re.sub(r"[^a-z]+", "_", route.path.lower()).strip("_")
     is_json = route.gives == "application/json"
-    told: dict[str, Any] = {
+    operation: dict[str, Any] = {
         "operationId": f"{route.method.lower()}_{words}",
         "summary": route.what,
         "description": f'Needs the role "{route.role.value}".',
@@ -109,19 +109,19 @@ def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
     }
     if route.takes:
         content: dict[str, Any] = {}
-        for kind, given in route.takes.items():
-            content |= _content(_schema(given, schemas), kind)
-        told["requestBody"] = {"required": True, "content": content}
-    return told
+        for kind, body_type in route.takes.items():
+            content |= _content(_schema(body_type, schemas), kind)
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
 
 
-def _schema(given: Any, schemas: dict[str, Any]) -> Any:
+def _schema(kind: Any, schemas: dict[str, Any]) -> Any:
     """Return the schema of a struct, which joins ``schemas``; anything else already is a schema."""
-    if not isinstance(given, type):
-        return given
-    (found,), more = msgspec.json.schema_components([given], ref_template=SCHEMAS)
+    if not isinstance(kind, type):
+        return kind
+    (schema,), more = msgspec.json.schema_components([kind], ref_template=SCHEMAS)
     schemas |= more
-    return found
+    return schema
 
 
 def _content(schema: Any, kind: str = "application/json") -> dict[str, Any]:

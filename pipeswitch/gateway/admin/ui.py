@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from ..http.server import Response
+from ..http.http_server import Response
 
 FILES: Final[Mapping[str, tuple[str, str]]] = {  # by path: the file's name and type
     "/ui": ("page.html", "text/html; charset=utf-8"),

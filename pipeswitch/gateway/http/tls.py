@@ -11,7 +11,7 @@ import ssl
 from asyncio.sslproto import SSLProtocol
 from typing import Any, Final, cast
 
-from .server import HttpConnection, HttpServer
+from .http_server import HttpConnection, HttpServer
 
 RECEIVED_BYTES: Final = 64 << 10  # at once: asyncio's 256 KiB are four times as much per connection
 

@@ -33,7 +33,7 @@ from ..offload import CROWD, Shared
 from ..serving import oip
 from ..serving.oip import InferRequest, Output, RequestedOutput
 from ..serving.service import Service
-from .arrivals import Arrivals, Arriving, Sockets
+from .half_messages import Arrivals, Arriving, Sockets
 from .protos import HEALTH, INFERENCE, REFLECTION
 from .reflection import NAME as REFLECTION_NAME
 from .reflection import described
@@ -105,7 +105,7 @@ async def open_server(
     server = grpc.aio.server(options=[*OPTIONS, *bounds], maximum_concurrent_rpcs=MAX_CALLS)
     arrived = Sockets(int(settings.grpc.rpartition(":")[2])).arrived
     arrivals = Arrivals(FairQuota(ARRIVING_MESSAGES * max_bytes), arrived)
-    server.add_generic_rpc_handlers(Calls(service, callers, shared, arrivals).handlers())
+    server.add_generic_rpc_handlers(GrpcVerbs(service, callers, shared, arrivals).handlers())
     if settings.tls_cert:
         pair = Path(settings.tls_key).read_bytes(), Path(settings.tls_cert).read_bytes()
         server.add_secure_port(settings.grpc, grpc.ssl_server_credentials([pair]))
@@ -115,7 +115,7 @@ async def open_server(
     return server
 
 
-class Calls:
+class GrpcVerbs:
     """Calls to verbs.
 
     All calls are streams of messages, though most have one message. Otherwise gRPC's library would
@@ -193,11 +193,11 @@ class Calls:
                         yield answer
                 return
             except PipeSwitchError as error:
-                told = _told(error)
+                status_and_text = _told(error)
             except Exception as error:
                 log.exception("call=%s failed", name)
-                told = _told(as_ours(error))
-            await context.abort(*told)
+                status_and_text = _told(as_ours(error))
+            await context.abort(*status_and_text)
 
         return grpc.stream_stream_rpc_method_handler(call)
 
@@ -283,19 +283,19 @@ class Calls:
         return INFERENCE["SystemSharedMemoryUnregisterResponse"]()
 
     async def _trace_setting(self, caller: Principal, request: Any) -> Any:
-        wanted = {name: list(one.value) or None for name, one in request.settings.items()}
-        told = await self._service.settings(caller, wanted, request.model_name)
-        settings = {name: {"value": [value]} for name, value in told.items()}
+        settings_asked = {name: list(one.value) or None for name, one in request.settings.items()}
+        settings_now = await self._service.settings(caller, settings_asked, request.model_name)
+        settings = {name: {"value": [value]} for name, value in settings_now.items()}
         return INFERENCE["TraceSettingResponse"](settings=settings)
 
     async def _log_settings(self, caller: Principal, request: Any) -> Any:
-        wanted = {
+        settings_asked = {
             name: getattr(one, choice) if (choice := one.WhichOneof("parameter_choice")) else None
             for name, one in request.settings.items()
         }
         kinds = {bool: "bool_param", int: "uint32_param", str: "string_param"}
-        told = await self._service.settings(caller, wanted)
-        settings = {name: {kinds[type(value)]: value} for name, value in told.items()}
+        settings_now = await self._service.settings(caller, settings_asked)
+        settings = {name: {kinds[type(value)]: value} for name, value in settings_now.items()}
         return INFERENCE["LogSettingsResponse"](settings=settings)
 
     async def _check(self, caller: Principal, request: Any) -> Any:
@@ -313,12 +313,12 @@ class Calls:
                 if request.service not in ("", SERVICE):
                     yield HEALTH["HealthCheckResponse"](status="SERVICE_UNKNOWN")
                     return
-                told = None
+                last_status = None
                 while True:
-                    found = await self._status()
-                    if found != told:
-                        told = found
-                        yield found
+                    status = await self._status()
+                    if status != last_status:
+                        last_status = status
+                        yield status
                     await asyncio.sleep(WATCH_EVERY_S)
         except PipeSwitchError as error:
             await context.abort(*_told(error))
@@ -345,21 +345,21 @@ class Calls:
     ) -> bytes:
         rest, raw = split_raw(data)
         if len(rest) <= oip.LONG_BYTES:
-            request, asked = read_infer(rest, raw)
+            request, infer_request = read_infer(rest, raw)
         else:
-            request, asked = await self._shared.aside.run(address, read_infer, rest, raw)
+            request, infer_request = await self._shared.aside.run(address, read_infer, rest, raw)
         left_s = LEFT_S.get()
-        if left_s is not None and asked.deadline_ms is None:
+        if left_s is not None and infer_request.deadline_ms is None:
             left_ms = max(left_s * 1000.0, 0.001)  # one that has passed is refused as such
-            asked = msgspec.structs.replace(asked, deadline_ms=left_ms)
+            infer_request = msgspec.structs.replace(infer_request, deadline_ms=left_ms)
         model = request.model_name
         # Otherwise a client that reads no answers could have them computed again and again.
         if refusal := self._shared.answers.refusal(address, self._answer_bytes.get(model, 0)):
             raise refusal
-        outputs, bill = await self._service.infer(
-            caller, model, request.model_version, asked, CARRIER.get(), address
+        outputs, timing = await self._service.infer(
+            caller, model, request.model_version, infer_request, CARRIER.get(), address
         )
-        parts = encode_answer(model, asked, outputs, bill, is_offloaded=is_offloaded)
+        parts = encode_answer(model, infer_request, outputs, timing, is_offloaded=is_offloaded)
         if (size_bytes := sum(map(len, parts))) <= SPLIT_BYTES:
             self._answer_bytes.pop(model, None)
             return b"".join(parts)
@@ -421,8 +421,8 @@ def _of_model(name: str, ask: Callable[..., Awaitable[Any]], field: str = "") ->
     """Return a verb for a query about a model; ``field`` selects a single field of the reply."""
 
     async def verb(caller: Principal, request: Any) -> Any:
-        found = await ask(caller, request.name, request.version)
-        return INFERENCE[f"{name}Response"](**({field: found} if field else found))
+        value = await ask(caller, request.name, request.version)
+        return INFERENCE[f"{name}Response"](**({field: value} if field else value))
 
     return verb
 
@@ -550,25 +550,25 @@ def decode_request(request: Any, raw: Sequence[Any] = ()) -> InferRequest:
     raws = iter(raw)
     tensors: list[WireTensor] = []
     frames: list[Any] = []
-    for number, (given, place) in enumerate(zip(request.inputs, places, strict=True)):
-        dtype = oip.dtype_of(given.name, given.datatype)
-        shape = tuple(given.shape)
-        size = oip.check_shape(given.name, dtype, shape)
+    for number, (tensor, place) in enumerate(zip(request.inputs, places, strict=True)):
+        dtype = oip.dtype_of(tensor.name, tensor.datatype)
+        shape = tuple(tensor.shape)
+        size = oip.check_shape(tensor.name, dtype, shape)
         if place is not None or raw:
             frames.append(next(raws) if place is None else place)
-            oip.check_bytes(given.name, dtype, shape, frames[-1], size)
+            oip.check_bytes(tensor.name, dtype, shape, frames[-1], size)
         else:
-            frames.append(_typed(given.name, dtype, shape, given.contents))
-        tensors.append(WireTensor(name=given.name, dtype=dtype, shape=shape, frame=number))
-    wanted = tuple(
+            frames.append(_typed(tensor.name, dtype, shape, tensor.contents))
+        tensors.append(WireTensor(name=tensor.name, dtype=dtype, shape=shape, frame=number))
+    outputs = tuple(
         RequestedOutput(name=one.name, parameters=_plain(one.parameters)) for one in request.outputs
     )
-    oip.check_outputs(wanted)
+    oip.check_outputs(outputs)
     return InferRequest(
         id=request.id,
         inputs=tuple(tensors),
         frames=frames,
-        outputs=wanted or None,
+        outputs=outputs or None,
         **oip.schedule(parameters),
     )
 
@@ -599,9 +599,9 @@ def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def encode_answer(
     model: str,
-    asked: InferRequest,
+    infer_request: InferRequest,
     outputs: Sequence[Output],
-    bill: Mapping[str, Any],
+    timing: Mapping[str, Any],
     *,
     is_offloaded: bool = False,
 ) -> list[Any]:
@@ -611,11 +611,13 @@ def encode_answer(
     Raises:
         InvalidInput: an output is asked for that the model does not have.
     """
-    version = str(bill.get("version", oip.FIRST_VERSION))
-    answer = INFERENCE["ModelInferResponse"](model_name=model, model_version=version, id=asked.id)
-    _set(answer.parameters, bill)
+    version = str(timing.get("version", oip.FIRST_VERSION))
+    answer = INFERENCE["ModelInferResponse"](
+        model_name=model, model_version=version, id=infer_request.id
+    )
+    _set(answer.parameters, timing)
     raw: list[Any] = []
-    for output, _ in oip.wanted(asked, outputs):
+    for output, _ in oip.requested_outputs(infer_request, outputs):
         row = answer.outputs.add(
             name=output.name, datatype=oip.DATATYPE_OF[output.dtype], shape=output.shape
         )

@@ -30,7 +30,7 @@ _FIELD: Final = re.compile(r"(repeated )?(?:map<string, (.+)>|([\w.]+)) (\w+) = 
 _RPC: Final = re.compile(r"rpc (\w+) \((stream )?(\w+)\) returns \((stream )?(\w+)\);")
 
 
-class _Reader:
+class _ProtoReader:
     """Parser of the ``proto/`` files, one statement a line."""
 
     def __init__(self, text: str, package: str) -> None:
@@ -52,9 +52,9 @@ class _Reader:
                 self._within.append(within.service.add(name=name))
             case ["message", name, opened]:
                 is_outer = within is self.file
-                made = (within.message_type if is_outer else within.nested_type).add(name=name)
+                message = (within.message_type if is_outer else within.nested_type).add(name=name)
                 if opened == "{":
-                    self._within.append(made)
+                    self._within.append(message)
             case ["oneof", name, "{"]:
                 self._choice = {"oneof_index": len(within.oneof_decl)}
                 within.oneof_decl.add(name=name)
@@ -64,8 +64,8 @@ class _Reader:
                 self._within.pop()
             case [name, "=", number] if name != "syntax":
                 within.value.add(name=name, number=int(number.rstrip(";")))
-            case _ if found := _RPC.fullmatch(line):
-                method, takes_many, takes, gives_many, gives = found.groups()
+            case _ if match := _RPC.fullmatch(line):
+                method, takes_many, takes, gives_many, gives = match.groups()
                 within.method.add(
                     name=method,
                     input_type=f".{self.file.package}.{takes}",
@@ -73,8 +73,8 @@ class _Reader:
                     client_streaming=bool(takes_many),
                     server_streaming=bool(gives_many),
                 )
-            case _ if found := _FIELD.fullmatch(line):
-                self._add_field(within, *found.groups())
+            case _ if match := _FIELD.fullmatch(line):
+                self._add_field(within, *match.groups())
             case _:
                 pass  # a remark, or what is said of the file
 
@@ -108,7 +108,7 @@ class _Reader:
 
 def _classes(name: str, package: str) -> dict[str, Any]:
     """Return the message classes of a proto file, by name."""
-    file = _Reader((FOLDER / f"{name}.proto").read_text("utf-8"), package).file
+    file = _ProtoReader((FOLDER / f"{name}.proto").read_text("utf-8"), package).file
     POOL.AddSerializedFile(file.SerializeToString())
     return {
         message.name: message_factory.GetMessageClass(

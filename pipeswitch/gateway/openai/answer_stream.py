@@ -21,7 +21,7 @@ from ...base.quotas import FairQuota
 from ...base.roles import ANYONE, Principal
 from ...client.generation import GenerateRequest, chances_in
 from ...programs.decoding.model_config import LanguageModelConfig, Token, ending_of, fitted
-from ..http.server import Head
+from ..http.http_server import Head
 from ..serving.service import Service
 from .tokenizer_worker import Abort, DecodedText, StartGeneration, TokensGenerated, check_length
 from .tokenizer_worker import TokenizerRequest as TextAsked
@@ -44,7 +44,7 @@ class Answers:
         caller: Principal,
         head: Head,
         model: str,
-        asked: Callable[..., StartGeneration],
+        begin_of: Callable[..., StartGeneration],
         version: str = "",
     ) -> AnswerStream:
         """Return an answer of that model; ``next`` yields its tokens.
@@ -60,7 +60,7 @@ class Answers:
             facts = await self.service.generation(caller, model, version)
             answering = AnswerStream(self, caller, head, model, facts)
             try:
-                await answering.begin(asked(own=facts.sampling))
+                await answering.begin(begin_of(own=facts.sampling))
             except BaseException:
                 await answering.close()
                 raise
@@ -102,10 +102,10 @@ class AnswerStream:
         self._first: Sequence[int] = ()  # token of a scored prompt
         self._unscored = 0  # tokens of the prompt that are still to be reported
 
-    async def begin(self, asked: StartGeneration) -> None:
+    async def begin(self, begin: StartGeneration) -> None:
         """Start the answer; raise InvalidInput if the prompt or a setting does not fit."""
-        check_length(asked.prompt, self._facts.context)
-        self._begin = msgspec.structs.replace(asked, answer=self._number)
+        check_length(begin.prompt, self._facts.context)
+        self._begin = msgspec.structs.replace(begin, answer=self._number)
         await self._ask(self._begin)
         self._prompt = self.step.prompt
         self._begin = msgspec.structs.replace(self._begin, prompt="", messages=None, tools=b"")
@@ -137,8 +137,8 @@ class AnswerStream:
     async def _take(self, tokens: list[int], chances: list[list[Any]]) -> None:
         """Fetch the text of a reply's tokens; the first ones may be the prompt's."""
         pairs, count = [*zip(*chances, strict=True)], min(len(tokens), self._unscored)
-        wanted = {id for _, top in pairs for id, _ in top}.union(tokens, self._first)
-        names = sorted(wanted - self.names.keys()) if pairs else []
+        ids_needed = {id for _, top in pairs for id, _ in top}.union(tokens, self._first)
+        names = sorted(ids_needed - self.names.keys()) if pairs else []
         if count:
             scored = zip(tokens[:count], pairs, strict=False)
             self.scored += [Token(id, "", *chance) for id, chance in scored]
@@ -157,13 +157,13 @@ class AnswerStream:
         ids, facts, put = array("i", self._prompt), self._facts, self._replies.put_nowait
         ending = ending_of(facts, ids, self._begin.ending)
         sampling = fitted(self._begin.sampling, facts, len(ids), ending)
-        asked = GenerateRequest(ids, sampling, ending, put)
+        message = GenerateRequest(ids, sampling, ending, put)
         request = asyncio.ensure_future(
             self._answers.service.generate(
                 self._caller,
                 self.model,
                 str(self.version),
-                asked,
+                message,
                 self._head.headers,
                 self._head.peer,
             )
@@ -180,7 +180,7 @@ class AnswerStream:
         ):
             self._request.exception()  # nobody else asks
 
-    async def _ask(self, asked: TextAsked) -> None:
+    async def _ask(self, message: TextAsked) -> None:
         """Set ``step``. If the process has ended, start a new one and send it the answer so far."""
         tries = 0
         while True:
@@ -191,12 +191,12 @@ class AnswerStream:
                 )
                 if self._prompt:
                     ids = array("i", self._prompt).tolist()
-                    names = asked.names if isinstance(asked, TokensGenerated) else []
-                    asked = msgspec.structs.replace(
+                    names = message.names if isinstance(message, TokensGenerated) else []
+                    message = msgspec.structs.replace(
                         self._begin, prompt=ids, so_far=self._made, told=self._told, names=names
                     )
             try:
-                self.step = await self._talk.ask(asked, self._turn)
+                self.step = await self._talk.ask(message, self._turn)
                 return
             except ProcessLost as error:
                 tries += error.was_computing
@@ -206,7 +206,7 @@ class AnswerStream:
     def _leave(self) -> None:
         talk, self._talk = self._talk, None
         if talk is not None:
-            talk.tell(Abort(answer=self._number))
+            talk.send(Abort(answer=self._number))
             if isinstance(talk, TokenizerClient):
                 self._answers.texts.leave(talk)
 

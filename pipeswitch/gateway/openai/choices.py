@@ -14,7 +14,7 @@ from .answer_stream import AnswerStream
 MAX_CHOICES = 64
 
 
-class Choices:
+class ParallelAnswers:
     """Answers that are read side by side; if one fails, all do."""
 
     def __init__(self, answerings: Sequence[AnswerStream], per_prompt: int = 1) -> None:
@@ -26,7 +26,7 @@ class Choices:
     @staticmethod
     async def begin(
         begins: Sequence[Callable[[], Awaitable[AnswerStream]]], per_prompt: int
-    ) -> Choices:
+    ) -> ParallelAnswers:
         """Begin one after the other; if one is refused, close those before it."""
         answerings: list[AnswerStream] = []
         async with contextlib.AsyncExitStack() as undo:
@@ -34,7 +34,7 @@ class Choices:
                 answerings.append(await one())
                 undo.push_async_callback(answerings[-1].close)
             undo.pop_all()
-        return Choices(answerings, per_prompt)
+        return ParallelAnswers(answerings, per_prompt)
 
     @property
     def first(self) -> AnswerStream:

@@ -24,20 +24,20 @@ from ...base.codec import encode_json
 from ...base.errors import InvalidInput, ModelNotFound, PipeSwitchError
 from ...base.roles import Principal
 from ...base.units import nearest
-from ...programs.decoding.generation import CACHE, CACHE_NEW, LOGITS, MAX_EOS
+from ...programs.decoding.generation_settings import CACHE, CACHE_NEW, LOGITS, MAX_EOS
 from ...programs.decoding.model_config import Token
 from ...programs.decoding.output import MAX_STOPS, StopCriteria
 from ...programs.decoding.sampling import MAX_BIASES, MAX_SEED, Options, Sampling
 from ..decoding import check_memory
 from ..http.event_stream import CONTENT_TYPE
-from ..http.server import Head, Response, Work, json_answer, refusal
+from ..http.http_server import Head, Response, Work, json_answer, refusal
 from ..http_errors import MethodNotAllowed, NotFound, TooLarge, as_ours, body_of, status_of
 from ..offload import OffloadThread
 from ..serving.oip import LONG_BYTES
 from ..serving.service import Service
 from . import logprobs as forms
 from .answer_stream import Answers, AnswerStream
-from .choices import MAX_CHOICES, Choices, check_count
+from .choices import MAX_CHOICES, ParallelAnswers, check_count
 from .embeddings import MAX_TEXTS, Embed, embedded
 from .tokenizer_worker import StartGeneration
 from .tools import MAX_TOOLS_BYTES, AnswerForm, CallReader, ResponseFormat, Tool, Tools, form_of
@@ -52,8 +52,8 @@ MAX_LIST_BYTES: Final = 16 << 10  # of ``logit_bias``, and others
 NEUTRAL_BYTES: Final = 256  # limit of a value without effect
 NULL: Final = msgspec.Raw(b"null")
 ABSENT: Final = msgspec.Raw()
-SHORT_TOKENS: Final = 16  # OpenAI's own, where a completion does not say
-WHOLE_CONTEXT: Final = 1 << 40
+DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's own, where a completion does not say
+NO_LIMIT: Final = 1 << 40
 SIGNATURE: Final = ({"ids", "count", "used", CACHE}, {LOGITS, CACHE_NEW})  # ADR 49
 _NEUTRAL: Final = """
 user metadata safety_identifier request_id prompt_cache_key prompt_cache_retention = "*"
@@ -187,13 +187,13 @@ class Completions:
         return lambda body: self._complete(caller, head, body, is_chat=path == CHAT)
 
     async def _embed(self, caller: Principal, head: Head, body: Any) -> Response:
-        asked = await self._read(head, body, Embed)
-        return json_answer(await embedded(self._answers, caller, head, asked))
+        request = await self._read(head, body, Embed)
+        return json_answer(await embedded(self._answers, caller, head, request))
 
     async def _models(self, caller: Principal, name: str) -> Response:
-        told = {"object": "model", "owned_by": "pipeswitch", "created": self._began_s}
+        common = {"object": "model", "owned_by": "pipeswitch", "created": self._began_s}
         rows = {
-            name: {"id": name, **told}
+            name: {"id": name, **common}
             for row in await self._service.rows(caller)
             if ({*row["inputs"]}, {*row["outputs"]}) == SIGNATURE
             for name in (row["name"], *row.get("aliases", ()))
@@ -210,45 +210,47 @@ class Completions:
     async def _complete(
         self, caller: Principal, head: Head, body: Any, *, is_chat: bool
     ) -> Response:
-        said = await self._read(head, body, CompletionRequest)
-        wanted, other = ("messages", "prompt") if is_chat else ("prompt", "messages")
+        request = await self._read(head, body, CompletionRequest)
+        needed, other = ("messages", "prompt") if is_chat else ("prompt", "messages")
         absent = None, ABSENT
-        if getattr(said, wanted) in absent or getattr(said, other) not in absent:
-            raise InvalidInput(f"this path takes {wanted}, and no {other}", param=wanted)
-        if said.max_completion_tokens is not None:
-            said = replace(said, max_tokens=said.max_completion_tokens)
-        prompts = said.prompt or [""]
-        check_count(len(prompts), n := _first(said.n, 1))
+        if getattr(request, needed) in absent or getattr(request, other) not in absent:
+            raise InvalidInput(f"this path takes {needed}, and no {other}", param=needed)
+        if request.max_completion_tokens is not None:
+            request = replace(request, max_tokens=request.max_completion_tokens)
+        prompts = request.prompt or [""]
+        check_count(len(prompts), n := _first(request.n, 1))
         has_ids = not all(isinstance(one, str) for one in prompts)
-        if said.echo and (is_chat or (has_ids and said.logprobs is None)):
+        if request.echo and (is_chat or (has_ids and request.logprobs is None)):
             raise InvalidInput("echo needs texts or logprobs", param="echo")
-        count = forms.requested(said.logprobs, said.top_logprobs, is_chat=is_chat)
-        said = replace(said, logprobs=count)
-        answer_form = said.form
+        count = forms.requested(request.logprobs, request.top_logprobs, is_chat=is_chat)
+        request = replace(request, logprobs=count)
+        answer_form = request.form
         if answer_form.names and not is_chat:
             raise InvalidInput("tools are for chats", hint=CHAT, param="tools")
-        form = _OpenAi(said, prompts, n)
+        form = _OpenAi(request, prompts, n)
         if form.hides:
-            said = replace(said, max_tokens=1)
-        if said.best_of not in (None, n):
+            request = replace(request, max_tokens=1)
+        if request.best_of not in (None, n):
             raise InvalidInput("best_of is not supported", hint="leave it out", param="best_of")
-        messages = bytes(said.messages) if is_chat else None
-        tokens = None if is_chat else SHORT_TOKENS
+        messages = bytes(request.messages) if is_chat else None
+        tokens = None if is_chat else DEFAULT_MAX_TOKENS
 
-        def asked(prompt: str | list[int], seed: int | None, *, own: Any) -> StartGeneration:
+        def begin_of(prompt: str | list[int], seed: int | None, *, own: Any) -> StartGeneration:
             own = {**own, "json_schema": answer_form.schema}
-            begin = _begin(said, prompt, messages, own=own, tokens=tokens, seed=seed)
+            begin = _begin(request, prompt, messages, own=own, tokens=tokens, seed=seed)
             return replace(begin, tools=answer_form.rendered)
 
-        seeds = [None if said.seed is None else said.seed + one for one in range(n)]
+        seeds = [None if request.seed is None else request.seed + one for one in range(n)]
         begins = [
-            partial(self._answers.begin, caller, head, said.model, partial(asked, prompt, seed))
+            partial(
+                self._answers.begin, caller, head, request.model, partial(begin_of, prompt, seed)
+            )
             for prompt in prompts
             for seed in seeds
         ]
         try:
-            form.choices = await Choices.begin(begins, n)
-            return await self._answer(form.choices, form, is_stream=bool(said.stream))
+            form.choices = await ParallelAnswers.begin(begins, n)
+            return await self._answer(form.choices, form, is_stream=bool(request.stream))
         except InvalidInput as error:
             if answer_form.is_forced and error.data.get("param") == "response_format":
                 error.data["param"] = "tools"  # the schema is theirs
@@ -267,23 +269,16 @@ class Completions:
         return request
 
     async def generate(
-        self,
-        caller: Principal,
-        model: str,
-        version: str,
-        head: Head,
-        body: Any,
-        *,
-        is_stream: bool,
+        self, caller: Principal, model: str, version: str, head: Head, body: Any, *, is_stream: bool
     ) -> Response:
         """Triton's, of one model."""
-        asked = await self._read(head, body, TritonRequest)
-        begin = partial(_begin, asked, asked.text_input, temperature=0.0, seed=asked.seed)
-        choices = Choices([await self._answers.begin(caller, head, model, begin, version)])
+        request = await self._read(head, body, TritonRequest)
+        begin = partial(_begin, request, request.text_input, temperature=0.0, seed=request.seed)
+        choices = ParallelAnswers([await self._answers.begin(caller, head, model, begin, version)])
         return await self._answer(choices, _Triton(choices.first), is_stream=is_stream)
 
     async def _answer(
-        self, choices: Choices, form: _OpenAi | _Triton, *, is_stream: bool
+        self, choices: ParallelAnswers, form: _OpenAi | _Triton, *, is_stream: bool
     ) -> Response:
         """Return all of it, or a stream; the first tokens decide whether it is refused."""
         try:
@@ -303,7 +298,7 @@ class Completions:
         await choices.close()
         return json_answer(form.whole(["".join(one) for one in texts]))
 
-    def _close(self, choices: Choices) -> None:
+    def _close(self, choices: ParallelAnswers) -> None:
         task = asyncio.get_running_loop().create_task(choices.close())
         self._closing.add(task)  # else nothing would hold it
         task.add_done_callback(self._closing.discard)
@@ -314,18 +309,18 @@ class _OpenAi:
 
     end = b"data: [DONE]\n\n"
 
-    choices: Choices
+    choices: ParallelAnswers
 
-    def __init__(self, said: CompletionRequest, prompts: Sequence[str | list[int]], n: int) -> None:
+    def __init__(self, body: CompletionRequest, prompts: Sequence[str | list[int]], n: int) -> None:
         """Prepare the format: a client that sent token ids receives ids beside the text."""
-        form = said.form
+        form = body.form
         self._readers = [CallReader(form) for _ in range(len(prompts) * n) if form.names]
-        self._echo = [one if said.echo else "" for one in prompts for _ in range(n)]
-        self._has_ids, self._has_logprobs = isinstance(prompts[0], list), said.logprobs is not None
-        self.hides = said.scores_prompt and said.max_tokens == 0  # all that is not the prompt's
+        self._echo = [one if body.echo else "" for one in prompts for _ in range(n)]
+        self._has_ids, self._has_logprobs = isinstance(prompts[0], list), body.logprobs is not None
+        self.hides = body.scores_prompt and body.max_tokens == 0  # all that is not the prompt's
         self._began, self._shown = set[int](), Counter[int]()  # characters of each choice
-        self._is_chat, self._created_s = said.messages != ABSENT, int(time.time())
-        self._tells_usage = bool(said.stream_options and said.stream_options.include_usage)
+        self._is_chat, self._created_s = body.messages != ABSENT, int(time.time())
+        self._tells_usage = bool(body.stream_options and body.stream_options.include_usage)
 
     def whole(self, texts: Sequence[str]) -> dict[str, Any]:
         rows = []
@@ -353,13 +348,18 @@ class _OpenAi:
         is_first = index not in self._began
         if is_first:
             text, tokens = self._echo_of(index) + text, [*answering.scored, *tokens]
-        said: dict[str, Any] = {"content": text} if token else {}
+        part_body: dict[str, Any] = {"content": text} if token else {}
         if self._readers:
-            said = self._readers[index].push(text, is_last=not token)
-        if (said if self._readers else text) or self._has_ids or self._has_logprobs or not token:
+            part_body = self._readers[index].push(text, is_last=not token)
+        if (
+            (part_body if self._readers else text)
+            or self._has_ids
+            or self._has_logprobs
+            or not token
+        ):
             role = {"role": "assistant"} if is_first else {}
             self._began.add(index)
-            delta = {**role, **said}
+            delta = {**role, **part_body}
             choice = {"delta": delta} if self._is_chat else {"text": text, **ids}
             yield self._told(".chunk", [self._choice(index, choice, tokens, is_last=not token)])
 
@@ -404,9 +404,13 @@ class _OpenAi:
         }
 
     def _usage(self) -> dict[str, int]:
-        asked = self.choices.prompt_count
-        made = 0 if self.hides else self.choices.token_count
-        return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+        prompt = self.choices.prompt_count
+        answer = 0 if self.hides else self.choices.token_count
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": answer,
+            "total_tokens": prompt + answer,
+        }
 
 
 class _Triton:
@@ -441,7 +445,7 @@ class _Events:
         return await anext(self._pieces, b"")
 
 
-async def _pieces(choices: Choices, form: _OpenAi | _Triton) -> AsyncIterator[bytes]:
+async def _pieces(choices: ParallelAnswers, form: _OpenAi | _Triton) -> AsyncIterator[bytes]:
     try:
         while came := await choices.next():
             for one in form.events(*came):
@@ -462,13 +466,13 @@ def openai_body(error: PipeSwitchError) -> dict[str, Any]:
     """OpenAI's form of an error."""
     name, status = type(error).__name__, status_of(error).http
     kind = "rate_limit_error" if status == 429 else "invalid_request_error"
-    told = {
+    content = {
         "message": str(error),
         "type": "server_error" if status >= 500 else kind,
         "param": error.data.get("param"),
         "code": error.data.get("code") or CODES.get(name, name),
     }
-    return {"error": told}
+    return {"error": content}
 
 
 def refused(error: PipeSwitchError) -> Response:
@@ -485,27 +489,27 @@ def _said(body: Any, kind: type[S]) -> S:
     """Decode a request; raise InvalidInput if it is none, or not supported."""
     check_memory(len(body))
     try:
-        given = _fields(body)
-        if kind is TritonRequest and "parameters" in given:
-            given |= _fields(given.pop("parameters"))
-        if len(given) > MAX_FIELDS:
-            raise InvalidInput(f"{len(given)} fields in a request; the limit is {MAX_FIELDS}")
+        fields = _fields(body)
+        if kind is TritonRequest and "parameters" in fields:
+            fields |= _fields(fields.pop("parameters"))
+        if len(fields) > MAX_FIELDS:
+            raise InvalidInput(f"{len(fields)} fields in a request; the limit is {MAX_FIELDS}")
         known: list[str] = [field.name for field in msgspec.structs.fields(kind)]
-        for name in given.keys() - {*known}:
-            _check_neutral(name, given[name], known, is_chat="messages" in given)
-        options = bytes(given.get("stream_options", b""))
+        for name in fields.keys() - {*known}:
+            _check_neutral(name, fields[name], known, is_chat="messages" in fields)
+        options = bytes(fields.get("stream_options", b""))
         for name, value in _fields(options).items() if options[:1] == b"{" else ():
             if name not in StreamOptions.__struct_fields__:
                 _check_neutral(f"stream_options.{name}", value, known)
         for name in ("logit_bias", "stop_token_ids", "response_format", "tools"):
             most = MAX_TOOLS_BYTES if name == "tools" else MAX_LIST_BYTES
-            if len(given.get(name, b"")) > most:
+            if len(fields.get(name, b"")) > most:
                 raise InvalidInput(f"{name} is longer than {most} bytes", param=name)
         for name, listed in (("prompt", Prompts), ("input", Inputs)):
-            if name in given and name in known:
-                given[name] = _prompts(name, given[name], listed)
-        wanted = {name: given[name] for name in known if name in given}
-        return msgspec.json.decode(encode_json(wanted), type=kind)
+            if name in fields and name in known:
+                fields[name] = _prompts(name, fields[name], listed)
+        known_fields = {name: fields[name] for name in known if name in fields}
+        return msgspec.json.decode(encode_json(known_fields), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         where = re.search(r"\$\.(\w+)", str(error))
         raise InvalidInput(f"invalid request: {error}", param=where[1] if where else None) from None
@@ -533,7 +537,7 @@ def _check_neutral(
 
 
 def _begin(
-    asked: TritonRequest,
+    request: TritonRequest,
     prompt: str | list[int],
     messages: bytes | None = None,
     *,
@@ -547,37 +551,35 @@ def _begin(
     Options that the request omits come from ``tokens`` and ``temperature``; if these are None, from
     the model's author (``own``), else from OpenAI's defaults.
     """
-    if asked.max_tokens is not None and asked.max_tokens < 1:
-        raise InvalidInput(f"max_tokens is {asked.max_tokens}, below 1", param="max_tokens")
-    stop = asked.stop or []
+    if request.max_tokens is not None and request.max_tokens < 1:
+        raise InvalidInput(f"max_tokens is {request.max_tokens}, below 1", param="max_tokens")
+    stop = request.stop or []
     return StartGeneration(
         answer=0,
         prompt=prompt,
         messages=messages,
         sampling=Sampling(
-            temperature=_first(asked.temperature, temperature, own.get("temperature"), 1.0),
-            top_p=_first(asked.top_p, own.get("top_p"), 1.0),
+            temperature=_first(request.temperature, temperature, own.get("temperature"), 1.0),
+            top_p=_first(request.top_p, own.get("top_p"), 1.0),
             seed=secrets.randbelow(MAX_SEED) if seed is None else seed,
-            options=_options(asked, own),
+            options=_options(request, own),
         ),
         ending=StopCriteria(
-            max_new_tokens=_first(
-                asked.max_tokens, tokens, own.get("max_new_tokens"), WHOLE_CONTEXT
-            ),
+            max_new_tokens=_first(request.max_tokens, tokens, own.get("max_new_tokens"), NO_LIMIT),
             stop=(stop,) if isinstance(stop, str) else (*stop,),
-            eos_ids=tuple(asked.stop_token_ids or ()),
-            min_new_tokens=asked.min_tokens or 0,
-            ignore_eos=bool(asked.ignore_eos),
+            eos_ids=tuple(request.stop_token_ids or ()),
+            min_new_tokens=request.min_tokens or 0,
+            ignore_eos=bool(request.ignore_eos),
         ),
     )
 
 
-def _options(asked: TritonRequest, own: Mapping[str, Any]) -> Options | None:
+def _options(request: TritonRequest, own: Mapping[str, Any]) -> Options | None:
     """Return the rarer options of a request, or of the model's author; None: there are none."""
-    named = {name: getattr(asked, name, None) for name in Options.__struct_fields__}
-    given = {**own, **{name: value for name, value in named.items() if value is not None}}
-    given["top_k"] = max(given.get("top_k", 0), 0)  # -1 is another word for all
-    options = Options(**{name: given[name] for name in named if name in given})
+    named = {name: getattr(request, name, None) for name in Options.__struct_fields__}
+    values = {**own, **{name: value for name, value in named.items() if value is not None}}
+    values["top_k"] = max(values.get("top_k", 0), 0)  # -1 is another word for all
+    options = Options(**{name: values[name] for name in named if name in values})
     return None if options == Options() else options
 
 
@@ -586,18 +588,18 @@ def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def _prompts(name: str, given: msgspec.Raw, most: Any) -> msgspec.Raw:
+def _prompts(name: str, prompt: msgspec.Raw, most: Any) -> msgspec.Raw:
     """Return a request's prompts as a list.
 
     Raises:
         InvalidInput: it is something else; decoding stops as soon as that is clear.
     """
     with contextlib.suppress(msgspec.ValidationError):
-        msgspec.json.decode(given, type=str | list[int])
-        return msgspec.Raw(b"[%b]" % bytes(given))
+        msgspec.json.decode(prompt, type=str | list[int])
+        return msgspec.Raw(b"[%b]" % bytes(prompt))
     with contextlib.suppress(msgspec.ValidationError):
-        msgspec.json.decode(given, type=most)
-        return given
+        msgspec.json.decode(prompt, type=most)
+        return prompt
     raise InvalidInput(
         f"{name} must be one text, a list of token ids, or a list of at most "
         f"{len(most.__struct_fields__)} of these",

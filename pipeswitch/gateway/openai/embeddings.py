@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from ...base.errors import InvalidInput
 from ...base.roles import Principal
 from ...client.tensors import to_frames
-from ...programs.decoding.generation import HIDDEN
+from ...programs.decoding.generation_settings import HIDDEN
 from ...programs.decoding.model_config import LanguageModelConfig
 from ...programs.decoding.output import StopCriteria
 from ...programs.decoding.sampling import Sampling
-from ..http.server import Head
+from ..http.http_server import Head
 from ..serving.oip import InferRequest
 from .answer_stream import Answers, turn_of
 from .tokenizer_worker import Abort, StartGeneration
@@ -37,21 +37,23 @@ class Embed(msgspec.Struct, frozen=True, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
 
 
-async def embedded(answers: Answers, caller: Principal, head: Head, asked: Embed) -> dict[str, Any]:
+async def embedded(
+    answers: Answers, caller: Principal, head: Head, request: Embed
+) -> dict[str, Any]:
     """Return OpenAI's answer."""
-    facts = await answers.service.generation(caller, asked.model, "", embeds=True)
+    facts = await answers.service.generation(caller, request.model, "", embeds=True)
     rows: list[tuple[int, NDArray[np.float32]]] = []
-    for start in range(0, len(asked.input), AT_ONCE):
-        some = asked.input[start : start + AT_ONCE]
-        works = [_row(answers, caller, head, asked.model, facts, one) for one in some]
+    for start in range(0, len(request.input), AT_ONCE):
+        some = request.input[start : start + AT_ONCE]
+        works = [_row(answers, caller, head, request.model, facts, one) for one in some]
         rows += await asyncio.gather(*works)
-    count, is_text = sum(tokens for tokens, _ in rows), asked.encoding_format == "base64"
+    count, is_text = sum(tokens for tokens, _ in rows), request.encoding_format == "base64"
     data = []
     for index, (_, row) in enumerate(rows):
         one = base64.b64encode(row.tobytes()).decode() if is_text else row.tolist()
         data.append({"object": "embedding", "index": index, "embedding": one})
     usage = {"prompt_tokens": count, "total_tokens": count}
-    return {"object": "list", "model": asked.model, "data": data, "usage": usage}
+    return {"object": "list", "model": request.model, "data": data, "usage": usage}
 
 
 async def _row(
@@ -69,7 +71,7 @@ async def _row(
         begin = StartGeneration(answer=NUMBER, prompt=text, sampling=Sampling(), ending=ending)
         ids = array("i", (await talk.ask(begin, turn)).prompt).tolist()
     finally:
-        talk.tell(Abort(answer=NUMBER))
+        talk.send(Abort(answer=NUMBER))
         if isinstance(talk, TokenizerClient):
             answers.texts.leave(talk)
     tokens = np.array([ids], np.int64)
@@ -82,10 +84,10 @@ async def _row(
         head.headers,
         head.peer,
     )
-    found = next(one for one in outputs if one.name == HIDDEN)
-    if found.dtype != "float32":
-        raise InvalidInput(f"{model} answers in {found.dtype}, not float32")
-    return len(ids), pooled(np.frombuffer(found.data, np.float32).reshape(len(ids), -1), facts)
+    output = next(one for one in outputs if one.name == HIDDEN)
+    if output.dtype != "float32":
+        raise InvalidInput(f"{model} answers in {output.dtype}, not float32")
+    return len(ids), pooled(np.frombuffer(output.data, np.float32).reshape(len(ids), -1), facts)
 
 
 def pooled(hidden: NDArray[np.float32], facts: LanguageModelConfig) -> NDArray[np.float32]:

@@ -113,49 +113,49 @@ class TokenizerWorker:
         self._facts = facts
         self._answers: dict[int, tuple[OutputProcessor, int]] = {}
 
-    def handle(self, asked: TokenizerRequest) -> DecodedText | InvalidPrompt | None:
-        if isinstance(asked, Abort):
-            self._answers.pop(asked.answer, None)
+    def handle(self, message: TokenizerRequest) -> DecodedText | InvalidPrompt | None:
+        if isinstance(message, Abort):
+            self._answers.pop(message.answer, None)
             return None
         try:
-            return self._step(asked)
+            return self._step(message)
         except InvalidInput as error:
             named = {key: error.data.get(key) or "" for key in ("param", "code")}
             return InvalidPrompt(message=error.message, hint=error.hint, **named)
         except Exception as error:  # a template's own refusal of a role too, and MemoryError
-            is_new = isinstance(asked, StartGeneration) and not asked.so_far
+            is_new = isinstance(message, StartGeneration) and not message.so_far
             if isinstance(error, MemoryError) and not is_new:
                 raise  # a begun answer needs little memory: another process continues it
             return InvalidPrompt(message=f"the model's chat template or tokenizer: {error!r:.300}")
 
-    def _step(self, asked: StartGeneration | TokensGenerated) -> DecodedText:
-        prompt, told = b"", 0
-        if isinstance(asked, StartGeneration):
-            ids = self._ids(asked)
+    def _step(self, message: StartGeneration | TokensGenerated) -> DecodedText:
+        prompt, told_count = b"", 0
+        if isinstance(message, StartGeneration):
+            ids = self._ids(message)
             decode = self._tokenizer[1] if self._facts.tokenizer else None
-            ending = ending_of(self._facts, ids, asked.ending)
-            fitted(asked.sampling, self._facts, len(ids), ending)
+            ending = ending_of(self._facts, ids, message.ending)
+            fitted(message.sampling, self._facts, len(ids), ending)
             new = OutputProcessor(ending, decode, ids)
-            self._answers[asked.answer] = new, len(ids)
-            prompt, told = array("i", ids).tobytes(), asked.told
-        answer, prompt_count = self._answers[asked.answer]
-        came = asked.so_far if isinstance(asked, StartGeneration) else asked.tokens
+            self._answers[message.answer] = new, len(ids)
+            prompt, told_count = array("i", ids).tobytes(), message.told
+        answer, prompt_count = self._answers[message.answer]
+        came = message.so_far if isinstance(message, StartGeneration) else message.tokens
         tokens = [Token(one, answer.push(one)) for one in came if answer.reason is None]
-        names, ours = [self._name(one) for one in asked.names], tokens[told:]
+        names, ours = [self._name(one) for one in message.names], tokens[told_count:]
         counts: Any = {"prompt_count": prompt_count, "prompt": prompt}
         return DecodedText(tokens=ours, reason=answer.reason, names=names, **counts)
 
     def _name(self, token: int) -> str:
         return self._tokenizer[1].name(token) if self._facts.tokenizer else f"token_id:{token}"
 
-    def _ids(self, asked: StartGeneration) -> list[int]:
-        if isinstance(asked.prompt, list):
-            return asked.prompt
+    def _ids(self, message: StartGeneration) -> list[int]:
+        if isinstance(message.prompt, list):
+            return message.prompt
         encode, _ = self._tokenizer
-        text = asked.prompt if asked.messages is None else self._rendered(asked)
+        text = message.prompt if message.messages is None else self._rendered(message)
         context = self._facts.context
         check_length(text, context)
-        with_special = asked.messages is None  # a template writes its own
+        with_special = message.messages is None  # a template writes its own
         size = USUAL_CHARS * context
         while size < len(text):
             if len(encode(text[:size], with_special=with_special)) > SURE * context:
@@ -163,12 +163,12 @@ class TokenizerWorker:
             size *= GROWTH
         return encode(text, with_special=with_special)
 
-    def _rendered(self, asked: StartGeneration) -> str:
-        messages, tools = parsed(asked.messages or b""), None
+    def _rendered(self, message: StartGeneration) -> str:
+        messages, tools = parsed(message.messages or b""), None
         if not self._facts.chat_template:
             raise InvalidInput("the model has no chat template", hint="ask /v1/completions")
-        if asked.tools:
-            tools = msgspec.json.decode(asked.tools)
+        if message.tools:
+            tools = msgspec.json.decode(message.tools)
             if self._render(messages, tools) == self._render(messages, None):
                 raise InvalidInput(
                     "the model's chat template does not show tools to the model",
@@ -199,8 +199,7 @@ def check_length(prompt: str | list[int], context: int) -> None:
 
 def _too_long(what: str, context: int) -> InvalidInput:
     return InvalidInput(
-        f"a prompt of {what} does not fit: {LONGEST.format(context)}",
-        code=TOO_LONG,
+        f"a prompt of {what} does not fit: {LONGEST.format(context)}", code=TOO_LONG
     )
 
 
@@ -249,10 +248,10 @@ class ContentPart(msgspec.Struct, frozen=True, gc=False):
 
 def _text(content: msgspec.Raw) -> str:
     try:
-        found = msgspec.json.decode(content, type=str | list[ContentPart] | None) or ""
+        parts = msgspec.json.decode(content, type=str | list[ContentPart] | None) or ""
     except msgspec.ValidationError:
         raise InvalidInput("a message's content must be text", param="messages") from None
-    return found if isinstance(found, str) else "".join(one.text for one in found)
+    return parts if isinstance(parts, str) else "".join(one.text for one in parts)
 
 
 def compiled(template: str) -> Callable[..., str]:

@@ -24,7 +24,7 @@ from ...base.errors import InvalidInput, ServerUnavailable
 from ...base.roles import Principal
 from ...programs.decoding.model_config import LanguageModelConfig
 from ...sandbox.environment import harmless
-from ..offload import Turns
+from ..offload import TurnQueue
 from ..serving.service import Service
 from . import tokenizer_worker
 from .tokenizer_worker import (
@@ -69,7 +69,10 @@ class TokenizerSlot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def next_place(
-    held: Mapping[str, TokenizerSlot], wanted: Mapping[str, TokenizerSlot], most: int, now_s: float
+    slots: Mapping[str, TokenizerSlot],
+    waiting: Mapping[str, TokenizerSlot],
+    most: int,
+    now_s: float,
 ) -> tuple[str, str] | None:
     """Choose the model whose process starts next, and the one that ends for it (empty: none); None
     means wait.
@@ -78,8 +81,8 @@ def next_place(
     process ends for a model of its own owner, or of one that has fewer. So does a busy one after
     its turn, or at once where its owner has two more. What was idle for a turn ends for any.
     """
-    has = Counter(one.owner for one in held.values())
-    wishes = Counter(one.caller for one in wanted.values())
+    has = Counter(one.owner for one in slots.values())
+    wishes = Counter(one.caller for one in waiting.values())
 
     def may_end(one: TokenizerSlot, owner: str) -> bool:
         if one.is_starting:  # it has no process yet
@@ -91,17 +94,17 @@ def next_place(
         return is_over_share or (is_fair and now_s - one.since_s >= TURN_S)
 
     def order(name: str) -> tuple[bool, int, float]:
-        one = held[name]
+        one = slots[name]
         is_busy = one.idle_since_s is None
         return is_busy, -has[one.owner], one.idle_since_s or one.since_s
 
     def urgency(name: str) -> tuple[int, int, float]:
-        return has[wanted[name].owner], wishes[wanted[name].caller], wanted[name].since_s
+        return has[waiting[name].owner], wishes[waiting[name].caller], waiting[name].since_s
 
-    for name in sorted(wanted, key=urgency):
-        if len(held) < most:
+    for name in sorted(waiting, key=urgency):
+        if len(slots) < most:
             return name, ""
-        if ending := [key for key, one in held.items() if may_end(one, wanted[name].owner)]:
+        if ending := [key for key, one in slots.items() if may_end(one, waiting[name].owner)]:
             return name, min(ending, key=order)
     return None
 
@@ -129,7 +132,7 @@ class TokenizerClient:
         owner: str = "",
     ) -> None:
         self._process, (self._reader, self._writer) = process, stream
-        self._turns: Turns[_Request] = Turns()
+        self._turns: TurnQueue[_Request] = TurnQueue()
         self._owner, self._since_s = owner, time.monotonic()
         self.idle_since_s = self._since_s
         self.answers = 0  # under way
@@ -163,7 +166,7 @@ class TokenizerClient:
         idle_since_s = None if self.answers else self.idle_since_s
         return TokenizerSlot(owner=self._owner, since_s=self._since_s, idle_since_s=idle_since_s)
 
-    async def ask(self, asked: TokenizerRequest, caller: str = "") -> DecodedText:
+    async def ask(self, message: TokenizerRequest, caller: str = "") -> DecodedText:
         """Wait for the reply, in turns with other callers.
 
         Raises:
@@ -173,8 +176,8 @@ class TokenizerClient:
         """
         if self.is_over:
             raise _lost()
-        request = _Request(_encoded(asked))
-        is_new = isinstance(asked, StartGeneration) and not asked.so_far
+        request = _Request(_encoded(message))
+        is_new = isinstance(message, StartGeneration) and not message.so_far
         self._turns.put(caller, request, is_urgent=not is_new)
         self._next()
         try:
@@ -182,10 +185,10 @@ class TokenizerClient:
         finally:
             request.data = b""  # a caller that has hung up keeps nothing while it waits
 
-    def tell(self, asked: Abort) -> None:
+    def send(self, message: Abort) -> None:
         """Send a message that has no reply."""
         if not self.is_over:
-            self._writer.write(framed(_encoded(asked)))
+            self._writer.write(framed(_encoded(message)))
 
     async def close(self) -> None:
         """End the process. Requests without a reply end in ProcessLost."""
@@ -226,14 +229,14 @@ class TokenizerClient:
                 size = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
                 if size > MAX_REPLY_BYTES:
                     return
-                found = _reply.decode(await self._reader.readexactly(size))
+                message = _reply.decode(await self._reader.readexactly(size))
                 request = self._computing
-                if request is None or isinstance(found, Hello) is self._is_started:
+                if request is None or isinstance(message, Hello) is self._is_started:
                     return
                 self._clock.cancel()
                 self._computing, self._is_started = None, True
                 if not request.reply.done():
-                    request.reply.set_result(found)
+                    request.reply.set_result(message)
                 self._next()
         except (EOFError, OSError, msgspec.DecodeError):
             pass  # it died, or lies
@@ -249,12 +252,12 @@ class TokenizerClient:
 
     def _fail(self, request: _Request) -> None:
         """Fail a request: finally if it took too long, else so that another process may do it."""
-        lost = _lost()
-        lost.was_computing = request is self._computing or not self._is_started
-        is_for_good = lost.was_computing and self._is_late
+        error = _lost()
+        error.was_computing = request is self._computing or not self._is_started
+        is_for_good = error.was_computing and self._is_late
         if not request.reply.done():
             request.reply.set_exception(
-                ServerUnavailable(lost.message, hint=lost.hint) if is_for_good else lost
+                ServerUnavailable(error.message, hint=error.hint) if is_for_good else error
             )
             request.reply.exception()  # nobody waits for a hello
 
@@ -267,11 +270,11 @@ class Inline:
     def __init__(self, facts: LanguageModelConfig) -> None:
         self._texts = tokenizer_worker.TokenizerWorker(facts)
 
-    async def ask(self, asked: TokenizerRequest, caller: str = "") -> DecodedText:
-        return _step(self._texts.handle(asked))
+    async def ask(self, message: TokenizerRequest, caller: str = "") -> DecodedText:
+        return _step(self._texts.handle(message))
 
-    def tell(self, asked: Abort) -> None:
-        self._texts.handle(asked)
+    def send(self, message: Abort) -> None:
+        self._texts.handle(message)
 
 
 class TokenizerPool:
@@ -323,14 +326,14 @@ class TokenizerPool:
         place = TokenizerSlot(owner=owner, caller=turn, since_s=time.monotonic())
         try:
             self._wanted[name] = place
-            while (found := self._next_place()) is None or found[0] != name:
+            while (next_slot := self._next_place()) is None or next_slot[0] != name:
                 self._news.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), LOOK_S)
             del self._wanted[name]
             self._starting[name] = place = msgspec.structs.replace(place, is_starting=True)
-            if found[1]:
-                await self._talks.pop(found[1]).close()
+            if next_slot[1]:
+                await self._talks.pop(next_slot[1]).close()
             facts = await self._service.generation(
                 caller, model, version, with_texts=True, embeds=bool(facts.pooling)
             )
@@ -344,8 +347,8 @@ class TokenizerPool:
 
     def _next_place(self) -> tuple[str, str] | None:
         self._talks = {name: one for name, one in self._talks.items() if not one.is_over}
-        held = self._starting | {name: one.place for name, one in self._talks.items()}
-        return next_place(held, self._wanted, self._service.text_processes, time.monotonic())
+        slots = self._starting | {name: one.place for name, one in self._talks.items()}
+        return next_place(slots, self._wanted, self._service.text_processes, time.monotonic())
 
 
 class _Opening:
@@ -362,20 +365,20 @@ def _lost() -> ProcessLost:
     )
 
 
-def _step(found: Hello | DecodedText | InvalidPrompt | None) -> DecodedText:
+def _step(message: Hello | DecodedText | InvalidPrompt | None) -> DecodedText:
     """Raise the error that the process reported."""
-    if isinstance(found, InvalidPrompt):
-        named: dict[str, Any] = {"param": found.param or None}
-        named |= {"code": found.code} if found.code else {}
-        raise InvalidInput(found.message, hint=found.hint, **named)
-    if not isinstance(found, DecodedText):
+    if isinstance(message, InvalidPrompt):
+        named: dict[str, Any] = {"param": message.param or None}
+        named |= {"code": message.code} if message.code else {}
+        raise InvalidInput(message.message, hint=message.hint, **named)
+    if not isinstance(message, DecodedText):
         raise _lost()
-    return found
+    return message
 
 
-def _encoded(asked: TokenizerRequest) -> bytes:
+def _encoded(message: TokenizerRequest) -> bytes:
     """Encode a request; raise InvalidInput if a value cannot be sent."""
     try:
-        return encode_msgpack(asked)
+        return encode_msgpack(message)
     except (ValueError, OverflowError, RecursionError) as error:
         raise InvalidInput(f"a value of this request is not valid: {error}") from None

@@ -93,8 +93,8 @@ def form_of(
     if choice == "none" or not names:
         return AnswerForm(schema=schema)
     if is_forced or schema:
-        wanted = [one for one in functions if chosen in ("", one.name)]
-        forms = [*map(_schema_of_call, wanted), *([schema.encode()] if schema else [])]
+        allowed = [one for one in functions if chosen in ("", one.name)]
+        forms = [*map(_schema_of_call, allowed), *([schema.encode()] if schema else [])]
         moved = [_moved(one, b"/anyOf/%d" % place) for place, one in enumerate(forms)]
         schema = (b'{"x-guidance":%b,"anyOf":[%b]}' % (COMPACT, b",".join(moved))).decode()
     rendered = b"[%b]" % b",".join(map(bytes, tools))
@@ -102,8 +102,8 @@ def form_of(
 
 
 def _schema_of_call(function: Function) -> bytes:
-    given = NO_ARGUMENTS if function.parameters is None else function.parameters
-    schema = {"type": msgspec.Raw(b'"object"'), **given}
+    parameters = NO_ARGUMENTS if function.parameters is None else function.parameters
+    schema = {"type": msgspec.Raw(b'"object"'), **parameters}
     if bytes(schema["type"]) != b'"object"':
         raise InvalidInput(f"tools: {function.name}: parameters are an object", param="tools")
     arguments = _moved(encode_json(schema), b"/properties/arguments")
@@ -209,5 +209,5 @@ class CallReader:
                 if not self._depth:
                     end, self._part = place + 1, "tail"
                     break
-        taken, self._held = self._held[:end], self._held[end:]
-        return taken
+        text, self._held = self._held[:end], self._held[end:]
+        return text

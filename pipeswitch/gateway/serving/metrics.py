@@ -207,14 +207,14 @@ class _Server:
     def _triton(rows: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:
         """Gauges to the library, since Triton's counters do not end in _total."""
         rows = list(rows)
-        told = {
+        row = {
             name: [row["inference_stats"][phase][field] / unit for row in rows]
             for name, (phase, field, unit) in _NV_COUNTERS.items()
         }
-        told["nv_inference_count"] = [row["inference_count"] for row in rows]
-        told["nv_inference_exec_count"] = [row["execution_count"] for row in rows]
+        row["nv_inference_count"] = [row["inference_count"] for row in rows]
+        row["nv_inference_exec_count"] = [row["execution_count"] for row in rows]
         names = [(row["name"], row["version"]) for row in rows]
-        for name, values in told.items():
+        for name, values in row.items():
             by_name = dict(zip(names, values, strict=True))
             yield gauges(
                 name,

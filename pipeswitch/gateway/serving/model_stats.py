@@ -68,7 +68,7 @@ def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Values) -> 
 
 
 class _Phase(msgspec.Struct, gc=False):
-    key: str  # in a bill
+    key: str  # in a timing
     ms: float
     counts: list[int]  # by the first of ``SECONDS`` that it does not pass
 
@@ -94,20 +94,20 @@ class ModelStats:
         self._models: dict[str, _Model] = {}
         self._counted = 0  # models and outcomes
 
-    def answered(self, model: str, took_ms: float, bill: Mapping[str, Any]) -> None:
-        seen = self._models.get(model)
-        if seen is None or not seen.phases:
-            seen = self._count(model, OK, 0)
+    def answered(self, model: str, took_ms: float, timing: Mapping[str, Any]) -> None:
+        stats = self._models.get(model)
+        if stats is None or not stats.phases:
+            stats = self._count(model, OK, 0)
             for phase in PHASES:
-                seen.phases.append(_Phase(f"{phase}_ms", 0.0, [0] * len(_ENDS)))
-        seen.outcomes[OK] += 1
-        seen.ok_ms += took_ms
-        seen.last_ms = int(time.time() * 1000)
-        batched = bill.get("batched", 1)
-        seen.rows += bill.get("batch", 1) / batched
-        seen.runs += 1 / batched
-        for part in seen.phases:
-            ms = bill.get(part.key, 0.0)
+                stats.phases.append(_Phase(f"{phase}_ms", 0.0, [0] * len(_ENDS)))
+        stats.outcomes[OK] += 1
+        stats.ok_ms += took_ms
+        stats.last_ms = int(time.time() * 1000)
+        batched = timing.get("batched", 1)
+        stats.rows += timing.get("batch", 1) / batched
+        stats.runs += 1 / batched
+        for part in stats.phases:
+            ms = timing.get(part.key, 0.0)
             part.ms += ms
             part.counts[bisect_left(_ENDS_MS, ms)] += 1
 
@@ -120,17 +120,17 @@ class ModelStats:
         is_full = self._counted >= MAX_COUNTED or len(model) > MAX_NAME_CHARS
         if is_full and outcome not in self._models.get(model, _Model()).outcomes:
             return False
-        seen = self._count(model, outcome, 1)
+        stats = self._count(model, outcome, 1)
         if took_ms is not None:
-            seen.failed += 1
-            seen.failed_ms += took_ms
+            stats.failed += 1
+            stats.failed_ms += took_ms
         return True
 
     def _count(self, model: str, outcome: str, more: int) -> _Model:
-        seen = self._models.setdefault(model, _Model())
-        self._counted += outcome not in seen.outcomes
-        seen.outcomes[outcome] = seen.outcomes.get(outcome, 0) + more
-        return seen
+        stats = self._models.setdefault(model, _Model())
+        self._counted += outcome not in stats.outcomes
+        stats.outcomes[outcome] = stats.outcomes.get(outcome, 0) + more
+        return stats
 
     def forget_others(self, models: set[str]) -> None:
         """Drop the counts of models that are no longer registered."""
@@ -139,20 +139,20 @@ class ModelStats:
 
     def row(self, model: str, version: int) -> dict[str, Any]:
         """Return a row of ``model_stats``: the counts of a name, at its current version."""
-        seen = self._models.get(model, _Model())
-        ok_count = seen.outcomes.get(OK, 0)
+        stats = self._models.get(model, _Model())
+        ok_count = stats.outcomes.get(OK, 0)
         phases = {
-            "success": (ok_count, round(seen.ok_ms * 1e6)),
-            "fail": (seen.failed, round(seen.failed_ms * 1e6)),
-            **{name: (ok_count, seen.ns_of(phase)) for name, phase in TRITONS.items()},
+            "success": (ok_count, round(stats.ok_ms * 1e6)),
+            "fail": (stats.failed, round(stats.failed_ms * 1e6)),
+            **{name: (ok_count, stats.ns_of(phase)) for name, phase in TRITONS.items()},
             **dict.fromkeys(("compute_output", "cache_hit", "cache_miss"), (0, 0)),
         }
         return {
             "name": model,
             "version": str(version),
-            "last_inference": seen.last_ms,
-            "inference_count": round(seen.rows),
-            "execution_count": round(seen.runs),
+            "last_inference": stats.last_ms,
+            "inference_count": round(stats.rows),
+            "execution_count": round(stats.runs),
             "inference_stats": {
                 name: {"count": count, "ns": ns} for name, (count, ns) in phases.items()
             },
@@ -167,8 +167,8 @@ class ModelStats:
             ["model", "outcome"],
             {
                 (name, outcome): count
-                for name, seen in self._models.items()
-                for outcome, count in seen.outcomes.items()
+                for name, stats in self._models.items()
+                for outcome, count in stats.outcomes.items()
             },
         )
         for number, (phase, text) in enumerate(PHASES.items()):
@@ -177,9 +177,9 @@ class ModelStats:
                 f"{text}; of requests through the gateway",
                 labels=["model"],
             )
-            for name, seen in self._models.items():
-                if seen.phases:
-                    part = seen.phases[number]
+            for name, stats in self._models.items():
+                if stats.phases:
+                    part = stats.phases[number]
                     buckets = [*zip(_ENDS, accumulate(part.counts), strict=True)]
                     family.add_metric([name], buckets=buckets, sum_value=part.ms / 1000.0)
             yield family

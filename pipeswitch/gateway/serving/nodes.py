@@ -23,11 +23,11 @@ import msgspec
 
 from ...base.errors import InvalidInput, ServerUnavailable
 from ...client import holders
-from ...client.calls import Reply
+from ...client.calls import FinalReply
 from ...client.connection import Connection
 from ...client.looped import LoopConnection
 from ...client.verbs import REACHES, Reach
-from ...wire.keys import ClientKeys
+from ...wire.curve_keys import ClientKeys
 
 HELLO_S: Final = 2.5  # limit for the answer of a live node
 LOOK_S: Final = 0.25  # interval between checks of the table
@@ -36,7 +36,7 @@ MAX_SEQUENCES: Final = 1 << 16  # limit of remembered nodes; holders are asked a
 log = logging.getLogger(__name__)
 
 
-class Nodes:
+class NodeConnections:
     """Replacement for a ``LoopConnection``; used by the loop's thread."""
 
     def __init__(self, local: LoopConnection, path: Path) -> None:
@@ -89,11 +89,11 @@ class Nodes:
         """
         model, body = options["model"], options.get("body") or {}
         failover = holders.Failover(model, options, time.monotonic(), LOOK_S)
-        held = self._table.untried(model)
-        if not held and self._read():
-            held = self._table.untried(model)
+        nodes = self._table.untried(model)
+        if not nodes and self._read():
+            nodes = self._table.untried(model)
         while True:
-            node = self._node_for(held, body)
+            node = self._node_for(nodes, body)
             try:
                 return await self._send(node, op, options)
             except holders.ELSEWHERE as error:
@@ -103,12 +103,12 @@ class Nodes:
                 if "sequence" in body:
                     self._began.pop(_key(body), None)
                 failover.failed(error, address)
-            while isinstance(found := failover.next(self._table, time.monotonic()), holders.Step):
-                if found is holders.Step.RENEW:
+            while isinstance(step := failover.next(self._table, time.monotonic()), holders.Retry):
+                if step is holders.Retry.RENEW:
                     self._read()
                 else:
                     await asyncio.sleep(LOOK_S)
-            held, options = found, failover.options(options, time.monotonic())
+            nodes, options = step, failover.options(options, time.monotonic())
 
     def _fresh(self, nodes: list[str]) -> list[str]:
         """Return the nodes that have not failed recently; all nodes if there are none."""
@@ -117,24 +117,24 @@ class Nodes:
             node for node in nodes if self._failed_s.get(table.address(node), -math.inf) < since_s
         ] or nodes
 
-    def _node_for(self, held: list[str], body: Mapping[str, Any]) -> str:
+    def _node_for(self, nodes: list[str], body: Mapping[str, Any]) -> str:
         """Return the node for a request; this node if no node is known to have the model.
 
         Raises:
             SequenceNotFound: its node is gone.
         """
-        if not held:
+        if not nodes:
             return self._table.here
-        first = self._balance.choose(self._fresh(held), time.monotonic())
+        first = self._balance.choose(self._fresh(nodes), time.monotonic())
         if "sequence" not in body:
             return first
         key = _key(body)
         node = "" if body.get("start") else self._began.get(key, "")
         self._began.pop(key, None)
-        if node and node not in held:
-            raise holders.lost(body["sequence"])
+        if node and node not in nodes:
+            raise holders.no_sequence(body["sequence"])
         if not node:  # its next request may come in at another gateway
-            node = holders.home_of("\0".join(key), self._fresh(held))
+            node = holders.home_of("\0".join(key), self._fresh(nodes))
         if not body.get("end"):
             self._began[key] = node
         if len(self._began) > MAX_SEQUENCES:
@@ -143,30 +143,30 @@ class Nodes:
 
     async def _of_holders(self, op: str, options: dict[str, Any]) -> Any:
         """Ask every holder: requests may go to any of them."""
-        held = self._table.untried(options["model"]) or [self._table.here]
-        return next(iter((await self._all(held, op, options)).values()))
+        nodes = self._table.untried(options["model"]) or [self._table.here]
+        return next(iter((await self._all(nodes, op, options)).values()))
 
     # ---- all nodes -----------------------------------------------------------------------------
 
     async def _all(
         self, nodes: Sequence[str], op: str, options: dict[str, Any]
-    ) -> dict[str, Reply]:
+    ) -> dict[str, FinalReply]:
         """Return the answers of all nodes that answer.
 
         Raises:
             PipeSwitchError: no node answers, or a node refuses.
         """
-        asked = [self._send(node, op, options) for node in nodes]
+        replies = [self._send(node, op, options) for node in nodes]
         answers = dict(
-            zip(nodes, await asyncio.gather(*asked, return_exceptions=True), strict=True)
+            zip(nodes, await asyncio.gather(*replies, return_exceptions=True), strict=True)
         )
         errors = [one for one in answers.values() if isinstance(one, BaseException)]
         for error in errors:
             if not isinstance(error, holders.ELSEWHERE) or len(errors) == len(nodes):
                 raise error
-        return {node: one for node, one in answers.items() if isinstance(one, Reply)}
+        return {node: one for node, one in answers.items() if isinstance(one, FinalReply)}
 
-    async def _models(self, options: dict[str, Any]) -> Reply:
+    async def _models(self, options: dict[str, Any]) -> FinalReply:
         """List the models of all nodes."""
         names = dict.fromkeys((self._table.here, *self._table.nodes))
         answers = await self._all([*names], "models", options)
@@ -176,14 +176,14 @@ class Nodes:
 
     async def _ping(self, options: dict[str, Any]) -> Any:
         """Return the answer of the first ready node, this one first; else this node's."""
-        found: Any = None
+        first_reply: Any = None
         for node in dict.fromkeys((self._table.here, *self._table.nodes)):
             with contextlib.suppress(*holders.ELSEWHERE):
                 reply = await self._send(node, "ping", options)
                 if reply.body["ready"]:
                     return reply
-                found = found or reply
-        return found or await self._local.ask("ping", **options)
+                first_reply = first_reply or reply
+        return first_reply or await self._local.ask("ping", **options)
 
     async def _end(self, options: dict[str, Any]) -> Any:
         """End a sequence, on its node."""
@@ -237,10 +237,10 @@ class Nodes:
         """Read a changed table and return whether there is one; ignore an unreadable file."""
         try:
             facts = self._path.stat()
-            seen = facts.st_mtime_ns, facts.st_ino
-            if seen == self._seen:
+            stamp = facts.st_mtime_ns, facts.st_ino
+            if stamp == self._seen:
                 return False
-            self._seen = seen
+            self._seen = stamp
             self._table = msgspec.json.decode(self._path.read_bytes(), type=holders.Table)
         except (OSError, msgspec.DecodeError) as error:
             if not isinstance(error, FileNotFoundError):

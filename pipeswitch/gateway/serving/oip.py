@@ -43,7 +43,7 @@ DATATYPES: Final[Mapping[str, str]] = {
 }
 """The protocol's names of the dtypes that a model can have here, or the functions around it."""
 DATATYPE_OF: Final = {dtype: name for name, dtype in DATATYPES.items()}
-FIRST_VERSION: Final = 1  # where a bill does not say
+FIRST_VERSION: Final = 1  # where a timing does not say
 PRIORITIES: Final = ("", "high", "normal", "low")  # by number; 0 is the model's own
 MAX_JSON_BYTES: Final = 8 << 20  # numbers in Python take ten times their text
 MAX_NUMBERS: Final = MAX_JSON_BYTES // 4  # the same for gRPC's typed contents, and for answers
@@ -68,7 +68,7 @@ class RequestedOutput(msgspec.Struct, kw_only=True):
     parameters: dict[str, Any] | None = None
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> RegionPlace | None:
         """Place of an output in shared memory; None: it is sent with the answer.
 
         Raises:
@@ -77,7 +77,7 @@ class RequestedOutput(msgspec.Struct, kw_only=True):
         return place_of(self.name, self.parameters or {})
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class RegionPlace(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor's in a region of shared memory (Triton's ``system_shared_memory``)."""
 
     region: str
@@ -130,7 +130,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     shape: tuple[int, ...]
     data: Any  # its bytes
-    place: Place | None = None  # where they were written instead
+    place: RegionPlace | None = None  # where they were written instead
 
 
 _decoder = msgspec.json.Decoder(_Body)
@@ -149,50 +149,50 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
     """
     whole = memoryview(body)
     end = len(whole) if json_bytes is None else json_bytes
-    asked, rest = _parsed(whole, end), whole[end:]
-    check_count(len(asked.inputs))
-    if asked.outputs:
-        check_outputs(asked.outputs)
-    check_parameters(asked.parameters)
+    parsed, rest = _parsed(whole, end), whole[end:]
+    check_count(len(parsed.inputs))
+    if parsed.outputs:
+        check_outputs(parsed.outputs)
+    check_parameters(parsed.parameters)
     tensors, frames = list[WireTensor](), list[Any]()
-    for number, given in enumerate(asked.inputs):
-        dtype = dtype_of(given.name, given.datatype)
-        size = check_shape(given.name, dtype, given.shape)
+    for number, tensor in enumerate(parsed.inputs):
+        dtype = dtype_of(tensor.name, tensor.datatype)
+        size = check_shape(tensor.name, dtype, tensor.shape)
         binary = place = None
-        if given.parameters:
-            check_parameters(given.parameters)
-            binary = given.parameters.get("binary_data_size")
-            place = place_of(given.name, given.parameters)
+        if tensor.parameters:
+            check_parameters(tensor.parameters)
+            binary = tensor.parameters.get("binary_data_size")
+            place = place_of(tensor.name, tensor.parameters)
         if place is not None:
-            check_bytes(given.name, dtype, given.shape, place, size)
+            check_bytes(tensor.name, dtype, tensor.shape, place, size)
             frames.append(place)
         elif binary is None:
-            if given.data is None:
+            if tensor.data is None:
                 raise InvalidInput(
-                    f'input "{given.name}" has no data',
+                    f'input "{tensor.name}" has no data',
                     hint='"data": […], or parameters.binary_data_size and its bytes behind the '
                     "JSON",
                 )
-            frames.append(from_numbers(given.name, dtype, given.shape, given.data))
+            frames.append(from_numbers(tensor.name, dtype, tensor.shape, tensor.data))
         else:
             if type(binary) is not int or not 0 <= binary <= len(rest):
                 raise InvalidInput(
-                    f'input "{given.name}" says binary_data_size {binary!r}, and {len(rest)} bytes '
-                    "follow the JSON",
+                    f'input "{tensor.name}" says binary_data_size {binary!r}, and {len(rest)} '
+                    "bytes follow the JSON",
                     hint="Inference-Header-Content-Length says where the JSON ends",
                 )
             data, rest = rest[:binary], rest[binary:]
-            check_bytes(given.name, dtype, given.shape, data, size)
+            check_bytes(tensor.name, dtype, tensor.shape, data, size)
             frames.append(data)
-        tensors.append(WireTensor(name=given.name, dtype=dtype, shape=given.shape, frame=number))
+        tensors.append(WireTensor(name=tensor.name, dtype=dtype, shape=tensor.shape, frame=number))
     if len(rest):
         raise InvalidInput(f"{len(rest)} bytes after the last binary input belong to no input")
-    parameters = asked.parameters or {}
+    parameters = parsed.parameters or {}
     return InferRequest(
-        id=asked.id or "",
+        id=parsed.id or "",
         inputs=tuple(tensors),
         frames=frames,
-        outputs=None if asked.outputs is None else tuple(asked.outputs),
+        outputs=None if parsed.outputs is None else tuple(parsed.outputs),
         is_binary=bool(parameters) and flag("binary_data_output", parameters),
         **(schedule(parameters) if parameters else {}),
     )
@@ -224,12 +224,12 @@ def _parsed(whole: memoryview, end: int) -> _Body:
         # Python's parser also reads NaN, Infinity and 1e999, and works when memory is short.
         if isinstance(error, msgspec.DecodeError | OSError):
             with contextlib.suppress(ValueError, RecursionError, msgspec.ValidationError):
-                asked = msgspec.convert(json.loads(str(text, "utf-8")), _Body)
-                inputs = (*asked.inputs, *(asked.outputs or ()))
+                parsed = msgspec.convert(json.loads(str(text, "utf-8")), _Body)
+                inputs = (*parsed.inputs, *(parsed.outputs or ()))
                 named = [(one.name, one.parameters) for one in inputs]
                 # It reads halves of characters too, which no answer could repeat.
-                json.dumps([asked.id, asked.parameters, named], ensure_ascii=False).encode()
-                return asked
+                json.dumps([parsed.id, parsed.parameters, named], ensure_ascii=False).encode()
+                return parsed
         if isinstance(error, OSError):
             raise
         raise InvalidInput(
@@ -278,7 +278,7 @@ def raw_request(body: Any, row: Mapping[str, Any]) -> InferRequest:
 
 
 def encode_answer(
-    model: str, asked: InferRequest, outputs: Sequence[Output], bill: Mapping[str, Any]
+    model: str, request: InferRequest, outputs: Sequence[Output], timing: Mapping[str, Any]
 ) -> tuple[list[Any], int | None]:
     """Return an answer's body in parts, and how many bytes of it are JSON if there are others.
 
@@ -286,7 +286,7 @@ def encode_answer(
         InvalidInput: an output is asked for that the model does not have.
     """
     rows, binary = [], []
-    chosen = wanted(asked, outputs)
+    chosen = requested_outputs(request, outputs)
     if _numbers_of(chosen) > MAX_NUMBERS:
         raise TooLarge(
             f"{_numbers_of(chosen)} numbers; JSON answers have at most {MAX_NUMBERS}",
@@ -306,22 +306,25 @@ def encode_answer(
         else:
             row["data"] = as_numbers(output)
         rows.append(row)
-    version = str(bill.get("version", FIRST_VERSION))
+    version = str(timing.get("version", FIRST_VERSION))
     answer: dict[str, Any] = {"model_name": model, "model_version": version}
-    if asked.id:
-        answer["id"] = asked.id
-    if bill:
-        answer["parameters"] = bill
+    if request.id:
+        answer["id"] = request.id
+    if timing:
+        answer["parameters"] = timing
     json_encoder.encode_into({**answer, "outputs": rows}, head := bytearray())
     return [head, *binary], len(head) if binary else None
 
 
-def is_long(asked: InferRequest, outputs: Sequence[Output]) -> bool:
+def is_long(request: InferRequest, outputs: Sequence[Output]) -> bool:
     """Return True if ``encode_answer`` is slow because it writes many numbers as text."""
     size_bytes = 0  # a number is a byte at the least
     for output in outputs:
         size_bytes += len(output.data)
-    return size_bytes > LONG_NUMBERS and _numbers_of(wanted(asked, outputs)) > LONG_NUMBERS
+    return (
+        size_bytes > LONG_NUMBERS
+        and _numbers_of(requested_outputs(request, outputs)) > LONG_NUMBERS
+    )
 
 
 def _numbers_of(chosen: Sequence[tuple[Output, bool]]) -> int:
@@ -333,17 +336,19 @@ def _numbers_of(chosen: Sequence[tuple[Output, bool]]) -> int:
     return count
 
 
-def wanted(asked: InferRequest, outputs: Sequence[Output]) -> list[tuple[Output, bool]]:
+def requested_outputs(
+    request: InferRequest, outputs: Sequence[Output]
+) -> list[tuple[Output, bool]]:
     """Return the requested outputs in that order, and whether each is to be binary.
 
     Raises:
         InvalidInput: the model has none of a name.
     """
-    if not asked.outputs:
-        return [*zip(outputs, repeat(asked.is_binary), strict=False)]
+    if not request.outputs:
+        return [*zip(outputs, repeat(request.is_binary), strict=False)]
     by_name = {output.name: output for output in outputs}
     chosen = []
-    for one in asked.outputs:
+    for one in request.outputs:
         if one.name not in by_name:
             raise InvalidInput(
                 f'no output "{one.name}"{nearest(one.name, by_name)}',
@@ -352,7 +357,7 @@ def wanted(asked: InferRequest, outputs: Sequence[Output]) -> list[tuple[Output,
         parameters = one.parameters or {}
         if parameters.get("classification"):
             raise InvalidInput("classification is not supported", hint="request the plain output")
-        is_binary = flag("binary_data", parameters, default=asked.is_binary)
+        is_binary = flag("binary_data", parameters, default=request.is_binary)
         chosen.append((by_name[one.name], is_binary))
     return chosen
 
@@ -449,7 +454,7 @@ def check_shape(name: str, dtype: str, shape: Sequence[int]) -> int:
     return math.prod(shape) * ITEM_BYTES[dtype] if dtype != BYTES else ANY_SIZE
 
 
-def place_of(name: str, parameters: Mapping[str, Any]) -> Place | None:
+def place_of(name: str, parameters: Mapping[str, Any]) -> RegionPlace | None:
     """Return a tensor's place in shared memory, or None if it has none.
 
     Raises:
@@ -460,7 +465,7 @@ def place_of(name: str, parameters: Mapping[str, Any]) -> Place | None:
         return None
     if not isinstance(region, str):
         raise InvalidInput(f'"{name}": shared_memory_region must be a text')
-    return Place(
+    return RegionPlace(
         region=region,
         offset_bytes=_whole("shared_memory_offset", parameters, high=1 << 50),
         size_bytes=_whole("shared_memory_byte_size", parameters, high=1 << 50),
@@ -469,13 +474,13 @@ def place_of(name: str, parameters: Mapping[str, Any]) -> Place | None:
 
 def check_bytes(name: str, dtype: str, shape: Sequence[int], data: Any, size: int) -> None:
     """Raise InvalidInput if the bytes, or their place, are not as many as the shape says."""
-    is_placed = isinstance(data, Place)
-    given = data.size_bytes if is_placed else len(data)
+    is_placed = isinstance(data, RegionPlace)
+    data_bytes = data.size_bytes if is_placed else len(data)
     where = "are in shared memory" if is_placed else "came"
-    if given != size and size != ANY_SIZE:
+    if data_bytes != size and size != ANY_SIZE:
         raise InvalidInput(
             f'input "{name}" is {DATATYPE_OF[dtype]}{list(shape)}, which is {size} bytes; '
-            f"{given} {where}"
+            f"{data_bytes} {where}"
         )
 
 
@@ -506,8 +511,8 @@ def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> me
     if array.dtype.kind not in _TAKES[target.kind]:
         exact = np.asarray(values, object)  # numpy makes floats of integers that lie far apart
         if target.kind not in "iu" or any(type(one) is not int for one in exact.flat):
-            given = _GIVEN.get(array.dtype.kind, "no numbers")
-            raise InvalidInput(f'input "{name}" is {DATATYPE_OF[dtype]}, its data is {given}')
+            kind = _GIVEN.get(array.dtype.kind, "no numbers")
+            raise InvalidInput(f'input "{name}" is {DATATYPE_OF[dtype]}, its data is {kind}')
         array = exact
     if dtype == "bfloat16":
         with np.errstate(over="ignore"):

@@ -27,12 +27,12 @@ from ...client.generation import GenerateRequest
 from ...programs.decoding.model_config import LanguageModelConfig
 from ...wire.frames import TRACEPARENT
 from ...wire.tracing import Traced
-from ..auth import require, require_role, told
+from ..auth import redact, require, require_role
 from ..http_errors import NotFound
 from . import oip
 from .metrics import Metrics
 from .model_stats import PHASES, ModelStats
-from .oip import InferRequest, Output, Place
+from .oip import InferRequest, Output, RegionPlace
 from .shared_memory import SharedMemoryRegions
 from .upstream import Upstream
 
@@ -182,23 +182,25 @@ class Service:
         caller: Principal,
         model: str,
         version: str,
-        asked: InferRequest,
+        request: InferRequest,
         carrier: Mapping[str, str] = MappingProxyType({}),
         address: str = "",
     ) -> tuple[list[Output], dict[str, Any]]:
-        """Return the outputs, and the bill with the gateway's own share.
+        """Return the outputs, and the timing with the gateway's own share.
 
         ``carrier``: headers that may name the caller's trace; ``address``: the caller's, which
         takes turns.
         """
         require(caller, "infer")
-        if asked.priority == URGENT_PRIORITY:
+        if request.priority == URGENT_PRIORITY:
             require_role(caller, Role.URGENT, "priority high")
         number = number_of(model, version) if version else 0
         began = time.perf_counter()
-        places = _places(asked) if asked.outputs or Place in map(type, asked.frames) else []
+        places = (
+            _places(request) if request.outputs or RegionPlace in map(type, request.frames) else []
+        )
         if places:
-            asked = await _copied(places, self.regions.filled, caller, asked)
+            request = await _copied(places, self.regions.filled, caller, request)
         traced, traceparent = None, carrier.get("traceparent", "")
         if self._tracer is not None:
             traced = Traced(self._tracer, model, carrier)
@@ -207,35 +209,35 @@ class Service:
             traceparent = ""  # a wrong one is none, says W3C
         try:
             tenant = caller.tenant
-            answer = self._upstream.infer(model, number, asked, tenant, address, traceparent)
-            outputs, bill = await answer
+            answer = self._upstream.infer(model, number, request, tenant, address, traceparent)
+            outputs, timing = await answer
         except BaseException as error:
             self._failed(model, traced, began, error)
             raise
         took_ms = (time.perf_counter() - began) * 1000.0
-        bill["gateway_ms"] = max(0.0, took_ms - bill.get("total_ms", 0.0))
-        self._tally.answered(model, took_ms, bill)
+        timing["gateway_ms"] = max(0.0, took_ms - timing.get("total_ms", 0.0))
+        self._tally.answered(model, took_ms, timing)
         if traced is not None:
-            traced.answered(bill)
+            traced.answered(timing)
         if places:
-            outputs = await _copied(outputs, self.regions.placed, caller, asked, outputs)
+            outputs = await _copied(outputs, self.regions.placed, caller, request, outputs)
         for key in BILLED:
-            if key in bill:
-                bill[key] = round(bill[key], 3)
-        for step, part in bill.pop("steps", {}).items():  # a parameter is no object
-            bill[f"{step}.total_ms"] = round(part["total_ms"], 3)
-        return outputs, bill
+            if key in timing:
+                timing[key] = round(timing[key], 3)
+        for step, part in timing.pop("steps", {}).items():  # a parameter is no object
+            timing[f"{step}.total_ms"] = round(part["total_ms"], 3)
+        return outputs, timing
 
     async def generate(
         self,
         caller: Principal,
         model: str,
         version: str,
-        asked: GenerateRequest,
+        request: GenerateRequest,
         carrier: Mapping[str, str] = MappingProxyType({}),
         address: str = "",
     ) -> dict[str, Any]:
-        """Return a generation's final reply, with the tokens after those ``asked`` was given."""
+        """Return a generation's final reply, with the tokens after those ``request`` was given."""
         require(caller, "generate")
         number, began = number_of(model, version), time.perf_counter()
         traced, traceparent = None, carrier.get("traceparent", "")
@@ -248,17 +250,17 @@ class Service:
             "version": number,
             "traceparent": traceparent if TRACEPARENT.fullmatch(traceparent) else "",
         }
-        asked.body.update({name: value for name, value in asker.items() if value})
+        request.body.update({name: value for name, value in asker.items() if value})
         try:
-            body, bill = await self._upstream.generate(model, asked)
+            body, timing = await self._upstream.generate(model, request)
         except BaseException as error:
             self._failed(model, traced, began, error)
             raise
         took_ms = (time.perf_counter() - began) * 1000.0
-        bill["gateway_ms"] = max(0.0, took_ms - bill.get("total_ms", 0.0))
-        self._tally.answered(model, took_ms, bill)
+        timing["gateway_ms"] = max(0.0, took_ms - timing.get("total_ms", 0.0))
+        self._tally.answered(model, took_ms, timing)
         if traced is not None:
-            traced.answered(bill)
+            traced.answered(timing)
         return body
 
     def _failed(
@@ -306,9 +308,9 @@ class Service:
         require(caller, "stats")
         facts: dict[str, Any] | None = None
         if caller.may_operate:
-            asked = [self._upstream.ask(what) for what in ("stats", "jobs", "ps")]
+            replies = [self._upstream.ask(what) for what in ("stats", "jobs", "ps")]
             versions = self._upstream.ask("models", body={"versions": True})
-            stats, jobs, ps, models = await asyncio.gather(*asked, versions)
+            stats, jobs, ps, models = await asyncio.gather(*replies, versions)
             rows = models["models"]
             current = _named([row for row in rows if row["current"]])
             self._tally.forget_others({name for name, _ in current})
@@ -322,7 +324,7 @@ class Service:
         return self._metrics.text(accept, facts)
 
     async def settings(
-        self, caller: Principal, wanted: Mapping[str, Any], model: str | None = None
+        self, caller: Principal, changes: Mapping[str, Any], model: str | None = None
     ) -> dict[str, Any]:
         """Triton's, of the server's log, or of a model's or all models' (``""``) traces; raises
         InvalidInput where another value is wanted: none can be set."""
@@ -334,7 +336,7 @@ class Service:
             hint = "set OTEL_TRACES_EXPORTER=otlp and OTEL_EXPORTER_OTLP_ENDPOINT for the server"
         if model:
             await self._row(caller, model, "")
-        for name, value in wanted.items():
+        for name, value in changes.items():
             known = current.get(name)  # some clients send lists, of one value too
             if value is not None and (known is None or value not in (known, [known])):
                 stays = "" if known is None else f" and is {known!r}"
@@ -348,7 +350,7 @@ class Service:
     async def _row(self, caller: Principal, model: str, version: str) -> dict[str, Any]:
         require(caller, "show")
         try:
-            return told(await self._upstream.show(model, number_of(model, version)), caller)
+            return redact(await self._upstream.show(model, number_of(model, version)), caller)
         except InvalidInput as error:
             if "version" not in error.data:
                 raise
@@ -356,7 +358,7 @@ class Service:
 
     async def rows(self, caller: Principal) -> list[dict[str, Any]]:
         require(caller, "models")
-        return [told(row, caller) for row in (await self._upstream.ask("models"))["models"]]
+        return [redact(row, caller) for row in (await self._upstream.ask("models"))["models"]]
 
 
 def _named(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
@@ -366,15 +368,17 @@ def _named(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
     ]
 
 
-def _places(asked: InferRequest) -> list[Place]:
+def _places(request: InferRequest) -> list[RegionPlace]:
     """Return the shared memory places of the request's tensors and outputs."""
-    places = [one for one in asked.frames if isinstance(one, Place)]
-    return places + [one.place for one in asked.outputs or () if one.place is not None]
+    places = [one for one in request.frames if isinstance(one, RegionPlace)]
+    return places + [one.place for one in request.outputs or () if one.place is not None]
 
 
-async def _copied(tensors: Sequence[Place | Output], copy: Callable[..., R], *args: Any) -> R:
+async def _copied(tensors: Sequence[RegionPlace | Output], copy: Callable[..., R], *args: Any) -> R:
     """``copy``, on a thread of its own where it takes long."""
-    total = sum(one.size_bytes if isinstance(one, Place) else len(one.data) for one in tensors)
+    total = sum(
+        one.size_bytes if isinstance(one, RegionPlace) else len(one.data) for one in tensors
+    )
     return copy(*args) if total <= THREAD_BYTES else await asyncio.to_thread(copy, *args)
 
 

@@ -24,7 +24,7 @@ from ...base.roles import Principal, Role
 from ...base.units import escape_control_chars
 from ..auth import require_role
 from ..http_errors import NotFound, TooLarge
-from .oip import InferRequest, Output, Place
+from .oip import InferRequest, Output, RegionPlace
 
 # Where shm_open(3) keeps its files.
 FOLDER: Final = "/dev/shm"
@@ -88,11 +88,11 @@ class SharedMemoryRegions:
             raise QueueFull(f"{MAX_REGIONS} regions are registered", hint="unregister some")
         descriptor = _open(key)
         try:
-            held = os.fstat(descriptor).st_size
+            total = os.fstat(descriptor).st_size
             if type(offset) is not int or type(size) is not int or offset < 0 or size < 1:
                 raise InvalidInput("offset and byte_size must be whole numbers, from 0 and from 1")
-            if offset + size > held:
-                raise InvalidInput(f"{key} has {held} bytes: {size} from {offset} are beyond it")
+            if offset + size > total:
+                raise InvalidInput(f"{key} has {total} bytes: {size} from {offset} are beyond it")
         except InvalidInput:
             os.close(descriptor)
             raise
@@ -123,29 +123,29 @@ class SharedMemoryRegions:
             raise _unknown(name)
         return rows
 
-    def filled(self, caller: Principal, asked: InferRequest) -> InferRequest:
+    def filled(self, caller: Principal, request: InferRequest) -> InferRequest:
         """Return a request with the bytes of its inputs in regions; blocks while it reads.
 
         Raises:
             PermissionDenied, NotFound, InvalidInput, TooLarge: also for its outputs' places, before
                 anything is computed for them.
         """
-        for one in asked.outputs or ():
+        for one in request.outputs or ():
             if one.place is not None:
                 self._find(caller, one.place)
-        places = [frame for frame in asked.frames if isinstance(frame, Place)]
+        places = [frame for frame in request.frames if isinstance(frame, RegionPlace)]
         if not places:
-            return asked
+            return request
         total = sum(place.size_bytes for place in places)
         if total > self._max_bytes:
             raise TooLarge(f"{total} bytes of shared memory are more than {self._max_bytes}")
         frames = [
-            self._read(caller, frame) if isinstance(frame, Place) else frame
-            for frame in asked.frames
+            self._read(caller, frame) if isinstance(frame, RegionPlace) else frame
+            for frame in request.frames
         ]
-        return replace(asked, frames=frames)
+        return replace(request, frames=frames)
 
-    def _read(self, caller: Principal, place: Place) -> memoryview:
+    def _read(self, caller: Principal, place: RegionPlace) -> memoryview:
         region = self._find(caller, place)
         data = bytearray(place.size_bytes)
         view = memoryview(data)
@@ -158,20 +158,20 @@ class SharedMemoryRegions:
         return view
 
     def placed(
-        self, caller: Principal, asked: InferRequest, outputs: Sequence[Output]
+        self, caller: Principal, request: InferRequest, outputs: Sequence[Output]
     ) -> list[Output]:
         """Write the outputs that are asked for in regions; they have no data then.
 
         Raises:
             InvalidInput: one does not fit, or its region cannot be written.
         """
-        places = {one.name: one.place for one in asked.outputs or () if one.place is not None}
+        places = {one.name: one.place for one in request.outputs or () if one.place is not None}
         return [
             self._written(caller, places[output.name], output) if output.name in places else output
             for output in outputs
         ]
 
-    def _written(self, caller: Principal, place: Place, output: Output) -> Output:
+    def _written(self, caller: Principal, place: RegionPlace, output: Output) -> Output:
         region, size = self._find(caller, place), len(output.data)
         if size > place.size_bytes:
             raise InvalidInput(
@@ -195,7 +195,7 @@ class SharedMemoryRegions:
             ) from None
         return replace(output, data=b"", place=replace(place, size_bytes=size))
 
-    def _find(self, caller: Principal, place: Place) -> _Region:
+    def _find(self, caller: Principal, place: RegionPlace) -> _Region:
         require_role(caller, Role.CODE, WHAT)
         region = self._regions.get((caller.tenant, place.region))
         if region is None:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...base.errors import PipeSwitchError, ServerUnavailable
-from ...client.calls import Call, Reply
+from ...client.calls import Call, FinalReply
 from ...client.generation import GenerateRequest
 from ...client.looped import LoopConnection
 from ...wire.frames import CHUNK_BYTES
 from ...wire.request_timing import RequestTiming
-from .nodes import Nodes
+from .nodes import NodeConnections
 from .oip import InferRequest, Output
 
 HELLO_S: Final = 2.0  # a server that is there answers within this
@@ -43,9 +43,9 @@ class Upstream:
 
     def __init__(self, address: str, cluster: str = "") -> None:
         """``cluster``: file of the table of the cluster's nodes; empty: the server is alone."""
-        self._connection: _Connection | Nodes = _Connection(address, HELLO_S)
+        self._connection: _Connection | NodeConnections = _Connection(address, HELLO_S)
         if cluster:
-            self._connection = Nodes(self._connection, Path(cluster))
+            self._connection = NodeConnections(self._connection, Path(cluster))
         self._events = _Connection(address, HELLO_S)
         self._following: asyncio.Task[None] | None = None
 
@@ -59,12 +59,12 @@ class Upstream:
         self,
         model: str,
         version: int,
-        asked: InferRequest,
+        request: InferRequest,
         tenant: str,
         address: str = "",
         traceparent: str = "",
     ) -> Awaitable[tuple[list[Output], dict[str, Any]]]:
-        """Return the outputs and the bill. Cancelling this cancels the request.
+        """Return the outputs and the timing. Cancelling this cancels the request.
 
         Version 0 is the current one; ``tenant`` and ``address`` are the caller's.
         """
@@ -75,25 +75,25 @@ class Upstream:
             body["version"] = version
         if traceparent:
             body["traceparent"] = traceparent
-        if asked.sequence:
-            body |= asked.sequence
+        if request.sequence:
+            body |= request.sequence
         return self._connection.ask(
             "infer",
             model=model,
-            inputs=asked.inputs,
-            frames=asked.frames,
-            priority=asked.priority,
-            deadline_ms=asked.deadline_ms,
+            inputs=request.inputs,
+            frames=request.frames,
+            priority=request.priority,
+            deadline_ms=request.deadline_ms,
             body=body,
-            is_safe=not asked.sequence,  # twice it would be two steps
+            is_safe=not request.sequence,  # twice it would be two steps
             convert=_outputs,
         )
 
     def generate(
-        self, model: str, asked: GenerateRequest
+        self, model: str, request: GenerateRequest
     ) -> Awaitable[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return the final reply's body and the bill. Cancelling this cancels the request."""
-        return self._connection.ask("generate", model=model, convert=_tokens, **asked.options)
+        """Return the final reply's body and the timing. Cancelling this cancels the request."""
+        return self._connection.ask("generate", model=model, convert=_tokens, **request.options)
 
     async def show(self, model: str, version: int = 0) -> dict[str, Any]:
         """Return a model's row, of the current version or another."""
@@ -115,8 +115,8 @@ class Upstream:
         """Hand a file of that tenant's on, chunk after chunk; what ``register`` calls it."""
         digest = (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()
         body = {"digest": digest, "size_bytes": len(data), "kind": kind, "tenant": tenant}
-        found = await self.ask("put", body={**body, "offset_bytes": 0}, is_safe=False)
-        for offset in range(0, 0 if found["complete"] else len(data), CHUNK_BYTES):
+        state = await self.ask("put", body={**body, "offset_bytes": 0}, is_safe=False)
+        for offset in range(0, 0 if state["complete"] else len(data), CHUNK_BYTES):
             chunk = data[offset : offset + CHUNK_BYTES]
             where = {**body, "offset_bytes": offset}
             await self._connection.ask("put", body=where, frames=[chunk])
@@ -147,11 +147,11 @@ class Upstream:
             await asyncio.sleep(EVENTS_AGAIN_S)
 
 
-def _tokens(reply: Reply) -> tuple[dict[str, Any], dict[str, Any]]:
+def _tokens(reply: FinalReply) -> tuple[dict[str, Any], dict[str, Any]]:
     return reply.body, (reply.timing or RequestTiming()).as_dict()
 
 
-def _outputs(reply: Reply) -> tuple[list[Output], dict[str, Any]]:
+def _outputs(reply: FinalReply) -> tuple[list[Output], dict[str, Any]]:
     outputs = []
     for one in reply.outputs:
         data = reply.frames[one.frame]

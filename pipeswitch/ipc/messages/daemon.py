@@ -11,7 +11,7 @@ class DaemonSettings(Message, frozen=True):
     device: str
     arena_bytes: int
     store_bytes: int
-    words: int  # arrival words at the start of the models memory
+    fence_count: int  # fences at the start of the models memory
     link_bytes_per_s: float  # 0: as fast as it goes
     log_path: str = ""
     log_bytes: int = 0  # what stays of the log, beside two older ones; 0: all
@@ -23,7 +23,7 @@ class DaemonReady(Message, frozen=True):
     """memory daemon -> controller: memory is taken.
 
     Descriptors, for the workers: on cpu models (sealed) and work, or work alone where tenants are
-    separate; on cuda the host's copy of the arrival words.
+    separate; on cuda the host's copy of the fences.
     """
 
     pid: int
@@ -57,12 +57,12 @@ class StoreFailed(Message, frozen=True):
 
 
 class GroupCopy(Message, frozen=True):
-    """One layer group's copy to the arena; then its arrival word becomes the operation id."""
+    """One layer group's copy to the arena; then its fence becomes the operation id."""
 
     store_offset_bytes: int
     arena_offset_bytes: int
     size_bytes: int
-    word: int  # index of its uint32 arrival word
+    fence: int  # index of its uint32 fence
 
 
 class TransmitModel(Message, frozen=True):

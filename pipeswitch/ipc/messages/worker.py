@@ -22,7 +22,7 @@ class WorkerSettings(Message, frozen=True):
     slot: Slot
     device: str
     arena_bytes: int
-    words: int
+    fence_count: int
     pool_bytes: int
     threads: int
     doorbell_count: int
@@ -64,7 +64,7 @@ class PrepareModel(Message, frozen=True):
     directory: str
     arena_offset_bytes: int  # its home, to bind parameters now; -1 when it has none yet
     plan: tuple[int, ...] = ()  # layers that open a group; empty: the groups it was built with
-    landings: tuple[int, ...] = ()  # of one that streams: where its groups land, from its home
+    staging: tuple[int, ...] = ()  # of one that streams: where its groups land, from its home
     is_code: bool = False  # the operator's own module, which runs outside of the sandbox
 
 
@@ -155,13 +155,13 @@ class RunInference(Message, frozen=True):
     digest: str
     directory: str
     arena_offset_bytes: int
-    first_word: int  # arrival word of group 0; group i has first_word + i
+    first_fence: int  # fence of group 0; group i has first_fence + i
     residency_id: OpId  # the words carry this when the groups have arrived
     inputs: tuple[SlabTensor, ...]
     reply_offset_bytes: int
     reply_bytes: int
     plan: tuple[int, ...] = ()  # as PrepareModel's
-    landings: tuple[int, ...] = ()  # as PrepareModel's
+    staging: tuple[int, ...] = ()  # as PrepareModel's
     batched: tuple[BatchedRequest, ...] = ()
     is_timed: bool = False
     is_code: bool = False  # as PrepareModel's

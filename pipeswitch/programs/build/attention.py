@@ -21,7 +21,7 @@ NAME: Final = "pipeswitch"  # among transformers' implementations
 EXPERTS_TOGETHER: Final = 8  # in one product: bounds the memory of its result
 
 
-class Step:
+class AttentionStep:
     """One forward pass of several sequences: which rows each new token may attend to."""
 
     def __init__(
@@ -63,15 +63,15 @@ class Step:
         """Return the mask of a layer whose heads share keys in groups; made once for all layers."""
         key = (id(full), window, groups)
         if key not in self._masks:
-            made = full + self._within(window, full.dtype) if window else full
-            made = made if groups == 1 else made.repeat(1, 1, groups, 1)
-            self._masks[key] = (made, full)  # ``full`` too: its id is not given to another
+            mask = full + self._within(window, full.dtype) if window else full
+            mask = mask if groups == 1 else mask.repeat(1, 1, groups, 1)
+            self._masks[key] = (mask, full)  # ``full`` too: its id is not given to another
         return self._masks[key][0]
 
-    def window(self, layer: int, asked: int) -> int:
-        """Return a layer's window; ``asked``: what the model's own code calls it with."""
-        self.asked[layer] = asked
-        return self._windows[layer] if layer < len(self._windows) else asked
+    def window(self, layer: int, requested: int) -> int:
+        """Return a layer's window; ``requested``: what the model's own code calls it with."""
+        self.asked[layer] = requested
+        return self._windows[layer] if layer < len(self._windows) else requested
 
     def _within(self, window: int, dtype: torch.dtype) -> torch.Tensor:
         batch, length = self._used.shape[0], self._step.shape[0]
@@ -87,7 +87,7 @@ class Step:
         return bias.masked_fill(~sees, float("-inf"))[:, None]
 
 
-_STEP: ContextVar[Step] = ContextVar("step")
+_STEP: ContextVar[AttentionStep] = ContextVar("step")
 
 
 def register() -> None:
@@ -108,14 +108,14 @@ def attention(
     scaling: float | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as the current ``Step`` says.
+    """Attend as the current ``AttentionStep`` says.
 
     Heads that share keys are asked as one with more rows: nothing is repeated, and torch's fused
     kernel takes it at every length.
 
     Args:
         query: [batch, heads, length, size]; ``key`` and ``value`` have fewer heads or as many.
-        mask: as ``Step.full`` returned it.
+        mask: as ``AttentionStep.full`` returned it.
         scaling: of the scores; None: one over the root of the size.
         more: ``sliding_window`` of this layer, as the model's own code has it; ``softcap``, the
             scores' bound; ``s_aux`` [heads], scores of a token without a value (attention sinks);
@@ -132,7 +132,7 @@ def attention(
     bias = step.mask(mask, window, heads // shared)
     packed = query.reshape(batch, shared, -1, size)
     if softcap is None and sinks is None:
-        found = functional.scaled_dot_product_attention(
+        values = functional.scaled_dot_product_attention(
             packed, key, value, attn_mask=bias, scale=scaling
         )
     else:
@@ -145,8 +145,8 @@ def attention(
             column = column.expand(batch, shared, heads // shared, length, 1)
             scores = torch.cat([scores, column.reshape(batch, shared, -1, 1)], -1)
         weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
-        found = weights[..., : key.shape[2]] @ value
-    return found.reshape(batch, heads, length, value.shape[-1]).transpose(1, 2), None
+        values = weights[..., : key.shape[2]] @ value
+    return values.reshape(batch, heads, length, value.shape[-1]).transpose(1, 2), None
 
 
 def experts(
@@ -177,10 +177,10 @@ def experts(
     return result
 
 
-def _product(module: Any, given: torch.Tensor, name: str, some: slice) -> torch.Tensor:
+def _product(module: Any, source: torch.Tensor, name: str, some: slice) -> torch.Tensor:
     weight = getattr(module, name)[some]
-    found: torch.Tensor = given @ (weight if module.is_transposed else weight.transpose(1, 2))
-    return found + getattr(module, f"{name}_bias")[some][:, None] if module.has_bias else found
+    product: torch.Tensor = source @ (weight if module.is_transposed else weight.transpose(1, 2))
+    return product + getattr(module, f"{name}_bias")[some][:, None] if module.has_bias else product
 
 
 def refuse(reason: str, hint: str = "") -> NoReturn:

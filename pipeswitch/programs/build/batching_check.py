@@ -19,7 +19,7 @@ from ..interface.layout import MAX_JOINED_BYTES, Batching, Manifest, ValueSpec
 from ..interface.packing import HALF
 from ..running.executor import GraphProgram
 from ..running.padding import cut, padded
-from ..running.views import tensor_over
+from ..running.tensor_views import tensor_over
 from ..spec import weights_file
 from .checking import ROUNDING, is_rounded, same_bits, workers_default_dtype
 from .verify import Plain, acceptable_inputs, load_image
@@ -93,11 +93,11 @@ def _are_exact(manifest: Manifest, sizes: Iterable[int], compute: Plain, most: f
     """
     low, sizes = manifest.batch[0], sorted(sizes)
     if manifest.pads:
-        found = [_is_exact_padded(manifest, low, size, compute, most) for size in sizes]
+        verdicts = [_is_exact_padded(manifest, low, size, compute, most) for size in sizes]
     else:
         inputs = acceptable_inputs(manifest.inputs, at_batch(manifest.dims, sizes[-1]), compute)
-        found = [_is_exact(manifest, inputs, low, size, compute, most) for size in sizes]
-    return all(found)
+        verdicts = [_is_exact(manifest, inputs, low, size, compute, most) for size in sizes]
+    return all(verdicts)
 
 
 def _is_exact(

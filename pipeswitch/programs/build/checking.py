@@ -19,12 +19,12 @@ from ..graphs.bundle import Graph
 from ..graphs.graph import CompiledGraph, check_on_meta
 from ..interface.dims import BATCH, Dim, Shape, Values, corners, shape_at, values_of, values_text
 from ..interface.layout import ValueSpec
-from ..interface.requests import random_inputs
+from ..interface.synthetic_inputs import random_inputs
 from ..running.values import bytes_of
 from .dynamic import NotDynamic, working_end
 
 if TYPE_CHECKING:  # a worker makes inputs up, and needs no exporter
-    from .encoder import Program
+    from .encoder import EncodedProgram
 
 Compute = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
@@ -51,7 +51,7 @@ def align(module: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
         The copied weights, each with its former memory.
     """
     copies: dict[tuple[object, ...], torch.Tensor] = {}
-    found = []
+    pairs = []
     for weight in (*module.parameters(), *module.buffers()):
         former = weight.data
         is_usual = type(former) is torch.Tensor and former.layout is torch.strided
@@ -60,8 +60,8 @@ def align(module: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
             if key not in copies:
                 copies[key] = former.clone()
             weight.data = copies[key]
-            found.append((weight, former))
-    return found
+            pairs.append((weight, former))
+    return pairs
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -80,12 +80,12 @@ ROUNDING: Final = {
 """Of the largest number of an output: what other kernels for another batch may differ by."""
 
 
-def is_rounded(found: torch.Tensor, own: torch.Tensor, least: float = 0.0) -> bool:
+def is_rounded(actual: torch.Tensor, own: torch.Tensor, least: float = 0.0) -> bool:
     """Return whether two tensors differ by rounding, or by at most ``least`` of the largest."""
-    if found.shape != own.shape or found.dtype is not own.dtype or found.dtype not in ROUNDING:
+    if actual.shape != own.shape or actual.dtype is not own.dtype or actual.dtype not in ROUNDING:
         return False
     most = max(ROUNDING[own.dtype], least) * float(own.nan_to_num().abs().max())
-    return torch.allclose(found, own, rtol=0.0, atol=most, equal_nan=True)
+    return torch.allclose(actual, own, rtol=0.0, atol=most, equal_nan=True)
 
 
 @contextlib.contextmanager
@@ -106,7 +106,7 @@ def keeps_state(what: str) -> RegistrationRefused:
 
 
 def check_program(
-    program: Program, plain: Compute, fresh: Compute, inputs: Sequence[torch.Tensor]
+    program: EncodedProgram, plain: Compute, fresh: Compute, inputs: Sequence[torch.Tensor]
 ) -> None:
     """Compare the program with the module at the example's extents, and at others it admits.
 
@@ -139,13 +139,13 @@ def check_program(
             "the exported graph does not compute the module's own bits",
             hint=_why(plain, inputs, on_clones(compute, inputs)),
         )
-    given = values_of((spec.shape for spec in graph.inputs), (value.shape for value in inputs))
-    assert given is not None
+    own = values_of((spec.shape for spec in graph.inputs), (value.shape for value in inputs))
+    assert own is not None
 
     def compare(at: Values) -> None:
-        compare_at(at, given, plain, fresh, compute, graph.inputs, inputs)
+        compare_at(at, own, plain, fresh, compute, graph.inputs, inputs)
 
-    for values in shapes_to_try(graph.dims, given, program.suspects):
+    for values in shapes_to_try(graph.dims, own, program.suspects):
         try:
             compare(values)
         except NotDynamic as error:
@@ -157,12 +157,12 @@ def check_program(
                     return False
                 return True
 
-            raise NotDynamic(str(error), working_end(values, given, is_same)) from None
+            raise NotDynamic(str(error), working_end(values, own, is_same)) from None
     if graph.dims:
-        rehearse_ends(graph, weights)
+        dry_run_ends(graph, weights)
 
 
-def rehearse_ends(graph: Graph, weights: Sequence[torch.Tensor]) -> None:
+def dry_run_ends(graph: Graph, weights: Sequence[torch.Tensor]) -> None:
     """Run without data at the ends of its ranges.
 
     Raises:
@@ -175,7 +175,7 @@ def rehearse_ends(graph: Graph, weights: Sequence[torch.Tensor]) -> None:
 
 
 def shapes_to_try(
-    dims: Sequence[Dim], given: Values, suspects: Sequence[Values]
+    dims: Sequence[Dim], own: Values, suspects: Sequence[Values]
 ) -> list[dict[str, int]]:
     """Return the extents, besides the exported ones, at which a program is compared with its
     module.
@@ -185,30 +185,30 @@ def shapes_to_try(
     could not decide are added.
     """
     small = {
-        dim.name: min(max(1, dim.low), dim.high) if dim.name == BATCH else given[dim.name]
+        dim.name: min(max(1, dim.low), dim.high) if dim.name == BATCH else own[dim.name]
         for dim in dims
     }
-    found: list[dict[str, int]] = []
+    tries: list[dict[str, int]] = []
     for dim in dims:
         is_batch = dim.name == BATCH
         inside = (dim.low + dim.high) // 2
-        others = [2 if given[BATCH] == 1 else 1] if is_batch else [dim.low, dim.high, inside]
-        base = given if is_batch else small
-        found += [{**base, dim.name: n} for n in others if dim.low <= n <= dim.high]
-    found += [{**small, **values} for values in suspects]
-    return [values for n, values in enumerate(found) if values != given and values not in found[:n]]
+        others = [2 if own[BATCH] == 1 else 1] if is_batch else [dim.low, dim.high, inside]
+        base = own if is_batch else small
+        tries += [{**base, dim.name: n} for n in others if dim.low <= n <= dim.high]
+    tries += [{**small, **values} for values in suspects]
+    return [values for n, values in enumerate(tries) if values != own and values not in tries[:n]]
 
 
 def compare_at(
     values: Values,
-    given: Values,
+    own: Values,
     plain: Compute,
     fresh: Compute,
     compute: Compute,
     specs: Sequence[ValueSpec],
     examples: Sequence[torch.Tensor],
 ) -> None:
-    """Compare the program with the fresh module at other extents than ``given``.
+    """Compare the program with the fresh module at other extents than ``own``.
 
     Raises:
         NotDynamic: they differ there, or the module does not take them; a batch it does not take
@@ -218,21 +218,21 @@ def compare_at(
     try:
         inputs, answer = on_other_values(fresh, specs, values, examples)
     except Exception as error:  # whatever the model's code raises
-        if all(values[name] == number for name, number in given.items() if name != BATCH):
+        if all(values[name] == number for name, number in own.items() if name != BATCH):
             return
         text = f"{type(error).__name__}: {str(error)[:200]}"
         raise NotDynamic(f"at {values_text(values)} the module raised {text}") from None
     try:
-        found = on_clones(compute, inputs)
+        again = on_clones(compute, inputs)
     except Exception as error:
         raise NotDynamic(f"at {values_text(values)} its graph fails: {str(error)[:200]}") from None
-    if not all_same(answer, found):
-        refuse_state(plain, inputs, found, values)
+    if not all_same(answer, again):
+        refuse_state(plain, inputs, again, values)
         raise NotDynamic(f"at {values_text(values)} it does not compute the same bits")
 
 
 def refuse_state(
-    now: Compute, inputs: Sequence[torch.Tensor], found: Sequence[torch.Tensor], values: Values
+    now: Compute, inputs: Sequence[torch.Tensor], actual: Sequence[torch.Tensor], values: Values
 ) -> None:
     """Find the cause of an answer that differs from the fresh module's.
 
@@ -240,7 +240,7 @@ def refuse_state(
         RegistrationRefused: the module gives this answer ``now``, after its earlier calls.
     """
     try:
-        is_explained = all_same(on_clones(now, inputs), found)
+        is_explained = all_same(on_clones(now, inputs), actual)
     except Exception:  # the module's own code
         is_explained = False
     if is_explained:
@@ -298,13 +298,13 @@ def resized(
     shapes: Sequence[Shape], inputs: Sequence[torch.Tensor], values: Values
 ) -> list[torch.Tensor]:
     """Return the inputs at other extents: repeated as often as needed, and cut."""
-    found = []
+    parts = []
     for shape, value in zip(shapes, inputs, strict=True):
         for axis, extent in enumerate(shape_at(shape, values)):
             repeated = torch.cat([value] * max(1, -(-extent // max(1, value.shape[axis]))), axis)
             value = repeated.narrow(axis, 0, extent)
-        found.append(value.contiguous())
-    return found
+        parts.append(value.contiguous())
+    return parts
 
 
 def on_other_values(
@@ -319,13 +319,13 @@ def on_other_values(
     Raises:
         Exception: the module's own, if it does not take these extents.
     """
-    made = to_tensors(specs, values, seed=1)
+    tensors = to_tensors(specs, values, seed=1)
     sized = resized([spec.shape for spec in specs], examples, values)
     own = None
-    for way in (*range(3 if any(map(_is_integer, made)) else 1), None):
+    for way in (*range(3 if any(map(_is_integer, tensors)) else 1), None):
         inputs = [
             moved(old) if way is None else _like(new, example, way) if _is_integer(new) else new
-            for new, old, example in zip(made, sized, examples, strict=True)
+            for new, old, example in zip(tensors, sized, examples, strict=True)
         ]
         try:
             return inputs, on_clones(plain, inputs)
@@ -339,12 +339,12 @@ def _is_integer(value: torch.Tensor) -> bool:
     return not value.is_floating_point() and value.dtype is not torch.bool and value.numel() > 0
 
 
-def _like(made: torch.Tensor, example: torch.Tensor, way: int) -> torch.Tensor:
+def _like(tensor: torch.Tensor, example: torch.Tensor, way: int) -> torch.Tensor:
     """Integers within an example's; where those are all alike: any, up to these, these and next."""
     low, high = int(example.min()), int(example.max())
     if low == high:
-        low, high = ((0, int(made.max())), (min(0, low), high), (low, high + 1))[way]
-    return (low + made.abs() % (high - low + 1)).to(made.dtype)
+        low, high = ((0, int(tensor.max())), (min(0, low), high), (low, high + 1))[way]
+    return (low + tensor.abs() % (high - low + 1)).to(tensor.dtype)
 
 
 def moved(value: torch.Tensor) -> torch.Tensor:
@@ -363,12 +363,12 @@ def to_tensors(specs: Sequence[ValueSpec], values: Values, seed: int = 0) -> lis
     return tensors
 
 
-def _why(plain: Compute, inputs: Sequence[torch.Tensor], found: list[torch.Tensor]) -> str:
+def _why(plain: Compute, inputs: Sequence[torch.Tensor], actual: list[torch.Tensor]) -> str:
     """Return what the caller can do about a difference, or an empty string if that is unknown."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        is_fused = before and all_same(on_clones(plain, inputs), found)
+        is_fused = before and all_same(on_clones(plain, inputs), actual)
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
     if is_fused:

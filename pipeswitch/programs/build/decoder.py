@@ -18,18 +18,18 @@ from torch.nn import functional
 
 from ...base.errors import RegistrationRefused
 from ...base.units import format_bytes
-from ..decoding.generation import (
+from ..decoding.generation_settings import (
     CACHE,
     CACHE_NEW,
     LOGITS,
     VERSION,
-    Generation,
+    GenerationSettings,
     author_defaults,
     packed_tokenizer,
 )
 from ..running.factories import parameters_of
 from . import attention
-from .attention import Step, refuse
+from .attention import AttentionStep, refuse
 from .decoder_spec import UNUSUAL, decoder_spec, text_config
 from .dynamic import Dynamic
 
@@ -115,7 +115,7 @@ class Decoder(nn.Module):
             cache, mask = _without_gaps(cache, used, length)
         layers = [*self._past(cache)]
         keywords = {"position_ids": position} if self._takes_positions else {}
-        current = Step(step, used, cache.shape[1], self.spec.windows)
+        current = AttentionStep(step, used, cache.shape[1], self.spec.windows)
         with self._as_decoder(count), current():
             logits = self.model(
                 input_ids=ids,
@@ -147,7 +147,7 @@ class Decoder(nn.Module):
 
     def _mask(self, step: torch.Tensor, used: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         """Return the mask of a layer without a window: [batch, 1, length, past + length]."""
-        return Step(step, used, cache.shape[1]).full(cache.dtype)
+        return AttentionStep(step, used, cache.shape[1]).full(cache.dtype)
 
     @contextlib.contextmanager
     def _as_decoder(self, count: torch.Tensor) -> Iterator[None]:
@@ -187,7 +187,7 @@ class Decoder(nn.Module):
     def vocabulary(self) -> int:
         return int(self.model.get_output_embeddings().weight.shape[0])
 
-    def generation(self, tokenizer: Any = None) -> Generation:
+    def generation(self, tokenizer: Any = None) -> GenerationSettings:
         """Return the bundle's data beside the graph; ``tokenizer`` is a fast tokenizer or None."""
         own = getattr(self.model, "generation_config", None)
         settings = own or self.model.config
@@ -200,7 +200,7 @@ class Decoder(nn.Module):
         text = tokenizer.backend_tokenizer.to_str() if tokenizer is not None else ""
         template, unread = _chat_template(getattr(tokenizer, "chat_template", None))
         special = getattr(tokenizer, "special_tokens_map", {})
-        return Generation(
+        return GenerationSettings(
             version=VERSION,
             vocabulary=self.vocabulary,
             context=self.context,
@@ -226,19 +226,19 @@ class Decoder(nn.Module):
             own = self.model(input_ids=ids, use_cache=False, return_dict=True).logits[0]
             self._check_causal(ids, own)
             rows = torch.zeros(1, 0, self.width, dtype=self.dtype)
-            seen = 0
+            position = 0
             for length in (3, 1, 1, total - 6, 1):
-                piece = ids[:, seen : seen + length]
-                given = torch.tensor([length]), torch.tensor([seen])
+                piece = ids[:, position : position + length]
+                counts = torch.tensor([length]), torch.tensor([position])
                 padding = torch.ones(1, 3, self.width, dtype=self.dtype)  # as of a longer neighbour
-                found = self(piece, *given, torch.cat([rows, padding], 1))
-                rows = torch.cat([rows, found[CACHE_NEW]], 1)
-                seen += length
-                difference = float((found[LOGITS][0] - own[seen - 1]).abs().max())
-                if not difference <= _CLOSE * float(own[seen - 1].abs().max()):
+                outputs = self(piece, *counts, torch.cat([rows, padding], 1))
+                rows = torch.cat([rows, outputs[CACHE_NEW]], 1)
+                position += length
+                difference = float((outputs[LOGITS][0] - own[position - 1]).abs().max())
+                if not difference <= _CLOSE * float(own[position - 1].abs().max()):
                     refuse(
                         "with its keys and values as a state it answers other logits (they differ "
-                        f"by {difference:.2g} at token {seen}): it keeps other state, or its "
+                        f"by {difference:.2g} at token {position}): it keeps other state, or its "
                         "attention is unusual",
                         UNUSUAL,
                     )
@@ -260,13 +260,13 @@ class Decoder(nn.Module):
             )
 
 
-def _chat_template(given: Any) -> tuple[str, list[str]]:
+def _chat_template(template: Any) -> tuple[str, list[str]]:
     """Return the template that transformers uses for a chat: the one named ``tool_use`` if there
     are tools, else the default one, or the only one.
 
     If there is no default among several, a note says so.
     """
-    named = given if isinstance(given, dict) else {"default": given or ""}
+    named = template if isinstance(template, dict) else {"default": template or ""}
     if "default" in named and "tool_use" in named:
         both = [str(named[name]).removesuffix("\n") for name in ("tool_use", "default")]
         return "{{% if tools %}}{}{{% else %}}{}{{% endif %}}".format(*both), []
@@ -329,11 +329,11 @@ def decoder(model: Any) -> Decoder:
     if not hasattr(model, "config"):
         refuse(f"a {type(model).__name__} is not a language model of transformers")
     try:
-        found = Decoder(model)
-        found.check()
+        wrapped = Decoder(model)
+        wrapped.check()
     except RegistrationRefused:
         raise
     except Exception as error:  # a model's own code
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         refuse(f"with a state a {type(model).__name__} raised {reason}", UNUSUAL)
-    return found
+    return wrapped

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from .attention import NAME, Step, refuse
+from .attention import NAME, AttentionStep, refuse
 
 Kind = Literal["full", "window", "shared"]  # shared: it reads another layer's keys and values
 UNUSUAL: Final = "register it without generate; each request then computes the whole text"
@@ -23,7 +23,7 @@ _STATES: Final[Mapping[str, str]] = {
 
 
 @dataclass(frozen=True)
-class LayerSpec:
+class DecoderLayer:
     """Layer of a model: what it adds to a token's row of the cache."""
 
     kind: Kind
@@ -42,7 +42,7 @@ class LayerSpec:
 class DecoderSpec:
     """All layers of a model, in order, and how they attend."""
 
-    layers: tuple[LayerSpec, ...]
+    layers: tuple[DecoderLayer, ...]
     dtype: torch.dtype
     has_our_attention: bool  # else the model's own, which wants rows without gaps
 
@@ -73,7 +73,7 @@ def decoder_spec(model: Any, cache_keyword: str) -> DecoderSpec:
     config = text_config(model)
     kinds = _kinds(model)
     cache = DynamicCache(config=config)
-    step = Step(torch.arange(2), torch.zeros(1, dtype=torch.long), 0)
+    step = AttentionStep(torch.arange(2), torch.zeros(1, dtype=torch.long), 0)
     ids, before = torch.zeros(1, 2, dtype=torch.long), config._attn_implementation
     config._attn_implementation = NAME
     try:
@@ -87,24 +87,24 @@ def decoder_spec(model: Any, cache_keyword: str) -> DecoderSpec:
     finally:
         config._attn_implementation = before
     if has_our_attention:
-        for number, asked in step.asked.items():
-            if asked != (window := kinds[number][1]):
-                reason = f"layer {number} attends to {asked or 'all'} tokens"
+        for number, requested in step.asked.items():
+            if requested != (window := kinds[number][1]):
+                reason = f"layer {number} attends to {requested or 'all'} tokens"
                 refuse(f"{reason}, and its configuration says {window or 'all'}", UNUSUAL)
     else:
         cache = DynamicCache(config=config)
         with torch.no_grad():
             model(input_ids=ids, use_cache=True, **{cache_keyword: cache})
     layers = []
-    for (kind, window), kept in zip(kinds, cache.layers, strict=True):
-        keys, values = kept.keys, kept.values
+    for (kind, window), layer in zip(kinds, cache.layers, strict=True):
+        keys, values = layer.keys, layer.values
         if kind == "shared":
-            layers.append(LayerSpec(kind, window))
+            layers.append(DecoderLayer(kind, window))
         elif keys is None or keys.dim() != 4 or keys.shape[2] != 2:
             refuse(f"a {type(model).__name__} keeps no keys and values of each token", UNUSUAL)
         else:
-            layers.append(LayerSpec(kind, window, keys.shape[1], keys.shape[3], values.shape[3]))
-    dtypes = {kept.keys.dtype for kept in cache.layers if kept.keys is not None}
+            layers.append(DecoderLayer(kind, window, keys.shape[1], keys.shape[3], values.shape[3]))
+    dtypes = {layer.keys.dtype for layer in cache.layers if layer.keys is not None}
     if len(dtypes) != 1:
         refuse("its layers keep keys and values of several types", UNUSUAL)
     return DecoderSpec(tuple(layers), dtypes.pop(), has_our_attention)
@@ -119,9 +119,9 @@ def _kinds(model: Any) -> list[tuple[Kind, int]]:
     named = getattr(config, "layer_types", None) or types  # of a layer that shares too
     if unknown := sorted({*types} - {"full_attention", "sliding_attention", "dummy"}):
         numbers = [at for at, kind in enumerate(types) if kind == unknown[0]]
-        kept = _STATES.get(unknown[0], unknown[0])
+        state_name = _STATES.get(unknown[0], unknown[0])
         which = ", ".join(map(str, numbers[:4])) + (", ..." if len(numbers) > 4 else "")
-        reason = f"{type(model).__name__} keeps in layers {which} {kept}"
+        reason = f"{type(model).__name__} keeps in layers {which} {state_name}"
         refuse(f"{reason}; a sequence here has keys and values of each token", UNUSUAL)
     kinds: list[tuple[Kind, int]] = []
     for kind, name, more in zip(types, named, options, strict=True):

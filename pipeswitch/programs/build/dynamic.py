@@ -48,29 +48,29 @@ class NotDynamic(Exception):
 
 def narrowed(axes: Axes, shapes: Sequence[Sequence[int]], works: Works) -> Axes:
     """Return the same dimensions with the ranges that work; equal ones if none is narrower."""
-    given = {dim.name: shapes[number][axis] for (number, axis), dim in axes.items()}
-    found = {}
+    own = {dim.name: shapes[number][axis] for (number, axis), dim in axes.items()}
+    ranges = {}
     for place, dim in axes.items():
         low, high = works.get(dim.name, (None, None))
         low, high = max(dim.low, low or dim.low), min(dim.high, high or dim.high)
-        is_range = low <= given[dim.name] <= high and low < high
-        found[place] = Dim(dim.name, low, high) if is_range else dim
-    return found
+        is_range = low <= own[dim.name] <= high and low < high
+        ranges[place] = Dim(dim.name, low, high) if is_range else dim
+    return ranges
 
 
 def working_end(
-    values: Values, given: Values, is_same: Callable[[Values], bool]
+    values: Values, own: Values, is_same: Callable[[Values], bool]
 ) -> dict[str, tuple[int | None, int | None]]:
-    """Return how far the range of the one dimension that differs from ``given`` works, searched
+    """Return how far the range of the one dimension that differs from ``own`` works, searched
     from a failing value.
 
     The result is empty if several dimensions differ.
     """
-    names = [name for name in given if name != BATCH and values[name] != given[name]]
+    names = [name for name in own if name != BATCH and values[name] != own[name]]
     if len(names) != 1:
         return {}
     [name] = names
-    broken, whole = values[name], given[name]
+    broken, whole = values[name], own[name]
     sign = 1 if whole > broken else -1
     halves = [abs(whole - broken) >> n for n in range(1, MAX_EXTENT.bit_length())]
     tried = [broken + sign, *(whole - sign * distance for distance in halves if distance)]
@@ -85,23 +85,23 @@ def asked_axes(names: Sequence[str], shapes: Sequence[Sequence[int]], dynamic: D
         RegistrationRefused: there is no such input or dimension, or a range that is none.
     """
     axes: Axes = {}
-    taken: dict[str, tuple[Dim, int]] = {}
+    names_used: dict[str, tuple[Dim, int]] = {}
     for name, axis_ranges in _by_input(names, dynamic):
         number = names.index(name)
         shape = shapes[number]
-        for axis, given in axis_ranges.items():
-            part = f"dynamic {name!r}: {{{axis!r}: {given!r}}}"
+        for axis, bounds in axis_ranges.items():
+            part = f"dynamic {name!r}: {{{axis!r}: {bounds!r}}}"
             if type(axis) is not int or not 0 <= axis < len(shape):
                 raise RegistrationRefused(part, f"it has dimensions 0 to {len(shape) - 1}")
-            called, low, high = _range(part, given)
+            label, low, high = _range(part, bounds)
             if not low <= shape[axis] <= high:
                 raise RegistrationRefused(
                     part, f"the example's extent {shape[axis]} is not within {low}..{high}"
                 )
             if low == high:
                 continue  # a number
-            free = [called] if called else names_for(shape, axis)
-            axes[number, axis] = _named(free, low, high, shape[axis], taken)
+            free = [label] if label else names_for(shape, axis)
+            axes[number, axis] = _named(free, low, high, shape[axis], names_used)
     return axes
 
 
@@ -112,17 +112,19 @@ def _by_input(names: Sequence[str], dynamic: Any) -> Iterator[tuple[str, dict[An
     """
     if isinstance(dynamic, list | tuple):
         dynamic = dict(zip(names, dynamic, strict=False))
-    for pattern, wanted in dynamic.items():
-        found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
-        if not found:
+    for pattern, axis_ranges in dynamic.items():
+        matches = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
+        if not matches:
             raise RegistrationRefused(
                 f"dynamic {pattern!r}",
                 f"no input has that name{nearest(pattern, names)}",
                 hint=f"the inputs are {', '.join(names)}",
             )
-        ranges = dict(wanted if isinstance(wanted, Mapping) else enumerate(wanted or ()))
-        for name in found:
-            yield name, {axis: given for axis, given in ranges.items() if given is not None}
+        ranges = dict(
+            axis_ranges if isinstance(axis_ranges, Mapping) else enumerate(axis_ranges or ())
+        )
+        for name in matches:
+            yield name, {axis: bounds for axis, bounds in ranges.items() if bounds is not None}
 
 
 def names_for(shape: Sequence[Any], axis: int) -> Iterator[str]:
@@ -133,19 +135,19 @@ def names_for(shape: Sequence[Any], axis: int) -> Iterator[str]:
     return (f"{usual}{number or ''}" for number in range(MAX_NAMED))
 
 
-def _range(part: str, given: Any) -> tuple[str, int, int]:
-    if hasattr(given, "min") and hasattr(given, "max"):  # a torch.export.Dim
-        given = (getattr(given, "__name__", ""), _end(given.min, 1), _end(given.max, ENDLESS))
-    found = tuple(given) if isinstance(given, list | tuple) else ()
-    called, bounds = ("", found) if len(found) == 2 else (found[0] if found else "", found[1:])
+def _range(part: str, ends: Any) -> tuple[str, int, int]:
+    if hasattr(ends, "min") and hasattr(ends, "max"):  # a torch.export.Dim
+        ends = (getattr(ends, "__name__", ""), _end(ends.min, 1), _end(ends.max, ENDLESS))
+    parts = tuple(ends) if isinstance(ends, list | tuple) else ()
+    label, bounds = ("", parts) if len(parts) == 2 else (parts[0] if parts else "", parts[1:])
     is_range = len(bounds) == 2 and all(type(one) is int for one in bounds)
-    if not is_range or not isinstance(called, str) or not 1 <= bounds[0] <= bounds[1] <= MAX_EXTENT:
+    if not is_range or not isinstance(label, str) or not 1 <= bounds[0] <= bounds[1] <= MAX_EXTENT:
         raise RegistrationRefused(
             part,
             f"a range is ([name,] smallest, largest), up to {MAX_EXTENT}; "
             'or torch.export.Dim("length", min=1, max=512)',
         )
-    return called, bounds[0], bounds[1]
+    return label, bounds[0], bounds[1]
 
 
 def _end(end: Any, default: int) -> int:
@@ -154,11 +156,11 @@ def _end(end: Any, default: int) -> int:
 
 
 def _named(
-    free: Iterable[str], low: int, high: int, extent: int, taken: dict[str, tuple[Dim, int]]
+    free: Iterable[str], low: int, high: int, extent: int, names_used: dict[str, tuple[Dim, int]]
 ) -> Dim:
     """Return a dimension of the first name that is free, or has the same range."""
     for name in free:
-        dim, known = taken.setdefault(name, (Dim(name, low, high), extent))
+        dim, known = names_used.setdefault(name, (Dim(name, low, high), extent))
         if (dim.low, dim.high, known) == (low, high, extent):
             return dim
     raise RegistrationRefused(
@@ -168,7 +170,7 @@ def _named(
     )
 
 
-def batch_axes(shapes: Sequence[Sequence[int]], max_batch: int, asked: Axes) -> tuple[Axes, str]:
+def batch_axes(shapes: Sequence[Sequence[int]], max_batch: int, axes: Axes) -> tuple[Axes, str]:
     """Dimension 0 of all inputs, which they share; or none, and why.
 
     An input of one number (a time step, a temperature) has no say where the others have several
@@ -181,25 +183,25 @@ def batch_axes(shapes: Sequence[Sequence[int]], max_batch: int, asked: Axes) -> 
     extents = {*rows.values()}
     if not rows:
         return {}, "no input has a dimension" if shapes else "there are no inputs"
-    given = [dim for (_, axis), dim in asked.items() if axis == 0]
-    if given and given[0].name != BATCH:
-        return {}, f"dimension 0 is {given[0].name}"
+    batch_dims = [dim for (_, axis), dim in axes.items() if axis == 0]
+    if batch_dims and batch_dims[0].name != BATCH:
+        return {}, f"dimension 0 is {batch_dims[0].name}"
     if len(extents) != 1 or 0 in extents:
         return {}, (
             "the inputs do not share dimension 0 (dynamic opens it: give equal ranges for all of "
             'the inputs that change together, {"a": {0: (1, 64)}, "b": {0: (1, 64)}})'
         )
-    dim = given[0] if given else Dim(BATCH, 1, max(max_batch, *extents))
+    dim = batch_dims[0] if batch_dims else Dim(BATCH, 1, max(max_batch, *extents))
     if dim.high < 2:
         return {}, "max_batch is 1"
     return dict.fromkeys(((number, 0) for number in rows), dim), ""
 
 
-def choices(batch: Axes, asked: Axes, *, is_wish: bool) -> list[Axes]:
+def choices(batch: Axes, axes: Axes, *, is_wish: bool) -> list[Axes]:
     """Return the attempts in order; ``is_wish`` allows dropping the requested dimensions."""
-    tried = [{**batch, **asked}]
-    if not any(axis == 0 for _, axis in asked):
-        tried.append(asked)
-    if is_wish or not asked:
+    tried = [{**batch, **axes}]
+    if not any(axis == 0 for _, axis in axes):
+        tried.append(axes)
+    if is_wish or not axes:
         tried += [batch, {}]
     return [axes for index, axes in enumerate(tried) if axes not in tried[:index]]

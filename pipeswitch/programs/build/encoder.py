@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...base.errors import RegistrationRefused
-from ..decoding.generation import Generation
+from ..decoding.generation_settings import GenerationSettings
 from ..graphs.bundle import VERSION, Graph, Node, check_graph
 from ..graphs.graph import mutations
 from ..graphs.operators import DROPPED_AT_EXPORT, split_target
@@ -26,10 +26,7 @@ from .symbols import extent_of, suspects
 
 _PREFIX: Final = "module."
 _INNER: Final = torch.ops.export.access_subclass_inner_tensor.default
-_SYMBOLIC: Final[dict[Any, str]] = {
-    torch.sym_max: "_operator.max",
-    torch.sym_min: "_operator.min",
-}
+_SYMBOLIC: Final[dict[Any, str]] = {torch.sym_max: "_operator.max", torch.sym_min: "_operator.min"}
 _INSTEAD: Final = {
     "aten.detach_.default": "aten.detach.default",  # of a constant made in forward
     "aten.unfold.default": "aten.unfold_copy.default",  # windows that share no memory
@@ -43,7 +40,7 @@ _OF_GRADIENTS: Final[dict[str, tuple[int, tuple[str, ...]]]] = {
 
 
 @dataclass
-class Program:
+class EncodedProgram:
     """An exported program: its graph, and the weights the graph's names stand for.
 
     Attributes:
@@ -58,7 +55,7 @@ class Program:
     weights: list[torch.Tensor]
     notes: list[str] = field(default_factory=list)
     suspects: list[dict[str, int]] = field(default_factory=list)
-    generation: Generation | None = None
+    generation: GenerationSettings | None = None
 
 
 class Encoder:
@@ -97,12 +94,12 @@ class Encoder:
     # Keys before numbering: ("i", n) an input, ("w", n) a weight, ("n", n) a node. Weights are
     # numbered by first use, which is known only when all nodes have been seen.
 
-    def program(self) -> Program:
+    def program(self) -> EncodedProgram:
         signature = self._exported.graph_signature
         if signature.buffers_to_mutate:
-            lost = sorted({n.removeprefix(_PREFIX) for n in signature.buffers_to_mutate.values()})
+            names = sorted({n.removeprefix(_PREFIX) for n in signature.buffers_to_mutate.values()})
             raise RegistrationRefused(
-                f"buffers {', '.join(lost)}",
+                f"buffers {', '.join(names)}",
                 "the module changes them in eval mode; an eviction would lose the change",
                 hint=WRITES,
             )
@@ -286,7 +283,7 @@ class Encoder:
 
     def _numbered(
         self, inputs: list[ValueSpec], results: list[Any], outputs: list[ValueSpec]
-    ) -> Program:
+    ) -> EncodedProgram:
         order = _weights_by_first_use(self._nodes, results)
         first_node = len(inputs) + len(order)
         weight_number = {weight: len(inputs) + index for index, weight in enumerate(order)}
@@ -315,7 +312,7 @@ class Encoder:
         graph = _private_inputs(graph)
         check_graph(graph)
         conditions = [condition.xreplace(self._replaced) for condition in self._conditions]
-        return Program(
+        return EncodedProgram(
             graph,
             [self._weights[weight] for weight in order],
             suspects=suspects(conditions, self._symbols, self._dims),
@@ -323,8 +320,7 @@ class Encoder:
 
 
 def inline_regions(module: torch.fx.GraphModule) -> None:
-    """Put the bodies of blocks that change nothing here (autocast that is off, the gradient mode)
-    into the graph around them, in place."""
+    """Inline the bodies of blocks that change nothing here, such as disabled autocast."""
     higher: Any = torch.ops.higher_order
     for node in list(module.graph.nodes):
         match node.args if node.op == "call_function" else ():

@@ -25,7 +25,7 @@ from ..spec import DEFAULT_SEQUENCES
 from .checking import align, check_program
 from .decoder import decoder
 from .dynamic import Axes, Dynamic, NotDynamic, asked_axes, batch_axes, choices, narrowed
-from .encoder import Encoder, Program
+from .encoder import EncodedProgram, Encoder
 from .export_hints import OTHERS, advice, refuse_engines
 from .export_lock import one_export_at_a_time, quiet
 from .naming import Example, Flat, named_inputs
@@ -35,7 +35,7 @@ from .statefulness import Fresh, check_keeps_nothing
 MAX_NARROWED: Final = 4  # exports of one registration that end in a narrower range
 SYMBOLIC_SHAPES_LOG: Final = "torch.fx.experimental.symbolic_shapes"
 
-Verify = Callable[[Program], None]
+Verify = Callable[[EncodedProgram], None]
 
 
 @one_export_at_a_time()
@@ -48,7 +48,7 @@ def export_module(
     dynamic: Dynamic | None = None,
     is_wish: bool = False,
     verify: Verify | None = None,
-) -> Program:
+) -> EncodedProgram:
     """Export ``module`` in eval mode; the caller's module is left in the mode it was in.
 
     Args:
@@ -72,10 +72,10 @@ def export_module(
         flat.training = False
         fresh, (returns, outputs) = Fresh(flat), _outputs(flat, inputs)
         shapes = [tuple(value.shape) for value in inputs]
-        asked = asked_axes(example.names, shapes, dynamic or {})
-        batch, why_fixed = batch_axes(shapes, max_batch, asked)
+        asked_dims = asked_axes(example.names, shapes, dynamic or {})
+        batch, why_fixed = batch_axes(shapes, max_batch, asked_dims)
         reasons, narrower = [""], list[str]()
-        tried = deque(choices(batch, asked, is_wish=is_wish))
+        tried = deque(choices(batch, asked_dims, is_wish=is_wish))
         while tried:
             axes = tried.popleft()
             try:
@@ -93,16 +93,16 @@ def export_module(
                     narrower.append(str(error))
                     tried.appendleft(again)
         else:
-            raise _refused(asked, reasons[-1])
-        wider = {dim.name: dim for dim in (*batch.values(), *asked.values())}
+            raise _refused(asked_dims, reasons[-1])
+        wider = {dim.name: dim for dim in (*batch.values(), *asked_dims.values())}
         fixed = {BATCH: why_fixed or reasons[-1]}
-        fixed |= {dim.name: reasons[-1] for dim in asked.values()}
+        fixed |= {dim.name: reasons[-1] for dim in asked_dims.values()}
         program.notes += _notes(program, flat.fixed, wider, narrower, fixed)
         return program
 
 
 def _notes(
-    program: Program,
+    program: EncodedProgram,
     alone: Mapping[str, Any],
     wider: Mapping[str, Dim],
     narrower: Sequence[str],
@@ -122,10 +122,10 @@ def _notes(
     ]
 
 
-def _refused(asked: Axes, why: str) -> RegistrationRefused:
-    if not asked:
+def _refused(axes: Axes, why: str) -> RegistrationRefused:
+    if not axes:
         return RegistrationRefused("export", why, hint=advice(why))
-    names = ", ".join(dict.fromkeys(dim.name for dim in asked.values()))
+    names = ", ".join(dict.fromkeys(dim.name for dim in axes.values()))
     hint = advice(why)
     if hint == OTHERS:  # torch complains of the range
         hint = "give a range that the model supports, or leave it out to use the example's size"
@@ -192,22 +192,24 @@ def _not_dynamic(error: BaseException) -> NotDynamic:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or not lines[0].startswith("Constraints violated"):
         return NotDynamic(f"torch.export: {first_line(error)}")
-    said, works = [], {}
+    findings, works = [], {}
     for line in lines:
-        if found := _RANGE.fullmatch(line):
-            high = f" to {found[3]}" if found[3] else ""
-            is_ours = not found[1].startswith("_")
-            said += [f"it takes {found[1]} from {found[2] or 1}{high}"] if is_ours else []
-            works[found[1]] = (int(found[2] or 1), int(found[3]) if found[3] else None)
-        elif found := _FIXED.fullmatch(line):
-            said.append(f"the model fixes {found[1]} at {found[2]}")
-        elif found := _RELATED.fullmatch(line):
-            said.append(f"its {found[1]} must be {found[2].replace('*_', ' times a whole ')}")
-    why = ", ".join(said)[:300] or " ".join(lines[1:2])[:300] or lines[0][:200]
+        if match := _RANGE.fullmatch(line):
+            high = f" to {match[3]}" if match[3] else ""
+            is_ours = not match[1].startswith("_")
+            findings += [f"it takes {match[1]} from {match[2] or 1}{high}"] if is_ours else []
+            works[match[1]] = (int(match[2] or 1), int(match[3]) if match[3] else None)
+        elif match := _FIXED.fullmatch(line):
+            findings.append(f"the model fixes {match[1]} at {match[2]}")
+        elif match := _RELATED.fullmatch(line):
+            findings.append(f"its {match[1]} must be {match[2].replace('*_', ' times a whole ')}")
+    why = ", ".join(findings)[:300] or " ".join(lines[1:2])[:300] or lines[0][:200]
     return NotDynamic(why, works)
 
 
-def _export_once(flat: Flat, example: Example, output_names: list[str], axes: Axes) -> Program:
+def _export_once(
+    flat: Flat, example: Example, output_names: list[str], axes: Axes
+) -> EncodedProgram:
     inputs = example.tensors
     arguments = [value.clone() for value in inputs]
     dims = {
@@ -236,7 +238,7 @@ def _export_once(flat: Flat, example: Example, output_names: list[str], axes: Ax
     return Encoder(exported, example.names, output_names, axes).program()
 
 
-def write_program(path: str | os.PathLike[str], program: Program) -> None:
+def write_program(path: str | os.PathLike[str], program: EncodedProgram) -> None:
     """Write ``program`` as a bundle."""
     write_bundle(
         path,
@@ -257,7 +259,7 @@ def _checked_program(
     input_names: Sequence[str] | None,
     max_batch: int,
     dynamic: Dynamic,
-) -> Program:
+) -> EncodedProgram:
     """Export, and again with fewer open dimensions where other extents have other bits.
 
     A request must have one answer, the module's own: what counts its calls or draws numbers has
@@ -271,7 +273,7 @@ def _checked_program(
     def plain(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return list(flat(*values))
 
-    def verify(program: Program) -> None:
+    def verify(program: EncodedProgram) -> None:
         check_program(program, plain, fresh, example.tensors)
 
     with _served(module) as notes, warnings.catch_warnings():
@@ -311,10 +313,10 @@ def _traceable(module: Any, example: Example) -> Any:
         return module
     from torch._export.converter import TS2EPConverter  # imports torch's own exporter, and more
 
-    given = example.arguments
+    arguments = example.arguments
     if {value.shape[:1] for value in example.tensors} == {(1,)}:  # it would be a constant
-        given = tree_map_only(torch.Tensor, lambda value: torch.cat([value] * 2), given)
-    places, named = split_arguments(given, example.keywords)
+        arguments = tree_map_only(torch.Tensor, lambda value: torch.cat([value] * 2), arguments)
+    places, named = split_arguments(arguments, example.keywords)
     try:
         with torch.no_grad(), quiet(SYMBOLIC_SHAPES_LOG):
             return TS2EPConverter(module, tuple(places), named).convert().module()
@@ -396,7 +398,7 @@ def export_decoder_to_bundle(
     prompts and answers are ids.
     """
 
-    def made() -> Program:
+    def program_of() -> EncodedProgram:
         with _served(model):
             module = decoder(model)
             program = _checked_program(module, module.example(), None, max_batch, module.dynamic())
@@ -404,10 +406,10 @@ def export_decoder_to_bundle(
         program.notes[:0] = module.notes
         return program
 
-    return _written(path, made)
+    return _written(path, program_of)
 
 
-def _written(path: str | os.PathLike[str], make: Callable[[], Program]) -> dict[str, Any]:
+def _written(path: str | os.PathLike[str], make: Callable[[], EncodedProgram]) -> dict[str, Any]:
     try:
         program = make()
     except PipeSwitchError:

@@ -78,7 +78,7 @@ _ENGINES: Final = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 def advice(reason: str) -> str:
     """Return the advice for a reason given by torch or by the closed operator list."""
     rest = UNLISTED if reason.startswith("aten.") else OTHERS
-    return next((said for said, words in _KINDS if any(w in reason for w in words)), rest)
+    return next((hint for hint, words in _KINDS if any(w in reason for w in words)), rest)
 
 
 def refuse_wrapped(name: str, weight: Any) -> None:

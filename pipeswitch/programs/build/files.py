@@ -100,26 +100,26 @@ def convert_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) -
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # advice about sparse tensors
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
     except Exception as error:  # an UnpicklingError, or what a damaged file leads to
         reason = f"it contains more than tensors ({first_line(error)[:80]})"
         raise RegistrationRefused(part, reason, hint=hint) from None
     for key in _INNER:
-        if isinstance(found, dict) and isinstance(found.get(key), dict):
-            found = found[key]
-    if not isinstance(found, dict) or not all(map(is_tensor, found.values())) or not found:
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict) or not all(map(is_tensor, content.values())) or not content:
         reason = "it is not a state dict, and not a dict with one as 'state_dict'"
         raise RegistrationRefused(part, reason, hint=hint)
-    sparse = [name for name, value in found.items() if value.layout is not torch.strided]
+    sparse = [name for name, value in content.items() if value.layout is not torch.strided]
     if sparse:
         raise RegistrationRefused(
             part,
             f"{', '.join(sparse[:8])} is sparse; weights are dense",
             hint=f"state[{sparse[0]!r}] = state[{sparse[0]!r}].to_dense(), before torch.save",
         )
-    save_file({name: value.clone().contiguous() for name, value in found.items()}, out)
+    save_file({name: value.clone().contiguous() for name, value in content.items()}, out)
 
 
 @one_export_at_a_time()
@@ -156,18 +156,16 @@ def _taken(
         tuple(dims[n, axis].name if (n, axis) in dims else extent for axis, extent in enumerate(s))
         for n, s in enumerate(shapes)
     ]
-    given = values_of(specs, shapes) or {}
+    own = values_of(specs, shapes) or {}
     lows = {}
     for dim in dict.fromkeys(dims.values()):
-        tried = range(dim.low, min(dim.low + MAX_REFUSED, given[dim.name]))
+        tried = range(dim.low, min(dim.low + MAX_REFUSED, own[dim.name]))
         lows[dim.name] = next(
-            (n for n in tried if _takes(flat, resized(specs, inputs, {**given, dim.name: n}))),
-            given[dim.name],
+            (n for n in tried if _takes(flat, resized(specs, inputs, {**own, dim.name: n}))),
+            own[dim.name],
         )
     return {
-        name: {
-            axis: (called, lows.get(called, low), high) for axis, (called, low, high) in of.items()
-        }
+        name: {axis: (label, lows.get(label, low), high) for axis, (label, low, high) in of.items()}
         for name, of in dynamic.items()
     }
 
@@ -183,26 +181,26 @@ def _takes(flat: Flat, inputs: Sequence[torch.Tensor]) -> bool:
 
 def _open_in(loaded: torch.export.ExportedProgram, names: Sequence[str]) -> OpenDims:
     """Return the dimensions that a file was exported with, under our names."""
-    kept = set(loaded.graph_signature.user_inputs)
+    user_inputs = set(loaded.graph_signature.user_inputs)
     values = [
         node.meta["val"]
         for node in loaded.graph.nodes
-        if node.op == "placeholder" and node.name in kept and node.meta["val"] is not None
+        if node.op == "placeholder" and node.name in user_inputs and node.meta["val"] is not None
     ]
-    called: dict[Any, str] = {}
-    found: OpenDims = {}
+    dim_names: dict[Any, str] = {}
+    dims: OpenDims = {}
     for name, value in zip(names, values, strict=True):
         for axis, extent in enumerate(value.shape):
             if isinstance(extent, torch.SymInt):
                 symbol = extent.node.expr
-                if symbol not in called:
+                if symbol not in dim_names:
                     free = (
-                        one for one in names_for(value.shape, axis) if one not in called.values()
+                        one for one in names_for(value.shape, axis) if one not in dim_names.values()
                     )
-                    called[symbol] = next(free)
+                    dim_names[symbol] = next(free)
                 low, high = _ends(loaded, symbol)
-                found.setdefault(name, {})[axis] = (called[symbol], low, high)
-    return found
+                dims.setdefault(name, {})[axis] = (dim_names[symbol], low, high)
+    return dims
 
 
 def _ends(loaded: torch.export.ExportedProgram, symbol: Any) -> tuple[int, int]:

@@ -71,8 +71,8 @@ class _Chain:
 
     @property
     def members(self) -> tuple[int, ...]:
-        found = (self.product, self.norm, self.addition, self.activation)
-        return tuple(position for position in found if position is not None)
+        parts = (self.product, self.norm, self.addition, self.activation)
+        return tuple(position for position in parts if position is not None)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class _Form:
     node: Node
     weights: NewWeights  # its new ones
     run: Callable[[torch.Tensor, torch.Tensor], object]  # on its input and the other addend
-    given: Any  # its input
+    source: Any  # its input
     key: tuple[Any, ...]  # equal for forms that take equally long
 
 
@@ -113,7 +113,7 @@ class _Trace:
     def __init__(
         self, graph: Graph, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> None:
-        self.shapes = {value: tuple(given.shape) for value, given in enumerate(inputs)}
+        self.shapes = {value: tuple(tensor.shape) for value, tensor in enumerate(inputs)}
         self.taken: dict[int, torch.Tensor] = {}  # without data
         spans = [(position, position + 1) for position in range(len(graph.nodes))]
         compiled = CompiledGraph(graph, spans, "cpu")
@@ -121,8 +121,8 @@ class _Trace:
         with torch.inference_mode():
             for position, (node, call) in enumerate(zip(graph.nodes, compiled.calls, strict=True)):
                 if node.target in PRODUCTS:
-                    given = node.args[PRODUCTS[node.target]]
-                    x = environment.get(given["v"]) if isinstance(given, dict) else None
+                    arguments = node.args[PRODUCTS[node.target]]
+                    x = environment.get(arguments["v"]) if isinstance(arguments, dict) else None
                     if isinstance(x, torch.Tensor):
                         self.taken[position] = x.to("meta")
                 call(environment, [weights[index] for index in compiled.group_weights[position]])
@@ -274,20 +274,20 @@ class _Fusing:
 
     def _convolution(self, chain: _Chain, x: torch.Tensor) -> _Form | None:
         node = self._graph.nodes[chain.product]
-        given = [*node.args, *[None] * (7 - len(node.args))]
-        weight, bias = self._weight(given[1]), self._weight(given[2])
-        is_known = weight is not None and (given[2] is None or bias is not None)
+        arguments = [*node.args, *[None] * (7 - len(node.args))]
+        weight, bias = self._weight(arguments[1]), self._weight(arguments[2])
+        is_known = weight is not None and (arguments[2] is None or bias is not None)
         if not is_known or x.dim() != 4 or weight is None or weight.dtype != torch.float32:
             return None
         stride, padding, dilation = (
             list(one) * (2 // len(one)) if one else default
-            for one, default in zip(given[3:6], ([1, 1], [0, 0], [1, 1]), strict=True)
+            for one, default in zip(arguments[3:6], ([1, 1], [0, 0], [1, 1]), strict=True)
         )
-        how = (padding, stride, dilation, given[6] or 1)
+        how = (padding, stride, dilation, arguments[6] or 1)
         if chain.norm is not None:
             weight, bias = self._folded(self._graph.nodes[chain.norm], weight, bias)
         layout, data = self._kernels.pack_convolution(weight.to(self._dtype), *how, x.shape)
-        name = self._name_of(given[1])
+        name = self._name_of(arguments[1])
         new: dict[str, tuple[torch.Tensor, packing.PackedLayout | None]] = {
             f"{name}:packed": (data, layout)
         }
@@ -307,11 +307,11 @@ class _Fusing:
     def _linear(self, chain: _Chain, x: torch.Tensor) -> _Form | None:
         node = self._graph.nodes[chain.product]
         if node.target == "aten.addmm.default":
-            bias_at, given, weight_at = node.args[:3]
+            bias_at, source, weight_at = node.args[:3]
             weight = self._weight(weight_at)
             weight = weight if weight is None else weight.t()
         else:
-            given, weight_at, bias_at = (*node.args, None)[:3]
+            source, weight_at, bias_at = (*node.args, None)[:3]
             weight = self._weight(weight_at)
         bias = self._weight(bias_at)
         if weight is None or weight.dtype != torch.float32 or weight.dim() != 2:
@@ -319,14 +319,14 @@ class _Fusing:
         if bias_at is not None and (bias is None or tuple(bias.shape) != (len(weight),)):
             return None
         if self._precision == "int8":
-            return self._int8(node, (given, weight_at, bias_at), weight)
+            return self._int8(node, (source, weight_at, bias_at), weight)
         layout, data = self._kernels.pack_linear(weight.to(self._dtype))
         name = f"{self._name_of(weight_at)}:packed"
         rest = () if chain.addition is not None else self._after(chain)
         return self._form(
             (packing.LINEAR, packing.LINEAR_ADD),
             chain,
-            (given, {"w": name}, bias_at),
+            (source, {"w": name}, bias_at),
             (self._kernels.wrap(data, layout), bias),
             rest,
             {name: (data, layout)},
@@ -334,14 +334,14 @@ class _Fusing:
 
     def _int8(self, node: Node, arguments: tuple[Any, Any, Any], weight: torch.Tensor) -> _Form:
         """Return a product over int8 weights: symmetric, one scale for each output."""
-        given, weight_at, bias_at = arguments
+        source, weight_at, bias_at = arguments
         name = f"{self._name_of(weight_at)}:int8"
         scales = (weight.abs().amax(1).clamp(min=1e-30) / 127.0).bfloat16()
         rows = (weight / scales.float()[:, None]).round().clamp(-127, 127)
         rows = rows.to(torch.int8).contiguous()
         new: NewWeights = {name: (rows, None), f"{name}:scales": (scales, None)}
-        call = Node(packing.LINEAR_INT8, (given, {"w": name}, {"w": f"{name}:scales"}, bias_at))
-        return _Form(call, new, lambda x, other: None, given, ())
+        call = Node(packing.LINEAR_INT8, (source, {"w": name}, {"w": f"{name}:scales"}, bias_at))
+        return _Form(call, new, lambda x, other: None, source, ())
 
     def _form(
         self,
@@ -353,16 +353,16 @@ class _Fusing:
         new: NewWeights,
     ) -> _Form:
         """``arguments`` and ``values``: of input, weight and bias; of the last two."""
-        operators, (given, w, b) = self._kernels.operators(), arguments
+        operators, (source, w, b) = self._kernels.operators(), arguments
         key = (tuple(values[0].shape), str(rest), b is None, chain.norm is None)
         if chain.addition is None:
-            node = Node(targets[0], (given, w, b, *rest))
+            node = Node(targets[0], (source, w, b, *rest))
             call = operators[targets[0]]
-            return _Form(node, new, lambda x, other: call(x, *values, *rest), given, key)
-        node = Node(targets[1], (given, chain.other, w, b, *rest))
+            return _Form(node, new, lambda x, other: call(x, *values, *rest), source, key)
+        node = Node(targets[1], (source, chain.other, w, b, *rest))
         add = operators[targets[1]]
         run = lambda x, other: add(x, other, *values, *rest)  # noqa: E731
-        return _Form(node, new, run, given, (*key, "add"))
+        return _Form(node, new, run, source, (*key, "add"))
 
     def _is_channels_last(self, argument: Any) -> bool:
         """Return True if a packed convolution's channels-last layout reaches the value."""
@@ -405,12 +405,12 @@ class _Fusing:
     def _timed(self, chain: _Chain, form: _Form, trace: _Trace) -> tuple[float, ...]:
         """Return the milliseconds of the chain's plain calls and of its packed call."""
         targets = tuple(self._graph.nodes[one].target for one in chain.members)
-        taken = trace.taken[chain.product]
-        key = (targets, tuple(taken.shape), taken.stride(), *form.key)
+        value_seen = trace.taken[chain.product]
+        key = (targets, tuple(value_seen.shape), value_seen.stride(), *form.key)
         if key not in self._times:
-            x = ours = torch.full_like(taken, 0.5, device="cpu")
+            x = ours = torch.full_like(value_seen, 0.5, device="cpu")
             other = torch.zeros(trace.shapes[self._value(chain.product)])
-            if x.dim() == 4 and self._is_channels_last(form.given):
+            if x.dim() == 4 and self._is_channels_last(form.source):
                 ours = x.contiguous(memory_format=torch.channels_last)
                 other = other.contiguous(memory_format=torch.channels_last)
             with torch.inference_mode():
@@ -439,7 +439,7 @@ class _Fusing:
 
     def _numbered(self) -> Derived:
         graph = self._graph
-        kept: list[tuple[int, Node]] = []
+        nodes: list[tuple[int, Node]] = []
         copies: dict[int, int] = {}  # values whose copy is read from there on
 
         def read(argument: dict[str, Any]) -> dict[str, Any]:
@@ -450,25 +450,25 @@ class _Fusing:
             if self._needs_copy(position):
                 source = read(node.args[0])
                 copies[node.args[0]["v"]] = self._value(len(graph.nodes) + len(copies))
-                kept.append((copies[node.args[0]["v"]], Node(COPY, (source,))))
+                nodes.append((copies[node.args[0]["v"]], Node(COPY, (source,))))
             if position not in self._gone:
                 call = self._calls.get(position, node)
-                kept.append((self._value(position), _mapped(call, read)))
+                nodes.append((self._value(position), _mapped(call, read)))
         plain = zip(graph.weights, self._weights, strict=True)
         weights = {name: (data, None) for name, data in plain} | self._new
         results = [read({"v": value}) for value in graph.results]
-        return renumbered(graph, kept, results, weights, self._plain_count)
+        return renumbered(graph, nodes, results, weights, self._plain_count)
 
     def _needs_copy(self, position: int) -> bool:
         """Return True if a call takes a view that channels-last memory does not allow."""
         node = self._graph.nodes[position]
-        given = node.args[0] if node.args else None
-        if node.target != "aten.view.default" or not isinstance(given, dict) or "v" not in given:
+        source = node.args[0] if node.args else None
+        if node.target != "aten.view.default" or not isinstance(source, dict) or "v" not in source:
             return False
-        if not self._calls or not self._is_channels_last(given):
+        if not self._calls or not self._is_channels_last(source):
             return False
         for trace in self._traces:
-            value = torch.empty(trace.shapes[given["v"]], device="meta")
+            value = torch.empty(trace.shapes[source["v"]], device="meta")
             try:
                 value.to(memory_format=torch.channels_last).view(
                     trace.shapes[self._value(position)]
@@ -480,7 +480,7 @@ class _Fusing:
 
 def renumbered(
     graph: Graph,
-    kept: Sequence[tuple[int, Node]],
+    nodes_kept: Sequence[tuple[int, Node]],
     results: Sequence[Any],
     weights: NewWeights,
     plain_count: int,
@@ -489,7 +489,7 @@ def renumbered(
 
     Args:
         graph: the former one.
-        kept: the calls in order, each with its value: the number that others name it by.
+        nodes_kept: the calls in order, each with its value: the number that others name it by.
         results: arguments that name the outputs.
         weights: by name, as ``{"w": name}`` or the number of a former one names them.
         plain_count: of the result.
@@ -503,10 +503,10 @@ def renumbered(
             order.setdefault(argument["w"], first + len(order))
         return argument
 
-    nodes = [_mapped(node, named) for _, node in kept]
+    nodes = [_mapped(node, named) for _, node in nodes_kept]
     outputs = [named(one) for one in results]
     moved = {value: value for value in range(first)}
-    moved |= {value: at for at, (value, _) in enumerate(kept, first + len(order))}
+    moved |= {value: at for at, (value, _) in enumerate(nodes_kept, first + len(order))}
 
     def numbered(argument: dict[str, Any]) -> dict[str, Any]:
         if "w" in argument:

@@ -77,7 +77,7 @@ class Meter:
 
     def _run(self) -> None:
         while not self._is_closed.wait(LOOK_EVERY_S):
-            held_bytes = held(self._folder)
+            held_bytes = folder_bytes(self._folder)
             if held_bytes > self._limit_bytes:
                 self._on_over(held_bytes)
                 return
@@ -87,7 +87,7 @@ class Meter:
         self._thread.join()
 
 
-def held(folder: Path) -> int:
+def folder_bytes(folder: Path) -> int:
     """Bytes of the files in it; a link, which a hub's cache is full of, is none."""
     total_bytes = 0
     for path, _, names in os.walk(folder):

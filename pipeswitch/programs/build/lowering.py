@@ -83,8 +83,8 @@ class _Lowering:
     def run(self, inputs: Sequence[torch.Tensor]) -> Derived:
         """Return the new graph."""
         graph = self._graph
-        for value, given in enumerate(inputs):
-            self._made[value] = {"v": value}, given.clone()
+        for value, tensor in enumerate(inputs):
+            self._made[value] = {"v": value}, tensor.clone()
         for (name, value), weight in zip(self._named.items(), self._derived.weights, strict=True):
             layout = graph.packed.get(name)
             self._made[value] = {"w": name}, self._wrap(weight, layout) if layout else weight
@@ -142,8 +142,8 @@ class _Lowering:
         elif name == "embedding" and (rows := self._int8_rows(node)) is not None:
             return rows
         elif name in LOOK_UPS:
-            made = self._emit(target, node, self._kept)
-            return self._converted(made, torch.float32) if _is_half(made[1]) else made
+            value = self._emit(target, node, self._kept)
+            return self._converted(value, torch.float32) if _is_half(value[1]) else value
         for way in ways[:-1]:
             count = len(self._nodes)
             try:
@@ -151,8 +151,8 @@ class _Lowering:
             except (RuntimeError, TypeError):
                 del self._nodes[count:]
                 self._rows.discard(own)
-                kept = {k: made for k, made in self._cast.items() if made[0]["v"] < NEW + count}
-                self._cast = kept
+                casts = {k: cast for k, cast in self._cast.items() if cast[0]["v"] < NEW + count}
+                self._cast = casts
         return self._emit(target, node, ways[-1])
 
     def _int8_rows(self, node: Node) -> _Made | None:
@@ -160,21 +160,21 @@ class _Lowering:
         table = node.args[0]["v"]
         if not len(self._graph.inputs) <= table < self._graph.first_node_value:
             return None
-        found = self._named.get(f"{self._name(table)}:int8")
-        if found is None:
+        int8_name = self._named.get(f"{self._name(table)}:int8")
+        if int8_name is None:
             return None
         scales = self._made[self._named[f"{self._name(table)}:int8:scales"]]
         column = self._added("aten.unsqueeze.default", [scales[0], 1], scales[1].unsqueeze(1))
-        rows = self._emit(node.target, node, lambda v: self._made[found if v == table else v])
+        rows = self._emit(node.target, node, lambda v: self._made[int8_name if v == table else v])
         steps = self._emit(node.target, node, lambda v: column if v == table else self._made[v])
         rows, steps = (self._converted(one, torch.float32) for one in (rows, steps))
         return self._added("aten.mul.Tensor", [rows[0], steps[0]], rows[1] * steps[1])
 
-    def _thawed(self, own: int, made: _Made) -> _Made:
+    def _thawed(self, own: int, value: _Made) -> _Made:
         """Return a result as float32 if it shares memory that is changed in place."""
-        if self._root[own] in self._frozen and _is_half(made[1]):
-            return self._converted(made, torch.float32)
-        return made
+        if self._root[own] in self._frozen and _is_half(value[1]):
+            return self._converted(value, torch.float32)
+        return value
 
     def _emit(self, target: str, node: Node, way: Callable[[int], _Made]) -> _Made:
         values: list[Any] = []
@@ -197,40 +197,42 @@ class _Lowering:
 
         arguments = []
         for argument in node.args:
-            made, value = spelt(argument)
-            arguments.append(made)
+            spelling, value = spelt(argument)
+            arguments.append(spelling)
             values.append(value)
         named = {key: spelt(argument) for key, argument in node.kwargs.items()}
         call = self._operators.get(target) or resolve(target)
         result = call(*values, **{key: value for key, (_, value) in named.items()})
-        return self._added(target, arguments, result, {k: made for k, (made, _) in named.items()})
+        return self._added(
+            target, arguments, result, {k: spelling for k, (spelling, _) in named.items()}
+        )
 
     def _added(self, target: str, arguments: list[Any], result: Any, named: Any = None) -> _Made:
         self._nodes.append(Node(target, tuple(arguments), named or {}))
         return {"v": NEW + len(self._nodes) - 1}, result
 
-    def _converted(self, made: _Made, dtype: torch.dtype) -> _Made:
+    def _converted(self, value: _Made, dtype: torch.dtype) -> _Made:
         name = str(dtype).removeprefix("torch.")
-        return self._added("aten.to.dtype", [made[0], {"dtype": name}], made[1].to(dtype))
+        return self._added("aten.to.dtype", [value[0], {"dtype": name}], value[1].to(dtype))
 
     # ---- ways to give a call its arguments ----------------------------------------------------
 
     def _as(self, value: int, dtype: torch.dtype) -> _Made:
-        made = self._made[value]
-        held = self._weight(value, dtype is torch.float32)
-        if held is not None:
-            made = held
-        if not isinstance(made[1], torch.Tensor) or made[1].dtype is dtype:
-            return made
-        if made[1].layout is not torch.strided or made[1].dtype not in (_HALF, torch.float32):
-            return made
+        entry = self._made[value]
+        weight = self._weight(value, dtype is torch.float32)
+        if weight is not None:
+            entry = weight
+        if not isinstance(entry[1], torch.Tensor) or entry[1].dtype is dtype:
+            return entry
+        if entry[1].layout is not torch.strided or entry[1].dtype not in (_HALF, torch.float32):
+            return entry
         key = (value, dtype)
         if key not in self._cast:
-            if held is not None and dtype is _HALF:
+            if weight is not None and dtype is _HALF:
                 name = f"{self._name(value)}:bf16"
-                self._weights[name] = made[1].to(_HALF)
+                self._weights[name] = entry[1].to(_HALF)
                 return {"w": name}, self._weights[name]
-            self._cast[key] = self._converted(made, dtype)
+            self._cast[key] = self._converted(entry, dtype)
         return self._cast[key]
 
     def _kept(self, value: int) -> _Made:
@@ -245,11 +247,11 @@ class _Lowering:
         """Return a weight as it is stored; None if the value is not a weight."""
         if not len(self._graph.inputs) <= value < self._graph.first_node_value:
             return None
-        made = self._made[value]
-        if not (is_stored and _is_stored_half(made[1])):
-            return made
+        entry = self._made[value]
+        if not (is_stored and _is_stored_half(entry[1])):
+            return entry
         name = f"{self._name(value)}:bf16"
-        self._weights.setdefault(name, made[1].to(_HALF))
+        self._weights.setdefault(name, entry[1].to(_HALF))
         return {"w": name}, self._weights[name]
 
     def _name(self, value: int) -> str:
@@ -324,9 +326,9 @@ def _aliases(graph: Graph) -> tuple[list[int], set[int]]:
 def _needed(calls: Sequence[tuple[int, Node]], results: Sequence[Any]) -> list[tuple[int, Node]]:
     """Return the calls whose value is read, or that change one in place."""
     read = set(references(results))
-    kept = []
+    nodes = []
     for value, node in reversed(calls):
         if value in read or node.target.endswith("_", 0, node.target.rindex(".")):
-            kept.append((value, node))
+            nodes.append((value, node))
             read |= set(node_references(node))
-    return kept[::-1]
+    return nodes[::-1]

@@ -23,23 +23,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...base.errors import RegistrationRefused
-from ..graphs.bundle import (
-    FileTensor,
-    check_signature,
-    read_safetensors_header,
-    write_safetensors,
-)
-from ..graphs.partition import Layer, Weight, default_plan, place
+from ..graphs.bundle import FileTensor, check_signature, read_safetensors_header, write_safetensors
+from ..graphs.partition import Layer, UnplacedWeight, default_plan, place
 from ..interface.dims import Dim, Extent, Values, values_of, values_text
 from ..interface.groups import needs
 from ..interface.layout import Manifest, ValueSpec
 from ..interface.pytree import Tree
 from ..running.executor import ModuleProgram
 from ..running.factories import code_of
+from ..running.tensor_views import bytes_over, tensor_over
 from ..running.torch_settings import TorchSettings, seeded
 from ..running.unregistered_tensors import leave_behind, loose_tensors, without_data
 from ..running.values import dtype_name, nested_outputs, tensor_bytes
-from ..running.views import bytes_over, tensor_over
 from ..spec import WEIGHTS_FILE, BuildSpec
 from .checking import all_same, keeps_state, moved, on_clones, on_other_values, same_bits
 from .dynamic import asked_axes
@@ -63,7 +58,7 @@ def build_module(
             not tensors.
     """
     progress("partition", 0.0)
-    loaded, left = _without_sparse(loaded, examples)
+    loaded, sparse_names = _without_sparse(loaded, examples)
     tensors, aliases = _tensors(loaded.module)
     tensors |= loaded.loose
     before = _hash_tensors(tensors)
@@ -75,11 +70,11 @@ def build_module(
     inputs, dims, outputs, tried = _opened(loaded, examples, outputs)
     check_signature(inputs, outputs, dims)
     names, layers, triggers = _layers(tensors, aliases, order, why, set(loaded.loose))
-    notes = [f"{name} is sparse and not read, so it is left out" for name in left]
-    facts = {"seed": loaded.seed, "left_behind": left, "notes": notes}
+    notes = [f"{name} is sparse and not read, so it is left out" for name in sparse_names]
+    facts = {"seed": loaded.seed, "left_behind": sparse_names, "notes": notes}
     path = out_dir / WEIGHTS_FILE
     file_tensors = _write_weights(path, {name: tensors[name] for name in names})
-    weights = [Weight(t.name, t.dtype, t.shape, t.size_bytes) for t in file_tensors]
+    weights = [UnplacedWeight(t.name, t.dtype, t.shape, t.size_bytes) for t in file_tensors]
     plan = default_plan(layers, weights, spec.bucket_bytes)
     specs, layer_specs, groups, total_bytes = place(
         layers, weights, plan, [t.file_offset_bytes for t in file_tensors]
@@ -160,7 +155,7 @@ def _refuse_writes(names: Sequence[str]) -> None:
 
 def _tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Parameters and buffers by their first name, and the other names of tied ones."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     first_name: dict[int, str] = {}
     for name, tensor in [
@@ -173,8 +168,8 @@ def _tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]
             aliases[name] = first_name[id(tensor)]
         else:
             first_name[id(tensor)] = name
-            found[name] = tensor.detach()
-    return found, aliases
+            tensors[name] = tensor.detach()
+    return tensors, aliases
 
 
 def _hash_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
@@ -277,11 +272,11 @@ def _opened(
     )
     dims = tuple(dict.fromkeys(axes.values()))
     specs = [spec.shape for spec in inputs]
-    given = values_of(specs, shapes) or {}
-    seen: list[tuple[Values, list[Any]]] = [(given, [spec.shape for spec in outputs])]
+    own = values_of(specs, shapes) or {}
+    results: list[tuple[Values, list[Any]]] = [(own, [spec.shape for spec in outputs])]
     tried = []
     ends = [(dim.name, n) for dim in dims for n in (dim.high, dim.low, (dim.low + dim.high) // 2)]
-    for values in (given, *({**given, name: extent} for name, extent in ends)):
+    for values in (own, *({**own, name: extent} for name, extent in ends)):
         try:
             at, answer = on_other_values(loaded.outputs, inputs, values, examples)
         except Exception as error:  # a model's own code
@@ -291,12 +286,12 @@ def _opened(
                 hint="give a range that the model supports",
             ) from None
         tried.append(at)
-        seen.append((values, [tuple(value.shape) for value in answer]))
+        results.append((values, [tuple(value.shape) for value in answer]))
 
     def extent(output: int, axis: int) -> Extent:
-        found = [(values, shapes[output][axis]) for values, shapes in seen]
-        same = (dim.name for dim in dims if all(v[dim.name] == n for v, n in found))
-        return next(same, max(n for _, n in found))
+        extents = [(values, shapes[output][axis]) for values, shapes in results]
+        same = (dim.name for dim in dims if all(v[dim.name] == n for v, n in extents))
+        return next(same, max(n for _, n in extents))
 
     opened = tuple(
         msgspec.structs.replace(spec, shape=tuple(extent(n, a) for a in range(len(spec.shape))))
@@ -371,8 +366,8 @@ class _OneCopy:
 
         key = tuple((tuple(value.shape), value.dtype) for value in inputs)
         request = self._requests.setdefault(key, [torch.empty_like(value) for value in inputs])
-        for held, value in zip(request, inputs, strict=True):
-            held.data.copy_(value)  # .data: no version tells that the values are others
+        for own_input, value in zip(request, inputs, strict=True):
+            own_input.data.copy_(value)  # .data: no version tells that the values are others
         with _Writes() as writes:
             answer = [value.clone() for value in self._bound.run(request, arrive)]
         places = {address - self._first_address for address in writes.addresses}

@@ -39,9 +39,9 @@ class Flat(nn.Module):
 
     def nested(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Return the module's own, nested result."""
-        left = iter(inputs)
-        given = _replaced(self._example.arguments, is_tensor, lambda _: next(left))
-        places, named = split_arguments(given, self._example.keywords)
+        leaves = iter(inputs)
+        arguments = _replaced(self._example.arguments, is_tensor, lambda _: next(leaves))
+        places, named = split_arguments(arguments, self._example.keywords)
         return self.module(*places, **named, **self.fixed)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -105,32 +105,32 @@ def named_inputs(
     Raises:
         RegistrationRefused: it is none: two names are one, or something in it cannot travel.
     """
-    given = example_inputs
-    if is_tensor(given) or _is_array(given):
-        given = {0: given}
-    elif isinstance(given, Sequence) and not isinstance(given, str | bytes):
-        given = dict(enumerate(given))
-    elif not isinstance(given, Mapping):
+    example = example_inputs
+    if is_tensor(example) or _is_array(example):
+        example = {0: example}
+    elif isinstance(example, Sequence) and not isinstance(example, str | bytes):
+        example = dict(enumerate(example))
+    elif not isinstance(example, Mapping):
         raise RegistrationRefused(
             "example inputs",
-            f"a {type(given).__name__} is neither a tensor, nor a sequence nor a mapping of them",
+            f"a {type(example).__name__} is neither a tensor, nor a sequence nor a mapping of them",
         )
-    values, places = list(given.values()), [key for key in given if not isinstance(key, str)]
+    values, places = list(example.values()), [key for key in example if not isinstance(key, str)]
     names = dict(zip(places, _parameter_names(module, len(places)), strict=True))
-    roots = list(input_names or (names.get(key, key) for key in given))
+    roots = list(input_names or (names.get(key, key) for key in example))
     if len(roots) != len(values) or len(set(roots)) != len(roots):
         raise RegistrationRefused("inputs", f"names {', '.join(roots)} for {len(values)} of them")
     values = [_as_tensors(value) for value in values]
-    takes, found = flatten(dict(zip(roots, values, strict=True)), "input", is_tensor)
-    for name, value in found.items():
+    takes, leaves = flatten(dict(zip(roots, values, strict=True)), "input", is_tensor)
+    for name, value in leaves.items():
         dtype_name(value.dtype, f"input {name!r}")
     return Example(
         arguments={
             key if isinstance(key, str) else root: value
-            for key, root, value in zip(given, roots, values, strict=True)
+            for key, root, value in zip(example, roots, values, strict=True)
         },
-        keywords=frozenset(key for key in given if isinstance(key, str)),
-        takes=takes if list(found) != roots else None,
-        names=list(found),
-        tensors=list(found.values()),
+        keywords=frozenset(key for key in example if isinstance(key, str)),
+        takes=takes if list(leaves) != roots else None,
+        names=list(leaves),
+        tensors=list(leaves.values()),
     )

@@ -19,13 +19,13 @@ import torch
 from ...base.errors import RegistrationRefused
 from ..graphs.bundle import Bundle, read_bundle, write_bundle
 from ..graphs.graph import last_readers
-from ..graphs.partition import Weight, default_plan, layers_of_graph, place
+from ..graphs.partition import UnplacedWeight, default_plan, layers_of_graph, place
 from ..interface.dims import BATCH, Values, corners, values_text
 from ..interface.layout import BUNDLE_FILE, Manifest
 from ..interface.packing import DERIVED_FILE, HALF, Precision
 from ..running.executor import GraphProgram, PackedKernels
+from ..running.tensor_views import tensor_over
 from ..running.values import tensor_bytes
-from ..running.views import tensor_over
 from ..spec import fingerprint
 from .batching_check import is_batch_invariant
 from .checking import workers_default_dtype
@@ -83,7 +83,7 @@ def derive(
     others = [acceptable_inputs(manifest.inputs, shapes[0], plain, seed) for seed in SEEDS]
     compared = [first, *others, *inputs]
     try:
-        found = _compared(plain, fast, compared, name, max_error or MAX_ERROR[name])
+        errors = _compared(plain, fast, compared, name, max_error or MAX_ERROR[name])
     except RuntimeError as error:  # torch's: a call that takes only one memory layout
         path.unlink()
         return stays_exact(manifest, name, str(error)[:200])
@@ -96,7 +96,7 @@ def derive(
     if name in HALF:
         ours = _with_copies(ours)
     precision = Precision(
-        **_measured(times[0], found),
+        **_measured(times[0], errors),
         name=cast(Any, name),
         fingerprint=fingerprint(),
         plain_bytes=manifest.total_bytes,
@@ -109,10 +109,10 @@ def derive(
     return _named(msgspec.structs.replace(ours, precision=precision), manifest, name, text)
 
 
-def _measured(times_ms: Sequence[float], found: Sequence[float]) -> dict[str, Any]:
+def _measured(times_ms: Sequence[float], errors: Sequence[float]) -> dict[str, Any]:
     """Return the fields of ``Precision`` that were measured: both times and the errors."""
     plain_ms, ms = times_ms
-    max_error, mean_error, agreement = found
+    max_error, mean_error, agreement = errors
     return {
         "plain_ms": plain_ms,
         "ms": ms,
@@ -123,8 +123,7 @@ def _measured(times_ms: Sequence[float], found: Sequence[float]) -> dict[str, An
 
 
 def _with_copies(manifest: Manifest) -> Manifest:
-    """Count what a run holds besides the plain program's values: their copies in the other dtype,
-    and the largest int8 weight in bfloat16."""
+    """Return the bytes that a run needs besides the plain program's values."""
     held_bytes = manifest.extra.get("intermediate_bytes", 0)
     int8_bytes = [spec.size_bytes for spec in manifest.tensors if spec.dtype == "int8"]
     taken_bytes = held_bytes + held_bytes // 2 + 2 * max(int8_bytes, default=0)
@@ -169,7 +168,7 @@ def _gain(
     name: str, shapes: Sequence[Values], times: Sequence[tuple[float, ...]], *, saves: bool
 ) -> tuple[str, str]:
     """Return why the derived form gains nothing, or nothing; and a note of both forms' times."""
-    told = " and ".join(
+    summary = " and ".join(
         f"{ours_ms:.3g} ms instead of {plain_ms:.3g} at {values_text(values)}"
         for values, (plain_ms, ours_ms) in zip(shapes, times, strict=False)
     )
@@ -178,9 +177,9 @@ def _gain(
     if name == "fast":
         gains = sum_ms <= (1.0 - MIN_GAIN) * plain_sum_ms
         gains &= all(ours_ms <= (1.0 + MAX_LOSS) * plain_ms for plain_ms, ours_ms in times)
-        return "" if gains else told, f"precision {name}: {told}"
+        return "" if gains else summary, f"precision {name}: {summary}"
     slower = ": slower" if is_slower else ""
-    return "" if saves else "it saves no bytes", f"precision {name}: {told}{slower}"
+    return "" if saves else "it saves no bytes", f"precision {name}: {summary}{slower}"
 
 
 def stays_exact(manifest: Manifest, name: str, why: str) -> Manifest:
@@ -217,7 +216,7 @@ def _written(
     data = (tensor_bytes(weight.contiguous()) for weight in derived.weights)
     write_bundle(path, graph, tensors, data, bundle.generation)
     read = read_bundle(path, is_derived=True)
-    weights = [Weight(t.name, t.dtype, t.shape, t.size_bytes) for t in read.tensors]
+    weights = [UnplacedWeight(t.name, t.dtype, t.shape, t.size_bytes) for t in read.tensors]
     layers = layers_of_graph(read.graph)
     plan = default_plan(layers, weights, bucket_bytes)
     offsets = [tensor.file_offset_bytes for tensor in read.tensors]
@@ -241,8 +240,8 @@ def _compared(
     """Return the largest and the mean error, relative to the largest output, and the share of the
     first output's rows whose largest element is the same."""
     errors, means, rows, agreed = [0.0], [0.0], 0, 0
-    for given in inputs:
-        for number, (theirs, ours) in enumerate(zip(plain(given), fast(given), strict=True)):
+    for batch in inputs:
+        for number, (theirs, ours) in enumerate(zip(plain(batch), fast(batch), strict=True)):
             is_number = theirs.is_floating_point()
             is_ranked = theirs.dim() > 0 and theirs.numel() > 0
             if number == 0 and (is_ranked or not is_number):

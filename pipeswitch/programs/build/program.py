@@ -24,11 +24,11 @@ from ...base.errors import HostStoreFull, PipeSwitchError, RegistrationRefused
 from ...base.units import format_bytes
 from ...commits.weights import Weight, load_weights
 from ...devices.cpu import packed
-from ..decoding.generation import HIDDEN, PADS, STATE, Generation
+from ..decoding.generation_settings import HIDDEN, PADS, STATE, GenerationSettings
 from ..graphs.bundle import Bundle, Graph, read_bundle, read_safetensors_header
 from ..graphs.graph import check_no_mutation, check_shapes, last_readers
 from ..graphs.operators import checked_by
-from ..graphs.partition import Weight as GraphWeight
+from ..graphs.partition import UnplacedWeight as GraphWeight
 from ..graphs.partition import default_plan, layers_of_graph, place
 from ..interface.dims import Values, at_batch, batch_range, values_of, values_text
 from ..interface.groups import regrouped
@@ -37,9 +37,9 @@ from ..interface.matching import match
 from ..interface.odd_files import check_file
 from ..interface.pytree import argument_names
 from ..running.executor import BoundProgram, GraphProgram
+from ..running.tensor_views import tensor_over
 from ..running.torch_settings import TorchSettings
 from ..running.values import tensor_bytes
-from ..running.views import tensor_over
 from ..spec import (
     BUNDLE_FILE,
     BuildSpec,
@@ -52,7 +52,7 @@ from ..spec import (
 from . import checking
 from .batching_check import with_batching
 from .dynamic import NotDynamic, working_end
-from .encoder import Program
+from .encoder import EncodedProgram
 from .export import export_module, write_program
 from .module_mode import build_module
 from .precision import derive, stays_exact
@@ -135,10 +135,7 @@ def _in_precision(
 
 
 def _build_bundle(
-    spec: BuildSpec,
-    out_dir: Path,
-    progress: Progress,
-    weights: Mapping[str, Weight] | None = None,
+    spec: BuildSpec, out_dir: Path, progress: Progress, weights: Mapping[str, Weight] | None = None
 ) -> Manifest:
     progress("build", 0.0)
     path = out_dir / BUNDLE_FILE
@@ -182,8 +179,8 @@ def _weights_in(path: Path) -> dict[str, Weight]:
 
 def _write_weights(path: Path, bundle: Bundle, weights: Mapping[str, Weight], part: str) -> None:
     """Write the weights in place: names, dtypes and shapes are the bundle's, so nothing moves."""
-    wanted = {tensor.name: (tensor.dtype, tensor.shape) for tensor in bundle.tensors}
-    names = match(wanted, {n: (w.dtype, w.shape) for n, w in weights.items()}, part)
+    specs = {tensor.name: (tensor.dtype, tensor.shape) for tensor in bundle.tensors}
+    names = match(specs, {n: (w.dtype, w.shape) for n, w in weights.items()}, part)
     with path.open("r+b") as file:
         for tensor in bundle.tensors:
             if tensor.name in names:
@@ -251,50 +248,46 @@ def _check_disk(module: nn.Module, limit_bytes: int) -> None:
 
 
 def _export(
-    spec: BuildSpec,
-    loaded: Loaded,
-    examples: list[torch.Tensor],
-    out_dir: Path,
-    progress: Progress,
+    spec: BuildSpec, loaded: Loaded, examples: list[torch.Tensor], out_dir: Path, progress: Progress
 ) -> Manifest:
     path = out_dir / BUNDLE_FILE
-    made: list[Manifest] = []
+    manifests: list[Manifest] = []
 
-    def verify(program: Program) -> None:
+    def verify(program: EncodedProgram) -> None:
         outputs = [one.name for one in program.graph.outputs]
         embeds = loaded.generation is not None and loaded.generation.pooling
         program.generation = loaded.generation if not embeds or HIDDEN in outputs else None
         write_program(path, program)
         bundle = read_bundle(path)  # what we write, we accept
         if program.graph.dims:
-            checking.rehearse_ends(program.graph, program.weights)
-        given = values_of(
+            checking.dry_run_ends(program.graph, program.weights)
+        own = values_of(
             (value.shape for value in program.graph.inputs), (value.shape for value in examples)
         )
-        assert given is not None
-        others = checking.shapes_to_try(program.graph.dims, given, program.suspects)
-        made[:] = [
+        assert own is not None
+        others = checking.shapes_to_try(program.graph.dims, own, program.suspects)
+        manifests[:] = [
             _finish_graph(
-                bundle, spec, path, loaded.fresh, [given, *others], progress, loaded.examples
+                bundle, spec, path, loaded.fresh, [own, *others], progress, loaded.examples
             )
         ]
 
     keywords = loaded.keywords()
-    given: dict[int | str, Any] = {
+    options: dict[int | str, Any] = {
         name if name in keywords else place: value
         for place, (name, value) in enumerate(loaded.arguments(examples).items())
     }
     with loaded.fresh.inside():  # what an export leaves in the module goes with it
         program = export_module(
             loaded.module,
-            given,
+            options,
             input_names=argument_names(loaded.takes, loaded.inputs),
             max_batch=spec.max_batch,
             dynamic=loaded.dynamic,
             is_wish=loaded.is_wish,
             verify=verify,
         )
-    [manifest] = made
+    [manifest] = manifests
     return msgspec.structs.replace(
         manifest,
         extra={
@@ -342,8 +335,8 @@ def _finish_graph(
         weights_sha256=digest_before,
         extra={
             **manifest.extra,
-            "largest_value_bytes": checked.held.largest_bytes,
-            "intermediate_bytes": checked.held.peak_bytes,
+            "largest_value_bytes": checked.run_memory.largest_bytes,
+            "intermediate_bytes": checked.run_memory.peak_bytes,
             "is_whole": checked.is_whole,
             "example_dims": dict(shapes[0]),
             "last_readers": last_readers(graph),
@@ -405,12 +398,12 @@ def _verify_graph(
         RegistrationRefused: they differ at the first shape, or because of an earlier call.
         NotDynamic: they differ only at another shape, or the module does not accept it.
     """
-    given = shapes[0]
+    own_shapes = shapes[0]
 
     def differs(values: Values) -> str:
         expected = None
         try:
-            if examples and values is given:
+            if examples and values is own_shapes:
                 inputs = list(examples)
             elif examples:
                 inputs, expected = checking.on_other_values(
@@ -420,18 +413,18 @@ def _verify_graph(
                 inputs = acceptable_inputs(manifest.inputs, values, fresh)
             difference = compare(manifest, bound, fresh, inputs, is_same, expected)
         except Exception as error:  # a model's own code
-            if values is given:
+            if values is own_shapes:
                 raise
             return f"the module raised {type(error).__name__}: {str(error)[:200]}"
         if difference and is_same is checking.same_bits:
-            found = bound.run([value.clone() for value in inputs], lambda index: None)
-            checking.refuse_state(fresh.now, inputs, found, values)
+            outputs = bound.run([value.clone() for value in inputs], lambda index: None)
+            checking.refuse_state(fresh.now, inputs, outputs, values)
         return difference
 
     for done, values in enumerate(shapes):
         difference = differs(values)
-        if difference and values is not given:
-            works = working_end(values, given, lambda at: not differs(at))
+        if difference and values is not own_shapes:
+            works = working_end(values, own_shapes, lambda at: not differs(at))
             raise NotDynamic(f"at {values_text(values)} {difference}", works)
         if difference:
             raise RegistrationRefused("verification", difference)
@@ -448,7 +441,7 @@ def _shapes_of(spec: BuildSpec, graph: Graph) -> list[dict[str, int]]:
 
 
 def _digest(
-    manifest: Manifest, graph: Graph, weights_sha256: str, generation: Generation | None
+    manifest: Manifest, graph: Graph, weights_sha256: str, generation: GenerationSettings | None
 ) -> str:
     """Return the program's digest, which covers the contracts' version: older ones give another."""
     digest = hashlib.sha256(msgspec.json.encode(graph, order="deterministic"))

@@ -101,9 +101,9 @@ def _stft(
     frames = rows.unfold(-1, n_fft, hop_length or n_fft // 4)
     frames = frames if window is None else frames * window
     transform = torch.fft.fft if onesided is False else torch.fft.rfft
-    found = transform(frames, norm="ortho" if normalized else "backward").transpose(1, 2)
-    found = found if input.dim() == 2 else found.squeeze(0)
-    return found if return_complex else torch.view_as_real(found)
+    spectrum = transform(frames, norm="ortho" if normalized else "backward").transpose(1, 2)
+    spectrum = spectrum if input.dim() == 2 else spectrum.squeeze(0)
+    return spectrum if return_complex else torch.view_as_real(spectrum)
 
 
 @functools.cache

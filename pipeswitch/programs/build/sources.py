@@ -20,7 +20,7 @@ from torch import nn
 
 from ...base.errors import PipeSwitchError, RegistrationRefused
 from ...commits.weights import load_weights
-from ..decoding.generation import VERSION, Generation, packed_tokenizer
+from ..decoding.generation_settings import VERSION, GenerationSettings, packed_tokenizer
 from ..interface.dims import Dim, typical
 from ..interface.layout import ITEM_BYTES, ValueSpec
 from ..interface.matching import match
@@ -95,7 +95,8 @@ class Loaded:
     loose: dict[str, torch.Tensor] = field(default_factory=dict)  # kept as plain attributes
     imported_before: frozenset[str] = frozenset()  # modules that are none of the source's
     output_names: list[str] = field(default_factory=list)  # in order; none: as they come
-    generation: Generation | None = None  # of a language model that is built to answer in tokens
+    # of a language model that is built to answer in tokens
+    generation: GenerationSettings | None = None
     notes: list[str] = field(default_factory=list)  # what was decided on the way
     seed: int = 0  # of the generators when the module was constructed
 
@@ -104,8 +105,8 @@ class Loaded:
 
         def call(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             try:
-                found = flatten_outputs(self.nested(inputs))
-                return [found[name] for name in self.output_names or found]
+                outputs = flatten_outputs(self.nested(inputs))
+                return [outputs[name] for name in self.output_names or outputs]
             except (SystemExit, KeyboardInterrupt) as error:  # it does not take these values
                 raise RuntimeError(f"it raised {type(error).__name__}") from error
 
@@ -170,7 +171,7 @@ def load_source(spec: BuildSpec) -> Loaded:
 
 def _embedding(
     spec: BuildSpec, module: nn.Module, inputs: InputShapes, dynamic: Dynamic
-) -> Generation | None:
+) -> GenerationSettings | None:
     """Return how a model of texts embeds them; None: it does not, or has no tokenizer."""
     is_text = isinstance(module, _ByPosition) and [*inputs] == ["input_ids", "attention_mask"]
     longest = dynamic.get("input_ids", {}).get(1)
@@ -178,7 +179,7 @@ def _embedding(
         return None
     model: Any = module.model
     is_causal = any(getattr(part, "is_causal", False) for part in module.modules())
-    return Generation(
+    return GenerationSettings(
         version=VERSION,
         vocabulary=model.get_input_embeddings().weight.shape[0],
         context=int(longest[-1]) + 1,  # as if one token were generated
@@ -196,11 +197,11 @@ def _pooling(spec: BuildSpec) -> str:
         path = cached_file(
             name, "1_Pooling/config.json", local_files_only=spec.weights != "pretrained"
         )
-        said = json.loads(Path(path).read_text("utf-8"))
+        config = json.loads(Path(path).read_text("utf-8"))
     except Exception:  # a hub client's errors share no base class
         return ""
     names = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "last"}
-    return next((one for key, one in names.items() if said.get(f"pooling_mode_{key}")), "")
+    return next((one for key, one in names.items() if config.get(f"pooling_mode_{key}")), "")
 
 
 def _with_state(module: nn.Module, spec: BuildSpec, construct: Callable[[], nn.Module]) -> Loaded:
@@ -208,17 +209,17 @@ def _with_state(module: nn.Module, spec: BuildSpec, construct: Callable[[], nn.M
         raise RegistrationRefused(
             "generate", "the source is hf:NAME, or a bundle that was exported to generate"
         )
-    made = decoder(module.model)
-    example = made.example()
+    wrapped = decoder(module.model)
+    example = wrapped.example()
     inputs = {n: (tuple(v.shape), dtype_name(v.dtype, n)) for n, v in example.items()}
     return Loaded(
-        made,
+        wrapped,
         inputs,
         construct,
-        made.dynamic(),
+        wrapped.dynamic(),
         examples=[*example.values()],
-        generation=made.generation(_tokenizer(spec)),
-        notes=made.notes,
+        generation=wrapped.generation(_tokenizer(spec)),
+        notes=wrapped.notes,
     )
 
 
@@ -232,10 +233,10 @@ def _tokenizer(spec: BuildSpec) -> Any:
     loader: Any = AutoTokenizer  # untyped upstream
     try:  # without its file some of their classes make an empty one
         cached_file(name, "tokenizer.json", local_files_only=is_local)
-        found = loader.from_pretrained(name, local_files_only=is_local, trust_remote_code=False)
+        tokenizer = loader.from_pretrained(name, local_files_only=is_local, trust_remote_code=False)
     except Exception:  # a hub client's errors share no base class
         return None
-    return found if found.is_fast else None
+    return tokenizer if tokenizer.is_fast else None
 
 
 def _examples(path: str, inputs: InputShapes, dynamic: Dynamic) -> dict[str, torch.Tensor]:
@@ -244,19 +245,19 @@ def _examples(path: str, inputs: InputShapes, dynamic: Dynamic) -> dict[str, tor
         return {}
     from safetensors.torch import load_file
 
-    found = load_file(path)
+    tensors = load_file(path)
     for name, (shape, dtype) in inputs.items():
-        if name not in found:
-            raise RegistrationRefused(f"example {name!r}", f"it is not among {', '.join(found)}")
-        held = tuple(found[name].shape)
+        if name not in tensors:
+            raise RegistrationRefused(f"example {name!r}", f"it is not among {', '.join(tensors)}")
+        extents = tuple(tensors[name].shape)
         is_open = dynamic.get(name, {})
-        wanted = tuple(
-            held[a] if a in is_open and a < len(held) else n for a, n in enumerate(shape)
+        expected = tuple(
+            extents[a] if a in is_open and a < len(extents) else n for a, n in enumerate(shape)
         )
-        if (dtype_name(found[name].dtype, f"example {name!r}"), held) != (dtype, wanted):
-            text = f"it is {found[name].dtype}{list(held)}, not {dtype}{list(shape)}"
+        if (dtype_name(tensors[name].dtype, f"example {name!r}"), extents) != (dtype, expected):
+            text = f"it is {tensors[name].dtype}{list(extents)}, not {dtype}{list(shape)}"
             raise RegistrationRefused(f"example {name!r}", text)
-    return {name: found[name] for name in inputs}
+    return {name: tensors[name] for name in inputs}
 
 
 def _constructor(spec: BuildSpec) -> tuple[Callable[[], nn.Module], OpenShapes]:
@@ -361,14 +362,14 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
 
     def construct() -> nn.Module:
         if is_pretrained:
-            model, told = cls.from_pretrained(
+            model, report = cls.from_pretrained(
                 name,
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
                 **_as_plain_tensors(name, config),
             )
-            _refuse_missing(f"weights of hf:{name}", sorted(told["missing_keys"]), cls.__name__)
+            _refuse_missing(f"weights of hf:{name}", sorted(report["missing_keys"]), cls.__name__)
         elif cls is bare:
             model = bare.from_config(config)
         else:
@@ -386,17 +387,17 @@ def _as_plain_tensors(name: str, config: Any) -> dict[str, Any]:
     Raises:
         RegistrationRefused: transformers cannot do that for this method.
     """
-    given = getattr(config, "quantization_config", None)
-    if given is None:
+    declared = getattr(config, "quantization_config", None)
+    if declared is None:
         return {}
-    method, why = str(dict(given).get("quant_method", "an unknown method")), ""
+    method, why = str(dict(declared).get("quant_method", "an unknown method")), ""
     try:
         from transformers.quantizers.auto import AutoQuantizationConfig
 
         loads: Any = AutoQuantizationConfig  # untyped upstream
-        found = loads.from_dict(dict(given))
-        if hasattr(found, "dequantize"):
-            return {"quantization_config": type(found)(dequantize=True)}
+        quantization = loads.from_dict(dict(declared))
+        if hasattr(quantization, "dequantize"):
+            return {"quantization_config": type(quantization)(dequantize=True)}
     except Exception as error:  # a library that the method needs, or a setting that it has not
         why = f" ({type(error).__name__}: {str(error)[:200]})"
     raise RegistrationRefused(
@@ -463,10 +464,7 @@ def _usual_inputs(cls: Any, config: Any) -> OpenShapes:
     if main == "pixel_values":
         size = getattr(config, "image_size", 224)
         height, width = (size, size) if isinstance(size, int) else size
-        sides = [
-            ("height", min(MIN_SIDE, height), height),
-            ("width", min(MIN_SIDE, width), width),
-        ]
+        sides = [("height", min(MIN_SIDE, height), height), ("width", min(MIN_SIDE, width), width)]
         return {main: ((1, getattr(config, "num_channels", 3), *sides), "float32")}
     if main != "input_ids":
         return {}
@@ -546,19 +544,22 @@ def _seed(weights: str) -> int:
 
 def _load_commit(module: nn.Module, folder: str, part: str) -> None:
     """Load the weights that a job committed; a tied weight is stored under its first name."""
-    given = load_weights(Path(folder))[1]
+    weights = load_weights(Path(folder))[1]
     target = module.model if isinstance(module, _ByPosition) else module
     state = target.state_dict(keep_vars=True).items()
     first = {id(t): name for name, t in reversed(state) if isinstance(t, torch.Tensor)}
-    wanted = {name: tensor for name, tensor in state if first.get(id(tensor)) == name}
+    tensors = {name: tensor for name, tensor in state if first.get(id(tensor)) == name}
     names = match(
-        {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in wanted.items()},
-        {name: (weight.dtype, weight.shape) for name, weight in given.items()},
+        {
+            name: (str(t.dtype).removeprefix("torch."), tuple(t.shape))
+            for name, t in tensors.items()
+        },
+        {name: (weight.dtype, weight.shape) for name, weight in weights.items()},
         part,
     )
     with torch.no_grad():
-        for name, tensor in wanted.items():
-            values = np.array(given[names[name]].values, order="C")
+        for name, tensor in tensors.items():
+            values = np.array(weights[names[name]].values, order="C")
             tensor.copy_(torch.from_numpy(values).view(tensor.dtype))
 
 
@@ -579,21 +580,21 @@ def _load_file(module: nn.Module, path: str) -> None:
     state = _unwrapped(state, own)
     for name in state.keys() & own.keys():
         if state[name].is_floating_point() != own[name].is_floating_point():
-            given, wanted = (dtype_name(v[name].dtype, part) for v in (state, own))
-            raise RegistrationRefused(part, f"{name} is {given}; the module expects {wanted}")
+            actual, expected = (dtype_name(v[name].dtype, part) for v in (state, own))
+            raise RegistrationRefused(part, f"{name} is {actual}; the module expects {expected}")
     try:
-        found = target.load_state_dict(state, strict=False)
+        keys = target.load_state_dict(state, strict=False)
     except RuntimeError as error:  # a shape differs
         raise RegistrationRefused(part, str(error)[:500]) from error
-    missing = set(found.missing_keys)
+    missing = set(keys.missing_keys)
     for names in _tied_names(target):
         present = [state[name] for name in names if name in state]
         if not all(torch.equal(one, present[0]) for one in present):
             reason = f"{', '.join(names)} share one weight in the module but differ in the file"
             raise RegistrationRefused(part, reason)
         missing -= set(names if present else ())
-    if missing or found.unexpected_keys:
-        lists = [sorted(missing)[:MAX_SHOWN], found.unexpected_keys[:MAX_SHOWN]]
+    if missing or keys.unexpected_keys:
+        lists = [sorted(missing)[:MAX_SHOWN], keys.unexpected_keys[:MAX_SHOWN]]
         texts = [", ".join(names) or "none" for names in lists]
         raise RegistrationRefused(part, f"missing {texts[0]}; unexpected {texts[1]}")
 

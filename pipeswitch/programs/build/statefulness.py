@@ -26,7 +26,7 @@ from ..interface.dims import values_of
 from .checking import all_same, keeps_state, on_other_values, program_on_cpu
 
 if TYPE_CHECKING:
-    from .encoder import Program
+    from .encoder import EncodedProgram
 
 _LIBRARIES: Final = {*sys.stdlib_module_names, "pipeswitch"}
 _INSTALLED: Final = {"site-packages", "dist-packages"}
@@ -95,20 +95,20 @@ def _copied(value: Any, copies: dict[int, Any], own: frozenset[str]) -> Any:
     """
     if id(value) in copies or isinstance(value, nn.Parameter) or hasattr(type(value), "__del__"):
         return copies.get(id(value), value)
-    found: Any = value
+    copied: Any = value
     if isinstance(value, torch.Tensor):
-        found = copies[id(value)] = value.detach().clone()
+        copied = copies[id(value)] = value.detach().clone()
     elif type(value) is tuple:
-        found = tuple(_copied(item, copies, own) for item in value)
+        copied = tuple(_copied(item, copies, own) for item in value)
     elif isinstance(value, dict | list | deque | set | np.ndarray):
-        found = copies[id(value)] = copy.copy(value)
+        copied = copies[id(value)] = copy.copy(value)
         if isinstance(value, dict | list | deque):
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                found[key] = _copied(item, copies, own)
+                copied[key] = _copied(item, copies, own)
     elif _is_plain(value, own):
-        found = copies[id(value)] = object.__new__(type(value))
-        object.__setattr__(found, "__dict__", _copied(vars(value), copies, own))
-    return found
+        copied = copies[id(value)] = object.__new__(type(value))
+        object.__setattr__(copied, "__dict__", _copied(vars(value), copies, own))
+    return copied
 
 
 def _is_plain(value: Any, own: frozenset[str]) -> bool:
@@ -150,8 +150,8 @@ class _Place:
 
     def get(self) -> Any:
         if isinstance(self._owner, dict | type):
-            held = self._owner if isinstance(self._owner, dict) else vars(self._owner)
-            return held.get(self._name, _ABSENT)
+            attributes = self._owner if isinstance(self._owner, dict) else vars(self._owner)
+            return attributes.get(self._name, _ABSENT)
         return getattr(self._owner, self._name)
 
     def set(self, value: Any) -> None:
@@ -197,8 +197,8 @@ class _Reach:
                     self._look_at_class(kind)
         elif _is_plain(value, self._own) and not isinstance(value, nn.Module):
             self._look(type(value))
-            for held in list(vars(value).values()):
-                self._look(held)
+            for attribute in list(vars(value).values()):
+                self._look(attribute)
         if type(value) in _AROUND:
             self._look(getattr(value, _AROUND[type(value)], None))
         if type(value) is functools._lru_cache_wrapper and not _is_library(
@@ -253,28 +253,30 @@ def _globals(code: CodeType) -> set[str]:
     return own.union(*map(_globals, inner))
 
 
-def check_keeps_nothing(program: Program, fresh: Fresh, inputs: Sequence[torch.Tensor]) -> None:
+def check_keeps_nothing(
+    program: EncodedProgram, fresh: Fresh, inputs: Sequence[torch.Tensor]
+) -> None:
     """Compare the program with the module as it was, on values that it was not traced with.
 
     Raises:
         RegistrationRefused: they differ.
     """
     specs = program.graph.inputs
-    given = values_of((spec.shape for spec in specs), (value.shape for value in inputs))
-    assert given is not None
+    own = values_of((spec.shape for spec in specs), (value.shape for value in inputs))
+    assert own is not None
     compute = program_on_cpu(program.graph, program.weights)
-    found: list[torch.Tensor] = []
+    last_outputs: list[torch.Tensor] = []
 
     def both(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         # The program first: the module's run may write the weights that both have.
-        found.clear()
+        last_outputs.clear()
         with contextlib.suppress(Exception):  # values that an index does not take
-            found.extend(compute([value.clone() for value in values]))
+            last_outputs.extend(compute([value.clone() for value in values]))
         return fresh(values)
 
-    _, expected = on_other_values(both, specs, given, inputs)
+    _, expected = on_other_values(both, specs, own, inputs)
     is_here = all(value.device.type == "cpu" for value in expected)  # elsewhere bits may differ
-    if is_here and not all_same(expected, found):
+    if is_here and not all_same(expected, last_outputs):
         raise keeps_state(
             "its answers to other values than the example's differ from its exported graph's"
         )

@@ -56,8 +56,8 @@ def extent_of(expression: Any, names: Mapping[Any, str], *, divides_by_any: bool
     op = _FUNCTIONS.get(type(expression), "")
     if isinstance(expression, sympy.Pow) and expression.exp in range(2, MAX_POWER + 1):
         return Expr("*", (extent_of(expression.base, names),) * int(expression.exp))
-    given = expression.args if op else ()
-    args = tuple(extent_of(one, names, divides_by_any=divides_by_any) for one in given)
+    operands = expression.args if op else ()
+    args = tuple(extent_of(one, names, divides_by_any=divides_by_any) for one in operands)
     is_division = op in ("//", "%") and not divides_by_any
     if not op or (is_division and (type(args[1]) is not int or args[1] < 1)):
         raise NotDynamic(
@@ -76,7 +76,7 @@ def suspects(
     Raises:
         NotDynamic: a condition is none that we can compute, or has too many cases.
     """
-    found: list[dict[str, int]] = []
+    values: list[dict[str, int]] = []
     for condition in conditions:
         if condition in (True, sympy.true):
             continue
@@ -90,10 +90,10 @@ def suspects(
             raise NotDynamic(f"whether {_worded(condition, names)} has too many cases")
         broken = [one for one in all_values(own) if not _holds(compare, left, right, one)]
         step = max(1, (len(broken) - 1) // (MAX_SUSPECTS - 1))
-        found += [
-            one for one in [*broken[::step][: MAX_SUSPECTS - 1], *broken[-1:]] if one not in found
+        values += [
+            one for one in [*broken[::step][: MAX_SUSPECTS - 1], *broken[-1:]] if one not in values
         ]
-    return found
+    return values
 
 
 def _holds(compare: Any, left: Extent, right: Extent, values: Values) -> bool:

@@ -35,12 +35,12 @@ def compare(
     expected = on_clones(plain, inputs) if expected is None else expected
     # A module brings what it sets along; a graph runs with what a worker has.
     with workers_default_dtype() if manifest.mode == "graph" else contextlib.nullcontext():
-        found = bound.run([value.clone() for value in inputs], opened.append)
+        outputs = bound.run([value.clone() for value in inputs], opened.append)
     if opened != list(range(len(manifest.groups))):
         return "its groups were not entered once each and in order"
-    if len(found) != len(expected):
-        return f"{len(found)} outputs instead of {len(expected)}"
-    for index, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
+    if len(outputs) != len(expected):
+        return f"{len(outputs)} outputs instead of {len(expected)}"
+    for index, (theirs, ours) in enumerate(zip(expected, outputs, strict=True)):
         if not is_same(ours, theirs):
             again = on_clones(plain, inputs)[index]
             name = manifest.outputs[index].name

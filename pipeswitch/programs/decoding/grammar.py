@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...base.errors import InvalidInput
-from .generation import tokenizer_json
+from .generation_settings import tokenizer_json
 
 # To intersect n regular expressions takes time that doubles with each of them, without a limit.
 EXPRESSIONS: Final = ("pattern", "patternProperties", "propertyNames", "format", "not")
@@ -50,10 +50,10 @@ class Tokenizers:
                 self._kept.clear()  # they hold a tokenizer, too
             try:
                 text = tokenizer_json(self.packed.get(digest, b""))
-                made = llguidance.LLTokenizer(text, n_vocab=size, eos_token=[*ends])
+                tokenizer = llguidance.LLTokenizer(text, n_vocab=size, eos_token=[*ends])
             except ValueError as error:
                 raise refusal(f"the model's tokenizer cannot be used: {error!s:.200}") from None
-            self._made[digest, ends] = made
+            self._made[digest, ends] = tokenizer
         return self._made[digest, ends]
 
     def matcher(
@@ -64,9 +64,9 @@ class Tokenizers:
         for number, one in enumerate(self._kept):
             if (*one.key, one.answer) == key:
                 return self._kept.pop(number)
-        made = Matcher(self.get(digest, size, ends), schema, ends, answer, size)
-        made.key = key[:3]
-        return made
+        matcher = Matcher(self.get(digest, size, ends), schema, ends, answer, size)
+        matcher.key = key[:3]
+        return matcher
 
     def keep(self, matchers: Iterable[Matcher]) -> None:
         self._kept = [*self._kept, *matchers][-MAX_MATCHERS:]
@@ -91,14 +91,14 @@ class Matcher:
 
     def allowed(self) -> NDArray[np.bool_]:
         """Return a mask of the tokens that may come next: an end after a whole answer alone."""
-        found = np.zeros(self._size, np.bool_)
+        allowed = np.zeros(self._size, np.bool_)
         if self._matcher.is_stopped() and not self._matcher.is_error():
-            found[[*self._ends]] = True
+            allowed[[*self._ends]] = True
         else:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             self._check()
-            found[:] = np.unpackbits(bits, count=self._size, bitorder="little")
-        return found
+            allowed[:] = np.unpackbits(bits, count=self._size, bitorder="little")
+        return allowed
 
     def take(self, token: int) -> None:
         """Continue with a token. Raise InvalidInput if it does not follow the schema."""

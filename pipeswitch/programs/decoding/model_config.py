@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from ...base.errors import InvalidInput
-from .generation import tokenizer_json
+from .generation_settings import tokenizer_json
 from .output import StopCriteria
 from .sampling import Options, Sampling
 
@@ -109,12 +109,12 @@ def tokenizer_of(facts: LanguageModelConfig) -> Tokenizer:
         raise InvalidInput(
             "a text needs the library tokenizers", hint="pip install 'pipeswitch[text]'"
         ) from None
-    made = tokenizers.Tokenizer.from_str(tokenizer_json(facts.tokenizer))
+    tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json(facts.tokenizer))
 
     def encode(prompt: str, *, with_special: bool = True) -> list[int]:
-        return [int(one) for one in made.encode(prompt, add_special_tokens=with_special).ids]
+        return [int(one) for one in tokenizer.encode(prompt, add_special_tokens=with_special).ids]
 
-    return encode, Decoding(made)
+    return encode, Decoding(tokenizer)
 
 
 class Decoding:

@@ -135,9 +135,9 @@ class OutputProcessor:
         if places:
             self._held = ""
             return text[: min(places)], True
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held], False
+        overlap = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - overlap :]
+        return text[: len(text) - overlap], False
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -84,16 +84,16 @@ class Options(
             raise InvalidInput(f"{odd[0]} is not a token of the model", param=name)
 
     def adjusted(
-        self, logits: NDArray[np.floating], position: int, seen: Mapping[int, int]
+        self, logits: NDArray[np.floating], position: int, token_counts: Mapping[int, int]
     ) -> NDArray[np.float64]:
         """Return the logits with biases and penalties.
 
-        ``seen`` counts how often each token of prompt and answer came in the answer.
+        ``token_counts`` counts how often each token of prompt and answer came in the answer.
         """
         values = logits.astype(np.float64)
-        tokens = np.array([token for token in seen if token < len(values)], np.intp)
+        tokens = np.array([token for token in token_counts if token < len(values)], np.intp)
         if self.needs_seen and len(tokens):
-            counts, own = np.array([seen[int(token)] for token in tokens]), values[tokens]
+            counts, own = np.array([token_counts[int(token)] for token in tokens]), values[tokens]
             by = np.where(own > 0, 1.0 / self.repetition_penalty, self.repetition_penalty)
             values[tokens] = own * by - self.frequency_penalty * counts
             values[tokens[counts > 0]] -= self.presence_penalty
@@ -150,7 +150,7 @@ def next_token(
     logits: NDArray[np.floating],
     sampling: Sampling,
     position: int,
-    seen: Mapping[int, int] = NO_TOKENS,
+    token_counts: Mapping[int, int] = NO_TOKENS,
 ) -> int:
     """Return the token at ``position`` of its sequence, counted from the prompt's first.
 
@@ -158,13 +158,13 @@ def next_token(
         logits: [vocabulary], as the program returned them.
         sampling: checked settings.
         position: position of the new token.
-        seen: see ``Options.adjusted``.
+        token_counts: see ``Options.adjusted``.
 
     Raises:
         InvalidInput: no logit is a number, so the model computes nonsense.
     """
     if sampling.options is not None:
-        logits = sampling.options.adjusted(logits, position, seen)
+        logits = sampling.options.adjusted(logits, position, token_counts)
     best = int(np.argmax(logits))  # NaN, if there is one
     if math.isnan(logits[best]):
         best = int(np.argmax(np.where(np.isnan(logits), -np.inf, logits)))
@@ -179,7 +179,7 @@ def next_token(
         weights = sampling.options.cut(weights)
     tokens = np.arange(len(weights))
     if sampling.top_p < 1.0:
-        tokens = _likeliest(weights, sampling.top_p)
+        tokens = _top_filter(weights, sampling.top_p)
     upto = np.cumsum(weights[tokens])
     drawn = uniform(sampling.seed, position) * upto[-1]
     return int(tokens[min(int(np.searchsorted(upto, drawn, side="right")), len(tokens) - 1)])
@@ -203,7 +203,7 @@ def chance_of(logits: NDArray[np.floating], token: int, count: int) -> Chance:
     return logs[0], tuple(zip(order, logs[1:], strict=True))
 
 
-def _likeliest(weights: NDArray[np.float64], top_p: float) -> NDArray[np.intp]:
+def _top_filter(weights: NDArray[np.float64], top_p: float) -> NDArray[np.intp]:
     """Return the smallest set of tokens that has ``top_p`` of the total, likeliest first."""
     total = float(weights.sum())
     # Lighter tokens together have less than the rest, so their order does not matter.

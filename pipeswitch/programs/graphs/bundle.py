@@ -30,14 +30,14 @@ import msgspec
 
 from ...base.errors import RegistrationRefused
 from ...base.units import escape_control_chars
-from ..decoding.generation import (
+from ..decoding.generation_settings import (
     MAX_NOTE_CHARS,
     MAX_NOTES,
-    Generation,
+    GenerationSettings,
     check_generation,
     decode_generation,
 )
-from ..decoding.generation import METADATA_KEY as GENERATION_KEY
+from ..decoding.generation_settings import METADATA_KEY as GENERATION_KEY
 from ..interface.dims import (
     MAX_ELEMENTS,
     MAX_PARTS,
@@ -139,7 +139,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
 
     graph: Graph
     tensors: tuple[FileTensor, ...]  # in the order of graph.weights
-    generation: Generation | None = None  # of a language model
+    generation: GenerationSettings | None = None  # of a language model
     notes: tuple[str, ...] = ()  # of the export, for people
 
 
@@ -168,8 +168,8 @@ def read_bundle(
     graph = decode_graph(text, is_derived=is_derived)
     if graph.weights != tuple(tensor.name for tensor in tensors):
         _refuse("bundle weights", "names or order differ between the graph and the file")
-    said = metadata.get(GENERATION_KEY)
-    generation = None if said is None else decode_generation(said)
+    generation_text = metadata.get(GENERATION_KEY)
+    generation = None if generation_text is None else decode_generation(generation_text)
     if generation is not None:
         check_generation(generation, (*graph.inputs, *graph.outputs), graph.dims)
     notes = _decode_notes(metadata.get(NOTES_KEY, "[]"))
@@ -191,7 +191,7 @@ def write_bundle(
     graph: Graph,
     tensors: Sequence[tuple[str, str, tuple[int, ...]]],
     data: Iterable[memoryview | bytes],
-    generation: Generation | None = None,
+    generation: GenerationSettings | None = None,
     notes: Sequence[str] = (),
 ) -> None:
     """Write a bundle: ``tensors`` are (name, dtype, shape) in order, ``data`` their bytes.
@@ -435,10 +435,10 @@ def read_safetensors_header(
 
 def _json_object(text: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        pairs_by_key = dict(pairs)
+        if len(pairs_by_key) != len(pairs):
             raise ValueError("a key comes twice")
-        return found
+        return pairs_by_key
 
     def refuse_constant(name: str) -> NoReturn:
         raise ValueError(f"{name} is not JSON")

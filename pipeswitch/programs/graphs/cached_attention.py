@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from ..decoding.generation import CACHE
+from ..decoding.generation_settings import CACHE
 from .bundle import Graph, node_references
 
 Call = Callable[..., Any]
@@ -58,8 +58,8 @@ class DecodeRows:
         if id(mask) not in self._spans:
             bias = mask if mask.is_floating_point() else mask.float().log()
             bias = bias.expand(len(self.used), *mask.shape[1:])
-            found = (bias > float("-inf")).flatten(1, -2).any(1).int().argmax(-1).tolist()
-            firsts = [*map(min, found, self.used)]
+            first_seen = (bias > float("-inf")).flatten(1, -2).any(1).int().argmax(-1).tolist()
+            firsts = [*map(min, first_seen, self.used)]
             counts, spans = (bias == 0).sum(-1).flatten(1).tolist(), list[Span]()
             for row, (first, count, end) in enumerate(zip(firsts, counts, self.used, strict=True)):
                 is_plain = {*count} == {end + 1 - first}  # it sees these rows alone, and all alike
@@ -103,10 +103,10 @@ def _attend(attention: Call) -> Call:
         past = rows.put(*key), rows.put(*value)
         if not (spans := rows.spans(mask)):
             return attention(query, *[one[:, :, : rows.used[0] + 1] for one in past], **scale)
-        found = []
+        outputs = []
         for row, (end, (first, own)) in enumerate(zip(rows.used, spans, strict=True)):
             pair = [one.narrow(0, row, 1).narrow(2, first, end + 1 - first) for one in past]
-            found.append(attention(query.narrow(0, row, 1), *pair, own, **scale))
-        return torch.cat(found)
+            outputs.append(attention(query.narrow(0, row, 1), *pair, own, **scale))
+        return torch.cat(outputs)
 
     return attend

@@ -40,26 +40,26 @@ def _with_options(
     check: Callable[Concatenate[Arguments, _Options], None],
 ) -> Callable[_Options, Contract]:
     """Return a factory of contracts from ``check``, whose options come after a call's arguments."""
-    return lambda *options, **named: lambda given: check(given, *options, **named)
+    return lambda *options, **named: lambda args: check(args, *options, **named)
 
 
 @_with_options
-def _all_of(given: Arguments, *contracts: Contract) -> None:
+def _all_of(args: Arguments, *contracts: Contract) -> None:
     for contract in contracts:
-        contract(given)
+        contract(args)
 
 
-def _tensors(given: Arguments, names: Iterable[str]) -> dict[str, torch.Tensor]:
+def _tensors(args: Arguments, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Return the named tensors without optional ones that are None."""
-    return {name: given[name] for name in names if given.get(name) is not None}
+    return {name: args[name] for name in names if args.get(name) is not None}
 
 
 @_with_options
-def _extents(given: Arguments, /, **patterns: str) -> None:
+def _extents(args: Arguments, /, **patterns: str) -> None:
     """Extents by name: equal letters are equal, ``*`` at the end is any further ones."""
     split = {name: pattern.split() for name, pattern in patterns.items()}
     known: dict[str, int] = {}
-    for name, tensor in _tensors(given, split).items():
+    for name, tensor in _tensors(args, split).items():
         pattern, shape = split[name], tuple(tensor.shape)
         is_open = pattern[-1:] == ["*"]
         named = pattern[:-1] if is_open else pattern
@@ -72,9 +72,9 @@ def _extents(given: Arguments, /, **patterns: str) -> None:
 
 
 @_with_options
-def _floats(given: Arguments, *names: str, mixed: bool = False) -> None:
+def _floats(args: Arguments, *names: str, mixed: bool = False) -> None:
     """Floating, and of one dtype; ``mixed``: parameters may be float32 beside a half input."""
-    dtypes = [tensor.dtype for tensor in _tensors(given, names).values()]
+    dtypes = [tensor.dtype for tensor in _tensors(args, names).values()]
     first = dtypes[0]
     is_half = first in (torch.float16, torch.bfloat16)
     others = {first, torch.float32} if mixed and is_half else {first}
@@ -84,16 +84,16 @@ def _floats(given: Arguments, *names: str, mixed: bool = False) -> None:
 
 
 @_with_options
-def _indices(given: Arguments, *names: str) -> None:
-    for name, tensor in _tensors(given, names).items():
+def _indices(args: Arguments, *names: str) -> None:
+    for name, tensor in _tensors(args, names).items():
         _need(tensor.dtype in INDICES, f"{name} is {tensor.dtype}, not a type of indices")
 
 
 @_with_options
-def _numbers(given: Arguments, low: int, high: int, *names: str) -> None:
+def _numbers(args: Arguments, low: int, high: int, *names: str) -> None:
     """Integers, or lists of them, within a range."""
     for name in names:
-        value = given.get(name)
+        value = args.get(name)
         if value is not None:
             numbers = value if isinstance(value, list | tuple) else [value]
             is_within = all(type(n) is int and low <= n <= high for n in numbers)
@@ -101,39 +101,37 @@ def _numbers(given: Arguments, low: int, high: int, *names: str) -> None:
 
 
 def _is(name: str, *values: Any) -> Contract:
-    return lambda given: _need(
-        any(
-            given[name] is v or (given[name] == v and type(given[name]) is type(v)) for v in values
-        ),
-        f"{name} is {given[name]}, needed {' or '.join(map(str, values))}",
+    return lambda args: _need(
+        any(args[name] is v or (args[name] == v and type(args[name]) is type(v)) for v in values),
+        f"{name} is {args[name]}, needed {' or '.join(map(str, values))}",
     )
 
 
 def _dims(name: str, *counts: int) -> Contract:
-    return lambda given: _need(
-        given[name].dim() in counts, f"{name} has {given[name].dim()} dimensions, needed {counts}"
+    return lambda args: _need(
+        args[name].dim() in counts, f"{name} has {args[name].dim()} dimensions, needed {counts}"
     )
 
 
 @_with_options
-def _not_empty(given: Arguments, *names: str) -> None:
-    for name, tensor in _tensors(given, names).items():
+def _not_empty(args: Arguments, *names: str) -> None:
+    for name, tensor in _tensors(args, names).items():
         _need(tensor.numel() > 0, f"{name} is empty")
 
 
-def _not_repeated(given: Arguments) -> None:
+def _not_repeated(args: Arguments) -> None:
     """Refuse a value with stride 0, as ``expand`` makes it: the kernel relies on its extents."""
-    value = given["self"]
+    value = args["self"]
     pairs = zip(value.shape, value.stride(), strict=True)
     _need(all(n == 1 or stride for n, stride in pairs), f"it has strides {list(value.stride())}")
 
 
-def _division(given: Arguments) -> None:
+def _division(args: Arguments) -> None:
     """Cut towards zero, integers are divided by the processor, which ends the process where the
     least is divided by -1: data decides that unless the divisor is a positive number."""
-    value, divisor = given["self"], given["other"]
+    value, divisor = args["self"], args["other"]
     dtype = torch.result_type(value, divisor)
-    if given.get("rounding_mode") == "trunc" and not (dtype.is_floating_point or dtype.is_complex):
+    if args.get("rounding_mode") == "trunc" and not (dtype.is_floating_point or dtype.is_complex):
         is_known = type(divisor) is int and 0 < divisor <= torch.iinfo(dtype).max
         _need(is_known, "integers are cut towards zero by what is not a positive number")
 
@@ -148,64 +146,64 @@ _CHANNEL_FLOATS: Final = _floats(
 )
 
 
-def _trailing(given: Arguments) -> None:
+def _trailing(args: Arguments) -> None:
     """layer_norm: the normalised extents are the input's last, and the parameters' all."""
-    wanted, shape = list(given["normalized_shape"]), list(given["input"].shape)
-    _need(0 < len(wanted) <= len(shape), f"normalized_shape is {wanted}")
-    _need(shape[len(shape) - len(wanted) :] == wanted, f"input {shape} does not end in {wanted}")
-    _need(min(wanted) > 0, f"normalized_shape is {wanted}")
-    for name, tensor in _tensors(given, ("weight", "bias")).items():
-        _need(list(tensor.shape) == wanted, f"{name} is {list(tensor.shape)}, needed {wanted}")
+    normal, shape = list(args["normalized_shape"]), list(args["input"].shape)
+    _need(0 < len(normal) <= len(shape), f"normalized_shape is {normal}")
+    _need(shape[len(shape) - len(normal) :] == normal, f"input {shape} does not end in {normal}")
+    _need(min(normal) > 0, f"normalized_shape is {normal}")
+    for name, tensor in _tensors(args, ("weight", "bias")).items():
+        _need(list(tensor.shape) == normal, f"{name} is {list(tensor.shape)}, needed {normal}")
 
 
 @_with_options
-def _grouped(given: Arguments, count: str) -> None:
-    groups, channels = given[count], given["input"].shape[1]
+def _grouped(args: Arguments, count: str) -> None:
+    groups, channels = args[count], args["input"].shape[1]
     _need(0 < groups <= channels and channels % groups == 0, f"{channels} in {groups} groups")
 
 
-def _flattened(given: Arguments) -> None:
+def _flattened(args: Arguments) -> None:
     """native_group_norm believes N, C and HxW."""
-    value = given["input"]
-    _need(list(value.shape[:2]) == [given["N"], given["C"]], "N and C are not the input's")
-    _need(given["N"] * given["C"] * given["HxW"] == value.numel(), "HxW is not the input's")
+    value = args["input"]
+    _need(list(value.shape[:2]) == [args["N"], args["C"]], "N and C are not the input's")
+    _need(args["N"] * args["C"] * args["HxW"] == value.numel(), "HxW is not the input's")
 
 
-def _weight_norm(given: Arguments) -> None:
-    v, g, dim = given["v"], given["g"], given["dim"]
+def _weight_norm(args: Arguments) -> None:
+    v, g, dim = args["v"], args["g"], args["dim"]
     _need(v.dim() > 0 and dim in (0, v.dim() - 1), f"dim is {dim}")
-    wanted = [extent if axis == dim else 1 for axis, extent in enumerate(v.shape)]
-    _need(list(g.shape) == wanted, f"g is {list(g.shape)}, needed {wanted}")
+    expected = [extent if axis == dim else 1 for axis, extent in enumerate(v.shape)]
+    _need(list(g.shape) == expected, f"g is {list(g.shape)}, needed {expected}")
 
 
 # ---- recurrent layers -------------------------------------------------------------------------
 
 
 @_with_options
-def _recurrent(given: Arguments, gates: int, states: int) -> None:
+def _recurrent(args: Arguments, gates: int, states: int) -> None:
     """Check the extents of every parameter of every layer and direction, and of the states."""
-    value, params = given["input"], given["params"]
-    hidden_states = given["hx"] if states == 2 else [given["hx"]]
-    _need(given["train"] is False, "it trains")
-    directions = 2 if given["bidirectional"] else 1
-    each = 4 if given["has_biases"] else 2
-    layers = given["num_layers"]
+    value, params = args["input"], args["params"]
+    hidden_states = args["hx"] if states == 2 else [args["hx"]]
+    _need(args["train"] is False, "it trains")
+    directions = 2 if args["bidirectional"] else 1
+    each = 4 if args["has_biases"] else 2
+    layers = args["num_layers"]
     _need(value.dim() == 3 and value.numel() > 0, "input has not three extents, or is empty")
     _need(layers >= 1 and len(params) == layers * directions * each, "parameters are missing")
     _need(len(hidden_states) == states, f"{len(hidden_states)} states")
-    batch, width = value.shape[0 if given["batch_first"] else 1], value.shape[2]
+    batch, width = value.shape[0 if args["batch_first"] else 1], value.shape[2]
     hidden = params[1].shape[-1] if params[1].dim() else 0
     _need(hidden > 0, "a state of no extent")
     for state in hidden_states:
-        wanted = [layers * directions, batch, hidden]
-        _need(list(state.shape) == wanted, f"a state is {list(state.shape)}, needed {wanted}")
+        expected = [layers * directions, batch, hidden]
+        _need(list(state.shape) == expected, f"a state is {list(state.shape)}, needed {expected}")
     for place, tensor in enumerate(params):
         layer, role = place // (directions * each), place % each
         inner = width if layer == 0 else hidden * directions
-        wanted = [gates * hidden, *([inner], [hidden], [], [])[role]]
+        expected = [gates * hidden, *([inner], [hidden], [], [])[role]]
         _need(
-            list(tensor.shape) == wanted,
-            f"parameter {place} is {list(tensor.shape)}, needed {wanted}",
+            list(tensor.shape) == expected,
+            f"parameter {place} is {list(tensor.shape)}, needed {expected}",
         )
     everything = [value, *hidden_states, *params]
     _need(value.is_floating_point(), f"input is {value.dtype}")
@@ -213,22 +211,22 @@ def _recurrent(given: Arguments, gates: int, states: int) -> None:
 
 
 @_with_options
-def _cell(given: Arguments, gates: int, states: int) -> None:
-    value = given["input"]
-    hidden_states = given["hx"] if states == 2 else [given["hx"]]
+def _cell(args: Arguments, gates: int, states: int) -> None:
+    value = args["input"]
+    hidden_states = args["hx"] if states == 2 else [args["hx"]]
     _need(value.dim() == 2 and value.numel() > 0, "input has not two extents, or is empty")
     _need(len(hidden_states) == states, f"{len(hidden_states)} states")
     hidden = hidden_states[0].shape[-1] if hidden_states[0].dim() else 0
     _need(hidden > 0, "a state of no extent")
-    wanted = {
+    expected = {
         "w_ih": [gates * hidden, value.shape[1]],
         "w_hh": [gates * hidden, hidden],
         "b_ih": [gates * hidden],
         "b_hh": [gates * hidden],
     }
-    parameters = _tensors(given, wanted)
+    parameters = _tensors(args, expected)
     for name, tensor in parameters.items():
-        _need(list(tensor.shape) == wanted[name], f"{name} is {list(tensor.shape)}")
+        _need(list(tensor.shape) == expected[name], f"{name} is {list(tensor.shape)}")
     for state in hidden_states:
         _need(list(state.shape) == [value.shape[0], hidden], f"state {list(state.shape)}")
     everything = [value, *hidden_states, *parameters.values()]
@@ -245,10 +243,10 @@ _WINDOW: Final = _all_of(
 )
 
 
-def _convolution(given: Arguments) -> None:
-    value, weight, groups = given["input"], given["weight"], given["groups"]
-    transposed = given.get("transposed", "output_padding" in given)
-    stride, dilation = given["stride"], given["dilation"]
+def _convolution(args: Arguments) -> None:
+    value, weight, groups = args["input"], args["weight"], args["groups"]
+    transposed = args.get("transposed", "output_padding" in args)
+    stride, dilation = args["stride"], args["dilation"]
     _need(weight.dim() in (3, 4, 5), f"weight has {weight.dim()} dimensions")
     _need(value.dim() in (weight.dim() - 1, weight.dim()), "input and weight have other dimensions")
     _need(weight.numel() > 0, "weight is empty")
@@ -257,30 +255,30 @@ def _convolution(given: Arguments) -> None:
     outer, inner = weight.shape[:2]
     _need(channels == (outer if transposed else inner * groups), "channels are not the weight's")
     _need(outer % groups == 0, f"{outer} filters in {groups} groups")
-    made = inner * groups if transposed else outer
-    bias = given["bias"]
-    _need(bias is None or list(bias.shape) == [made], f"bias is not [{made}]")
+    channels_out = inner * groups if transposed else outer
+    bias = args["bias"]
+    _need(bias is None or list(bias.shape) == [channels_out], f"bias is not [{channels_out}]")
     if transposed:
         rank = weight.dim() - 2
-        extra = _each(given["output_padding"], rank)
+        extra = _each(args["output_padding"], rank)
         for e, m, d in zip(extra, _each(stride, rank), _each(dilation, rank), strict=True):
             _need(e < max(m, d), f"output_padding is {extra}")
 
 
 def _each(numbers: Any, rank: int) -> list[int]:
     """Return one number for each dimension; torch also takes one for all of them."""
-    found = list(numbers) if isinstance(numbers, list | tuple) else [numbers]
-    found = found * rank if len(found) == 1 else found
-    _need(len(found) == rank, f"{len(found)} numbers for {rank} dimensions")
-    return found
+    numbers_of_axes = list(numbers) if isinstance(numbers, list | tuple) else [numbers]
+    numbers_of_axes = numbers_of_axes * rank if len(numbers_of_axes) == 1 else numbers_of_axes
+    _need(len(numbers_of_axes) == rank, f"{len(numbers_of_axes)} numbers for {rank} dimensions")
+    return numbers_of_axes
 
 
 _CONVOLUTION: Final = _all_of(
     _numbers(1, MAX_GEOMETRY, "stride", "dilation"),
-    lambda given: (
-        _need(given["padding"] in ("same", "valid"), "padding")
-        if isinstance(given["padding"], str)
-        else _WINDOW(given)
+    lambda args: (
+        _need(args["padding"] in ("same", "valid"), "padding")
+        if isinstance(args["padding"], str)
+        else _WINDOW(args)
     ),
     _numbers(0, MAX_GEOMETRY, "output_padding"),
     _floats("input", "weight", "bias"),
@@ -300,31 +298,31 @@ def _adaptive(axes: int) -> Contract:
     )
 
 
-def _unpool(given: Arguments) -> None:
-    _need(given["self"].shape == given["indices"].shape, "indices are not the input's extents")
-    _need(given["indices"].dtype is torch.int64, "indices are not int64")
+def _unpool(args: Arguments) -> None:
+    _need(args["self"].shape == args["indices"].shape, "indices are not the input's extents")
+    _need(args["indices"].dtype is torch.int64, "indices are not int64")
 
 
-def _scales(given: Arguments) -> None:
+def _scales(args: Arguments) -> None:
     for name in ("scales", "scales_d", "scales_h", "scales_w", "scale_factors"):
-        value = given.get(name)
+        value = args.get(name)
         for scale in value if isinstance(value, list | tuple) else [value]:
             is_sound = scale is None or MIN_SCALE <= scale <= MAX_SCALE  # a NaN is not
             _need(is_sound, f"{name} is {value}")
 
 
 @_with_options
-def _scaled(given: Arguments, axes: int) -> None:
-    value = given.get("self", given.get("input"))
+def _scaled(args: Arguments, axes: int) -> None:
+    value = args.get("self", args.get("input"))
     _need(value.dim() == axes + 2 and value.numel() > 0, "input has other extents, or none")
-    factors = given.get("scale_factors")
-    _need(factors is None or given["output_size"] is None, "a size and factors")
+    factors = args.get("scale_factors")
+    _need(factors is None or args["output_size"] is None, "a size and factors")
     _need(factors is None or len(factors) == axes, "factors for other axes")
     names = ["scales"] if axes == 1 else ["scales_d", "scales_h", "scales_w"][3 - axes :]
     for axis, name in enumerate(names):
-        scale, extent = given.get(name), value.shape[2 + axis]
+        scale, extent = args.get(name), value.shape[2 + axis]
         # Kernels read where the scale says, as often as the size says.
-        is_one = scale is None or int(extent * scale) == given["output_size"][axis]
+        is_one = scale is None or int(extent * scale) == args["output_size"][axis]
         _need(is_one, f"{name} is {scale}, which is not the size's")
 
 
@@ -346,69 +344,69 @@ def _sampler(axes: int, modes: tuple[int, ...]) -> Contract:
     )
 
 
-def _any_sampler(given: Arguments) -> None:
-    (_sampler(3, (0, 1)) if given["input"].dim() == 5 else _sampler(2, (0, 1, 2)))(given)
+def _any_sampler(args: Arguments) -> None:
+    (_sampler(3, (0, 1)) if args["input"].dim() == 5 else _sampler(2, (0, 1, 2)))(args)
 
 
-def _affine(given: Arguments) -> None:
-    size, theta = list(given["size"]), given["theta"]
+def _affine(args: Arguments) -> None:
+    size, theta = list(args["size"]), args["theta"]
     _need(len(size) in (4, 5), f"size is {size}")
     axes = len(size) - 2
-    wanted = [size[0], axes, axes + 1]
-    _need(list(theta.shape) == wanted, f"theta is {list(theta.shape)}, needed {wanted}")
+    expected = [size[0], axes, axes + 1]
+    _need(list(theta.shape) == expected, f"theta is {list(theta.shape)}, needed {expected}")
 
 
-def _closed_circle(given: Arguments) -> None:
+def _closed_circle(args: Arguments) -> None:
     """Refuse negative circular padding: the rows cut on one side are the source of the other's."""
-    _need(given["mode"] != "circular" or min(given["pad"], default=0) >= 0, f"pad {given['pad']}")
+    _need(args["mode"] != "circular" or min(args["pad"], default=0) >= 0, f"pad {args['pad']}")
 
 
 # ---- looking up -------------------------------------------------------------------------------
 
 
 @_with_options
-def _along(given: Arguments, *others: str) -> None:
+def _along(args: Arguments, *others: str) -> None:
     """Check gather and scatter: the index lies within ``others`` but along the dimension."""
-    value, index = given["self"], given["index"]
-    axis = given["dim"] + (value.dim() if given["dim"] < 0 else 0)
+    value, index = args["self"], args["index"]
+    axis = args["dim"] + (value.dim() if args["dim"] < 0 else 0)
     _need(index.dim() == value.dim() and 0 <= axis < max(value.dim(), 1), "dimensions differ")
     for place, extent in enumerate(index.shape):
         _need(place == axis or extent <= value.shape[place], "index exceeds its tensor")
-    for other in _tensors(given, others).values():
+    for other in _tensors(args, others).values():
         _need(other.dim() == index.dim(), "dimensions differ")
         fits = all(a <= b for a, b in zip(index.shape, other.shape, strict=True))
         _need(fits, "index exceeds its source")
         _need(other.dtype == value.dtype, "dtypes differ")
 
 
-def _rows(given: Arguments) -> None:
+def _rows(args: Arguments) -> None:
     """index_select and its kin: one row of indices, and a source of as many."""
-    value, index = given["self"], given["index"]
+    value, index = args["self"], args["index"]
     _need(index.dim() <= 1, "index has more than one dimension")
-    axis = given["dim"] + (value.dim() if given["dim"] < 0 else 0)
-    _need(0 <= axis < max(value.dim(), 1), f"dim is {given['dim']}")
-    source = given.get("source")
+    axis = args["dim"] + (value.dim() if args["dim"] < 0 else 0)
+    _need(0 <= axis < max(value.dim(), 1), f"dim is {args['dim']}")
+    source = args.get("source")
     if source is not None:
-        wanted = list(value.shape)
-        if wanted:
-            wanted[axis] = index.numel()
-        _need(list(source.shape) == wanted, f"source is {list(source.shape)}, needed {wanted}")
+        expected = list(value.shape)
+        if expected:
+            expected[axis] = index.numel()
+        _need(list(source.shape) == expected, f"source is {list(source.shape)}, needed {expected}")
         _need(source.dtype == value.dtype, "dtypes differ")
 
 
-def _places(given: Arguments) -> None:
-    found = [index for index in given["indices"] if index is not None]
-    _need(0 < len(given["indices"]) <= given["self"].dim(), "too many indices, or none")
-    for index in found:
+def _places(args: Arguments) -> None:
+    indices = [index for index in args["indices"] if index is not None]
+    _need(0 < len(args["indices"]) <= args["self"].dim(), "too many indices, or none")
+    for index in indices:
         _need(index.dtype in INDICES or index.dtype is torch.bool, f"an index is {index.dtype}")
 
 
 # ---- attention --------------------------------------------------------------------------------
 
 
-def _attention(given: Arguments) -> None:
-    query, key, value = (given[name] for name in ("query", "key", "value"))
-    mask, is_shared = given["attn_mask"], given["enable_gqa"]
+def _attention(args: Arguments) -> None:
+    query, key, value = (args[name] for name in ("query", "key", "value"))
+    mask, is_shared = args["attn_mask"], args["enable_gqa"]
     _need(query.dim() == key.dim() == value.dim() and query.dim() >= 2, "dimensions differ")
     _need(query.shape[-1] == key.shape[-1] > 0, "query and key have other widths")
     _need(key.shape[-2] == value.shape[-2], "keys and values differ in number")
@@ -419,9 +417,9 @@ def _attention(given: Arguments) -> None:
         _need(shared > 0 and heads % shared == 0, f"{heads} heads share {shared}")
     _need(leading == theirs, "query and key differ in extents")
     if mask is not None:
-        wanted = [*query.shape[:-2], query.shape[-2], key.shape[-2]]
+        expected = [*query.shape[:-2], query.shape[-2], key.shape[-2]]
         _need(2 <= mask.dim() <= query.dim(), "the mask has other dimensions")
-        pairs = zip(reversed(mask.shape), reversed(wanted), strict=False)
+        pairs = zip(reversed(mask.shape), reversed(expected), strict=False)
         _need(all(m in (1, w) for m, w in pairs), f"the mask is {list(mask.shape)}")
         _need(mask.dtype in (torch.bool, query.dtype), f"the mask is {mask.dtype}")
 
@@ -648,8 +646,8 @@ def guarded(call: Any) -> Callable[..., Any]:
         known = None if kwargs else _known_result(name, args)
         if known is not None:
             return known
-        found = call(*args, **kwargs)
-        return found[:1] if name in _ONLY_FIRST else found
+        outputs = call(*args, **kwargs)
+        return outputs[:1] if name in _ONLY_FIRST else outputs
 
     return checked
 

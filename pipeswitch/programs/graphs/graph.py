@@ -92,12 +92,12 @@ def resolve(target: str) -> Callable[..., Any]:
     if namespace == "_operator":
         return _OPERATORS[name]
     try:
-        found = getattr(getattr(torch.ops.aten, name), overload)
+        overload_found = getattr(getattr(torch.ops.aten, name), overload)
     except (AttributeError, RuntimeError):
-        found = None
-    if not isinstance(found, torch._ops.OpOverload):
+        overload_found = None
+    if not isinstance(overload_found, torch._ops.OpOverload):
         raise RegistrationRefused(f"operator {target!r}", f"torch {torch.__version__} has none")
-    return found
+    return overload_found
 
 
 def _signature(target: str, call: Any, node: Node) -> dict[str, tuple[Any, Any]]:
@@ -106,18 +106,18 @@ def _signature(target: str, call: Any, node: Node) -> dict[str, tuple[Any, Any]]
     positional = [entry for entry in entries if not entry.kwarg_only]
     if len(node.args) > len(positional):
         raise RegistrationRefused(f"operator {target!r}", "more arguments than it takes")
-    given = {
+    arguments = {
         entry.name: (entry, value) for entry, value in zip(positional, node.args, strict=False)
     }
     by_name = {entry.name: entry for entry in entries}
     for key, value in node.kwargs.items():
-        if key not in by_name or key in given:
+        if key not in by_name or key in arguments:
             raise RegistrationRefused(f"operator {target!r}", f"no argument {key!r}, or twice")
-        given[key] = (by_name[key], value)
-    missing = [e.name for e in entries if e.name not in given and not e.has_default_value()]
+        arguments[key] = (by_name[key], value)
+    missing = [e.name for e in entries if e.name not in arguments and not e.has_default_value()]
     if missing:
         raise RegistrationRefused(f"operator {target!r}", f"missing {', '.join(missing)}")
-    return given
+    return arguments
 
 
 def check_kinds(graph: Graph) -> None:
@@ -132,11 +132,11 @@ def check_kinds(graph: Graph) -> None:
         if namespace == "aten":
             call: Any = resolve(node.target)
             for key, (entry, value) in _signature(node.target, call, node).items():
-                wanted = str(entry.real_type)
-                if not fits(wanted, value, kinds):
+                kind = str(entry.real_type)
+                if not fits(kind, value, kinds):
                     raise RegistrationRefused(
                         f"node {position} ({node.target})",
-                        f"its argument {key!r} is {wanted}, not {str(value)[:80]}",
+                        f"its argument {key!r} is {kind}, not {str(value)[:80]}",
                     )
             kinds.append(returned(call._schema))
         elif namespace == NAMESPACE:
@@ -166,7 +166,7 @@ def mutations(graph: Graph) -> list[tuple[int, frozenset[int]]]:
         (1 << value, NO_WEIGHT) if value < inputs else (0, value)
         for value in range(graph.first_node_value)
     ]
-    found: list[tuple[int, frozenset[int]]] = []
+    written: list[tuple[int, frozenset[int]]] = []
     for position, node in enumerate(graph.nodes):
         namespace, name, _ = split_target(node.target)
         reached = _joined(aliases, node_references(node))
@@ -176,13 +176,13 @@ def mutations(graph: Graph) -> list[tuple[int, frozenset[int]]]:
             if weight != NO_WEIGHT:
                 touched.add(weight)
             if touched:
-                found.append((position, frozenset(touched)))
+                written.append((position, frozenset(touched)))
             if name in FRESH:
                 reached = (0, NO_WEIGHT)
         elif name != "getitem":
             reached = (0, NO_WEIGHT)  # integers alias nothing
         aliases.append(reached)
-    return found
+    return written
 
 
 def _joined(aliases: Sequence[tuple[int, int]], values: Iterable[int]) -> tuple[int, int]:
@@ -195,18 +195,18 @@ def _joined(aliases: Sequence[tuple[int, int]], values: Iterable[int]) -> tuple[
 
 
 def _written(node: Node, name: str) -> list[int]:
-    given = _signature(node.target, resolve(node.target), node)
+    arguments = _signature(node.target, resolve(node.target), node)
     written = [
         value
-        for entry, argument in given.values()
+        for entry, argument in arguments.values()
         if entry.alias_info is not None and entry.alias_info.is_write
         for value in references(argument)
     ]
     # Batch statistics update the running ones without a word of it in the schema.
     training = {"batch_norm": "training", "instance_norm": "use_input_stats"}.get(name)
-    if training is not None and given.get(training, (None, False))[1] is not False:
+    if training is not None and arguments.get(training, (None, False))[1] is not False:
         for key in ("running_mean", "running_var"):
-            written += references(given[key][1]) if key in given else []
+            written += references(arguments[key][1]) if key in arguments else []
     return written
 
 
@@ -391,7 +391,7 @@ class Checked(NamedTuple):
     """Result of a check before anything runs."""
 
     is_whole: bool  # every shape was looked at
-    held: RunMemory  # the most at any of them
+    run_memory: RunMemory  # the most at any of them
 
 
 def check_shapes(graph: Graph, weights: Sequence[torch.Tensor]) -> Checked:
@@ -415,9 +415,9 @@ def check_on_meta(
     graph: Graph, weights: Sequence[torch.Tensor], shapes: Iterable[Values]
 ) -> RunMemory:
     """Return the most that the graph holds at any of some shapes; raises as ``DryRun.at``."""
-    rehearsal = DryRun(graph, weights)
-    found = [rehearsal.at(values) for values in shapes]
-    return RunMemory(*map(max, zip(*found, strict=True)))
+    dry_run = DryRun(graph, weights)
+    memories = [dry_run.at(values) for values in shapes]
+    return RunMemory(*map(max, zip(*memories, strict=True)))
 
 
 class DryRun:

@@ -15,7 +15,7 @@ import msgspec
 
 from ...base.errors import RegistrationRefused
 from ...base.units import escape_control_chars
-from ..decoding.generation import PADS
+from ..decoding.generation_settings import PADS
 from ..interface import layout
 from ..interface.dims import BATCH, names_in
 from .bundle import MAX_NAME_CHARS, MAX_NODES, check_dtype_and_shape, is_name
@@ -55,8 +55,8 @@ def check_claims(manifest: layout.Manifest) -> None:
         if not {shape[1:2] for shape in shapes.values()} >= {(dim,) for dim in PADS}:
             _refuse("it has not the dimensions that would be padded")
     if manifest.precision is not None:
-        told = msgspec.structs.astuple(manifest.precision)
-        numbers = [one for one in told if isinstance(one, int | float)]
+        figures = msgspec.structs.astuple(manifest.precision)
+        numbers = [one for one in figures if isinstance(one, int | float)]
         if not all(math.isfinite(one) and one >= 0 for one in numbers):
             _refuse("what its precision costs is not a number")
         for name, dtype, shape in manifest.precision.weights:
@@ -73,8 +73,8 @@ def _check_texts(manifest: layout.Manifest) -> None:
     notes = extra.get("notes", ())
     if not isinstance(notes, list | tuple) or len(notes) > MAX_NOTES:
         _refuse("its notes are no short list")
-    told = [extra.get(key, "") for key in ("origin", "program")]
-    for text in (manifest.source, manifest.mode_reason, *told, *notes):
+    texts = [extra.get(key, "") for key in ("origin", "program")]
+    for text in (manifest.source, manifest.mode_reason, *texts, *notes):
         if (
             not isinstance(text, str)
             or len(text) > MAX_TEXT_CHARS

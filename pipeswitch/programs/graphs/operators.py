@@ -201,9 +201,9 @@ def split_target(target: str) -> tuple[str, str, str]:
         return ("_operator", target[10:], "")
     if target in TARGETS:  # of a derived graph; ``bundle.check_graph`` refuses any other's
         return (NAMESPACE, target.partition(".")[2], "")
-    found = _ATEN.fullmatch(target)
-    if found is None or found[2] not in OVERLOADS.get(found[1], ()):
+    match = _ATEN.fullmatch(target)
+    if match is None or match[2] not in OVERLOADS.get(match[1], ()):
         raise RegistrationRefused(
             f"operator {target[:120]!r}", "it is not on the list of allowed operators"
         )
-    return ("aten", found[1], found[2])
+    return ("aten", match[1], match[2])

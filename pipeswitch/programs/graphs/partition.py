@@ -21,7 +21,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Weight:
+class UnplacedWeight:
     """A weight without an offset yet."""
 
     name: str
@@ -36,19 +36,19 @@ def layers_of_graph(graph: Graph) -> list[Layer]:
     What comes before the first such node belongs to it; weights that are only returned belong
     to the last layer.
     """
-    seen: set[int] = set()
+    layered: set[int] = set()
     starts: list[int] = []
     weights: list[list[int]] = []
     for position, node in enumerate(graph.nodes):
-        new = [w for w in dict.fromkeys(weights_of_node(graph, node)) if w not in seen]
+        new = [w for w in dict.fromkeys(weights_of_node(graph, node)) if w not in layered]
         if new or not starts:
-            if starts and not seen:  # no weight was used before: the same layer
+            if starts and not layered:  # no weight was used before: the same layer
                 weights[-1] = new
             else:
                 starts.append(position)
                 weights.append(new)
-        seen.update(new)
-    unused = [weight for weight in range(len(graph.weights)) if weight not in seen]
+        layered.update(new)
+    unused = [weight for weight in range(len(graph.weights)) if weight not in layered]
     if not starts:
         return [Layer(0, 0, tuple(unused))]
     weights[-1] += unused
@@ -59,7 +59,9 @@ def layers_of_graph(graph: Graph) -> list[Layer]:
     ]
 
 
-def default_plan(layers: Sequence[Layer], weights: Sequence[Weight], bucket_bytes: int) -> Plan:
+def default_plan(
+    layers: Sequence[Layer], weights: Sequence[UnplacedWeight], bucket_bytes: int
+) -> Plan:
     """Byte buckets; 0 means the default size."""
     sizes = [sum(weights[index].size_bytes for index in layer.weights) for layer in layers]
     size = bucket_bytes or DEFAULT_BUCKET_BYTES
@@ -67,7 +69,10 @@ def default_plan(layers: Sequence[Layer], weights: Sequence[Weight], bucket_byte
 
 
 def place(
-    layers: Sequence[Layer], weights: Sequence[Weight], plan: Plan, file_offsets: Sequence[int]
+    layers: Sequence[Layer],
+    weights: Sequence[UnplacedWeight],
+    plan: Plan,
+    file_offsets: Sequence[int],
 ) -> tuple[tuple[TensorSpec, ...], tuple[LayerSpec, ...], tuple[GroupSpec, ...], int]:
     """Tensors in order of first use, layers, groups, and the region's size in bytes."""
     tensors: list[TensorSpec] = []

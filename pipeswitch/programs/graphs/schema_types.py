@@ -42,34 +42,34 @@ def element(kind: str) -> str:
     return "Tensor" if kind == _SEVERAL else "nothing"
 
 
-def fits(wanted: str, argument: Any, kinds: list[str]) -> bool:
+def fits(kind: str, argument: Any, kinds: list[str]) -> bool:
     """Return True if a node's argument is of the kind that the schema requires.
 
     Args:
-        wanted: the schema's kind, such as ``Optional[List[int]]``.
+        kind: the schema's kind, such as ``Optional[List[int]]``.
         argument: as a bundle has it: a constant, a tagged one, a reference, or a list of those.
         kinds: the kinds of earlier values, by number.
     """
-    if wanted.startswith("Optional["):
-        return argument is None or fits(wanted[9:-1], argument, kinds)
-    if wanted.startswith("List[") and not _is_reference(argument, wanted, kinds):
-        inner = wanted[5:-1]
+    if kind.startswith("Optional["):
+        return argument is None or fits(kind[9:-1], argument, kinds)
+    if kind.startswith("List[") and not _is_reference(argument, kind, kinds):
+        inner = kind[5:-1]
         if isinstance(argument, list | tuple):
             return all(fits(inner, item, kinds) for item in argument)
         return inner != "Tensor" and fits(inner, argument, kinds)  # one stands for all
     if isinstance(argument, dict):
-        return _is_reference(argument, wanted, kinds) or _is_tagged(argument, wanted)
-    return type(argument) in _CONSTANTS.get(wanted, ())  # a bool is no integer here
+        return _is_reference(argument, kind, kinds) or _is_tagged(argument, kind)
+    return type(argument) in _CONSTANTS.get(kind, ())  # a bool is no integer here
 
 
-def _is_reference(argument: Any, wanted: str, kinds: list[str]) -> bool:
+def _is_reference(argument: Any, kind_name: str, kinds: list[str]) -> bool:
     if not isinstance(argument, dict) or "v" not in argument:
         return False
     kind = kinds[argument["v"]]
-    return kind == wanted or (kind == "int" and wanted in _FROM_EXTENTS)
+    return kind == kind_name or (kind == "int" and kind_name in _FROM_EXTENTS)
 
 
-def _is_tagged(argument: Mapping[str, Any], wanted: str) -> bool:
+def _is_tagged(argument: Mapping[str, Any], kind: str) -> bool:
     if "float" in argument:
-        return wanted in ("float", "number", "Tensor")
-    return wanted in _TAGS and _TAGS[wanted] in argument
+        return kind in ("float", "number", "Tensor")
+    return kind in _TAGS and _TAGS[kind] in argument

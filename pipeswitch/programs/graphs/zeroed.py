@@ -26,14 +26,14 @@ def on_zeros(call: Callable[..., Any]) -> Callable[..., Any]:
     if switch is None:
         return call
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
         switch.value = True
         try:
             return call(*args, **kwargs)
         finally:
             switch.value = False
 
-    return called
+    return stand_in
 
 
 @functools.cache

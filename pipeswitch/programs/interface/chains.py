@@ -24,7 +24,7 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Sources = Annotated[dict[_Name, _Name], msgspec.Meta(max_length=MAX_VALUES)]
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChainStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One model of a chain."""
 
     model: _Name
@@ -32,13 +32,13 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     inputs: Sources = {}  # value of each input
 
 
-Steps = Annotated[tuple[Step, ...], msgspec.Meta(min_length=1, max_length=MAX_STEPS)]
+Steps = Annotated[tuple[ChainStep, ...], msgspec.Meta(min_length=1, max_length=MAX_STEPS)]
 
 
 class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Checked chain: each step has a name, and each input and output has a source."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ChainStep, ...]
     returns: dict[str, str]  # value of each output of the answer
     inputs: tuple[ValueSpec, ...]
     outputs: tuple[ValueSpec, ...]
@@ -67,7 +67,10 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def chain_of(
-    name: str, steps: Sequence[Step], returns: Mapping[str, str], models: Mapping[str, Manifest]
+    name: str,
+    steps: Sequence[ChainStep],
+    returns: Mapping[str, str],
+    models: Mapping[str, Manifest],
 ) -> Chain:
     """Return the declared chain.
 
@@ -90,8 +93,8 @@ class _Resolver:
         self._sent: list[str] = []  # inputs of the request
         self._dims: dict[str, Dim] = {}
 
-    def chain(self, declared: Sequence[Step], returns: Mapping[str, str]) -> Chain:
-        steps: list[Step] = []
+    def chain(self, declared: Sequence[ChainStep], returns: Mapping[str, str]) -> Chain:
+        steps: list[ChainStep] = []
         for step in declared:
             name = step.name or step.model
             if any(one.name == name for one in steps):
@@ -115,14 +118,14 @@ class _Resolver:
             outputs=tuple(outputs),
         )
         for number, step in enumerate(steps):
-            made = {f"{step.name}.{one.name}" for one in self._models[step.model].outputs}
-            if made.isdisjoint(chain.needed(number + 1)):
+            step_outputs = {f"{step.name}.{one.name}" for one in self._models[step.model].outputs}
+            if step_outputs.isdisjoint(chain.needed(number + 1)):
                 raise self._wrong(f'nothing reads what step "{step.name}" returns')
         if max(len(returns), len(self._sent)) > MAX_VALUES:
             raise self._wrong(f"it has over {MAX_VALUES} inputs or outputs")
         return chain
 
-    def _step(self, step: Step) -> Step:
+    def _step(self, step: ChainStep) -> ChainStep:
         manifest = self._models.get(step.model)
         if manifest is None:
             there = f"there are {', '.join(self._models) or 'none'}"[:200]
@@ -135,21 +138,19 @@ class _Resolver:
         bound: dict[str, Extent] = {}  # the model's dimensions in the chain's
         ranges = {dim.name: dim for dim in manifest.dims}
         inputs = {name: step.inputs.get(name, name) for name in takes}
-        for wanted in manifest.inputs:
-            source = inputs[wanted.name]
-            if "." in source and source != wanted.name:
-                self._known(source, f'input "{wanted.name}" of step "{step.name}"')
-            given = self._values.get(source)
-            if given is None:
+        for spec in manifest.inputs:
+            source = inputs[spec.name]
+            if "." in source and source != spec.name:
+                self._known(source, f'input "{spec.name}" of step "{step.name}"')
+            source_spec = self._values.get(source)
+            if source_spec is None:
                 self._sent.append(source)
-                shape = [self._extent(one, bound, ranges, step, True) for one in wanted.shape]
-                self._values[source] = ValueSpec(
-                    name=source, dtype=wanted.dtype, shape=tuple(shape)
-                )
-            elif not self._fits(given, wanted, bound, ranges):
+                shape = [self._extent(one, bound, ranges, step, True) for one in spec.shape]
+                self._values[source] = ValueSpec(name=source, dtype=spec.dtype, shape=tuple(shape))
+            elif not self._fits(source_spec, spec, bound, ranges):
                 raise self._wrong(
-                    f'step "{step.name}" input "{wanted.name}" expects {_text(wanted, ranges)}, '
-                    f"{source} is {_text(given, self._dims)}"
+                    f'step "{step.name}" input "{spec.name}" expects {_text(spec, ranges)}, '
+                    f"{source} is {_text(source_spec, self._dims)}"
                 )
         for one in manifest.outputs:
             name = f"{step.name}.{one.name}"
@@ -164,7 +165,7 @@ class _Resolver:
         extent: Extent,
         bound: dict[str, Extent],
         ranges: Mapping[str, Dim],
-        step: Step,
+        step: ChainStep,
         is_input: bool = False,
     ) -> Extent:
         """Return a model's extent in the chain's dimensions.
@@ -184,15 +185,15 @@ class _Resolver:
 
     def _fits(
         self,
-        given: ValueSpec,
-        wanted: ValueSpec,
+        source_spec: ValueSpec,
+        spec: ValueSpec,
         bound: dict[str, Extent],
         ranges: Mapping[str, Dim],
     ) -> bool:
         """Return True if the specs can match; narrow the ranges that requests choose from."""
-        if given.dtype != wanted.dtype or len(given.shape) != len(wanted.shape):
+        if source_spec.dtype != spec.dtype or len(source_spec.shape) != len(spec.shape):
             return False
-        for have, want in zip(given.shape, wanted.shape, strict=True):
+        for have, want in zip(source_spec.shape, spec.shape, strict=True):
             if isinstance(want, str):
                 bound.setdefault(want, have)
             (low, high), (least, most) = _ends(want, ranges), _ends(have, self._dims)

@@ -77,20 +77,20 @@ def evaluate(extent: Extent, values: Values) -> int:
     numbers = [evaluate(argument, values) for argument in extent.args]
     match extent.op:
         case "+":
-            found = sum(numbers)
+            number = sum(numbers)
         case "*":
-            found = math.prod(numbers)
+            number = math.prod(numbers)
         case "//":
-            found = numbers[0] // numbers[1]
+            number = numbers[0] // numbers[1]
         case "%":
-            found = numbers[0] % numbers[1]
+            number = numbers[0] % numbers[1]
         case "min":
-            found = min(numbers)
+            number = min(numbers)
         case _:
-            found = max(numbers)
-    if not -MAX_NUMBER <= found <= MAX_NUMBER:
+            number = max(numbers)
+    if not -MAX_NUMBER <= number <= MAX_NUMBER:
         raise NoExtent(f"{extent_text(extent)[:80]} does not fit 62 bits")
-    return found
+    return number
 
 
 def names_in(extent: Extent) -> set[str]:
@@ -107,10 +107,10 @@ def shape_at(shape: Sequence[Extent], values: Values) -> tuple[int, ...]:
         NoExtent: an extent is negative or has no value, or there are more elements than a tensor
             may have.
     """
-    found = tuple(evaluate(extent, values) for extent in shape)
-    if any(not 0 <= extent <= MAX_ELEMENTS for extent in found) or math.prod(found) > MAX_ELEMENTS:
-        raise NoExtent(f"{shape_text(shape)[:200]} would be {list(found)}, which is not a size")
-    return found
+    sizes = tuple(evaluate(extent, values) for extent in shape)
+    if any(not 0 <= extent <= MAX_ELEMENTS for extent in sizes) or math.prod(sizes) > MAX_ELEMENTS:
+        raise NoExtent(f"{shape_text(shape)[:200]} would be {list(sizes)}, which is not a size")
+    return sizes
 
 
 def check_extent(part: str, extent: Any, names: Iterable[str]) -> int:
@@ -119,16 +119,16 @@ def check_extent(part: str, extent: Any, names: Iterable[str]) -> int:
     Returns:
         How many parts it has.
     """
-    left = [MAX_EXPR_NODES]
-    _check_extent(part, extent, frozenset(names), MAX_EXPR_DEPTH, left)
-    return MAX_EXPR_NODES - left[0]
+    budget = [MAX_EXPR_NODES]
+    _check_extent(part, extent, frozenset(names), MAX_EXPR_DEPTH, budget)
+    return MAX_EXPR_NODES - budget[0]
 
 
 def _check_extent(
-    part: str, extent: Any, names: frozenset[str], depth: int, left: list[int]
+    part: str, extent: Any, names: frozenset[str], depth: int, budget: list[int]
 ) -> None:
-    left[0] -= 1
-    if depth == 0 or left[0] < 0:
+    budget[0] -= 1
+    if depth == 0 or budget[0] < 0:
         raise RegistrationRefused(
             part, f"an extent is deeper than {MAX_EXPR_DEPTH} or has over {MAX_EXPR_NODES} parts"
         )
@@ -143,7 +143,7 @@ def _check_extent(
             if len(extent.args) != 2 or type(divisor) is not int or divisor < 1:
                 raise RegistrationRefused(part, "an extent must be divided by a number")
         for argument in extent.args:
-            _check_extent(part, argument, names, depth - 1, left)
+            _check_extent(part, argument, names, depth - 1, budget)
     elif type(extent) is not int or abs(extent) > MAX_NUMBER:
         raise RegistrationRefused(part, f"extent {str(extent)[:40]} is not a size")
 
@@ -166,14 +166,14 @@ def check_dims(dims: Sequence[Dim]) -> None:
             )
 
 
-def match(shape: Sequence[Extent], found: Sequence[int], values: dict[str, int]) -> bool:
-    """Return True if ``found`` matches an input's shape; add its names' sizes to ``values``.
+def match(shape: Sequence[Extent], numbers: Sequence[int], values: dict[str, int]) -> bool:
+    """Return True if ``numbers`` matches an input's shape; add its names' sizes to ``values``.
 
     Ranges are not checked.
     """
-    if len(shape) != len(found):
+    if len(shape) != len(numbers):
         return False
-    for extent, number in zip(shape, found, strict=True):
+    for extent, number in zip(shape, numbers, strict=True):
         known = values.setdefault(extent, number) if isinstance(extent, str) else extent
         if known != number:
             return False
@@ -181,11 +181,11 @@ def match(shape: Sequence[Extent], found: Sequence[int], values: dict[str, int])
 
 
 def values_of(
-    shapes: Iterable[Sequence[Extent]], found: Iterable[Sequence[int]]
+    shapes: Iterable[Sequence[Extent]], sizes: Iterable[Sequence[int]]
 ) -> dict[str, int] | None:
     """Return each name's size in a request's shapes; None if they contradict the signature."""
     values: dict[str, int] = {}
-    fits = [match(shape, numbers, values) for shape, numbers in zip(shapes, found, strict=True)]
+    fits = [match(shape, numbers, values) for shape, numbers in zip(shapes, sizes, strict=True)]
     return values if all(fits) else None
 
 

@@ -87,13 +87,13 @@ def last_groups(manifest: Manifest) -> tuple[int, ...]:
     )
 
 
-def landed_tensors(manifest: Manifest, landings: Sequence[int]) -> dict[str, TensorSpec]:
+def landed_tensors(manifest: Manifest, staging: Sequence[int]) -> dict[str, TensorSpec]:
     """Return a streaming model's tensors, where its groups land; empty for other models."""
     return {
         (spec := manifest.tensors[index]).name: msgspec.structs.replace(
             spec, offset_bytes=landing + spec.offset_bytes - group.offset_bytes
         )
-        for group, landing in zip(manifest.groups, landings, strict=False)
+        for group, landing in zip(manifest.groups, staging, strict=False)
         for index in group.tensors
     }
 

@@ -134,8 +134,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def pads(self) -> Mapping[str, str]:
         """Dimensions along which zeros at the end change no answer, each with the input that says
         how much of it is real."""
-        found: Mapping[str, str] = self.extra.get("pads", {})
-        return found
+        pads: Mapping[str, str] = self.extra.get("pads", {})
+        return pads
 
 
 def aligned(value_bytes: int, unit_bytes: int) -> int:

@@ -19,22 +19,22 @@ _CONSTANT: Final = re.compile(r"(.*\.)?_?(lifted_tensor|tensor_constant)_?\d+") 
 _MAX_SHOWN: Final = 8
 
 
-def match(weights: Given, given: Given, part: str = "") -> dict[str, str]:
+def match(weights: Given, own: Given, part: str = "") -> dict[str, str]:
     """Return the given name of each of the program's weights, but not of constants.
 
     A job may have more than the program: what only training uses.
 
     Args:
         weights: the program's.
-        given: the job's, each behind its part's name and a dot.
+        own: the job's, each behind its part's name and a dot.
         part: of the job, that it shall be; empty: the only one that fits.
 
     Raises:
         RegistrationRefused: a weight is missing or is another one; names all of them.
         InvalidInput: several parts fit, or there is no such part; names those that there are.
     """
-    wanted = {n: kind for n, kind in weights.items() if not _CONSTANT.fullmatch(n)}
-    parts = sorted({name.partition(".")[0] for name in given})
+    constants_free = {n: kind for n, kind in weights.items() if not _CONSTANT.fullmatch(n)}
+    parts = sorted({name.partition(".")[0] for name in own})
     if part not in ("", ALL_PARTS, *parts):
         raise InvalidInput(
             f'the job has no part "{part[:80]}"; it has {_listed(parts)}',
@@ -42,12 +42,12 @@ def match(weights: Given, given: Given, part: str = "") -> dict[str, str]:
         )
     fits: dict[str, dict[str, str]] = {}
     problems: list[list[str]] = []
-    for label, names in _readings(given, parts):
+    for label, names in _readings(own, parts):
         if part in ("", label):
-            wrong = [_problem(name, kind, given, names) for name, kind in wanted.items()]
+            wrong = [_problem(name, kind, own, names) for name, kind in constants_free.items()]
             problems.append([text for text in wrong if text])
             if not problems[-1]:
-                fits.setdefault(label, {name: names[name] for name in wanted})
+                fits.setdefault(label, {name: names[name] for name in constants_free})
     if len({tuple(names.values()) for names in fits.values()}) > 1:
         raise InvalidInput(
             f"several parts of the job fit the model: {_listed(fits)}",
@@ -60,16 +60,18 @@ def match(weights: Given, given: Given, part: str = "") -> dict[str, str]:
     raise RegistrationRefused("weights", "; ".join(fewest[:_MAX_SHOWN]) + more)
 
 
-def _readings(given: Given, parts: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
+def _readings(own_weights: Given, parts: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
     """Ways to call a part's tensors: name as the program may have it -> given name."""
     for part in parts:
-        named = {name.partition(".")[2]: name for name in given if name.startswith(f"{part}.")}
+        named = {
+            name.partition(".")[2]: name for name in own_weights if name.startswith(f"{part}.")
+        }
         own = {uncompiled(name): full for name, full in named.items()}
         for inner in ("", AVERAGED):
             bare = {name.removeprefix(inner): full for name, full in own.items()}
             yield part, bare
             yield part, {WRAPPER + name: full for name, full in bare.items()}
-    yield ALL_PARTS, {uncompiled(name): name for name in given}
+    yield ALL_PARTS, {uncompiled(name): name for name in own_weights}
 
 
 def uncompiled(name: str) -> str:
@@ -83,11 +85,11 @@ def _listed(parts: Iterable[str]) -> str:
 
 
 def _problem(
-    name: str, kind: tuple[str, tuple[int, ...]], given: Given, names: Mapping[str, str]
+    name: str, kind: tuple[str, tuple[int, ...]], own: Given, names: Mapping[str, str]
 ) -> str:
     if name not in names:
         return f"{name}: missing"
-    found = given[names[name]]
-    if found == kind:
+    here = own[names[name]]
+    if here == kind:
         return ""
-    return f"{name}: the model has {signature_text(*kind)}, here it is {signature_text(*found)}"
+    return f"{name}: the model has {signature_text(*kind)}, here it is {signature_text(*here)}"

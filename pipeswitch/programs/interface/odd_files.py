@@ -63,12 +63,12 @@ def _check_safetensors(path: str | os.PathLike[str], part: str, size_bytes: int)
     try:
         rows = json.loads(text) if len(text) == header_bytes else {}
         ends = [row["data_offsets"][1] for name, row in rows.items() if name != "__metadata__"]
-        wanted = _LENGTH_BYTES + header_bytes + max(ends, default=0)
+        needed_bytes = _LENGTH_BYTES + header_bytes + max(ends, default=0)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         return  # the reader of the format says what is wrong with it
-    if size_bytes < wanted:
+    if size_bytes < needed_bytes:
         raise RegistrationRefused(
-            part, f"it is cut short: {size_bytes} of {wanted} bytes are there", hint=AGAIN
+            part, f"it is cut short: {size_bytes} of {needed_bytes} bytes are there", hint=AGAIN
         )
 
 

@@ -55,5 +55,5 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def row(self) -> dict[str, Any]:
         """Return what people read."""
-        told = msgspec.structs.asdict(self)
-        return {key: value for key, value in told.items() if key != "weights"}
+        fields = msgspec.structs.asdict(self)
+        return {key: value for key, value in fields.items() if key != "weights"}

@@ -49,7 +49,9 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(manifest, outputs=self.outputs, dims=dims, returns=None)
 
 
-def stage(function: str, raw: Raw, after: str = "", returns: Raw | None = None) -> Processor | None:
+def processor(
+    function: str, raw: Raw, after: str = "", returns: Raw | None = None
+) -> Processor | None:
     """Return the stage, or None if clients send and get what the model takes and returns."""
     if not function and not after:
         return None

@@ -43,15 +43,15 @@ def flatten(value: Any, part: str, is_leaf: Callable[[Any], bool]) -> tuple[Tree
         RegistrationRefused: something in it is neither a leaf nor a container, two share a name,
             or it is too deep or too large; ``part`` says of what.
     """
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
 
     def visit(one: Any, name: str, depth: int) -> Tree:
         if one is None:
             return None
         if is_leaf(one):
-            if name in found:
+            if name in leaves:
                 raise RegistrationRefused(f"{part}s", f"two have the name {name!r}")
-            found[name] = one
+            leaves[name] = one
             return name
         inner = items_of(one)
         if inner is None:
@@ -72,8 +72,8 @@ def flatten(value: Any, part: str, is_leaf: Callable[[Any], bool]) -> tuple[Tree
         return {kind: [list(pair) for pair in parts] if kind == "dict" else [t for _, t in parts]}
 
     tree = visit(value, "y" if is_leaf(value) else "", MAX_DEPTH)
-    check_tree(tree, part, found)
-    return tree, found
+    check_tree(tree, part, leaves)
+    return tree, leaves
 
 
 def check_tree(tree: Tree, part: str, names: Iterable[str]) -> None:
@@ -82,7 +82,7 @@ def check_tree(tree: Tree, part: str, names: Iterable[str]) -> None:
     Raises:
         RegistrationRefused: it is not one of ours; ``part`` says of what.
     """
-    left = set(names)
+    remaining = set(names)
     count = 0
 
     def check(one: Tree, depth: int) -> None:
@@ -91,16 +91,16 @@ def check_tree(tree: Tree, part: str, names: Iterable[str]) -> None:
         if depth > MAX_DEPTH or count > MAX_PARTS:
             _refuse(part, f"more than {MAX_DEPTH} levels or {MAX_PARTS} parts")
         if isinstance(one, str):
-            if one not in left:
+            if one not in remaining:
                 _refuse(part, f"{one[:80]!r} is not the name of one, or comes twice")
-            left.remove(one)
+            remaining.remove(one)
         elif one is not None:
             for item in _children(one, part):
                 check(item, depth + 1)
 
     check(tree, 0)
-    if left:
-        _refuse(part, f"{min(left)[:80]!r} is missing")
+    if remaining:
+        _refuse(part, f"{min(remaining)[:80]!r} is missing")
 
 
 def check_takes(takes: Tree, names: Iterable[str]) -> None:

@@ -27,14 +27,14 @@ def parse_states(pairs: Iterable[str]) -> dict[str, tuple[str, int]]:
     Raises:
         InvalidInput: one is not of that form, or comes twice.
     """
-    found: dict[str, tuple[str, int]] = {}
+    states: dict[str, tuple[str, int]] = {}
     for text in pairs:
         name, _, source = text.partition("=")
         output, _, axis = source.rpartition("+")
-        if not (name and source) or name in found:
+        if not (name and source) or name in states:
             raise InvalidInput(f"{text!r} is not of the form h=h_out, or appears twice")
-        found[name] = (output, int(axis)) if axis.isdecimal() and output else (source, -1)
-    return found
+        states[name] = (output, int(axis)) if axis.isdecimal() and output else (source, -1)
+    return states
 
 
 def parse_input(text: str, number: int = 0, *, texts: bool = False) -> tuple[str, list[Any]]:

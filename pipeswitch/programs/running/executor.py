@@ -94,7 +94,7 @@ def _check_packed(
     """
     if kernels is None:
         raise RegistrationRefused("weights", "this device cannot read packed weights")
-    first, made = len(graph.inputs), set[str]()
+    first, packed = len(graph.inputs), set[str]()
     for node in graph.nodes:
         if node.target not in packing.TARGETS or node.target == packing.LINEAR_INT8:
             continue  # an int8 weight is a plain tensor, and its kernel looks at all extents
@@ -116,8 +116,8 @@ def _check_packed(
                 raise RegistrationRefused(f"weight {name!r}", refusal) from None
         if expected != layout or data.nbytes != sizes_bytes.get(name):
             raise RegistrationRefused(f"weight {name!r}", "its packed layout is not this machine's")
-        made.add(name)
-    if made != graph.packed.keys():
+        packed.add(name)
+    if packed != graph.packed.keys():
         raise RegistrationRefused("weights", "some packed weights are read by no packed call")
 
 
@@ -314,9 +314,9 @@ class _Awaited(dict[str, Any]):
     """
 
     def __init__(
-        self, held: Mapping[str, Any], groups: Mapping[str, int], open_group: BeforeGroup
+        self, tensors: Mapping[str, Any], groups: Mapping[str, int], open_group: BeforeGroup
     ) -> None:
-        super().__init__(held)
+        super().__init__(tensors)
         self._groups = groups
         self._open_group = open_group
 
@@ -367,13 +367,13 @@ class ModuleProgram:
         self._opened = 0
         needs: Mapping[str, int] = manifest.extra["needs"]
         leave_behind(module, manifest.extra.get("left_behind", ()))
-        found = dict(module.named_modules())
+        modules = dict(module.named_modules())
         for name, group in needs.items():
-            if name not in found:
+            if name not in modules:
                 raise RegistrationRefused(
                     f"module {name!r}", "the factory does not create it any more"
                 )
-            found[name].register_forward_pre_hook(self._hook(group))
+            modules[name].register_forward_pre_hook(self._hook(group))
         for child in module.modules():
             child.training = False
         self._await_reads()
@@ -388,11 +388,11 @@ class ModuleProgram:
         }
         for path, owner in self.module.named_modules():
             for attribute in ("_parameters", "_buffers"):
-                held = vars(owner)[attribute]
-                names = {key: f"{path}.{key}" if path else key for key in held}
+                attributes = vars(owner)[attribute]
+                names = {key: f"{path}.{key}" if path else key for key in attributes}
                 of_keys = {key: groups.get(aliases.get(n, n)) for key, n in names.items()}
                 known = {key: group for key, group in of_keys.items() if group is not None}
-                vars(owner)[attribute] = _Awaited(held, known, self._open)
+                vars(owner)[attribute] = _Awaited(attributes, known, self._open)
 
     def bind(self, tensor_for: TensorFor) -> BoundModule:
         """Make parameters over one region; they are put into the module when it runs."""
@@ -427,8 +427,8 @@ class ModuleProgram:
                 if self._writes_inputs:
                     inputs = [value.clone() for value in inputs]
                 named = dict(zip(self._inputs, inputs, strict=True))
-                given = arguments(self.manifest.takes, named)
-                places, by_name = split_arguments(given, self._keywords)
+                nested = arguments(self.manifest.takes, named)
+                places, by_name = split_arguments(nested, self._keywords)
                 answer = self.module(*places, **by_name, **self._fixed)
                 outputs = self._in_order(flatten_outputs(answer))
             self._open(len(self.manifest.groups) - 1)  # a path not taken: same calls every time
@@ -465,8 +465,8 @@ class BoundModule:
                 name = aliases.get(name, name)
                 if name not in tensors:
                     raise RegistrationRefused(f"weight {name!r}", "the manifest does not have it")
-                held = parameters[name] if is_parameter else tensors[name]
-                self.slots.append((owner, key, held))
+                tensor = parameters[name] if is_parameter else tensors[name]
+                self.slots.append((owner, key, tensor))
 
     def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
         """Run the program like ``BoundProgram.run``."""

@@ -26,23 +26,23 @@ def factory(source: str) -> Callable[[], nn.Module]:
     """
     module_name, _, attribute = source.partition(":")
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
+        make = getattr(importlib.import_module(module_name), attribute)
     except Exception as error:
         raise RegistrationRefused(
             f"source {source!r}",
             f"cannot be imported: {type(error).__name__}: {error}",
             hint="the server looks in its PYTHONPATH: PYTHONPATH=FOLDER pipeswitch serve",
         ) from error
-    if not callable(found):
+    if not callable(make):
         raise RegistrationRefused(f"source {source!r}", "it is not callable")
 
     def construct() -> nn.Module:
-        made = found()
-        if not isinstance(made, nn.Module):
+        module = make()
+        if not isinstance(module, nn.Module):
             raise RegistrationRefused(
-                f"source {source!r}", f"it returned a {type(made).__name__}, not an nn.Module"
+                f"source {source!r}", f"it returned a {type(module).__name__}, not an nn.Module"
             )
-        return made
+        return module
 
     return construct
 
@@ -58,14 +58,14 @@ def code_of(source: str, before: Container[str]) -> dict[str, str]:
     ``before`` it: the code that an operator may edit while the server runs.
     """
     package = source.partition(":")[0].partition(".")[0]
-    found = {}
+    digests = {}
     for name, module in list(sys.modules.items()):
         file = getattr(getattr(module, "__spec__", None), "origin", None) or ""
         top = name.partition(".")[0]
         is_known = name in before or file.startswith(_STANDARD) or "-packages/" in file
         if file.endswith(".py") and (top == package or not is_known):
-            found[name] = _digest(file)
-    return found
+            digests[name] = _digest(file)
+    return digests
 
 
 def import_as_built(source: str, code: Mapping[str, str]) -> None:
@@ -116,7 +116,7 @@ def keywords_of(module: nn.Module, names: Sequence[str]) -> frozenset[str]:
     positional, and the others beside it are keywords.
     """
     kinds = {name: one.kind for name, one in parameters_of(module).items()}
-    found = {name for name in names if kinds.get(name) is inspect.Parameter.KEYWORD_ONLY}
+    keywords = {name for name in names if kinds.get(name) is inspect.Parameter.KEYWORD_ONLY}
     if inspect.Parameter.VAR_KEYWORD in kinds.values():
         places = [n for n, kind in kinds.items() if kind in _POSITIONAL]
         if inspect.Parameter.VAR_POSITIONAL in kinds.values():
@@ -124,19 +124,19 @@ def keywords_of(module: nn.Module, names: Sequence[str]) -> frozenset[str]:
             is_mixed = bool(places)
         else:
             is_mixed = len(names) > len(places)
-        found |= {name for name in names if is_mixed and name not in places}
-    return frozenset(found)
+        keywords |= {name for name in names if is_mixed and name not in places}
+    return frozenset(keywords)
 
 
 _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def split_arguments(
-    given: Mapping[str, Any], keywords: Container[str]
+    values: Mapping[str, Any], keywords: Container[str]
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return arguments by name as those by place and those by keyword."""
-    places = [value for name, value in given.items() if name not in keywords]
-    return places, {name: value for name, value in given.items() if name in keywords}
+    places = [value for name, value in values.items() if name not in keywords]
+    return places, {name: value for name, value in values.items() if name in keywords}
 
 
 def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:

@@ -13,16 +13,16 @@ def padded_shape(parts: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return (sum(part.shape[0] for part in parts), *extents)
 
 
-def padded(parts: Sequence[torch.Tensor], found: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the rows of all parts, in ``found`` if it is given, which has their shape."""
-    if found is None:
-        found = parts[0].new_empty(padded_shape(parts))
+def padded(parts: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the rows of all parts, in ``out`` if it is given, which has their shape."""
+    if out is None:
+        out = parts[0].new_empty(padded_shape(parts))
     counts = [part.shape[0] for part in parts]
-    for rows, part in zip(torch.split(found, counts), parts, strict=True):
+    for rows, part in zip(torch.split(out, counts), parts, strict=True):
         for axis, extent in enumerate(part.shape[1:], 1):
             rows.narrow(axis, extent, rows.shape[axis] - extent).zero_()
         cut(rows, part.shape).copy_(part)
-    return found
+    return out
 
 
 def cut(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

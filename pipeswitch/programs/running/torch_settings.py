@@ -102,9 +102,9 @@ class TorchSettings:
 
     def apply(self) -> None:
         """Make them so again; what is so already is not touched."""
-        for (get, set_), wanted in zip(_settings(), self.values, strict=True):
-            if get() != wanted:
-                set_(wanted)
+        for (get, set_), value in zip(_settings(), self.values, strict=True):
+            if get() != value:
+                set_(value)
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:

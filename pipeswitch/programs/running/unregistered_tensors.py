@@ -19,14 +19,14 @@ Make = Callable[[str, torch.Tensor], torch.Tensor]
 
 def loose_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return loose tensors by their place: ``rpn.anchor_generator.cell_anchors.0``."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
 
     def note(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return found.setdefault(name, tensor)
+        return tensors.setdefault(name, tensor)
 
     for _ in _attributes(module, note):
         pass
-    return found
+    return tensors
 
 
 def without_data(construct: Callable[[], nn.Module]) -> nn.Module:
@@ -46,9 +46,9 @@ def without_data(construct: Callable[[], nn.Module]) -> nn.Module:
     for owner in module.modules():
         for key, weight in [*owner._parameters.items(), *owner._buffers.items()]:
             if weight is not None and weight.layout is torch.strided:
-                held = weight.detach().to("meta")
+                meta = weight.detach().to("meta")
                 is_parameter = isinstance(weight, nn.Parameter)
-                setattr(owner, key, nn.Parameter(held, False) if is_parameter else held)
+                setattr(owner, key, nn.Parameter(meta, False) if is_parameter else meta)
     on_meta = {name: one.detach().to("meta") for name, one in loose_tensors(module).items()}
     for owner, key, value in slots(module, on_meta):
         setattr(owner, key, value)
@@ -71,16 +71,16 @@ def slots(
 
 def _attributes(module: nn.Module, make: Make) -> Iterator[tuple[nn.Module, str, Any]]:
     for path, owner in module.named_modules():
-        held = {id(one) for one in (*owner.parameters(), *owner.buffers())}
+        registered = {id(one) for one in (*owner.parameters(), *owner.buffers())}
 
-        def own(name: str, tensor: torch.Tensor, held: set[int] = held) -> torch.Tensor:
-            return tensor if id(tensor) in held else make(name, tensor)
+        def own(name: str, tensor: torch.Tensor, registered: set[int] = registered) -> torch.Tensor:
+            return tensor if id(tensor) in registered else make(name, tensor)
 
         for key, value in list(vars(owner).items()):
             if key not in _MODULES_OWN:
-                made = _replaced(value, f"{path}.{key}" if path else key, own)
-                if made is not value:
-                    yield owner, key, made
+                replaced = _replaced(value, f"{path}.{key}" if path else key, own)
+                if replaced is not value:
+                    yield owner, key, replaced
 
 
 def _replaced(value: Any, name: str, make: Make) -> Any:

@@ -49,10 +49,10 @@ def flatten_outputs(outputs: Any) -> dict[str, torch.Tensor]:
 
 def nested_outputs(outputs: Any) -> tuple[Tree, dict[str, torch.Tensor]]:
     """``flatten_outputs``, and the tree they make up; None where that is a lone tensor."""
-    tree, found = flatten(outputs, "output", is_tensor)
-    if not found:
+    tree, leaves = flatten(outputs, "output", is_tensor)
+    if not leaves:
         raise RegistrationRefused("outputs", "the module returns no tensor")
-    return (None if is_tensor(outputs) else tree), found
+    return (None if is_tensor(outputs) else tree), leaves
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,12 +13,12 @@ from ...programs.interface.groups import last_groups
 from ...programs.interface.layout import REGION_ALIGN_BYTES, TENSOR_ALIGN_BYTES, Manifest, aligned
 from ..core import Core
 from ..policies import Resident, View
-from ..state.device_state import WORD_BYTES, DeviceState
+from ..state.device_state import FENCE_BYTES, DeviceState
 from ..state.records import DeviceModel, Model
 from ..state.regions import Cost, Costs, Extent, Owner, Region, RegionAllocator
 from ..state.states import Residency, TaskState
 
-WORDS = Owner("words")
+FENCES = Owner("fences")
 
 # What a place costs: bytes of running jobs, leaving jobs, ranges soon free, the policy's price of
 # models. The first difference decides: better any idle model goes than a wait, better a wait for a
@@ -31,7 +31,7 @@ WHOLE = (Residency.TRANSMITTING, Residency.ABANDONED, Residency.RESIDENT, Reside
 COMPUTING = (TaskState.TRANSMITTING, TaskState.RUNNING, TaskState.STOPPING, TaskState.SUSPENDED)
 
 
-class Rest(Extent):
+class RingPlace(Extent):
     """Place for the ring of a model that streams, right before the groups that it keeps."""
 
 
@@ -39,11 +39,11 @@ class Rest(Extent):
 class Streamed(Extent):
     """Place for a model that is larger than the arena, with the places of its groups."""
 
-    landings: StagingLayout
+    staging: StagingLayout
 
 
 class ArenaAllocator:
-    """Ledgers of one device: its memory, and the arrival words in it.
+    """Ledgers of one device: its memory, and the fences in it.
 
     A model that is larger than the arena holds two adjacent regions: first its ring
     (``DeviceModel.rest``), then the groups that it keeps (``DeviceModel.owner``). Between two
@@ -54,7 +54,7 @@ class ArenaAllocator:
         self._core = device.core
         self._device = device
         self.regions = RegionAllocator(device.settings.arena_bytes, REGION_ALIGN_BYTES)
-        self.words = RegionAllocator(device.settings.words, 1)
+        self.fences = RegionAllocator(device.settings.fence_count, 1)
         self._reserve_words()
 
     def device_lost(self) -> None:
@@ -63,10 +63,10 @@ class ArenaAllocator:
         self._reserve_words()
 
     def _reserve_words(self) -> None:
-        size_bytes = self._device.settings.words * WORD_BYTES
-        if self.regions.reserve(WORDS, size_bytes, at_bytes=0) is None:
+        size_bytes = self._device.settings.fence_count * FENCE_BYTES
+        if self.regions.reserve(FENCES, size_bytes, at_bytes=0) is None:
             raise OutOfDeviceMemory(
-                f"an arena of {self.regions.capacity_bytes} bytes is too small for arrival words",
+                f"an arena of {self.regions.capacity_bytes} bytes is too small for fences",
                 hint="start with --arena 64MiB or more",
                 requested_bytes=size_bytes,
                 largest_free_bytes=self.regions.capacity_bytes,
@@ -74,9 +74,9 @@ class ArenaAllocator:
 
     @property
     def leasable_bytes(self) -> int:
-        """Size of the arena without its arrival words, for models and slices."""
-        words = self.regions.get(WORDS)
-        return self.regions.capacity_bytes - (words.size_bytes if words is not None else 0)
+        """Size of the arena without its fences, for models and slices."""
+        fences = self.regions.get(FENCES)
+        return self.regions.capacity_bytes - (fences.size_bytes if fences is not None else 0)
 
     def model_of(self, region: Region) -> DeviceModel | None:
         if region.owner.kind not in ("model", "rest"):
@@ -102,7 +102,7 @@ class ArenaAllocator:
     def _price(self, region: Region, view: View, *, for_request: bool) -> Cost | None:
         device = self._device
         kind, name = region.owner
-        if kind == "words":
+        if kind == "fences":
             return None  # 1.
         if kind == "scrub":
             return SOON_FREE  # 3.
@@ -146,7 +146,7 @@ class ArenaAllocator:
         place otherwise.
         """
         costs = self.costs(for_request=for_request, mover=replica)
-        if replica.landings is not None:
+        if replica.staging is not None:
             return self._place_to_stream(replica, costs)
         assert replica.manifest is not None
         size, last = max(replica.manifest.total_bytes, 1), None
@@ -227,7 +227,7 @@ class ArenaAllocator:
         2. The longest hole; half of the arena if that is more and only idle models must leave.
         3. The smallest usable window, whatever must leave.
         """
-        assert replica.landings is not None
+        assert replica.staging is not None
         regions, least = self.regions, replica.min_bytes
         size, offset = regions.largest_hole(replica.owner)
         head = regions.get(replica.owner)
@@ -235,7 +235,7 @@ class ArenaAllocator:
             rest_bytes = replica.region_bytes - head.size_bytes
             rest = regions.window_at(replica.preferred_offset_bytes, rest_bytes, costs)
             if rest is not None and not rest.victims:
-                return Rest(rest.offset_bytes, (), FREE)  # 1.
+                return RingPlace(rest.offset_bytes, (), FREE)  # 1.
         window: Extent | None = Extent(offset, (), FREE)
         due = max(least, self.leasable_bytes // 2)
         if size < due:
@@ -245,12 +245,12 @@ class ArenaAllocator:
         if size < least:
             window, size = regions.cheapest_window(least, costs), least  # 3.
             window = window or self.window_after_packing(least, costs)
-        landings = self.landings(replica.built, size)
-        if window is None or landings is None:
+        staging = self.staging(replica.built, size)
+        if window is None or staging is None:
             return None
-        return Streamed(window.offset_bytes, window.victims, window.cost, landings)
+        return Streamed(window.offset_bytes, window.victims, window.cost, staging)
 
-    def landings(self, manifest: Manifest, window_bytes: int) -> StagingLayout | None:
+    def staging(self, manifest: Manifest, window_bytes: int) -> StagingLayout | None:
         """Return the places of a model's groups in a window; None if they do not fit."""
         sizes = [group.size_bytes for group in manifest.groups]
         return land(sizes, last_groups(manifest), window_bytes, REGION_ALIGN_BYTES)
@@ -337,7 +337,7 @@ class ArenaAllocator:
 
     def check(self) -> None:
         self.regions.check()
-        self.words.check()
+        self.fences.check()
 
 
 class HostStoreAllocator:
@@ -413,7 +413,7 @@ class HostStoreAllocator:
             largest_free_bytes=largest,
         )
 
-    def forget(self, model: Model) -> None:
+    def remove(self, model: Model) -> None:
         """Release the model's place."""
         if self.regions.get(model.owner) is not None:
             self._held_bytes[model.tenant] -= self.regions.release(model.owner).size_bytes

@@ -95,7 +95,7 @@ class Commits:
     def leaves(self, job: Job) -> None:
         """Close the commits of a job that moves to another device."""
         if job.memory.commit_slot_bytes:
-            self._device.daemon.tell(CloseCommits(job=job.spec.name))
+            self._device.daemon.send(CloseCommits(job=job.spec.name))
 
     def enters(self, job: Job) -> None:
         """Open the commits of a job that moved here from another device."""
@@ -104,7 +104,7 @@ class Commits:
 
     def _tell_daemon(self, job: Job) -> None:
         name, slot_bytes = job.spec.name, job.memory.commit_slot_bytes
-        self._device.daemon.tell(OpenCommits(job=name, slot_bytes=slot_bytes), commits_of=name)
+        self._device.daemon.send(OpenCommits(job=name, slot_bytes=slot_bytes), commits_of=name)
 
     def commit(self, worker: Worker, message: CommitStep) -> None:
         """Let the daemon copy the pieces of the slice; it flips and acknowledges.
@@ -121,7 +121,7 @@ class Commits:
             return  # nothing is copied, so nothing is acknowledged and the number is not used up
         job.memory.commit_number = message.number
         job.memory.copy_id, job.memory.copying_number = job.op_id, message.number
-        self._device.daemon.tell(
+        self._device.daemon.send(
             CommitCopy(
                 job=job.spec.name,
                 op_id=job.op_id,
@@ -137,8 +137,8 @@ class Commits:
         """Acknowledge a commit to the worker, and write it to disk as soon as allowed."""
         core, device = self._core, self._device
         job = device.jobs.get(message.job)
-        told = (message.op_id, message.number)
-        if job is None or told != (job.memory.copy_id, job.memory.copying_number):
+        commit_ids = (message.op_id, message.number)
+        if job is None or commit_ids != (job.memory.copy_id, job.memory.copying_number):
             core.counts["stale_messages"] += 1  # of an older job of this name, or told again
             return
         job.memory.copy_id, job.memory.copying_number = NO_COPY
@@ -169,7 +169,7 @@ class Commits:
             memory.persist_began_at_ms, memory.persist_due_at_ms = core.now_ms, math.inf
             name = job.spec.name
             directory = f"{core.settings.commits_dir}/{name}"
-            device.daemon.tell(PersistCommit(job=name, op_id=job.op_id, directory=directory))
+            device.daemon.send(PersistCommit(job=name, op_id=job.op_id, directory=directory))
 
     @staticmethod
     def is_unsaved(job: Job) -> bool:
@@ -210,7 +210,7 @@ class Commits:
         """
         is_over = job.state.state in TASK_FINAL
         if is_over and not job.memory.is_persisting and not self.is_unsaved(job):
-            self.forget(job)
+            self.remove(job)
 
     def refused(self, op_id: OpId, reason: str) -> None:
         """Handle an order that the daemon refused: no other answer to it will come."""
@@ -227,7 +227,7 @@ class Commits:
         if job.slot is not None and job.op_id == op_id:
             self._device.kill(self._device.workers[job.slot], reason)
 
-    def forget(self, job: Job) -> None:
+    def remove(self, job: Job) -> None:
         """Release the job's commit area; its file on disk stays."""
         if job.memory.commit_slot_bytes:
             self._store.regions.release(job.commits)

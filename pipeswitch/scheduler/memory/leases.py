@@ -74,14 +74,14 @@ class Slices:
         if not self._device.daemon.is_ready:
             return  # the memory went with its owner
         op_id = self._core.next_op_id()
-        taken = self._arena.regions.reserve(
+        scrubbed = self._arena.regions.reserve(
             Owner("scrub", str(op_id)), region.size_bytes, region.offset_bytes
         )
-        assert taken is not None
-        self._scrub(op_id, taken)
+        assert scrubbed is not None
+        self._scrub(op_id, scrubbed)
 
     def _scrub(self, op_id: OpId, region: Region) -> None:
-        self._device.daemon.tell(
+        self._device.daemon.send(
             Scrub(op_id=op_id, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes)
         )
 
@@ -195,8 +195,8 @@ class Leases:
             if not memory.lease_asked_bytes or job.slot is None:  # it was evicted for another job
                 continue
             try:
-                held = self._arena.regions.get(job.slice)  # asked again: the same one
-                region = held or self._slices.lease(job.slice, memory.lease_asked_bytes)
+                lease = self._arena.regions.get(job.slice)  # asked again: the same one
+                region = lease or self._slices.lease(job.slice, memory.lease_asked_bytes)
             except OutOfDeviceMemory as error:
                 may_fit = memory.lease_asked_bytes <= self._arena.leasable_bytes
                 if memory.committed_step >= 0 and may_fit:
@@ -215,7 +215,7 @@ class Leases:
                 continue
             memory.lease_asked_bytes = 0
             memory.lease_bytes, job.progress.why = region.size_bytes, ""
-            if held is None:
+            if lease is None:
                 min_ms = MIN_STARTS * job.timing.start_ms
                 job.timing.turn_left_ms = max(device.core.settings.training_cycle_ms, min_ms)
             if job.state.state is TaskState.TRANSMITTING:

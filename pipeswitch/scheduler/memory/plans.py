@@ -7,7 +7,7 @@ from typing import Any, Final
 from ...ipc.messages.base import ModelName
 from ...planning.grouping import Plan
 from ...planning.planned import costs_of, plan_of, predict
-from ...planning.profile import Found, Profile
+from ...planning.profile import Profile, ProfileFile
 from ...planning.streaming import pass_ms
 from ...programs.interface.groups import layer_bytes, plan_in_force
 from ..core import ALL, MEASURED
@@ -30,7 +30,7 @@ class Plans:
         self._residents = residents
         self._wanted: dict[ModelName, None] = {}  # models with a next plan
 
-    def found(self, replica: DeviceModel, profiles: tuple[Found, ...]) -> None:
+    def use_profiles(self, replica: DeviceModel, profiles: tuple[ProfileFile, ...]) -> None:
         """Use the first profile that fits the built program and this device.
 
         If none fits, use byte buckets, with one warning if a profile might have fitted.
@@ -60,7 +60,7 @@ class Plans:
     def use(self, replica: DeviceModel, profile: Profile) -> bool:
         """Plan from the profile; the plan takes effect as soon as the model is off the device. A
         streaming model keeps its groups, and has its passes predicted."""
-        if replica.landings is not None:
+        if replica.staging is not None:
             replica.grouping.profile = profile
             return True
         try:
@@ -103,7 +103,7 @@ class Plans:
     def _cut(self, replica: DeviceModel, plan: Plan) -> bool:
         """Cut a model into other groups. False: it is being read, sent or waited for.
 
-        A model on the device is evicted first: the arrival words of the new groups have not risen.
+        A model on the device is evicted first: the fences of the new groups have not risen.
         Its next request is cold, once.
         """
         if plan == replica.grouping.plan:
@@ -113,7 +113,7 @@ class Plans:
         if replica.residency.state is not Residency.HOST:
             self._residents.evict(replica, "its groups are planned again")
         if not self._residents.cut_anew(replica, plan):
-            replica.grouping.why = "no arrival words are left for its planned groups"
+            replica.grouping.why = "no fences are left for its planned groups"
             replica.grouping.next = None
             return False
         return True
@@ -137,14 +137,14 @@ def stream_of(state: DeviceState, replica: DeviceModel) -> dict[str, Any] | None
     ``pass_ms`` is predicted from the model's profile; without a profile it is the measured time of
     its passes; before the first pass, the time of the copy. 0: the link's speed is unknown.
     """
-    if replica.landings is None:
+    if replica.staging is None:
         return None
     known = state.predictions.predict(replica.name, max(1, replica.model.last_batch))
     says = "about {:.0f} ms a pass"
     profile = replica.grouping.profile
     if profile is not None:
         costs, plan = costs_of(profile), plan_in_force(replica.built)
-        took_ms = pass_ms(plan, costs, replica.landings) + profile.overheads.wake_ms
+        took_ms = pass_ms(plan, costs, replica.staging) + profile.overheads.wake_ms
     elif known.load_ms:
         took_ms = max(known.load_ms, known.compute_ms)
     else:

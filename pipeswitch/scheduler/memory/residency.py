@@ -16,7 +16,7 @@ from ..state.device_state import DeviceState
 from ..state.records import DeviceModel
 from ..state.regions import Extent
 from ..state.states import ModelState, Residency, ResidencyEvent
-from .allocators import WHOLE, ArenaAllocator, Rest, Streamed
+from .allocators import WHOLE, ArenaAllocator, RingPlace, Streamed
 
 
 class Residents:
@@ -28,38 +28,38 @@ class Residents:
         self._arena = arena
 
     def take(self, replica: DeviceModel) -> bool:
-        """Take arrival words for a built model's groups. False: too few are left."""
+        """Take fences for a built model's groups. False: too few are left."""
         manifest = replica.model.manifest
         assert manifest is not None
-        words = self._arena.words.reserve(replica.owner, max(1, len(manifest.groups)))
-        if words is not None:
-            replica.manifest, replica.first_word = manifest, words.offset_bytes
+        fences = self._arena.fences.reserve(replica.owner, max(1, len(manifest.groups)))
+        if fences is not None:
+            replica.manifest, replica.first_fence = manifest, fences.offset_bytes
             replica.region_bytes = aligned(max(manifest.total_bytes, 1), REGION_ALIGN_BYTES)
             replica.min_bytes = self._arena.min_bytes(manifest)
             if replica.min_bytes:
-                self._land(replica, self._arena.landings(manifest, self._arena.leasable_bytes))
-        return words is not None
+                self._land(replica, self._arena.staging(manifest, self._arena.leasable_bytes))
+        return fences is not None
 
     @staticmethod
-    def _land(replica: DeviceModel, landings: StagingLayout | None) -> None:
+    def _land(replica: DeviceModel, staging: StagingLayout | None) -> None:
         """Set where a streaming model's groups land. None: this device may not serve it."""
-        replica.landings = landings
-        if landings is not None:
-            replica.region_bytes = landings.size_bytes
+        replica.staging = staging
+        if staging is not None:
+            replica.region_bytes = staging.size_bytes
 
     def is_idle(self, replica: DeviceModel) -> bool:
         """Return True if no request wants it, no task reads it, and it is not being copied in."""
         is_wanted = replica.users or self._device.queue.count(replica.name)
         return not is_wanted and not replica.is_being_sent
 
-    def forget(self, replica: DeviceModel) -> None:
-        """Release the place and the arrival words of an unregistered model."""
+    def remove(self, replica: DeviceModel) -> None:
+        """Release the place and the fences of an unregistered model."""
         if replica.residency.state is not Residency.HOST:
             self.evict(replica, "unregistered")
-        if self._arena.words.get(replica.owner) is not None:
-            self._arena.words.release(replica.owner)
+        if self._arena.fences.get(replica.owner) is not None:
+            self._arena.fences.release(replica.owner)
         del self._device.replicas[replica.name]
-        self._device.predictions.forget(replica.name)
+        self._device.predictions.remove(replica.name)
 
     def device_lost(self) -> None:
         """Handle the daemon's death: every byte on the device is gone, the host store is not."""
@@ -71,19 +71,19 @@ class Residents:
     def cut_anew(self, replica: DeviceModel, plan: Plan) -> bool:
         """Cut other groups over the same bytes, for a model that is only in the host store.
 
-        False: there are not enough arrival words, and nothing has changed.
+        False: there are not enough fences, and nothing has changed.
         """
         assert replica.residency.state is Residency.HOST, replica.residency.story
         assert replica.model.manifest is not None
         manifest = regrouped(replica.model.manifest, plan)
-        old = self._arena.words.get(replica.owner)
+        old = self._arena.fences.get(replica.owner)
         if old is not None:
-            self._arena.words.release(replica.owner)
-            words = self._arena.words.reserve(replica.owner, max(1, len(manifest.groups)))
-            if words is None:
-                self._arena.words.reserve(replica.owner, old.size_bytes, at_bytes=old.offset_bytes)
+            self._arena.fences.release(replica.owner)
+            fences = self._arena.fences.reserve(replica.owner, max(1, len(manifest.groups)))
+            if fences is None:
+                self._arena.fences.reserve(replica.owner, old.size_bytes, at_bytes=old.offset_bytes)
                 return False
-            replica.first_word = words.offset_bytes
+            replica.first_fence = fences.offset_bytes
         replica.manifest, replica.grouping.plan = manifest, plan
         self._core.models_generation += 1
         self._core.dirty |= WORKERS
@@ -97,26 +97,26 @@ class Residents:
         core, device, manifest = self._core, self._device, replica.manifest
         assert manifest is not None
         there = self._take(replica, window, cause)
-        landings = replica.landings
+        staging = replica.staging
         self._device.move(replica, ResidencyEvent.TRANSMIT, cause)
         replica.residency_id = core.next_op_id()
         replica.transfer.started_at_ms = core.now_ms
         replica.transfer.ended_at_ms = 0.0
-        device.daemon.tell(
+        device.daemon.send(
             TransmitModel(
                 model=replica.name,
                 op_id=replica.residency_id,
                 arena_offset_bytes=replica.preferred_offset_bytes,
                 region_bytes=replica.region_bytes,
-                waits=landings.waits if landings is not None else (),
+                waits=staging.waits if staging is not None else (),
                 tenant=core.tenant_of(replica.model.tenant),
                 groups=tuple(
                     GroupCopy(
                         store_offset_bytes=replica.model.store_offset_bytes + group.offset_bytes,
                         arena_offset_bytes=replica.preferred_offset_bytes
-                        + (landings.offsets[index] if landings else group.offset_bytes),
+                        + (staging.offsets[index] if staging else group.offset_bytes),
                         size_bytes=0 if index in there else group.size_bytes,
-                        word=replica.first_word + index,
+                        fence=replica.first_fence + index,
                     )
                     for index, group in enumerate(manifest.groups)
                 ),
@@ -130,24 +130,24 @@ class Residents:
         1. The ring of a model that streams: the groups that it keeps.
         2. A new place: none.
         """
-        if not isinstance(window, Rest) and replica.residency.state is Residency.PARTIAL:
+        if not isinstance(window, RingPlace) and replica.residency.state is Residency.PARTIAL:
             self.evict(replica, cause)
         self.clear(window, cause)
         if isinstance(window, Streamed):
-            self._land(replica, window.landings)
+            self._land(replica, window.staging)
         arena, start, size = self._arena, window.offset_bytes, replica.region_bytes
-        landings = replica.landings
-        if landings is None:
+        staging = replica.staging
+        if staging is None:
             replica.preferred_offset_bytes = start
             arena.lease(replica.owner, size, start)
-        elif isinstance(window, Rest):
+        elif isinstance(window, RingPlace):
             replica.resident_bytes = replica.built.total_bytes - replica.sent_bytes
-            arena.lease(replica.rest, size - landings.resident_bytes, start)
-            return landings.kept  # 1.
+            arena.lease(replica.rest, size - staging.resident_bytes, start)
+            return staging.resident  # 1.
         else:
             replica.preferred_offset_bytes, replica.resident_bytes = start, 0
-            resident_bytes = landings.resident_bytes if landings.resident_bytes < size else 0
-            replica.resident_groups = len(landings.kept) if resident_bytes else 0
+            resident_bytes = staging.resident_bytes if staging.resident_bytes < size else 0
+            replica.resident_groups = len(staging.resident) if resident_bytes else 0
             ring_bytes = size - resident_bytes if resident_bytes else 0
             arena.lease(replica.owner, size - ring_bytes, start + ring_bytes)
             if ring_bytes:
@@ -203,7 +203,7 @@ class Residents:
         )
         if message.is_complete:
             self._device.move(replica, ResidencyEvent.ARRIVED, "all groups copied")
-            if replica.landings is not None:
+            if replica.staging is not None:
                 self._pass_ended(replica)
             elif replica.model.want_pinned:
                 self._device.move(replica, ResidencyEvent.PIN, "requested by the user")
@@ -237,7 +237,7 @@ class Residents:
         replica.last_used_at_ms = self._core.now_ms
         if replica.residency.state is Residency.ABANDONED and not replica.users:
             self._release_broken(replica, "no task needs it any more")
-        elif replica.landings is not None:
+        elif replica.staging is not None:
             self._pass_ended(replica)
 
     def _pass_ended(self, replica: DeviceModel) -> None:
@@ -251,7 +251,7 @@ class Residents:
         if replica.users:
             return
         if replica.residency.state is Residency.TRANSMITTING:
-            self._device.daemon.tell(CancelTransmit(op_id=replica.residency_id))  # 1.
+            self._device.daemon.send(CancelTransmit(op_id=replica.residency_id))  # 1.
         elif replica.resident_groups:
             self._device.move(replica, ResidencyEvent.RING_FREED, cause)  # 2.
             self._arena.regions.release(replica.rest)
@@ -274,7 +274,7 @@ class Residents:
             replica is None
             or replica.model.state.state is not ModelState.READY
             or replica.is_on_device
-            or replica.landings is not None  # its copy would wait in the ring for its request
+            or replica.staging is not None  # its copy would wait in the ring for its request
             or device.measurement.model == name  # its copy is timed with the request that needs it
             or not device.may_serve(replica.model)
         ):
@@ -309,7 +309,7 @@ class Residents:
             if not replica.users and not device.queue.count(replica.name):
                 replica.transfer.is_prefetch = False
                 self._device.move(replica, ResidencyEvent.ABANDONED, "a request needs the link")
-                device.daemon.tell(CancelTransmit(op_id=replica.residency_id))
+                device.daemon.send(CancelTransmit(op_id=replica.residency_id))
 
     def bring_pinned(self) -> int:
         """Send pinned models that are not on the device when nothing waits for the link."""
@@ -323,7 +323,7 @@ class Residents:
             if (
                 replica is not None
                 and replica.model.want_pinned
-                and replica.landings is None
+                and replica.staging is None
                 and device.measurement.model != name
                 and device.may_serve(replica.model)
                 and replica.model.state.state is ModelState.READY
@@ -359,5 +359,5 @@ class Residents:
                 assert rest.end_bytes == head.offset_bytes, f"{replica.name} is torn apart"
             if is_whole and replica.manifest is not None:
                 assert arena.held_bytes(replica) >= replica.region_bytes, replica.name
-            if replica.landings is not None and replica.residency.state is Residency.RESIDENT:
+            if replica.staging is not None and replica.residency.state is Residency.RESIDENT:
                 assert replica.users, f"{replica.name} is larger than the arena, and stays"

@@ -57,7 +57,7 @@ class Names:
         models = self._machine.models.values()
         self._core.emit(
             SweepPrograms(
-                digests=frozenset(m.manifest.digest for m in models if m.manifest is not None),
+                digests=frozenset(m.manifest.digest for m in models if m.manifest is not None)
             )
         )
         self._has_gone = False
@@ -91,7 +91,8 @@ class Names:
             other = name if is_others or name in chains else self.aliases.names.get(name, model)
             if other != model or name in chains:
                 hint = f"pipeswitch unregister {name}, or choose another name"
-                raise errors.AlreadyExists(f'"{name}" is already a name of "{other}"', hint=hint)
+                of_what = "" if other == name else f' by "{other}"'
+                raise errors.AlreadyExists(f'"{name}" is already taken{of_what}', hint=hint)
         if len({*self.aliases.of(model), *aliases}) > MAX_ALIASES:
             raise InvalidInput(f'"{model}" would have more than {MAX_ALIASES} aliases')
 
@@ -150,11 +151,11 @@ class Names:
             self.hand_over(target, "rolled back")
         core.answer(event.token, model=event.model, version=target.version, before=current.version)
 
-    def forget(self, model: Model) -> Registration:
+    def remove(self, model: Model) -> Registration:
         """Remove the model, free its name, and return its registration."""
         for device in self._machine.devices:
-            device.residents.forget(device.state.replicas[model.name])
-        self._machine.store.forget(model)
+            device.residents.remove(device.state.replicas[model.name])
+        self._machine.store.remove(model)
         del self._machine.models[model.name]
         self._core.pins.pop(model.name, None)
         registration = self.registrations.pop(model.name)
@@ -166,7 +167,7 @@ class Names:
         """Return the failed versions of a name, or the one that has this name itself."""
         return [model for model in self.failed.values() if name in (model.base, model.name)]
 
-    def lost(self, name: ModelName, reason: str, tenant: str = "") -> None:
+    def mark_lost(self, name: ModelName, reason: str, tenant: str = "") -> None:
         """List a model as failed, because its entry or configuration is unusable."""
         base, version = split_name(name)
         model = Model(name, 1, False, self._core.now_ms, base, version, tenant, reason=reason)
@@ -196,13 +197,13 @@ class Names:
         core, devices = self._core, self._machine.devices
         if not all(d.residents.is_idle(d.state.replicas[model.name]) for d in devices):
             return
-        if self._admission.stages.count(model.name):
+        if self._admission.preprocess_pool.count(model.name):
             return
         del self.leaving[model.name]
         served = self._machine.served[model.base]
-        registration = self.forget(model)
+        registration = self.remove(model)
         for device in devices:
-            device.worker_pool.forget(model.name)
+            device.worker_pool.remove(model.name)
         self.release(model.base)
         core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))
         core.publish("model.unregistered", model=model.name)

@@ -39,7 +39,7 @@ from ..state.device_state import DeviceState
 from ..state.records import NO_OP_ID, Job, Model, Registration, Worker
 from ..state.states import MODEL_AWAITED, TASK_FINAL, ModelState
 from ..state.versions import Versions
-from .registry import Registry
+from .model_registry import Registry
 
 UNDER_WAY: Final = (ModelState.BUILDING, ModelState.STORING)
 MAX_COPIES: Final = 8  # copies of a name that wait to be built; each takes disk space
@@ -78,7 +78,7 @@ class Publishing:
         self._lines: dict[ModelName, list[Publication]] = {}
 
     @handles(PublishRequest)
-    def asked(self, event: PublishRequest) -> None:
+    def on_request(self, event: PublishRequest) -> None:
         """Publish a commit for a client; the answer follows when the version serves."""
         self._check(event)
         self._accept(event.model, event.job, event.step, event.part, event.token)
@@ -112,8 +112,8 @@ class Publishing:
             model = self.model_for(message.model, job.spec.tenant)
             if model.manifest is None:
                 raise _not_ready(model)
-            given = {name: (dtype, shape) for name, dtype, shape in message.tensors}
-            match(model.manifest.plain_weights, given, message.part)
+            tensors = {name: (dtype, shape) for name, dtype, shape in message.tensors}
+            match(model.manifest.plain_weights, tensors, message.part)
         except PipeSwitchError as error:
             wire = to_wire(error)
             answer = PublishAnswered(
@@ -174,7 +174,7 @@ class Publishing:
                 if one.stage == "waits" and self._may_begin(one, line):
                     self._begin(one)
                 elif one.stage == "builds":
-                    self._look(one)
+                    self._poll(one)
             begun = [one for one in line if one.stage != "waits"]
             is_next = begun[:1] and begun[0].stage == "copied" and not self._is_awaited(name)
             if is_next and all(one.stage != "builds" for one in begun):
@@ -208,7 +208,7 @@ class Publishing:
             one.stage, one.op_id = "copies", self._core.next_op_id()
             one.device = device.index
             one.directory = f"{self._core.settings.published_dir}/{job.spec.name}@{one.op_id}"
-            device.daemon.tell(
+            device.daemon.send(
                 PersistCommit(job=job.spec.name, op_id=one.op_id, directory=one.directory)
             )
 
@@ -278,7 +278,7 @@ class Publishing:
         spec |= {"name": f"{before.base} {served.last + 1}", "weights": weights, "part": part}
         return self._registry.begin_version(before, msgspec.msgpack.encode(spec), token)
 
-    def _look(self, one: Publication) -> None:
+    def _poll(self, one: Publication) -> None:
         """End the publication if its version is ready or has failed."""
         assert one.version is not None
         assert one.registration is not None
@@ -350,8 +350,8 @@ def _no_job(name: JobName) -> ModelNotFound:
     return ModelNotFound(f'no job "{name}"', hint="pipeswitch jobs ls")
 
 
-def _other_step(name: JobName, asked: int, there: int) -> InvalidInput:
+def _other_step(name: JobName, step: int, there: int) -> InvalidInput:
     return InvalidInput(
-        f'job "{name}" has only its newest commit, of step {there}, not of step {asked}',
+        f'job "{name}" has only its newest commit, of step {there}, not of step {step}',
         hint=f"pipeswitch register NAME --from-job {name}",
     )

@@ -62,7 +62,7 @@ class Fair(_Ranked):
         return (job.share_ms, job.place)
 
 
-class ShortestFirst(_Ranked):
+class ShortestJobFirst(_Ranked):
     """Shortest remaining time first (srtf). A job with an unknown time runs until it is known."""
 
     def rank(self, job: JobView) -> tuple[float, ...]:
@@ -91,7 +91,7 @@ class Coshift(JobOrder):
 JOB_ORDERS: Final[Mapping[str, JobOrder]] = {
     "rotate": JobOrder(),
     "fair": Fair(),
-    "srtf": ShortestFirst(),
+    "srtf": ShortestJobFirst(),
     "fifo": Fifo(),
     "pack": Pack(),
     "coshift": Coshift(),

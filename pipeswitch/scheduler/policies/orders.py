@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...planning.windows import Job, alternating
+from ...planning.windows import WindowJob, alternating
 from .policy import Order, View, Waiting, deadline_of, reuse_of
 
 MAX_WAITS = 10  # of ``max_wait_ms``: what a request without a deadline is given for one
@@ -94,5 +94,5 @@ class Alternating(Order):
             predicted = view.predict(head.model, head.batch)
             load_ms = 0.0 if head.is_resident else predicted.load_ms
             compute_ms = count * predicted.compute_ms
-            jobs.append(Job(model=head.model, load_ms=load_ms, compute_ms=compute_ms))
+            jobs.append(WindowJob(model=head.model, load_ms=load_ms, compute_ms=compute_ms))
         return alternating(jobs)

@@ -54,7 +54,7 @@ class Health:
         core, device = self._core, self._device
         self._probe = probe = Probe(core.next_op_id(), core.now_ms)
         question = Ping(op_id=probe.op_id)
-        device.daemon.tell(question)
+        device.daemon.send(question)
         for worker in device.workers.values():
             if worker.state.state in WORKER_SERVES:
                 probe.workers[worker.slot] = (worker.generation, None)
@@ -112,7 +112,7 @@ class Pings:
         self._waiting: list[Token] = []
 
     @handles(PingRequest)
-    def asked(self, event: PingRequest) -> None:
+    def on_request(self, event: PingRequest) -> None:
         self._waiting.append(event.token)
 
     def pump(self) -> int:

@@ -20,7 +20,7 @@ from ..state.states import WORKER_TRANSITIONS, StateMachine, TaskEvent, WorkerEv
 
 
 @dataclass
-class Process:
+class PreprocessSlot:
     """A slot, and the process in it."""
 
     slot: Slot
@@ -66,7 +66,9 @@ class PreprocessPool:
     def __init__(self, core: Core) -> None:
         self._core = core
         self.waits: dict[ev.Token, Raw] = {}
-        self.processes = [Process(Slot(slot)) for slot in range(core.settings.stages)]
+        self.processes = [
+            PreprocessSlot(Slot(slot)) for slot in range(core.settings.preprocess_processes)
+        ]
 
     def __len__(self) -> int:
         return len(self.waits)
@@ -75,7 +77,7 @@ class PreprocessPool:
         """Return the number of a model's requests that are here."""
         return sum(raw.request.model == name for raw in self.waits.values())
 
-    def held(self, caller: str, model: str = "") -> int:
+    def held_by(self, caller: str, model: str = "") -> int:
         """Return the number of a caller's requests that are here, for one model or for all."""
         raws = [raw.request for raw in self.waits.values() if raw.request.caller == caller]
         return sum(not model or request.model == model for request in raws)
@@ -113,8 +115,8 @@ class PreprocessPool:
             return None
         del self.waits[event.token]
         request = raw.request
-        made = TaskEvent.FINISHED if request.steps.is_postprocess else TaskEvent.PREPARED
-        request.state.apply(made, raw.function)
+        outcome = TaskEvent.FINISHED if request.steps.is_postprocess else TaskEvent.PREPARED
+        request.state.apply(outcome, raw.function)
         request.steps.preprocess_ms = self._core.now_ms - process.began_at_ms
         request.inputs = event.inputs
         request.reply_offset_bytes = event.reply_offset_bytes
@@ -152,7 +154,7 @@ class PreprocessPool:
 
     # -- processes ----------------------------------------------------------------------------
 
-    def said(self, event: ev.Received) -> None:
+    def on_message(self, event: ev.Received) -> None:
         process = self.processes[event.source.slot]
         if event.source != process.address:
             self._core.counts["stale_messages"] += 1
@@ -187,13 +189,13 @@ class PreprocessPool:
                 self._core.counts["stale_messages"] += 1
         self.advance()
 
-    def _ended(self, process: Process) -> Raw | None:
+    def _ended(self, process: PreprocessSlot) -> Raw | None:
         """End a call; return its request if that still waits for it."""
         process.state.apply(WorkerEvent.TASK_ENDED, f"epoch {process.op_id}")
         process.op_id = NO_OP_ID
         return None if process.token is None else self.waits.get(process.token)
 
-    def _cleaned(self, process: Process) -> None:
+    def _cleaned(self, process: PreprocessSlot) -> None:
         process.token = None
         if process.state.state is WorkerState.CLEANING:
             process.state.apply(WorkerEvent.CLEANED)
@@ -224,8 +226,8 @@ class PreprocessPool:
     def advance(self) -> int:
         """Give each free process the most urgent request that waits."""
         self._expire()
-        held = {process.token for process in self.processes}
-        waiting = [raw for token, raw in self.waits.items() if token not in held]
+        tokens = {process.token for process in self.processes}
+        waiting = [raw for token, raw in self.waits.items() if token not in tokens]
         waiting.sort(key=lambda raw: raw.request.priority)  # stable: then the first that came
         for process in self.processes:
             if process.state.state is WorkerState.STANDBY and waiting:
@@ -241,7 +243,7 @@ class PreprocessPool:
                 self._core.emit(ev.Spawn(process.address))
         return STAGES
 
-    def _call(self, process: Process, raw: Raw) -> None:
+    def _call(self, process: PreprocessSlot, raw: Raw) -> None:
         core = self._core
         process.state.apply(WorkerEvent.ACTIVATED, raw.request.request_id)
         process.op_id, process.token = core.next_op_id(), raw.request.token
@@ -266,7 +268,7 @@ class PreprocessPool:
                 if hung is not None:
                     self._refuse(hung, TaskEvent.EXPIRE, _hung(hung, limit_ms))
 
-    def _kill(self, process: Process, why: str) -> None:
+    def _kill(self, process: PreprocessSlot, why: str) -> None:
         process.state.apply(WorkerEvent.KILLED, why)
         self._core.emit(ev.Kill(process.address))
 
@@ -276,8 +278,8 @@ class PreprocessPool:
             assert bool(process.op_id) <= (process.token is not None), process.state.story
             if process.is_copied:
                 assert process.token is not None
-        held = [process.token for process in self.processes if process.token is not None]
-        assert len(held) == len(set(held)), "two processes make one request's inputs"
+        tokens = [process.token for process in self.processes if process.token is not None]
+        assert len(tokens) == len(set(tokens)), "two processes make one request's inputs"
 
 
 def kind(raw: Raw) -> str:
@@ -304,9 +306,9 @@ def _lost(raw: Raw, status: int) -> WorkerLost:
 
 def _late(raw: Raw, now_ms: float) -> DeadlineExceeded:
     waited_ms = now_ms - raw.request.arrived_at_ms
-    wanted = "answer" if raw.request.steps.is_postprocess else "inputs"
+    product = "answer" if raw.request.steps.is_postprocess else "inputs"
     return DeadlineExceeded(
-        f"{raw.function} had not returned the {wanted} after {waited_ms:.0f} ms",
+        f"{raw.function} had not returned the {product} after {waited_ms:.0f} ms",
         hint="raise the deadline, or [preprocess] processes",
         waited_ms=waited_ms,
     )

@@ -217,7 +217,7 @@ class WorkerPool:
                     directory=core.settings.program_dir(replica.manifest.digest),
                     arena_offset_bytes=replica.preferred_offset_bytes,
                     plan=replica.grouping.plan,
-                    landings=replica.landings.offsets if replica.landings else (),
+                    staging=replica.staging.offsets if replica.staging else (),
                     is_code=replica.is_code,
                 ),
             )
@@ -260,7 +260,7 @@ class WorkerPool:
         else:  # unregistered meanwhile
             self._device.send(worker.slot, ForgetModel(model=message.model))
 
-    def forget(self, name: ModelName) -> None:
+    def remove(self, name: ModelName) -> None:
         """Drop an unregistered model's program from all workers."""
         for worker in self._device.workers.values():
             worker.unpreparable = {key for key in worker.unpreparable if key[0] != name}

@@ -14,7 +14,7 @@ from ...programs.interface.layout import Manifest
 from ...wire.request_timing import RequestTiming
 from ..core import DUE, QUEUE, RESIDENCY, TURN, WORKERS, Core
 from ..events import CancelRequest, InferArrived, NextRun, NextRuns, Prepared, Reply
-from ..memory.placing import Placing
+from ..memory.device_placement import DevicePlacement
 from ..processes.preprocess_pool import PreprocessPool
 from ..state.device_state import DeviceState
 from ..state.records import Model, Request, Steps
@@ -29,15 +29,19 @@ class Admission:
     """Admission of requests to the queues."""
 
     def __init__(
-        self, core: Core, versions: Versions, placing: Placing, dispatches: Sequence[Dispatch]
+        self,
+        core: Core,
+        versions: Versions,
+        placement: DevicePlacement,
+        dispatches: Sequence[Dispatch],
     ) -> None:
         self._core = core
         self._versions = versions
         self._models = versions.models
-        self._placing = placing
+        self._placing = placement
         self._dispatches = dispatches
-        self._states = placing.states
-        self.stages = PreprocessPool(core)
+        self._states = placement.states
+        self.preprocess_pool = PreprocessPool(core)
 
     def arrived(self, event: InferArrived) -> None:
         """Admit a request or answer it at once."""
@@ -66,7 +70,7 @@ class Admission:
             caller=event.caller,
             size_bytes=model.built.total_bytes,
             steps=Steps(
-                is_raw=model.stage is not None and bool(model.stage.function),
+                is_raw=model.processor is not None and bool(model.processor.function),
                 follows=event.follows,
             ),
             sequence=(event.sequence, event.after),
@@ -74,19 +78,19 @@ class Admission:
             connection=event.connection,
         )
         request.batching.leader = event.leader
-        if model.stage is None or not model.stage.function:
+        if model.processor is None or not model.processor.function:
             self._queue(request, model)
         else:
             served = self._versions.served(model.base)
             assert served is not None
-            self.stages.take(request, model.stage.function, served.born, event.tenant)
+            self.preprocess_pool.take(request, model.processor.function, served.born, event.tenant)
 
     def _computed(self, event: InferArrived) -> None:
         """Pass a model's outputs, which lie in the pool, to its postprocessing function."""
         core, name = self._core, split_name(event.model)[0]
         core.going_on.discard(event.token)
         served, model = self._versions.served(name), self._versions.current(name)
-        if served is None or model is None or model.stage is None or not model.stage.after:
+        if served is None or model is None or model.processor is None or not model.processor.after:
             core.refuse(event.token, changed_on_the_way(event.model))
             return
         request = Request(
@@ -102,18 +106,18 @@ class Admission:
             caller=event.caller,
             steps=Steps(is_raw=True, is_postprocess=True, follows=event.follows),
         )
-        self.stages.take(request, model.stage.after, served.born, event.tenant)
+        self.preprocess_pool.take(request, model.processor.after, served.born, event.tenant)
 
     def prepared(self, event: Prepared) -> None:
         """Queue or answer a request whose function has ended, or report why it failed."""
-        request = self.stages.prepared(event)
+        request = self.preprocess_pool.prepared(event)
         if request is None:
             return
         if request.steps.is_postprocess:
             if request.steps.follows:
                 self._core.going_on.add(request.token)
-            bill = RequestTiming(postprocess_ms=self._core.now_ms - request.arrived_at_ms)
-            self._core.emit(Reply(token=request.token, outputs=event.inputs, timing=bill))
+            timing = RequestTiming(postprocess_ms=self._core.now_ms - request.arrived_at_ms)
+            self._core.emit(Reply(token=request.token, outputs=event.inputs, timing=timing))
             return
         model = self._models.get(request.model)
         error: PipeSwitchError | None = None
@@ -155,8 +159,7 @@ class Admission:
                 break
 
     def _of_a_version_that_is_there(self, event: InferArrived) -> InferArrived:
-        """Redirect a request without a version to the current one if its version has left since,
-        or to another version by its share."""
+        """Redirect a request without a version to the current one, or by a split."""
         model = self._models.get(event.model)
         if model is not None and model.state.state is not ModelState.LEAVING:
             if model.split is None or event.registration_id != model.split.born:
@@ -176,7 +179,7 @@ class Admission:
     def _refusal(self, event: InferArrived) -> PipeSwitchError | None:
         core = self._core
         model = self._models.get(event.model)
-        if (core.drain_at_ms is not None and not event.is_chain_continuation) or core.has_left:
+        if (core.drain_at_ms is not None and not event.is_chain_continuation) or core.is_stopped:
             return ServerUnavailable("the server is draining", hint="try again when it is back")
         if model is None or model.state.state is ModelState.LEAVING:
             return self._gone(event)
@@ -185,14 +188,14 @@ class Admission:
         is_same = model.manifest is not None and model.manifest.digest == event.digest
         if not is_same or core.tenant_of(model.tenant) != event.tenant:
             return changed_on_the_way(event.model)
-        lost = self._lost(model)
-        if lost is not None:
-            return lost
+        error = self._lost(model)
+        if error is not None:
+            return error
         for state in self._states:
-            if state.queue.requests or state.early.requests:
+            if state.queue.requests or state.awaiting_model.requests:
                 break
         else:
-            if not self.stages.waits:
+            if not self.preprocess_pool.waits:
                 return None  # whatever the limits are
         return self._full(event, model)
 
@@ -206,14 +209,18 @@ class Admission:
     def _full(self, event: InferArrived, model: Model) -> QueueFull | None:
         """Return the error if the queues have no room for the request, else None."""
         core, states = self._core, self._states
-        queues = [queue for state in states for queue in (state.queue, state.early)]
+        queues = [queue for state in states for queue in (state.queue, state.awaiting_model)]
         caller, name = event.caller, event.model
-        waiting = sum(map(len, queues)) + len(self.stages)
-        own = sum([queue.held(caller) for queue in queues]) + self.stages.held(caller)
+        waiting = sum(map(len, queues)) + len(self.preprocess_pool)
+        own = sum([queue.held_by(caller) for queue in queues]) + self.preprocess_pool.held_by(
+            caller
+        )
         if waiting and not left(core.settings.max_queue, waiting, own):
             return _full("requests", waiting, own, "max_queue", core.settings.max_queue)
-        waiting = sum([queue.count(name) for queue in queues]) + self.stages.count(name)
-        own = sum([queue.held(caller, name) for queue in queues]) + self.stages.held(caller, name)
+        waiting = sum([queue.count(name) for queue in queues]) + self.preprocess_pool.count(name)
+        own = sum([queue.held_by(caller, name) for queue in queues]) + self.preprocess_pool.held_by(
+            caller, name
+        )
         limit = core.settings.max_queue_per_model
         if waiting and not left(limit, waiting, own):
             return _full(f"requests for {name}", waiting, own, "max_queue_per_model", limit)
@@ -236,8 +243,7 @@ class Admission:
         )
 
     def cancel(self, event: CancelRequest) -> bool:
-        """Take a queued request back; a dispatched one runs to its end (it is nearly there), and a
-        generation to the end of its run."""
+        """Cancel a queued request; a dispatched one, or a run of a generation, ends first."""
         self._core.going_on.discard(event.token)
         for state in self._states:
             request = state.requests.get(event.token)
@@ -248,9 +254,9 @@ class Admission:
             elif request.runs is not None:
                 request.runs.is_cancelled = True
             return True
-        return self.stages.cancel(event.token)
+        return self.preprocess_pool.cancel(event.token)
 
-    def go_on(self, event: NextRuns) -> None:
+    def on_next_runs(self, event: NextRuns) -> None:
         """Queue all generations at once whose run has ended, or that waited for room."""
         for run in event.runs:
             for state in self._states:
@@ -286,13 +292,13 @@ class Admission:
     def stored(self, model: Model) -> None:
         """Dispatch the early requests in order: the model's bytes are in the host store."""
         for state in self._states:
-            for request in state.early.of(model.name):
+            for request in state.awaiting_model.of(model.name):
                 self._place(state, request)
 
     def not_stored(self, model: Model, error: PipeSwitchError) -> None:
         """Refuse the early requests with the reason why the model's bytes cannot be stored."""
         for state in self._states:
-            for request in state.early.of(model.name):
+            for request in state.awaiting_model.of(model.name):
                 state.refuse(request, TaskEvent.ERROR, error)
 
     def reassign(self) -> int:
@@ -310,10 +316,10 @@ class Admission:
             return wants
         for state in states:
             if not state.daemon.is_ready and not state.has_processes:
-                for request in (*state.queue, *state.early):
-                    lost = self._lost(self._models[request.model])
-                    if lost is not None:
-                        state.refuse(request, TaskEvent.ERROR, lost)
+                for request in (*state.queue, *state.awaiting_model):
+                    error = self._lost(self._models[request.model])
+                    if error is not None:
+                        state.refuse(request, TaskEvent.ERROR, error)
                         continue
                     self._place(state, request)
         return wants
@@ -326,9 +332,8 @@ class Admission:
             for request in requests:
                 self._place(state, request)
 
-    def relieve(self) -> int:
-        """Move the newest request behind a running task to an idle device where it would compute
-        sooner: the others are then less far from their turn."""
+    def rebalance(self) -> int:
+        """Move the newest request to an idle device where it would compute sooner."""
         states = self._states
         if len(states) == 1:
             return 0
@@ -346,11 +351,11 @@ class Admission:
         model = self._models[request.model]
         place, placed = self._placing.request(model, request)
         is_early = model.state.state in MODEL_AWAITED
-        if place is state and is_early == (request.token in state.early):
+        if place is state and is_early == (request.token in state.awaiting_model):
             return
         request.forecast.placed = placed
         state.queue.discard(request)
-        state.early.discard(request)
+        state.awaiting_model.discard(request)
         del state.requests[request.token]
         place.take(request, is_early=is_early)
 

@@ -81,10 +81,10 @@ def batch_for(device: DeviceState, replica: DeviceModel, head: Request) -> Batch
 
     Requests of other extents, with a leader in the batch, or that run alone are passed over.
     """
-    found, size = [head], head.batch
+    members, size = [head], head.batch
     limit = _limit(device, replica, head)
     if limit <= size:
-        return Batch(found, is_full=True)
+        return Batch(members, is_full=True)
     due_ms, batched, tokens = head.due_ms, Joined(head), {head.token}
     free_ms = free_at_ms(device)
     line = itertools.islice(device.queue.of_line(head), MOST_LOOKED_AT)
@@ -95,15 +95,15 @@ def batch_for(device: DeviceState, replica: DeviceModel, head: Request) -> Batch
         size, due_ms = size + other.batch, min(due_ms, other.due_ms)
         is_late = due_ms < math.inf and free_ms + _compute_ms(device, replica, size) > due_ms
         if size > limit or is_late:
-            return Batch(found, is_full=True)
-        found.append(other)
+            return Batch(members, is_full=True)
+        members.append(other)
         tokens.add(other.token)
         if size == limit:
-            return Batch(found, is_full=True)
-    return Batch(found, is_full=False)
+            return Batch(members, is_full=True)
+    return Batch(members, is_full=False)
 
 
-def begins_at_ms(device: DeviceState, replica: DeviceModel, batch: Batch) -> float:
+def batch_start_ms(device: DeviceState, replica: DeviceModel, batch: Batch) -> float:
     """Return until when a batch waits for others: its oldest request's arrival plus the delay,
     or earlier to meet each deadline. A deadline forbids waiting until a run was measured."""
     batching = replica.built.batching

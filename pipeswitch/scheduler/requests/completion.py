@@ -1,4 +1,5 @@
-"""End of a dispatched task: outputs and their bill, a model's error, a death, a server shutdown."""
+"""End of a dispatched task: outputs and their timing, a model's error, a death, a server
+shutdown."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class TaskCompletion:
         self._ended: list[tuple[RunningTask, list[Request], InferenceDone]] = []  # not traced yet
 
     def done(self, worker: Worker, message: InferenceDone) -> None:
-        """Answer the requests with the bill: their outputs lie in the reply slabs."""
+        """Answer the requests with the timing: their outputs lie in the reply slabs."""
         core, device = self._core, self._device
         task = self._device.owner.task_of(worker.slot, message.op_id)
         if task is None:
@@ -60,8 +61,8 @@ class TaskCompletion:
         core.counts["inferences"] += len(requests)
         core.counts["runs"] += 1
         device.served += len(requests)
-        returns, stage = replica.model.built.returns, replica.model.stage
-        if stage is not None and stage.after:
+        returns, processor = replica.model.built.returns, replica.model.processor
+        if processor is not None and processor.after:
             core.going_on.update(request.token for request in requests)
         more: list[Reply] = []
         for number, (request, outputs) in enumerate(
@@ -70,14 +71,14 @@ class TaskCompletion:
             if request.forecast.predicted_end_ms is not None:
                 late_ms = core.now_ms - request.forecast.predicted_end_ms
                 device.predictions.ended(late_ms, core.now_ms)
-            bill = _bill(device, activation, request, replica, message, core.now_ms)
+            total = _timing(device, activation, request, replica, message, core.now_ms)
             body: dict[str, Any] = {} if returns is None else {"returns": returns}
             if request.sampling_params is not None and (runs := request.runs) is not None:
                 tokens, body = message.tokens[number], _chosen(message, number)
-                bill = runs.bill = bill if runs.bill is None else of_runs(runs.bill, bill)
+                total = runs.timing = total if runs.timing is None else of_runs(runs.timing, total)
                 if not request.sampling_params.ends_with(tokens):
                     answer = Reply(
-                        token=request.token, body=body, outputs=outputs, timing=bill, more=True
+                        token=request.token, body=body, outputs=outputs, timing=total, more=True
                     )
                     more += [answer] if self._has_more(request, runs) else []
                     continue
@@ -85,7 +86,7 @@ class TaskCompletion:
             if request.steps.follows:
                 core.going_on.add(request.token)
             device.requests.pop(request.token)
-            core.emit(Reply(token=request.token, body=body, outputs=outputs, timing=bill))
+            core.emit(Reply(token=request.token, body=body, outputs=outputs, timing=total))
         more += self._take_led(task) if task.chooses and device.queue.requests else ()
         if more:
             core.emit(RunEnded(answers=tuple(more)))
@@ -180,20 +181,20 @@ class TaskCompletion:
         not arrived; or the task failed before it had the turn.
         """
         device, cause = self._device, f"epoch {activation.op_id}"
-        self._settle(activation)
+        self._reconcile_cost(activation)
         device.owner.drop(activation, cause)
         worker.state.apply(WorkerEvent.TASK_ENDED, cause)
         replica = device.replicas[activation.model]
         self._residents.unused(replica)
         return activation, self._requests(activation), replica
 
-    def _settle(self, activation: RunningTask) -> None:
+    def _reconcile_cost(self, activation: RunningTask) -> None:
         """Charge the callers by the controller's clock: workers' times are not trusted."""
         core, charge = self._core, activation.charge
         if charge is not None:
             ran_until_ms = activation.yielded_at_ms or core.now_ms
             took_ms = ran_until_ms - activation.began_at_ms if activation.began_at_ms else 0.0
-            throttled_until_ms = self._device.accounts.settle(charge, took_ms, core.now_ms)
+            throttled_until_ms = self._device.accounts.reconcile_cost(charge, took_ms, core.now_ms)
             if throttled_until_ms > core.now_ms:
                 core.wake_at(throttled_until_ms, DUE)
 
@@ -217,7 +218,7 @@ class TaskCompletion:
         replica, requests = device.replicas[activation.model], self._requests(activation)
         request = requests[0]
         self._residents.unused(replica)
-        self._settle(activation)
+        self._reconcile_cost(activation)
         is_blamed = had_turn and begun_op_id in (None, activation.op_id)
         replica.model.deaths += is_blamed
         if is_blamed and activation.charge is not None and not activation.is_batched:
@@ -271,7 +272,7 @@ class TaskCompletion:
         """Queue every dispatched request again: the daemon's death is not their fault."""
         device = self._device
         for activation in device.owner.tasks:
-            self._settle(activation)
+            self._reconcile_cost(activation)
             self._queue_again(self._requests(activation), "memory daemon exited")
         device.owner.lose_tasks("memory daemon exited")
 
@@ -296,7 +297,7 @@ def _chosen(message: InferenceDone, number: int) -> dict[str, Any]:
     return {"tokens": list(message.tokens[number]), **chances}
 
 
-def _bill(
+def _timing(
     device: DeviceState,
     activation: RunningTask,
     request: Request,

@@ -21,9 +21,9 @@ from ..state.device_state import DeviceState
 from ..state.fair_queue import Charge
 from ..state.policy_queue import shown
 from ..state.records import NO_OP_ID, DeviceModel, Request, RunningTask, Worker
-from ..training.training import Training
+from ..training.training import TrainingJobs
 from . import forecast
-from .batching import Batch, batch_for, begins_at_ms, should_wait_for_batch
+from .batching import Batch, batch_for, batch_start_ms, should_wait_for_batch
 from .completion import quarantined
 
 
@@ -58,7 +58,7 @@ class Turns:
             task.yielded_ms += away_ms
             task.began_at_ms += away_ms
             task.yielded_at_ms = 0.0
-            self.let_in()
+            self.request_yield()
             return
         task.began_at_ms = now_ms
         for token in task.tokens:
@@ -66,7 +66,7 @@ class Turns:
 
     # -- a pass of a model that streams: it may take as long as its copy ---------------------------
 
-    def let_in(self) -> None:
+    def request_yield(self) -> None:
         """Interrupt a streaming pass between two groups for the next task, if that needs no
         copy. The total interruption is limited to the time for which the policy lets a
         request that waits for memory be overtaken."""
@@ -135,7 +135,7 @@ class Dispatch:
         device: DeviceState,
         arena: ArenaAllocator,
         residents: Residents,
-        training: Training,
+        training: TrainingJobs,
         turns: Turns,
     ) -> None:
         self._core = device.core
@@ -148,9 +148,12 @@ class Dispatch:
     def expire(self) -> None:
         """Answer queued requests whose deadline has passed, or can no longer be met."""
         core, device = self._core, self._device
-        if not device.queue.requests and not device.early.requests:
+        if not device.queue.requests and not device.awaiting_model.requests:
             return
-        for request in (*device.queue.expired(core.now_ms), *device.early.expired(core.now_ms)):
+        for request in (
+            *device.queue.expired(core.now_ms),
+            *device.awaiting_model.expired(core.now_ms),
+        ):
             assert request.deadline_at_ms is not None
             if core.now_ms < request.deadline_at_ms:
                 device.refuse(
@@ -203,8 +206,12 @@ class Dispatch:
             if not self._dispatch_best():
                 break
         running = owner.running
-        if running is not None and running.goes_on and (device.queue.requests or owner.pending):
-            running.goes_on = False  # it ends after its current step
+        if (
+            running is not None
+            and running.is_multi_step
+            and (device.queue.requests or owner.pending)
+        ):
+            running.is_multi_step = False  # it ends after its current step
             self._core.emit(Interrupt(device.address(running.slot), running.op_id))
 
     def _refuse_the_impossible(self) -> None:
@@ -236,7 +243,7 @@ class Dispatch:
         now, is_link_busy, idle_ms = device.view, False, 0.0
         coming: tuple[Request, DeviceModel, bool] | None = None
         blocked: list[Waiting] = []
-        for view, request in device.queue.heads(*device.seen):
+        for view, request in device.queue.heads(*device.queue_view):
             if any(view.model == other.model for other in blocked):
                 continue
             if len(blocked) == forecast.MAX_BLOCKED or not all(
@@ -260,7 +267,7 @@ class Dispatch:
                     continue  # 6.
                 if self._is_held(replica, batch):
                     continue  # 6.
-            is_there = replica.is_on_device and replica.landings is None
+            is_there = replica.is_on_device and replica.staging is None
             if coming is not None:
                 is_ready = is_there and not replica.is_being_sent
                 if is_ready and forecast.fits_in(device, request, idle_ms):
@@ -275,7 +282,7 @@ class Dispatch:
             if is_there or is_sent:
                 coming = request, replica, is_sent
                 never_batch = len(device.queue.requests) == 1 or not replica.is_being_sent
-                if never_batch or replica.landings is not None:
+                if never_batch or replica.staging is not None:
                     break
                 if (idle_ms := forecast.waits_for_copy_ms(device, request)) <= 0.0:
                     break
@@ -292,7 +299,7 @@ class Dispatch:
 
     def _is_held(self, replica: DeviceModel, batch: Batch) -> bool:
         """Return True if the batch still waits for requests that could join it."""
-        at_ms = begins_at_ms(self._device, replica, batch)
+        at_ms = batch_start_ms(self._device, replica, batch)
         self._wake_at(at_ms)
         return self._core.now_ms < at_ms
 
@@ -304,7 +311,7 @@ class Dispatch:
     def keep_order(self) -> int:
         """Update the ranks, even while nothing can be dispatched."""
         if self._device.queue.requests:
-            self._device.queue.settle(*self._device.seen)
+            self._device.queue.reorder(*self._device.queue_view)
         return QUEUE | TURN | RESIDENCY
 
     def look_ahead(self) -> int:
@@ -323,9 +330,11 @@ class Dispatch:
             return
         if not device.daemon.is_ready:
             return
-        for view, _ in itertools.islice(device.queue.heads(*device.seen), forecast.MOST_AHEAD):
+        for view, _ in itertools.islice(
+            device.queue.heads(*device.queue_view), forecast.MOST_AHEAD
+        ):
             replica = device.replicas[ModelName(view.model)]
-            if replica.is_on_device or replica.landings is not None:
+            if replica.is_on_device or replica.staging is not None:
                 continue
             if self._core.now_ms < replica.transfer.retry_at_ms:
                 self._core.wake_at(replica.transfer.retry_at_ms, RESIDENCY)
@@ -400,8 +409,8 @@ class Dispatch:
         charge = accounts.charge(rows, predicted.compute_ms, now_ms)
         for account in charge.parts:
             if account.connections is not None:
-                asked = [(one.caller, one.connection, one.batch) for one in batch.requests]
-                return accounts.charge_connections(charge, asked, now_ms)
+                shares = [(one.caller, one.connection, one.batch) for one in batch.requests]
+                return accounts.charge_connections(charge, shares, now_ms)
         return charge
 
     def at_once(self, request: Request) -> bool:
@@ -429,13 +438,13 @@ class Dispatch:
         account = device.accounts.of(request.caller)
         if core.now_ms < max(account.throttled_until_ms, account.penalty_until_ms):
             return False
-        name, version, found = request.model, replica.version, None
+        name, version, idle_worker = request.model, replica.version, None
         for worker in device.workers.values():
             is_ready = worker.state.state is states.WorkerState.STANDBY and worker.preparing is None
-            if found is None and is_ready and worker.warm.get(name) == version:
-                found = worker
+            if idle_worker is None and is_ready and worker.warm.get(name) == version:
+                idle_worker = worker
         # The process was bound to code and tenant when the program was loaded.
-        if found is None:
+        if idle_worker is None:
             return False
         device.requests[request.token] = request
         median_ms = device.predictions.predict(name, request.batch).compute_ms
@@ -444,7 +453,7 @@ class Dispatch:
         )
         # Only the check for hanging tasks and other devices depend on this.
         core.dirty |= HUNG | (TURN if device.label else 0)
-        self._begin([request], request.batch, replica, found, charge, is_switch=False)
+        self._begin([request], request.batch, replica, idle_worker, charge, is_switch=False)
         return True
 
     def activate(self, request: Request, replica: DeviceModel, *, is_sent: bool) -> RunningTask:
@@ -503,10 +512,10 @@ class Dispatch:
             was_resident=_was_resident(replica),
             residency_id=replica.residency_id,
             resident_bytes=replica.resident_bytes if is_switch else 0,
-            streamed=manifest.total_bytes - replica.resident_bytes if replica.landings else 0,
+            streamed=manifest.total_bytes - replica.resident_bytes if replica.staging else 0,
             # For a streaming pass the stop word has another meaning.
-            goes_on=bool(
-                sampling_params and sampling_params.steps > 1 and replica.landings is None
+            is_multi_step=bool(
+                sampling_params and sampling_params.steps > 1 and replica.staging is None
             ),
             chooses=chooses,
             charge=charge,
@@ -515,7 +524,7 @@ class Dispatch:
         owner.pending = activation
         self._turns.give()  # before the order: the worker must not find an old turn
         if owner.running is not None and owner.running.streamed:
-            self._turns.let_in()
+            self._turns.request_yield()
         device.send(worker.slot, _run_order(device, replica, manifest, requests, op_id))
         if owner.job is not None:
             activation.preempted = owner.job
@@ -553,13 +562,13 @@ def _run_order(
         digest=manifest.digest,
         directory=device.core.settings.program_dir(manifest.digest),
         arena_offset_bytes=replica.preferred_offset_bytes,
-        first_word=replica.first_word,
+        first_fence=replica.first_fence,
         residency_id=replica.residency_id,
         inputs=request.inputs,
         reply_offset_bytes=request.reply_offset_bytes,
         reply_bytes=request.reply_bytes,
         plan=replica.grouping.plan,
-        landings=replica.landings.offsets if replica.landings is not None else (),
+        staging=replica.staging.offsets if replica.staging is not None else (),
         batched=tuple(map(_joined, requests[1:])),
         is_timed=device.measurement.model == replica.name,
         is_code=manifest.mode == "module",

@@ -80,7 +80,7 @@ def _ends_ms(device: DeviceState, before: list[Request], then: list[Request]) ->
     comes_ms: dict[ModelName, float] = {}  # models that are there, or when they will be
     for name in load_ms:
         replica = device.replicas[name]
-        if replica.is_on_device and replica.landings is None:
+        if replica.is_on_device and replica.staging is None:
             is_coming = replica.is_being_sent
             comes_ms[name] = replica.transfer.started_at_ms + load_ms[name] if is_coming else 0.0
     counts, ends_ms = Counter[tuple[ModelName, int]](), dict[Token, float]()
@@ -165,8 +165,7 @@ def _runs(device: DeviceState, model: ModelName, rows: int, count: int) -> int:
 
 
 def is_refused(device: DeviceState, request: Request) -> bool:
-    """Return True if a new request would be late, or would make an accepted request of its caller
-    late that would be in time without it."""
+    """Return True if a new request would be late, or would delay an accepted one too much."""
     sorts_by = device.core.judge.sorts_by
     if not sorts_by or not _is_asked(device, request):
         return cannot_meet_deadline(device, request)
@@ -236,20 +235,14 @@ def note_end(device: DeviceState, request: Request) -> None:
 def is_worth_a_probe(device: DeviceState, request: Request) -> bool:
     """Return True if a seemingly hopeless request is to be accepted as a measurement."""
     return device.predictions.is_due(
-        request.model,
-        request.batch,
-        is_sent=_is_absent(device, request),
-        now_ms=device.core.now_ms,
+        request.model, request.batch, is_sent=_is_absent(device, request), now_ms=device.core.now_ms
     )
 
 
 def will_be_measured(device: DeviceState, request: Request) -> None:
     """Note that the request is accepted: the next hopeless one is not a probe."""
-    device.predictions.taken(
-        request.model,
-        request.batch,
-        is_sent=_is_absent(device, request),
-        now_ms=device.core.now_ms,
+    device.predictions.on_dispatched(
+        request.model, request.batch, is_sent=_is_absent(device, request), now_ms=device.core.now_ms
     )
 
 
@@ -275,7 +268,7 @@ def _is_asked(device: DeviceState, request: Request) -> bool:
 
 def _is_absent(device: DeviceState, request: Request) -> bool:
     replica = device.replicas[request.model]
-    return replica.residency.state is Residency.HOST or replica.landings is not None
+    return replica.residency.state is Residency.HOST or replica.staging is not None
 
 
 def _sent_ms(device: DeviceState, request: Request) -> float:

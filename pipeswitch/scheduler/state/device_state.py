@@ -20,7 +20,7 @@ from .queue import Queue
 from .records import DeviceModel, Job, MeasuredRun, Model, Request, Worker
 from .states import WORKER_SERVES, Residency, ResidencyEvent, TaskEvent, WorkerEvent
 
-WORD_BYTES = 4  # of one group's arrival
+FENCE_BYTES = 4  # of one group's arrival
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Daemon:
     def address(self) -> Address:
         return Address("daemon", self.index, generation=self.generation)
 
-    def tell(self, message: Message, commits_of: JobName | None = None) -> None:
+    def send(self, message: Message, commits_of: JobName | None = None) -> None:
         """Send it a message; to one that is not ready, nothing.
 
         What a new daemon must know is sent again when it is ready, so that nothing reaches it
@@ -49,7 +49,7 @@ class Daemon:
 
 
 @dataclass
-class Measurement:
+class ModelMeasurement:
     """The model that a device measures, and its runs, for ``Profiling`` to take."""
 
     model: ModelName | None = None
@@ -68,12 +68,12 @@ class DeviceState:
     requests: dict[Token, Request] = field(default_factory=dict)  # live ones
     accounts: CallerQueue = field(init=False)
     queue: Queue = field(init=False)  # QUEUED
-    early: Queue = field(default_factory=Queue)  # QUEUED too: their model is awaited
+    awaiting_model: Queue = field(default_factory=Queue)  # QUEUED too: their model is awaited
     between: dict[Token, Request] = field(default_factory=dict)  # QUEUED too: between two runs
     jobs: dict[JobName, Job] = field(default_factory=dict)  # those that are placed here
     workers: dict[Slot, Worker] = field(default_factory=dict)
     owner: DeviceOwner = field(default_factory=DeviceOwner)  # of its turn
-    measurement: Measurement = field(default_factory=Measurement)
+    measurement: ModelMeasurement = field(default_factory=ModelMeasurement)
     daemon: Daemon = field(init=False)
     predictions: Predictions = field(default_factory=Predictions)
     pinned: dict[ModelName, None] = field(default_factory=dict)  # those in that state
@@ -163,7 +163,7 @@ class DeviceState:
     @property
     def view(self) -> View:
         """View that a policy gets."""
-        capacity_bytes = self.settings.arena_bytes - WORD_BYTES * self.settings.words
+        capacity_bytes = self.settings.arena_bytes - FENCE_BYTES * self.settings.fence_count
         return View(self.core.now_ms, self.predictions.predict, capacity_bytes, self._residents)
 
     def _residents(self) -> tuple[tuple[str, int], ...]:
@@ -174,7 +174,7 @@ class DeviceState:
         )
 
     @property
-    def seen(self) -> tuple[IsResident, ModelName | None, View]:
+    def queue_view(self) -> tuple[IsResident, ModelName | None, View]:
         """Inputs of the ranking: which models are on the device, which one computes, the view."""
         running = self.owner.running
         return self._is_on_device, running.model if running is not None else None, self.view
@@ -206,14 +206,14 @@ class DeviceState:
         """Queue the request; an early one waits until its model is in the host store."""
         self.requests[request.token] = request
         self.core.dirty |= QUEUE
-        (self.early if is_early else self.queue).add(request)
+        (self.awaiting_model if is_early else self.queue).add(request)
 
     def refuse(self, request: Request, event: TaskEvent, error: PipeSwitchError) -> None:
         """End a request with an error: remove it from the queue and answer its client."""
         request.state.apply(event, type(error).__name__)
         self.core.dirty |= QUEUE
         self.queue.discard(request)
-        self.early.discard(request)
+        self.awaiting_model.discard(request)
         self.between.pop(request.token, None)
         self.requests.pop(request.token)
         error.request_id = request.request_id
@@ -235,14 +235,12 @@ class DeviceState:
         self.core.emit(Spawn(self.address(worker.slot)))
 
     def fits(self, worker: Worker, *, is_code: bool, tenant: str) -> bool:
-        """Return True if the worker may run the operator's code, or a client's program (ADR 20),
-        for this tenant (ADR 23)."""
+        """Return True if the worker may run this code (ADR 20) for this tenant (ADR 23)."""
         is_of_the_kind = not self.core.settings.is_sandboxed or worker.runs_code in (None, is_code)
         return is_of_the_kind and worker.tenant in (None, tenant)
 
     def claim(self, worker: Worker, *, is_code: bool, tenant: str) -> None:
-        """Prepare a worker for a task: replace a process that does not fit, and bind one without
-        a tenant to this tenant."""
+        """Prepare a worker for a task: replace it if it does not fit, and bind it to the tenant."""
         if not self.fits(worker, is_code=is_code, tenant=tenant):
             self.spawn(worker)
         worker.runs_code = is_code

@@ -113,7 +113,7 @@ class FairQueue(Generic[S]):
         share.effective_priority = effective_priority
         self._changed[share] = None
 
-    def in_turns(self, switch_ms: Callable[[S], float], now_ms: float) -> list[Iterator[S]]:
+    def in_rounds(self, switch_ms: Callable[[S], float], now_ms: float) -> list[Iterator[S]]:
         """Return the waiting members by urgency; within an urgency the first one has the next turn.
 
         The iterators are lazy and valid until a request comes or leaves. An urgency is raised by
@@ -233,7 +233,7 @@ class CallerQueue(FairQueue[CallerShare]):
     """Fair queue of all callers, which have keys or tokens from the owner.
 
     Attributes:
-        again_at_ms: when a caller that gave way in the last ``in_turns`` may no longer do so.
+        again_at_ms: when a caller that gave way in the last ``in_rounds`` may no longer do so.
     """
 
     def __init__(self, weights: Mapping[str, float], max_wait_ms: float) -> None:
@@ -254,18 +254,18 @@ class CallerQueue(FairQueue[CallerShare]):
         """Return a fair queue for the connections of one caller."""
         return FairQueue(self._max_wait_ms, MemberShare)
 
-    def in_turns(
+    def in_rounds(
         self, switch_ms: Callable[[CallerShare], float], now_ms: float
     ) -> list[Iterator[CallerShare]]:
-        """Return the callers that wait and may have the next turn; see ``FairQueue.in_turns``."""
+        """Return the callers that wait and may have the next turn; see ``FairQueue.in_rounds``."""
         self.again_at_ms = math.inf
-        found = super().in_turns(switch_ms, now_ms)
-        if found:
-            first = next(found[0])
+        rounds = super().in_rounds(switch_ms, now_ms)
+        if rounds:
+            first = next(rounds[0])
             if first.running and self._should_yield(first, now_ms):
                 return []
-            found[0] = chain((first,), found[0])
-        return found
+            rounds[0] = chain((first,), rounds[0])
+        return rounds
 
     def _may_go(self, share: CallerShare, now_ms: float) -> bool:
         if now_ms < share.penalty_until_ms:
@@ -320,13 +320,13 @@ class CallerQueue(FairQueue[CallerShare]):
         for caller, connection, count in rows:
             by[caller][connection] += count
             total += count
-        found = []
+        shares = []
         for account in charge.parts:
             if (queue := account.connections) is not None:
                 own = by[account.caller].items()
                 parts = {queue.of(connection): count / total for connection, count in own}
-                found.append((queue, queue.take(parts, charge.ms, now_ms), parts))
-        return charge._replace(connections=tuple(found))
+                shares.append((queue, queue.take(parts, charge.ms, now_ms), parts))
+        return charge._replace(connections=tuple(shares))
 
     def charge_alone(
         self,
@@ -350,7 +350,7 @@ class CallerQueue(FairQueue[CallerShare]):
         self._changed[account] = None
         return Charge(effective_priority, ms, {account: 1.0})
 
-    def settle(self, charge: Charge, took_ms: float, now_ms: float) -> float:
+    def reconcile_cost(self, charge: Charge, took_ms: float, now_ms: float) -> float:
         """Settle a finished run. A caller with a long run rests for as long, or less by its
         weight; return until when, if any rests."""
         for account, part in charge.parts.items():
@@ -371,8 +371,8 @@ class CallerQueue(FairQueue[CallerShare]):
         caller that keeps killing workers, with one model after another, is barred for longer
         each time (8 to 16 s in the end). The owner is never barred."""
         account = next(iter(charge.parts))
-        kept = 0.5 ** ((now_ms - account.died_at_ms) / HALF_MS)
-        account.deaths, account.died_at_ms = account.deaths * kept + 1.0, now_ms
+        decay = 0.5 ** ((now_ms - account.died_at_ms) / HALF_MS)
+        account.deaths, account.died_at_ms = account.deaths * decay + 1.0, now_ms
         above = math.ceil(account.deaths) - MAX_DEATHS
         if account.caller and above > 0:
             account.penalty_until_ms = now_ms + BAR_MS * 2 ** (above - 1)

@@ -187,14 +187,14 @@ class PolicyQueue:
         if queue is None:
             return count, batch
         turn = queue.tag(queue.of(own), priority)
-        found = [(count, batch)] if count else []
+        entries = [(count, batch)] if count else []
         for connection, places in self._ranked[account].items():
             other = lines.get((account, connection, priority))
             if connection != own and other is not None and len(places) <= 1:
                 is_before = queue.of(connection).tags[priority] <= turn
                 before = min(count + is_before, len(other.entries))
-                found += [(before, other.smallest_batch)] if before else []
-        return sum([one for one, _ in found]), min([rows for _, rows in found], default=1)
+                entries += [(before, other.smallest_batch)] if before else []
+        return sum([one for one, _ in entries]), min([rows for _, rows in entries], default=1)
 
     def of_line(self, request: Request) -> Iterator[Request]:
         """Yield all requests of its model and priority, itself included, in turns over the callers
@@ -225,7 +225,7 @@ class PolicyQueue:
 
         Callers of one urgency have one line each in turn, as if all runs were equally long.
         """
-        self.settle(is_resident, current, view)
+        self.reorder(is_resident, current, view)
 
         def switch_ms(account: CallerShare) -> float:
             connection = next(iter(self._ranked[account]))
@@ -233,7 +233,7 @@ class PolicyQueue:
                 connection = next(self._connections(account, view)[0]).caller
             return self._switch_ms(account, connection, view)
 
-        for same in self._accounts.in_turns(switch_ms, view.now_ms):
+        for same in self._accounts.in_rounds(switch_ms, view.now_ms):
             for _, number, line, waiting in _in_rounds(self._places(one, view) for one in same):
                 yield waiting, line.entries[number][3]
 
@@ -244,15 +244,14 @@ class PolicyQueue:
         def switch_ms(share: MemberShare) -> float:
             return self._switch_ms(account, share.caller, view)
 
-        return account.connections.in_turns(switch_ms, view.now_ms)
+        return account.connections.in_rounds(switch_ms, view.now_ms)
 
     def _switch_ms(self, account: CallerShare, connection: str, view: View) -> float:
         head = self._ranked[account][connection][0][3]
         return 0.0 if head.is_resident else view.predict(head.model, head.batch).load_ms
 
     def _places(self, account: CallerShare, view: View) -> Iterator[Place]:
-        """Yield one caller's requests: its connections take turns, and the policy orders each
-        connection's requests."""
+        """Yield one caller's requests: connections take turns, each in the policy's order."""
         if account.connections is None:
             yield from self._of_connection(account, next(iter(self._ranked[account])), view)
             return
@@ -265,7 +264,7 @@ class PolicyQueue:
             return iter(self._in_window(account, connection, view))
         return iter(self._ranked[account][connection])
 
-    def settle(self, is_resident: IsResident, current: ModelName | None, view: View) -> None:
+    def reorder(self, is_resident: IsResident, current: ModelName | None, view: View) -> None:
         """Rank changed lines after each event, so that no decision has to rank many."""
         self._renew()
         if current != self._current:
@@ -333,17 +332,17 @@ class PolicyQueue:
             head = shown(request, is_resident(request.model), request.model == current)
             return self._judge.rank(head, view)
 
-        self.settle(is_resident, current, view)
-        found: dict[tuple[str, str, ModelName, int], Request] = {}
+        self.reorder(is_resident, current, view)
+        first_of: dict[tuple[str, str, ModelName, int], Request] = {}
         for request in sorted(requests, key=rank):
             connection = request.connection if self._has_connections else ""
             place = (request.caller, connection, request.model, request.priority)
-            found.setdefault(place, request)
+            first_of.setdefault(place, request)
         if self._judge.generation != self._generation:
             return  # it failed at these questions
         for account in self._accounts:
             own: dict[str, list[Request]] = {}
-            for (caller, connection, *_), one in found.items():
+            for (caller, connection, *_), one in first_of.items():
                 if caller == account.caller:
                     own.setdefault(connection, []).append(one)
             heads = {
@@ -385,17 +384,16 @@ def _moved(sorted_list: list[T], old: T | None, new: T | None) -> T | None:
 
 
 def _in_rounds(streams: Iterable[Iterator[S]]) -> Iterator[S]:
-    """Yield the first of each stream, then the second of each, and so on; a stream is read when it
-    is due."""
-    left: deque[Iterator[S]] = deque()
+    """Yield the first of each stream, then the second of each, and so on."""
+    streams_left: deque[Iterator[S]] = deque()
     for stream in streams:
         for one in stream:
             yield one
-            left.append(stream)
+            streams_left.append(stream)
             break
-    while left:
-        for one in left[0]:
+    while streams_left:
+        for one in streams_left[0]:
             yield one
-            left.append(left[0])
+            streams_left.append(streams_left[0])
             break
-        left.popleft()
+        streams_left.popleft()

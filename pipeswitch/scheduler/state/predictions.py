@@ -57,16 +57,16 @@ class ByBatch:
 
     def add(self, batch: int, value: float, now_ms: float) -> None:
         """Add a measurement of that batch."""
-        found = self._of.pop(batch, None)
-        if found is None:
+        times = self._of.pop(batch, None)
+        if times is None:
             if len(self._of) == KEPT_BATCHES:
                 oldest = next(iter(self._of))
                 del self._of[oldest]
                 self._batches.remove(oldest)
-            found = Rolling()
+            times = Rolling()
             bisect.insort(self._batches, batch)
-        self._of[batch] = found
-        found.add(value, now_ms)
+        self._of[batch] = times
+        times.add(value, now_ms)
 
     def nearest(self, batch: int) -> Rolling | None:
         """Return the measurements of that batch, else of the nearest smaller one."""
@@ -113,7 +113,7 @@ class Predictions:
         """Record a computation's time, without waits for its groups."""
         self._computations.setdefault(model, ByBatch()).add(batch, took_ms, now_ms)
 
-    def forget(self, model: str) -> None:
+    def remove(self, model: str) -> None:
         """Drop the times of an unregistered model: another model may get its name."""
         self._loads.pop(model, None)
         self._computations.pop(model, None)
@@ -147,7 +147,7 @@ class Predictions:
         accepted since. ``is_sent``: the model has to be copied."""
         return any(one.is_old(now_ms) for one in self._counted(model, batch, is_sent=is_sent))
 
-    def taken(self, model: str, batch: int, *, is_sent: bool, now_ms: float) -> None:
+    def on_dispatched(self, model: str, batch: int, *, is_sent: bool, now_ms: float) -> None:
         """Note a request that will be measured: old times stay valid for the same time again."""
         for one in self._counted(model, batch, is_sent=is_sent):
             if one.is_old(now_ms):

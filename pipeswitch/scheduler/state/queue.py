@@ -106,10 +106,10 @@ class Queue:
         assert self._lines is not None
         return self._lines.heads(is_resident, current, view)
 
-    def settle(self, is_resident: IsResident, current: ModelName | None, view: View) -> None:
+    def reorder(self, is_resident: IsResident, current: ModelName | None, view: View) -> None:
         """Update the ranks of changed lines."""
         assert self._lines is not None
-        self._lines.settle(is_resident, current, view)
+        self._lines.reorder(is_resident, current, view)
 
     @property
     def until_ms(self) -> float:
@@ -117,7 +117,7 @@ class Queue:
         assert self._lines is not None
         return self._lines.until_ms
 
-    def held(self, caller: str, model: str = "") -> int:
+    def held_by(self, caller: str, model: str = "") -> int:
         """Return how many of the caller's requests wait, for one model or for all."""
         return self._held[caller, model]
 
@@ -162,8 +162,7 @@ class Queue:
         return list(self._of.get(model, {}).values())
 
     def expired(self, now_ms: float) -> list[Request]:
-        """Return the requests whose deadline has passed or can no longer be met, in order; each
-        one once per ``add``."""
+        """Return the requests whose deadline cannot be met any more, each once per ``add``."""
         if not self._deadlines:
             return []
         due = []
@@ -175,8 +174,8 @@ class Queue:
 
     def check(self) -> None:
         """Assert that the requests of all models are exactly the waiting ones."""
-        found = {token for same in self._of.values() for token in same}
-        assert found == self.requests.keys(), "a request is counted but does not wait"
+        waiting = {token for same in self._of.values() for token in same}
+        assert waiting == self.requests.keys(), "a request is counted but does not wait"
 
     def check_heads(self, is_resident: IsResident, current: ModelName | None, view: View) -> None:
         """Assert that a scan of all waiting requests finds the same order."""

@@ -91,7 +91,7 @@ class Model:
     version: int = 1
     tenant: str = ""  # who registered it; empty: the server's owner
     devices: tuple[str, ...] = ()  # that may serve it; none named: all
-    stage: Processor | None = None  # what makes its inputs; None: its clients
+    processor: Processor | None = None  # what makes its inputs; None: its clients
     split: Served | None = None  # it is the current one, and others get a share of its requests
     chosen_op_id: OpId = NO_OP_ID  # when its name came to stand for it, the last time
     state: StateMachine[ModelState, ModelEvent] = field(init=False)
@@ -160,10 +160,10 @@ class DeviceModel:
     resident_bytes: int = 0  # bytes of those groups that the last transfer did not send
     predicted_ms: dict[int, float] = field(default_factory=dict)  # a cold switch, by batch
     region_bytes: int = 0  # of the arena: for all of it, or the window that it streams through
-    landings: StagingLayout | None = None  # of one that is larger than the arena: it streams
+    staging: StagingLayout | None = None  # of one that is larger than the arena: it streams
     min_bytes: int = 0  # the smallest window that such a one can do with
     preferred_offset_bytes: int = -1  # sticky arena offset: cached views stay valid
-    first_word: int = -1
+    first_fence: int = -1
     residency_id: OpId = NO_OP_ID
     computed_op_id: OpId = NO_OP_ID  # residency operation id of the last copy that computed
     users: int = 0  # dispatched tasks that read it now
@@ -176,7 +176,7 @@ class DeviceModel:
 
     @property
     def owner(self) -> Owner:
-        """Owner of its arrival words and its bytes; if it streams, of the bytes that it keeps."""
+        """Owner of its fences and its bytes; if it streams, of the bytes that it keeps."""
         return self.model.owner
 
     @property
@@ -198,8 +198,10 @@ class DeviceModel:
     @property
     def sent_bytes(self) -> int:
         """Number of bytes that each pass of a streaming model copies."""
-        kept = self.landings.kept if self.landings is not None else ()
-        return sum(g.size_bytes for index, g in enumerate(self.built.groups) if index not in kept)
+        resident = self.staging.resident if self.staging is not None else ()
+        return sum(
+            g.size_bytes for index, g in enumerate(self.built.groups) if index not in resident
+        )
 
     @property
     def is_code(self) -> bool:
@@ -233,13 +235,13 @@ class Runs:
 
     born_at_ms: float  # when the first one arrived
     allowed_ms: float | None  # to the first token, and for each run after it
-    bill: RequestTiming | None = None  # their sum
+    timing: RequestTiming | None = None  # their sum
     is_returning: bool = False  # one has ended, and the next one is not known yet
     is_cancelled: bool = False  # while one was dispatched, whose end is the request's
 
 
 @dataclass
-class Batching:
+class BatchingFacts:
     """Facts that decide which requests one run may serve together.
 
     Attributes:
@@ -258,7 +260,7 @@ class Batching:
 
 
 @dataclass
-class Forecast:
+class RequestForecast:
     """Predictions of a request's end, and the decisions that rest on them.
 
     Attributes:
@@ -307,8 +309,8 @@ class Request:
     caller: str = ""  # who asks; empty: the server's owner
     batch: int = 1
     size_bytes: int = 0  # of its model
-    batching: Batching = field(default_factory=Batching)
-    forecast: Forecast = field(default_factory=Forecast)
+    batching: BatchingFacts = field(default_factory=BatchingFacts)
+    forecast: RequestForecast = field(default_factory=RequestForecast)
     steps: Steps = field(default_factory=Steps)
     sequence: tuple[int, OpId] = (0, NO_OP_ID)  # its number (0: none), and its last run
     sampling_params: SamplingParams | None = None  # of a generation's next or current run
@@ -534,7 +536,7 @@ class RunningTask:
     residency_id: OpId = NO_OP_ID  # of the copy it reads
     resident_bytes: int = 0  # bytes of a streaming model that were on the device before
     streamed: int = 0  # bytes of a model larger than the arena, which come while it computes
-    goes_on: bool = False  # with further steps, until another request waits
+    is_multi_step: bool = False  # with further steps, until another request waits
     chooses: bool = False  # tokens, for generations
     began_at_ms: float = 0.0  # when it was given the turn; later by what it was aside
     yielded_at_ms: float = 0.0  # when it stepped aside last

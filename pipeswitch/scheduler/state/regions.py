@@ -18,9 +18,9 @@ from ...programs.interface.layout import aligned
 
 class Owner(NamedTuple):
     """Owner of a range: a model, the ring of a model that streams, a job's slice, a range being
-    zeroed (named by its operation id), a job's commit area, or the arrival words."""
+    zeroed (named by its operation id), a job's commit area, or the fences."""
 
-    kind: Literal["model", "rest", "slice", "scrub", "commits", "words"]
+    kind: Literal["model", "rest", "slice", "scrub", "commits", "fences"]
     name: str = ""
 
 
@@ -116,12 +116,12 @@ class RegionAllocator:
 
     def largest_hole(self, without: Owner) -> tuple[int, int]:
         """Return size and offset of the longest hole if that owner's region were free."""
-        cursor, found = 0, (0, 0)
+        cursor, largest = 0, (0, 0)
         for region in (*self._regions, Region(self.capacity_bytes, 0, without)):
             if region.owner != without or not region.size_bytes:
-                found = max(found, (region.offset_bytes - cursor, -cursor))
+                largest = max(largest, (region.offset_bytes - cursor, -cursor))
                 cursor = region.end_bytes
-        return found[0], -found[1]
+        return largest[0], -largest[1]
 
     def overlapping(self, offset_bytes: int, size_bytes: int) -> list[Region]:
         """Return the regions that share a byte with the range, in order."""

@@ -69,8 +69,8 @@ class Versions:
 
     def all_of(self, name: ModelName) -> list[Model]:
         """Return the existing versions of a name, the newest last."""
-        found = [model for model in self.models.values() if model.base == name]
-        return sorted(found, key=lambda model: model.version)
+        versions = [model for model in self.models.values() if model.base == name]
+        return sorted(versions, key=lambda model: model.version)
 
     def is_current(self, model: Model) -> bool:
         served = self.served(model.base)
@@ -172,8 +172,8 @@ class Versions:
     def share(self, model: Model) -> int:
         """Return the version's percentage of the requests that name no version."""
         shares = self._served[model.base].shares
-        given = 100 - sum(shares.values()) if self.is_current(model) else 0
-        return shares.get(model.version, given)
+        rest_percent = 100 - sum(shares.values()) if self.is_current(model) else 0
+        return shares.get(model.version, rest_percent)
 
     def announce(self, model: Model) -> None:
         assert model.manifest is not None
@@ -187,7 +187,7 @@ class Versions:
                 version=model.version,
                 is_current=self.is_current(model),
                 registration_id=self._served[model.base].born,
-                stage=model.stage,
+                processor=model.processor,
                 aliases=self.aliases.of(model.base),
             )
         )

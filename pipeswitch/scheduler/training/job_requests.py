@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...base import errors
 from ..core import Core, handles
 from ..events import JobRequest, Journal, LoadCommits, Token, TrainRequest
-from ..memory import placing
+from ..memory import device_placement
 from ..memory.commits import Commits
 from ..state.records import Job, JobSpec
 from ..state.states import TASK_FINAL, TaskEvent, TaskState
@@ -100,9 +100,9 @@ class JobRequests:
 
     def _check_devices(self, devices: Sequence[str]) -> None:
         """Raise InvalidInput if a job cannot have these."""
-        kinds = placing.kinds_of(placing.limit(devices, self._jobs.names))
+        kinds = device_placement.kinds_of(device_placement.limit(devices, self._jobs.names))
         if len(kinds) < 2:
-            if refusal := placing.refusal(devices, self._jobs.names):
+            if refusal := device_placement.refusal(devices, self._jobs.names):
                 raise refusal
             return
         raise errors.InvalidInput(
@@ -112,7 +112,7 @@ class JobRequests:
         )
 
     @handles(JobRequest)
-    def asked(self, event: JobRequest) -> None:
+    def on_request(self, event: JobRequest) -> None:
         """Handle show, pause, resume, cancel, wait, export, rm or move."""
         core, job = self._core, self._jobs.get(event.job)
         if job is None:
@@ -148,7 +148,7 @@ class JobRequests:
                 self._jobs.home(job).commits.take_over(job, event.loaded, is_on_disk=True)
                 job.progress.step = max(failed_at, job.progress.step)
             elif job.memory.persisted_step >= 0 and not job.memory.commit_slot_bytes:
-                self._core.emit(LoadCommits(asked=event))  # its area was given back
+                self._core.emit(LoadCommits(request=event))  # its area was given back
                 return
             self._core.emit(Journal(entry={"kind": "job", **job.spec.row}))
             job.progress.error, job.timing.ended_at_ms = "", 0.0

@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from ...base.errors import (
-    TaskFailed,
-)
+from ...base.errors import TaskFailed
 from ...ipc.messages.base import JobName, OpId
 from ...ipc.messages.worker import JobReport
 from ..core import ALL, JOBS, Core
 from ..events import CountSharers, Journal, RemoveJob
-from ..memory import placing
+from ..memory import device_placement
 from ..memory.commits import Commits
 from ..state.device_state import DeviceState
 from ..state.records import Job, JobSpec
@@ -103,7 +101,7 @@ class Jobs:
     def adopt(self, spec: JobSpec, *, sent_to: str = "", on: str = "") -> Job:
         """Add a job: a new one, or one of the journal, whose last device was ``on``."""
         core = self._core
-        job = Job(replace(spec, devices=placing.limit(spec.devices, self.names)), sent_to)
+        job = Job(replace(spec, devices=device_placement.limit(spec.devices, self.names)), sent_to)
         job.created_op_id = OpId(core.last_epoch)
         job.place = core.next_op_id()
         job.timing.cycle_left_ms = core.settings.training_cycle_ms
@@ -124,19 +122,19 @@ class Jobs:
             now_ms = self._core.now_ms if state.owner.job == job.spec.name else 0.0
             job.timing.counted_from_ms += job.view(now_ms).share_ms
 
-    def restore(self, spec: JobSpec, found: RestoredJob) -> None:
+    def restore(self, spec: JobSpec, restored: RestoredJob) -> None:
         """Restore a job of the journal that was not over."""
-        placed = found.placed
+        placed = restored.placed
         on = placed["device"] if placed is not None and placed["device"] in self.names else ""
         sent_to = on if placed is not None and placed["is_sent"] else ""
         job = self.adopt(spec, sent_to=sent_to, on=on)
-        job.progress.restarts = found.restarts
-        job.progress.steps_recomputed = found.steps_recomputed
-        job.progress.why = found.why
-        if found.slot_bytes:
-            self.home(job).commits.restore(job, found.slot_bytes, found.step)
-        job.progress.step = max(job.progress.step, found.last_step)
-        if found.is_paused:
+        job.progress.restarts = restored.restarts
+        job.progress.steps_recomputed = restored.steps_recomputed
+        job.progress.why = restored.why
+        if restored.slot_bytes:
+            self.home(job).commits.restore(job, restored.slot_bytes, restored.step)
+        job.progress.step = max(job.progress.step, restored.last_step)
+        if restored.is_paused:
             job.state.apply(TaskEvent.PAUSE, "as before the restart")
 
     def restore_ended(self, name: JobName, record: Mapping[str, Any], persisted_step: int) -> None:
@@ -160,7 +158,7 @@ class Jobs:
     def remove(self, job: Job) -> None:
         """Remove everything of a job that is over."""
         home = self.home(job)
-        home.commits.forget(job)
+        home.commits.remove(job)
         self._core.dirty = ALL
         self._core.emit(RemoveJob(job=job.spec.name))
         del home.state.jobs[job.spec.name]
@@ -328,14 +326,14 @@ def _number(value: Any, default: int) -> int:
 
 def activations_row(job: Job) -> dict[str, int]:
     """Return the bytes that a job's steps hold outside its slice, and that they offload."""
-    told = job.memory.activations if job.memory.lease_bytes else {}
+    figures = job.memory.activations if job.memory.lease_bytes else {}
     named = {"activation_bytes": "peak_bytes", "offloaded_bytes": "offloaded_bytes"}
-    return {name: _number(told[key], 0) for name, key in named.items() if key in told}
+    return {name: _number(figures[key], 0) for name, key in named.items() if key in figures}
 
 
 def behind(job: Job, device: DeviceState) -> str:
     """Return how many requests a job that could train waits for, as a sentence."""
     if job.state.state not in (TaskState.QUEUED, TaskState.STOPPING, TaskState.SUSPENDED):
         return ""
-    count = len(device.owner.tasks) + len(device.queue) + len(device.early)
+    count = len(device.owner.tasks) + len(device.queue) + len(device.awaiting_model)
     return f"waits behind {count} request{'s' * (count > 1)}" if count else ""

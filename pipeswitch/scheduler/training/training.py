@@ -114,7 +114,7 @@ class Ranking:
         return [job for job in self._device.jobs.values() if job.state.state in TASK_ON_WORKER]
 
 
-class Training:
+class TrainingJobs:
     """Jobs on a device: dispatch, stop, suspend, evict, end of a script."""
 
     def __init__(
@@ -152,7 +152,7 @@ class Training:
     def _is_device_idle(self) -> bool:
         """Return True if nobody has the turn and no waiting request may have it now."""
         device = self._device
-        return device.owner.is_free and next(device.queue.heads(*device.seen), None) is None
+        return device.owner.is_free and next(device.queue.heads(*device.queue_view), None) is None
 
     def _run_next(self) -> None:
         for job in self._ranking.runnable():

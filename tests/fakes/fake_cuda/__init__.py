@@ -303,11 +303,11 @@ class World:
     @property
     def free_bytes(self) -> int:
         """Of the device: what other processes have allocated is not free, until they are gone."""
-        taken = self.used_bytes
+        used = self.used_bytes
         for entry in self.ledger.iterdir() if self.ledger else ():
             if entry.name != str(os.getpid()) and Path("/proc", entry.name).exists():
-                taken += int(entry.read_text() or 0)
-        return self.device_bytes - taken
+                used += int(entry.read_text() or 0)
+        return self.device_bytes - used
 
     def note_use(self) -> None:
         """For the other processes of this machine."""
@@ -366,9 +366,9 @@ class Runtime:
 
     def __getattribute__(self, name: str) -> Any:
         """Failures are looked up here, so that no call can forget them."""
-        found = object.__getattribute__(self, name)
+        value = object.__getattribute__(self, name)
         if not name.startswith("cuda") or name in ("cudaMemcpyKind", "cudaIpcMemHandle_t"):
-            return found
+            return value
         world = object.__getattribute__(self, "_world")
 
         def call(*arguments: Any) -> Any:
@@ -382,7 +382,7 @@ class Runtime:
                 return cudaError_t[code], None
             if name not in WITHOUT_CONTEXT:
                 world.enter()
-            values = found(*arguments)
+            values = value(*arguments)
             if isinstance(values, cudaError_t):
                 return (values, None)
             return (cudaError_t.cudaSuccess, *values)
@@ -505,7 +505,7 @@ class Runtime:
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> Any:
         known = list(self._world.registered.items())
-        if any(start < pointer + size and pointer < start + held for start, held in known):
+        if any(start < pointer + size and pointer < start + length for start, length in known):
             return cudaError_t.cudaErrorHostMemoryAlreadyRegistered
         self._world.registered[pointer] = size
         return ()

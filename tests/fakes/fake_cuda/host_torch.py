@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from pipeswitch.devices.cuda.capture import CudaRecorder
 from pipeswitch.devices.cuda.torch import CudaTorch
 from pipeswitch.programs.interface.layout import TensorSpec
-from pipeswitch.programs.running.views import tensor_over
+from pipeswitch.programs.running.tensor_views import tensor_over
 
 from . import Stream, World
 
@@ -131,11 +131,11 @@ class Tape(TorchDispatchMode):
     def poison(self) -> None:
         """A capture computes nothing: what it returned holds nonsense until a replay."""
         for _, args, kwargs, results in self._entries:
-            taken = {
+            pointers = {
                 v.untyped_storage().data_ptr() for v in tree_leaves((args, kwargs)) if is_tensor(v)
             }
             for value in filter(is_tensor, tree_leaves(results)):
-                if value.untyped_storage().data_ptr() not in taken and value.is_floating_point():
+                if value.untyped_storage().data_ptr() not in pointers and value.is_floating_point():
                     value.fill_(torch.nan)
 
     def replay(self) -> None:

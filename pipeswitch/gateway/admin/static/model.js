@@ -57,7 +57,7 @@ export class Server {
     return (await (await this.fetch("/v1/completions", { method: "POST", headers, body })).json()).choices[0].text;
   }
 
-  // One request with made-up values; its bill.
+  // One request with made-up values; its timing.
   async infer(row) {
     const inputs = [], parts = [];
     for (const [name, [shape, dtype]] of Object.entries(row.inputs)) {
@@ -208,14 +208,14 @@ export class Timeline {
     if (this.seen.size > 20000) this.seen = new Set([...this.seen].slice(-10000));
   }
 
-  // Answered requests, newest first, each with its bill in milliseconds.
+  // Answered requests, newest first, each with its timing in milliseconds.
   answered() {
     const done = [...this.requests.values()].filter((one) => one.end !== undefined && one.dispatched !== undefined);
     return done.sort((a, b) => b.end - a.end).slice(0, MAX_REQUESTS).map((one) => {
       const arrived = one.arrived ?? one.dispatched;
       const copies = one.resident ? [] : this.copy.filter((span) => span.on === one.on && span.model === one.model && span.end > arrived && span.begin < one.end);
       const copied = copies.length ? Math.max(...copies.map((c) => c.end)) - Math.min(...copies.map((c) => c.begin)) : 0;
-      return { ...one, arrived, copies, bill: {
+      return { ...one, arrived, copies, timing: {
         queue: one.dispatched - arrived, switch: Math.max(0, one.first - one.dispatched), copy: copied, stall: one.stall,
         compute: Math.max(0, one.end - one.begin - one.stall), total: one.end - arrived } };
     });

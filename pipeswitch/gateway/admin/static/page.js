@@ -8,7 +8,7 @@ const TOAST_MS = 7000;
 const SURE_MS = 3000;
 const FOLLOW_MS = 2500; // one request stays shown for so long, unless it was chosen
 const MAX_LOG = 200000;
-const SHOWN_BILLS = 12;
+const SHOWN_REQUESTS = 12;
 const SHOWN_OWNERS = 8;
 const NAMED = 0.06; // of the arena: what is narrower has no room for a name and its groups
 const FEW = 6; // models that need no search
@@ -305,15 +305,15 @@ function showDetailSwitch() {
   $("model-waterfall").hidden = !found;
   $("model-request-line").textContent = found ? `${found.copies.length} layer groups streamed in, ${ago(found.end)}${found.preempted ? "; training was suspended" : ""}` : "None in the timeline";
   modelWaterfall.draw(found);
-  showBill($("model-bill"), found);
+  showTiming($("model-timing"), found);
 }
 
 const BILL = { queue: "until the scheduler chose it", switch: "until its first layers compute: training stops, and a model that is not on the device begins to stream in",
   copy: "from the first to the last copied layer group; other parts overlap it", stall: "layers waited for their copy", compute: "layers computed", total: "until the answer" };
 
-function showBill(list, one) {
+function showTiming(list, one) {
   fill(list, one ? Object.entries(BILL).map(([name, meaning]) => {
-    const part = term(name, ms(one.bill[name]));
+    const part = term(name, ms(one.timing[name]));
     part.title = meaning;
     return part;
   }) : []);
@@ -328,9 +328,9 @@ async function infer(name, one = null) {
     if (told) toast(`${name}: ${told}`, "", true);
     return;
   }
-  const bill = await act(one, () => server.infer(row));
-  if (bill) {
-    toast(`${name}: ${ms(bill.total_ms)}${bill.resident ? ", on the device already" : ", streamed in"}${bill.preempted ? ", training was suspended" : ""}`, "", true);
+  const timing = await act(one, () => server.infer(row));
+  if (timing) {
+    toast(`${name}: ${ms(timing.total_ms)}${timing.resident ? ", on the device already" : ", streamed in"}${timing.preempted ? ", training was suspended" : ""}`, "", true);
   }
 }
 
@@ -427,29 +427,29 @@ function showRequests() {
   const why = one ? [make("b", "", one.model), one.copies.length ? `: ${one.copies.length} layer groups streamed in while it computed` : ": was on the device",
     ...(model.timeline.now - one.end > OLD_MS ? [`, ${ago(one.end)}`] : [])] : [model.stats?.inference.ok ? "None in the timeline" : "No request yet: press Infer, or 1"];
   fill($("request-line"), why);
-  showBill($("bill"), one);
+  showTiming($("timing"), one);
   fold("waterfall", !one);
-  fold("bills", !answered.length);
+  fold("timings", !answered.length);
   if ($("model").open) showDetailSwitch();
 
-  const rows = answered.slice(0, SHOWN_BILLS), longest = Math.max(1, ...rows.map((found) => found.bill.total));
-  keyed($("bills"), rows.map((found) => ({ ...found, name: String(found.flow) })), (row) => {
+  const rows = answered.slice(0, SHOWN_REQUESTS), longest = Math.max(1, ...rows.map((found) => found.timing.total));
+  keyed($("timings"), rows.map((found) => ({ ...found, name: String(found.flow) })), (row) => {
     const line = make("button", "", "", make("span", "name"), make("span", "bar", "", make("span", "queue"), make("span", "switch"), make("span", "stall"), make("span", "infer")), make("span", "total"), make("span", "tags"));
     line.type = "button";
     line.addEventListener("click", () => { chosen = chosen === row.flow ? null : row.flow; dirty.add("lanes"); });
     return make("li", "", "", line);
   }, (element, row) => {
-    const line = element.firstChild, bill = row.bill;
+    const line = element.firstChild, timing = row.timing;
     line.querySelector(".name").textContent = row.model;
-    line.querySelector(".total").textContent = ms(bill.total);
+    line.querySelector(".total").textContent = ms(timing.total);
     line.querySelector(".tags").textContent = `${row.copies.length ? "cold" : "resident"}${row.preempted ? ", preempts" : ""}`;
-    line.title = `${ago(row.end)}: queue ${ms(bill.queue)}, switch ${ms(bill.switch)}, copy ${ms(bill.copy)}, stall ${ms(bill.stall)}, compute ${ms(bill.compute)}`;
+    line.title = `${ago(row.end)}: queue ${ms(timing.queue)}, switch ${ms(timing.switch)}, copy ${ms(timing.copy)}, stall ${ms(timing.stall)}, compute ${ms(timing.compute)}`;
     line.setAttribute("aria-pressed", String(row.flow === chosen));
-    const parts = { queue: bill.queue, switch: bill.switch, stall: bill.stall, infer: bill.compute };
+    const parts = { queue: timing.queue, switch: timing.switch, stall: timing.stall, infer: timing.compute };
     for (const [key, value] of Object.entries(parts)) line.querySelector(`.bar .${key}`).style.width = `${(100 * value) / longest}%`;
   }, "");
-  const totals = answered.map((found) => found.bill.total).sort((a, b) => a - b);
-  $("bills-line").textContent = totals.length ? `median ${ms(totals[Math.floor(totals.length / 2)])} of the last ${totals.length}${model.timeline.now - answered[0].end > OLD_MS ? `, the newest ${ago(answered[0].end)}` : ""}` : "none yet";
+  const totals = answered.map((found) => found.timing.total).sort((a, b) => a - b);
+  $("timings-line").textContent = totals.length ? `median ${ms(totals[Math.floor(totals.length / 2)])} of the last ${totals.length}${model.timeline.now - answered[0].end > OLD_MS ? `, the newest ${ago(answered[0].end)}` : ""}` : "none yet";
 }
 
 function showEvents() {

@@ -1,0 +1,146 @@
+"""The daemon's side of training commits: copy a slice's pieces out, flip, write to disk."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Final
+
+from pipeswitch.base.errors import RemoteProtocolError
+from pipeswitch.base.failpoints import reach
+from pipeswitch.commits.area import CommitArea
+from pipeswitch.commits.commit_files import ImageChanged, write_commit
+from pipeswitch.devices.memory import DeviceMemory
+from pipeswitch.devices.order_checks import check_pieces, check_range
+from pipeswitch.devices.worker_device import now_ms
+from pipeswitch.ipc.messages.base import JobName, OpId, StepCommitted
+from pipeswitch.ipc.messages.daemon import CommitCopy, CommitPersisted, OpenCommits, PersistCommit
+
+log = logging.getLogger(__name__)
+
+NO_COPY: Final = (OpId(0), 0)
+"""Operation id and number of the last copy of a job that has ordered none."""
+
+PERSIST_TRIES = 3
+"""Two commits within one write to disk spoil it; then the newest is tried instead."""
+
+
+class CommitAreas:
+    """The jobs' open commit areas.
+
+    ``open``, ``close`` and ``area_for`` belong to the control thread; ``copy`` and ``persist``
+    work on an area they were given, so closing a job never pulls a mapping from under them: it
+    goes with its last user.
+    """
+
+    def __init__(self, device: DeviceMemory) -> None:
+        self._device = device
+        self._areas: dict[JobName, CommitArea] = {}
+        self._newest: dict[
+            JobName, tuple[OpId, int]
+        ] = {}  # operation id and number of its last copy
+
+    def open(self, order: OpenCommits, descriptor: int) -> None:
+        """Map a job's area; a second one of the same job takes the first one's place.
+
+        Raises:
+            RemoteProtocolError: not a commit area of that size.
+        """
+        self._areas[order.job] = CommitArea(descriptor, order.slot_bytes, is_writer=True)
+
+    def close(self, job: JobName) -> None:
+        """Forget it; unmapped when nothing under way uses it."""
+        self._areas.pop(job, None)
+        self._newest.pop(job, None)
+
+    def was_accepted(self, order: CommitCopy) -> bool:
+        """Return True if this copy, or a later one of its operation id, was ordered before.
+
+        The first order is or was answered. By now the slice's owner may write it again.
+        """
+        op_id, number = self._newest.get(order.job, NO_COPY)
+        return order.op_id == op_id and order.number <= number
+
+    def area_for(self, order: CommitCopy | PersistCommit) -> CommitArea:
+        """Return the commit area that an order may work on.
+
+        Raises:
+            RemoteProtocolError: no such job, pieces out of bounds, or a stale operation id.
+        """
+        area = self._areas.get(order.job)
+        if area is None:
+            raise RemoteProtocolError(f"job {order.job!r} has no open commit area")
+        if isinstance(order, PersistCommit):
+            return area
+        newest, _ = self._newest.get(order.job, NO_COPY)
+        if order.op_id < newest:
+            raise RemoteProtocolError(f"epoch {order.op_id} is stale: {newest} has committed")
+        check_range("slice", order.slice_offset_bytes, order.slice_bytes, self._device.arena_bytes)
+        size_bytes = check_pieces(order.slice_bytes, order.ranges)
+        check_range("commit image", 0, size_bytes, area.slot_bytes)
+        self._newest[order.job] = (order.op_id, order.number)
+        return area
+
+    def copy(self, order: CommitCopy, area: CommitArea) -> StepCommitted:
+        """Write the commit (CommitArea.write). Blocks; called on the device-to-host thread."""
+        began_at_ms = now_ms()
+        size_bytes = sum(piece.size_bytes for piece in order.ranges)
+        error = ""
+        try:
+            area.write(
+                order.step,
+                size_bytes,
+                lambda image: self._device.read_slice(
+                    order.slice_offset_bytes, order.ranges, image
+                ),
+            )
+        except (RemoteProtocolError, OSError) as problem:
+            error = str(problem)
+        reach("commit.acknowledge")
+        return StepCommitted(
+            job=order.job,
+            op_id=order.op_id,
+            number=order.number,
+            step=order.step,
+            copy_ms=now_ms() - began_at_ms,
+            error=error,
+        )
+
+    def persist(self, order: PersistCommit, area: CommitArea) -> CommitPersisted:
+        """Write the newest commit to disk. Blocks; called on the disk thread.
+
+        It reads the live image. New commits go on meanwhile: the next one writes the other slot,
+        the one after it this one, which is seen and makes us start over with the newest.
+        """
+        step = 0
+        error = ""
+        try:
+            for _ in range(PERSIST_TRIES):
+                commit = area.newest()
+                if commit is None:
+                    error = "nothing has been committed yet"
+                    break
+                step = commit.step
+                try:
+                    write_commit(
+                        Path(order.directory),
+                        commit.step,
+                        area.image(commit),
+                        is_still_whole=lambda commit=commit: area.is_current(commit),  # type: ignore[misc]
+                    )
+                    break
+                except ImageChanged:
+                    continue
+            else:
+                error = f"newer commits overwrote the image in each of {PERSIST_TRIES} tries"
+        except OSError as problem:
+            error = f"{os.strerror(problem.errno or 0)}: {problem.filename or order.directory}"
+        except RemoteProtocolError as problem:
+            error = problem.message
+        except ValueError as problem:  # a NUL in a path
+            error = f"{problem}: {order.directory!r}"
+        except Exception as problem:  # a bug: training goes on, and the next one is tried
+            log.exception("job=%s not persisted", order.job)
+            error = f"{type(problem).__name__}: {problem}"
+        return CommitPersisted(job=order.job, op_id=order.op_id, step=step, error=error)

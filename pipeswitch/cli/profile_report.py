@@ -1,0 +1,208 @@
+"""Output of ``profile`` and ``plan``: a measurement in short, and what an arena can promise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ..base.errors import InvalidInput, ModelNotFound
+from ..base.units import format_bytes, nearest, parse_ms
+from ..planning.capacity import CapacityReport, ModelDemand, ModelReport, capacity_report
+from ..planning.fit import MIB
+from ..planning.planned import costs_of
+from ..planning.profile import Profile
+from . import views
+
+PROFILE_COLUMNS: Final = ("plan", "groups", "predicted_ms", "measured_ms", "spread_ms", "trials")
+BATCH_COLUMNS: Final = ("batch", "switch_compute_ms", "resident_compute_ms", "trials")
+PLAN_COLUMNS: Final = (
+    "model",
+    "size",
+    "groups",
+    "switch_ms",
+    "resident_ms",
+    "bound_ms",
+    "deadline_ms",
+    "holds",
+    "why",
+)
+JOB_COLUMNS: Final = ("job", "size", "saved", "memory", "offloaded", "planned_step_ms", "step_ms")
+
+
+def profile_view(row: Mapping[str, Any]) -> RenderableType:
+    """Return a profile in a screen: link, overheads, batches, and accuracy of the predictions."""
+    profile = msgspec.convert(row, Profile)
+    link, overheads, ours = profile.link, profile.overheads, profile.identity
+    sizes = sum(layer.size_bytes for layer in profile.layers)
+    gb_per_s = f"{MIB / 1e6 / link.beta_ms_per_mib:.2f} GB/s" if link.beta_ms_per_mib else "∞"
+    head = Text(
+        f"{profile.model}: {len(profile.layers)} layers, {format_bytes(sizes)}, on {ours.device} "
+        f"({ours.name}, {ours.threads} of {ours.cores} cores compute), torch {ours.torch}\n"
+        f"link {link.alpha_ms:.3f} ms + {link.beta_ms_per_mib:.4f} ms/MiB ({gb_per_s}), off by "
+        f"{link.residual_p50:.1%} (p50) and {link.residual_p90:.1%} (p90) over "
+        f"{link.samples} sizes\n"
+        f"a group costs {overheads.sigma_ms:.4f} ms + {overheads.launch_ms:.4f} ms to call; "
+        f"waking up takes {overheads.wake_ms:.4f} ms\n"
+    )
+    batches = [
+        {
+            "batch": batch.batch,
+            "switch_compute_ms": sum(batch.switch_ms),
+            "resident_compute_ms": sum(batch.resident_ms),
+            "trials": batch.trials,
+        }
+        for batch in profile.batches
+    ]
+    checks = [
+        {
+            **msgspec.structs.asdict(check),
+            "plan": _name(check.plan, profile),
+            "groups": len(check.plan),
+        }
+        for check in profile.checks
+    ]
+    return Group(
+        head,
+        views.Listing(batches, BATCH_COLUMNS),
+        Text(""),
+        views.Listing(checks, PROFILE_COLUMNS),
+    )
+
+
+def _name(plan: Sequence[int], profile: Profile) -> str:
+    if tuple(plan) == profile.checks[-1].plan:
+        return "planned"
+    if len(plan) == len(profile.layers):
+        return "per layer"
+    return "one shot" if len(plan) == 1 else "buckets"
+
+
+def parse_deadlines(texts: Sequence[str]) -> dict[str, float]:
+    """``50ms`` for all models (key ""), ``NAME=50ms`` for one; in ms.
+
+    Raises:
+        InvalidInput: not of that form.
+    """
+    limits: dict[str, float] = {}
+    for text in texts:
+        name, _, value = text.rpartition("=")
+        try:
+            limits[name] = parse_ms(value)
+        except ValueError as error:
+            raise InvalidInput(f"deadline {text!r}: {error}", hint="50ms or NAME=50ms") from None
+    return limits
+
+
+def report(
+    answer: Mapping[str, Any], deadlines: Mapping[str, float], only: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the capacity report of a server's profiles, and the models that have none.
+
+    Args:
+        only: the models to report; none: all.
+
+    Raises:
+        ModelNotFound: a deadline or ``only`` names a model that is not there.
+    """
+    names = [model["name"] for model in answer["models"]]
+    for name in (*only, *deadlines):
+        if name and name not in names:
+            raise ModelNotFound(
+                f'no model "{name}"{nearest(name, names)}', hint="pipeswitch models"
+            )
+    if only:
+        chosen = [model for model in answer["models"] if model["name"] in only]
+        answer = {**answer, "models": chosen}
+    demands, unknown = [], []
+    streams = {one["name"]: one["streams"] for one in answer["models"] if one.get("streams")}
+    for model in answer["models"]:
+        if model["profile"] is None:
+            row = {key: model[key] for key in ("name", "bytes", "grouping", "grouping_why")}
+            unknown.append(row)
+            continue
+        profile = msgspec.convert(model["profile"], Profile)
+        demands.append(
+            ModelDemand(
+                name=model["name"],
+                costs=costs_of(profile),
+                total_bytes=model["bytes"],
+                deadline_ms=deadlines.get(model["name"], deadlines.get("")),
+                pass_ms=streams[model["name"]]["pass_ms"] if model["name"] in streams else 0.0,
+            )
+        )
+    capacity = msgspec.to_builtins(capacity_report(demands, answer["arena_bytes"]))
+    texts = {name: one["text"] for name, one in streams.items()}
+    return {**capacity, "without_profile": unknown, "streams": texts}
+
+
+def jobs_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return each job's lease, and the predicted and actual cost of its activation budget."""
+    return [
+        {"job": row["name"], "lease_bytes": row["lease_bytes"], **row.get("activations", {})}
+        for row in rows
+        if row["lease_bytes"]
+    ]
+
+
+def _job_row(job: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = {
+        "size": "lease_bytes",
+        "saved": "saved_bytes",
+        "memory": "budget_bytes",
+        "offloaded": "offloaded_bytes",
+    }
+    known = {name: format_bytes(job[key]) for name, key in sizes.items() if job.get(key)}
+    return {**job, **known}
+
+
+def report_view(figures: Mapping[str, Any]) -> RenderableType:
+    """Return the report as a table; models without a profile are below, with what to do."""
+    capacity = msgspec.convert(
+        {key: figures[key] for key in CapacityReport.__struct_fields__}, CapacityReport
+    )
+    streams = figures["streams"]
+    rows = [_row(model, streams.get(model.name, "")) for model in capacity.models]
+    rows += [
+        {
+            "model": row["name"],
+            "size": format_bytes(row["bytes"]),
+            "groups": "",
+            "why": streams.get(row["name"]) or row["grouping_why"],
+        }
+        for row in figures["without_profile"]
+    ]
+    jobs = [_job_row(job) for job in figures.get("jobs", ())]
+    below: list[RenderableType] = [Text(), views.Listing(jobs, JOB_COLUMNS)] if jobs else []
+    if not rows:
+        return Group(Text("no models (pipeswitch register)"), *below)
+    columns = [name for name in PLAN_COLUMNS if any(row.get(name) for row in rows)]
+    count = len(capacity.models)
+    lines = [f"arena {format_bytes(capacity.arena_bytes)}"]
+    if count:
+        lines.append(
+            f"{capacity.fit_count} of {count} profiled models are resident together "
+            f"({format_bytes(capacity.total_bytes)} in all)"
+        )
+    if unknown := [row["name"] for row in figures["without_profile"]]:
+        named = unknown[0] if len(unknown) == 1 else "--all"
+        lines.append(f"to predict times, measure: pipeswitch profile {named}")
+    return Group(views.Listing(rows, columns), Text("\n" + "\n".join(lines)), *below)
+
+
+def _row(model: ModelReport, streams: str) -> dict[str, Any]:
+    holds = {True: "yes", False: "no", None: ""}[model.holds_cold]
+    return {
+        "model": model.name,
+        "size": format_bytes(model.total_bytes),
+        "groups": model.group_count,
+        "switch_ms": model.cold_ms,
+        "resident_ms": model.resident_ms,
+        "bound_ms": model.bound_ms,
+        "deadline_ms": model.deadline_ms,
+        "holds": holds,
+        "why": "" if model.fits else streams or "it does not fit into the arena",
+    }

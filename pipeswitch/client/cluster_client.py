@@ -1,0 +1,541 @@
+"""A cluster as one server: a cached table, and a connection to each node.
+
+The client queries placement once, through Ray. A request goes to its node's own port, as from a
+client of that server alone. If the node does not answer, or no longer has the model, the request
+goes to the other nodes that hold the model, then to those that placement names, each address once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from ..base import errors
+from ..wire.curve_keys import ClientKeys
+from .calls import FinalReply
+from .connection import Connection
+from .holders import ELSEWHERE, Balance, Failover, NodeAddress, Retry, Table, models_of, no_sequence
+from .verbs import REACHES, Reach
+
+SCHEME: Final = "ray://"
+NAMESPACE: Final = "pipeswitch"
+PLACEMENT: Final = "placement"
+NODE: Final = "node:"  # before its name, an actor's
+LOOK_S: Final = 1.0  # between two, for a job that is between two lives
+ASK_S: Final = 20.0  # time limit of a query to placement
+FRESH_S: Final = 5.0  # so long a table says which nodes there are: others may have come
+_RAY: Final = threading.RLock()  # a process has one
+
+
+def need_ray() -> None:
+    """Raise ConfigError if Ray is not installed, or accepts everyone."""
+    if importlib.util.find_spec("ray") is None:
+        raise errors.ConfigError("a cluster needs Ray", hint="pip install 'pipeswitch[ray]'")
+    if os.environ.get("RAY_AUTH_MODE", "token") != "token":
+        raise errors.ConfigError(
+            "RAY_AUTH_MODE lets everybody who reaches Ray's ports run code", hint="unset it"
+        )
+
+
+def connect_ray(address: str = "auto") -> Any:
+    """Ray, connected to; ``address``: as Ray's own, ``auto`` for the one of this machine.
+
+    Raises:
+        ConfigError: it is not installed, or lets anybody in.
+        ServerUnavailable: none runs there.
+    """
+    need_ray()
+    if "ray" not in sys.modules:  # it reads this as it is loaded; without, it brings no token
+        os.environ["RAY_AUTH_MODE"] = "token"
+    import ray
+
+    if not ray.is_initialized():
+        try:
+            ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+        except Exception as error:  # Ray's are of no one class
+            raise errors.ServerUnavailable(
+                f"no Ray answers at {address}: {why_of(error)}",
+                hint="pipeswitch cluster up --local 2",
+            ) from None
+    return ray
+
+
+@contextlib.contextmanager
+def connected_ray(address: str) -> Iterator[Any]:
+    """Ray for as long as something is asked: it ends the process of a client that stays connected
+    when its head dies, and requests go on without it. A program that uses Ray itself keeps it."""
+    with _RAY:
+        loaded = sys.modules.get("ray")
+        was_there = loaded is not None and loaded.is_initialized()
+        ray = connect_ray(address)
+        try:
+            yield ray
+        finally:
+            if not was_there:
+                ray.shutdown()
+
+
+def placement_of(ray: Any) -> Any:
+    """Return the handle of placement.
+
+    Raises:
+        ServerUnavailable: this Ray has no cluster of ours.
+    """
+    try:
+        return ray.get_actor(PLACEMENT, namespace=NAMESPACE)
+    except ValueError:
+        raise errors.ServerUnavailable(
+            "this Ray has no cluster of PipeSwitch", hint="pipeswitch cluster up"
+        ) from None
+
+
+def node_of(ray: Any, name: str) -> Any:
+    """Return a node's handle."""
+    return ray.get_actor(NODE + name, namespace=NAMESPACE)
+
+
+def answer_of(ray: Any, answer: Any, timeout_s: float | None = None) -> Any:
+    """Return an actor's answer, or raise its own error.
+
+    Raises:
+        PipeSwitchError: the actor raised it, or is gone.
+    """
+    try:
+        return ray.get(answer, timeout=timeout_s)
+    except errors.PipeSwitchError as error:
+        raise getattr(error, "cause", error) from None
+    except Exception as error:
+        raise errors.ServerUnavailable(f"the cluster does not answer: {why_of(error)}") from None
+
+
+def why_of(error: Exception) -> str:
+    """Ray's texts are tracebacks: the last line says it."""
+    return str(error).strip().rpartition("\n")[2]
+
+
+class Members:
+    """The cluster's nodes: placement's table and the connections to them; from any thread."""
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self._address = address.removeprefix(SCHEME)
+        if self._address != "auto":
+            self._address = address
+        self._timeout_s = timeout_s
+        self._lock = threading.RLock()  # of the table and the connections
+        # Another server may have a node's port later.
+        self._connections: dict[NodeAddress, Connection] = {}
+        self._table = Table()
+        self._asked_at_s = self._learnt_at_s = 0.0
+        self._balance = Balance()
+        self._ask()
+
+    def close(self) -> None:
+        with self._lock:
+            connections = list(self._connections.values())
+        for connection in connections:
+            connection.close()
+
+    def _ask(self, verb: str = "", *args: Any) -> Any:
+        """Placement's answer to a verb, if there is one, and then its table, which is kept."""
+        with connected_ray(self._address) as ray:
+            placement = placement_of(ray)
+            limit_s = ASK_S if verb in ("report_unreachable", "home", "is_alive") else None
+            answer = (
+                answer_of(ray, getattr(placement, verb).remote(*args), limit_s) if verb else None
+            )
+            table = answer_of(ray, placement.table.options(max_task_retries=-1).remote(), ASK_S)
+        self._take(table)
+        return answer
+
+    def _take(self, facts: dict[str, Any]) -> None:
+        """Store a table unless a newer one is stored."""
+        # The sender names its own node, but a client has no node of its own.
+        table = msgspec.convert({**facts, "here": ""}, Table)
+        with self._lock:
+            self._asked_at_s = self._learnt_at_s = time.monotonic()
+            if table.version >= self._table.version:
+                self._table = table
+                self._balance.learn(table.loads, self._asked_at_s)
+
+    def _learn(self) -> None:
+        """Query a node for the current table; placement sends it to all nodes."""
+        with self._lock:
+            self._learnt_at_s = time.monotonic()  # one asks
+            known = self._connections.copy()
+            living = {one.address for one in self._table.nodes.values()}
+        links = [link for node, link in known.items() if node.address in living]
+        if links:
+            answer = links[int(self._learnt_at_s) % len(links)].request("nodes", is_safe=True)
+            answer.add_done_callback(self._learnt)
+
+    def _learnt(self, answer: Future[Any]) -> None:
+        with contextlib.suppress(errors.PipeSwitchError, CancelledError):  # another one will say it
+            self._take(answer.result().body)
+
+    def _node_of(self, model: str) -> str:
+        """Return the node that serves a model; placement is asked if the table has none.
+
+        Raises:
+            ModelNotFound: no node has it.
+        """
+        table = self._table
+        if serving := table.models.get(model):
+            return self._balance.choose(table.untried(model) or [serving], time.monotonic())
+        failover = Failover(model, {}, time.monotonic(), LOOK_S)
+        failover.failed(errors.ModelNotFound(f'no model "{model}"', hint="pipeswitch models"), "")
+        return self._again(failover, "", model)
+
+    def _to(self, node: str) -> Connection:
+        """Return the connection to a node.
+
+        Raises:
+            ServerUnavailable: the table no longer has the node.
+            PipeSwitchError: this process has no descriptor, thread or memory for a connection.
+        """
+        with self._lock:
+            facts = self._table.nodes.get(node)
+            if facts is None:
+                raise errors.ServerUnavailable(f"{node} is no longer part of the cluster")
+            connection = self._connections.get(facts)
+            if connection is None:
+                keys = ClientKeys(*(key.encode() for key in facts.keys))
+                try:
+                    connection = Connection(facts.address, self._timeout_s, keys)
+                except (OSError, RuntimeError, MemoryError) as error:
+                    raise errors.PipeSwitchError(
+                        f"cannot connect to {node}: {error}",
+                        hint="close files and clients that this process no longer needs",
+                    ) from error
+                self._connections[facts] = connection
+            return connection
+
+    def _again(self, failover: Failover, node: str, model: str) -> str:
+        """Return another node that serves a model, and have it serve the next requests too.
+
+        Raises:
+            PipeSwitchError: the last node's error: there is no other.
+        """
+        address = self._table.address(node)
+        while isinstance(step := failover.next(self._table, time.monotonic()), Retry):
+            if step is Retry.WAIT:
+                time.sleep(LOOK_S)
+                continue
+            with contextlib.suppress(errors.ServerUnavailable):  # placement is down too
+                self._ask(*(("report_unreachable", node, address) if failover.is_dead else ()))
+        with self._lock:
+            table = self._table
+            if step[0] != table.models.get(model):
+                models = {**table.models, model: step[0]}
+                holders = {**table.holders, model: step}
+                self._table = msgspec.structs.replace(table, models=models, holders=holders)
+        return step[0]
+
+
+class ClusterVerbs(Members):
+    """Verbs that concern more than one node, or a node that is not yet known."""
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self._home = ""  # where this client's files go, until all are part of a model
+        self._files: dict[str, str] = {}  # by digest: the node that has it
+        self._waiting: set[str] = set()  # of them, for a registration
+        self._choosing = threading.Lock()  # of these three
+        self._began: dict[str, str] = {}  # by sequence: its node
+        super().__init__(address, timeout_s)
+
+    def _verb(self, op: str) -> Callable[..., Any]:
+        method = getattr(self, f"_do_{op}", None)
+        if method is None:
+            raise _one_nodes(op)
+        verb: Callable[..., Any] = method
+        return verb
+
+    def _do_put(self, op: str, **options: Any) -> Any:
+        name = f"put:{options['body']['digest']}"
+        with self._choosing:  # registrations of several threads
+            if self._files.get(name) not in self._table.nodes:
+                self._home = self._home or self._ask("home", int(options["body"]["size_bytes"]))
+                self._files[name] = self._home
+                self._waiting.add(name)
+        return self._to(self._files[name]).call(op, **options)
+
+    def _do_register(self, op: str, *, model: str, body: dict[str, Any], **options: Any) -> Any:
+        if body.get("as_version"):
+            raise errors.InvalidInput(
+                "a cluster has only one version of each model",
+                hint=f"pipeswitch unregister {model}, then register it with the new weights",
+            )
+        with self._choosing:
+            files = {text for text in body.values() if isinstance(text, str)} & self._files.keys()
+            home = self._files[min(files)] if files else self._table.models.get(model)
+        home = home or self._ask("home", 0)
+        reply = self._to(home).call(op, model=model, body=body, **options)
+        with self._choosing:
+            self._waiting -= files
+            self._home = self._home if self._waiting else ""
+        missed = self._ask("registered", model, home, body)
+        return _reply({**reply.body, "notes": [*reply.body.get("notes", ()), *missed]})
+
+    def _of_holders(self, op: str, model: str, options: dict[str, Any]) -> Any:
+        """Ask every holder that answers: requests may go to any of them."""
+        node, reply = self._node_of(model), None
+        for one in self._table.holders.get(model, (node,)):
+            with contextlib.suppress(*ELSEWHERE):
+                reply = self._to(one).call(op, model=model, **options)
+        return reply or self._to(node).call(op, model=model, **options)
+
+    def _do_unregister(self, op: str, *, model: str, **options: Any) -> Any:
+        self._ask()
+        holders = [self._node_of(model), *self._table.holders.get(model, ())]
+        for node in dict.fromkeys(holders):
+            reply = self._to(node).call(op, model=model, **options)
+        self._ask("forgotten", model)
+        return reply
+
+    def _all(self, op: str, **options: Any) -> dict[str, dict[str, Any]]:
+        """Return each living node's answer by name; fetch a new table if one is silent."""
+        options["is_safe"] = True
+        if time.monotonic() > self._asked_at_s + FRESH_S:
+            self._ask()
+        for is_last in (False, True):
+            table = self._table.nodes
+            futures, bodies = {}, {}
+            for node in table:
+                with contextlib.suppress(
+                    errors.ServerUnavailable
+                ):  # the table is another one by now
+                    futures[node] = self._to(node).request(op, **options)
+            for node, future in futures.items():
+                with contextlib.suppress(errors.ServerUnavailable):
+                    bodies[node] = future.result().body
+            if (len(bodies) == len(table) and table) or is_last:
+                break
+            self._ask()
+        if not bodies:
+            raise errors.no_server("any node of the cluster")
+        return bodies
+
+    def _do_ping(self, op: str, **options: Any) -> Any:
+        answers = self._all(op, **options)
+        ready = [one for one in answers.values() if one.get("ready")]
+        return _reply({**(ready or list(answers.values()))[0], "nodes": sorted(answers)})
+
+    def _do_stats(self, op: str, **options: Any) -> Any:
+        answers = self._all(op, **options)
+        keys = list(next(iter(answers.values())))
+        sums = {
+            key: sum(one.get(key, 0) for one in answers.values())
+            for key in keys
+            if all(
+                isinstance(one.get(key), int | float) and not isinstance(one.get(key), bool)
+                for one in answers.values()
+            )
+        }
+        return _reply({**sums, "nodes": answers})
+
+    def _do_models(self, op: str, **options: Any) -> Any:
+        return _reply({"models": models_of(self._all(op, **options))})
+
+    def _rows(self, op: str, key: str, **options: Any) -> list[dict[str, Any]]:
+        """All nodes' rows, each with its node."""
+        answers = self._all(op, **options).items()
+        return [{**row, "node": node} for node, one in answers for row in one[key]]
+
+    def _do_ps(self, op: str, **options: Any) -> Any:
+        rows = self._rows(op, "rows", **options)
+        return _reply(
+            {"rows": [{**row, "name": f"{row.pop('node')}/{row['name']}"} for row in rows]}
+        )
+
+    def _do_jobs(self, op: str, **options: Any) -> Any:
+        return _reply({"jobs": self._rows(op, "jobs", **options)})
+
+    def _do_sequences(self, op: str, *, body: Any = None, **options: Any) -> Any:
+        if body and (node := self._began.pop(body["end"], "")) in self._table.nodes:
+            return self._to(node).call(op, body=body, **options)
+        rows = self._rows(op, "sequences")
+        if body is None:
+            return _reply({"sequences": rows})
+        node = next((row["node"] for row in rows if row["id"] == body["end"]), "")
+        if not node:
+            raise no_sequence(body["end"])
+        return self._to(node).call(op, body=body, **options)
+
+    def _do_train(self, op: str, *, body: dict[str, Any], **options: Any) -> Any:
+        script = b""
+        with contextlib.suppress(OSError):  # it may be on the nodes' machines alone
+            if body["entry"].endswith(".py"):
+                script = Path(body["entry"]).read_bytes()
+        return _reply(self._ask("train", body, script))
+
+    def _do_job(self, op: str, *, body: dict[str, Any], **options: Any) -> Any:
+        if body["action"] == "move" and body["to"] in self._table.nodes:
+            self._ask("move", body["name"], body["to"])
+            body = {**body, "action": "show"}
+            del body["to"]
+        if body["action"] == "wait":
+            return self._wait(body, options)
+        node = self._job_node(body["name"])
+        if not node:
+            raise _no_job(body["name"])
+        return self._to(node).call(op, body=body, **options)
+
+    def _wait(self, body: dict[str, Any], options: dict[str, Any]) -> Any:
+        """Wait until the job is over, on whichever node it runs: a job that moves is cancelled on
+        its old node, and one whose node dies begins again elsewhere."""
+        while True:
+            is_alive, node = self._ask("is_alive", body["name"]), self._job_node(body["name"])
+            if not node and not is_alive:
+                raise _no_job(body["name"])
+            with contextlib.suppress(errors.ServerUnavailable):
+                reply = self._to(node).call("job", body=body, **options) if node else None
+                if reply and (reply.body["job"]["state"] != "cancelled" or not is_alive):
+                    return reply
+            time.sleep(LOOK_S)
+
+    def _job_node(self, name: str) -> str:
+        """Return the node of a job; empty if it has none."""
+        return next((row["node"] for row in self._rows("jobs", "jobs") if row["name"] == name), "")
+
+
+class ClusterConnection(ClusterVerbs):
+    """Connection to a cluster instead of a server; for use from any thread."""
+
+    keys = None
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self._pool = ThreadPoolExecutor(8, thread_name_prefix="pipeswitch-cluster")
+        super().__init__(address, timeout_s)
+
+    def close(self) -> None:
+        super().close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def another(self) -> Connection:
+        raise _one_nodes("events")
+
+    def notify(self, op: str, *, model: str = "") -> None:
+        node = self._table.models.get(model)
+        with contextlib.suppress(errors.ServerUnavailable):  # it has no answer
+            if node is not None:
+                self._to(node).notify(op, model=model)
+
+    def call(self, op: str, *, model: str = "", **options: Any) -> Any:
+        """Send a call, as ``Connection.call`` does."""
+        if REACHES.get(op) is Reach.HOLDERS:
+            return self._of_holders(op, model, options)
+        if REACHES.get(op) is not Reach.HOLDER:
+            return self._verb(op)(op, model=model, **options)
+        node = self._node_for(model, options)
+        self._balance.count(node, 1)
+        try:
+            return self._to(node).call(op, model=model, **options)
+        except ELSEWHERE as error:
+            return self._elsewhere(error, node, op, model, options)
+        finally:
+            self._balance.count(node, -1)
+
+    def request(self, op: str, *, model: str = "", **options: Any) -> Future[Any]:
+        """Send a request, as ``Connection.request`` does."""
+        if op not in ("infer", "generate"):
+            return self._pool.submit(self.call, op, model=model, **options)
+        node, outer = self._node_for(model, options), Future[Any]()
+
+        def again(error: errors.PipeSwitchError) -> None:
+            another = self._pool.submit(self._elsewhere, error, node, op, model, options)
+            another.add_done_callback(partial(_copy_result, outer))
+
+        def answered(inner: Future[Any]) -> None:
+            self._balance.count(node, -1)
+            error = None if inner.cancelled() else inner.exception()
+            if isinstance(error, ELSEWHERE) and not outer.cancelled():
+                with contextlib.suppress(RuntimeError):  # this client is closed
+                    again(error)
+                    return
+            _copy_result(outer, inner)
+
+        try:
+            inner = self._to(node).request(op, model=model, **options)
+        except errors.ServerUnavailable as error:
+            again(error)
+            return outer
+        self._balance.count(node, 1)
+        outer.add_done_callback(lambda done: done.cancelled() and inner.cancel())
+        inner.add_done_callback(answered)
+        return outer
+
+    def _node_for(self, model: str, options: dict[str, Any]) -> str:
+        """Return the node for a model's request; for a sequence the one on which it began.
+
+        Raises:
+            SequenceNotFound: it did not begin here, or its node is gone.
+        """
+        body = options.get("body") or {}
+        if time.monotonic() > self._learnt_at_s + FRESH_S:
+            self._learn()
+        if "sequence" not in body:
+            return self._node_of(model)
+        if body.get("start"):
+            self._began[body["sequence"]] = self._node_of(model)
+        if (node := self._began.get(body["sequence"], "")) not in self._table.nodes:
+            self._began.pop(body["sequence"], None)
+            raise no_sequence(body["sequence"])
+        return node
+
+    def _elsewhere(
+        self, error: errors.PipeSwitchError, node: str, op: str, model: str, options: dict[str, Any]
+    ) -> Any:
+        """Return the answer of another node.
+
+        Raises:
+            PipeSwitchError: the last node's error, or no node is left to try.
+        """
+        body = options.get("body") or {}
+        failover = Failover(model, options, time.monotonic(), LOOK_S)
+        while True:
+            if "sequence" in body:
+                self._began.pop(body["sequence"], None)
+            failover.failed(error, self._table.address(node))
+            node = self._again(failover, node, model)
+            if "sequence" in body:
+                self._began[body["sequence"]] = node
+            try:
+                rest_options = failover.options(options, time.monotonic())
+                return self._to(node).call(op, model=model, **rest_options)
+            except ELSEWHERE as failed:
+                error = failed
+
+
+def _no_job(name: str) -> errors.ModelNotFound:
+    return errors.ModelNotFound(f'no job "{name}"', hint="pipeswitch jobs")
+
+
+def _reply(body: dict[str, Any]) -> FinalReply:
+    return FinalReply(request_id="", body=body, outputs=(), frames=())
+
+
+def _copy_result(future: Future[Any], done: Future[Any]) -> None:
+    """Copy a future's outcome to another future, unless that one was cancelled."""
+    error = errors.Cancelled("this client is closed") if done.cancelled() else done.exception()
+    with contextlib.suppress(InvalidStateError):
+        if error is None:
+            future.set_result(done.result())
+        else:
+            future.set_exception(error)
+
+
+def _one_nodes(op: str) -> errors.InvalidInput:
+    return errors.InvalidInput(
+        f"{op} is for one node, not for the cluster",
+        hint="pipeswitch cluster status; on its machine: pipeswitch --host ipc://…",
+    )

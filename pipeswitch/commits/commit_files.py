@@ -1,0 +1,282 @@
+"""A job's newest commit on disk: a safetensors file and a small JSON file that names it.
+
+The data of the safetensors file is the commit's image, byte for byte: any reader of safetensors
+finds the parameters in it, and resuming needs no conversion (ADR 0008).
+
+Crash-safe by order: the image is written to a temporary name,
+fsynced and renamed; only then is ``commit.json`` replaced the same way, which is the flip. The
+image's name is new each time, so the image that the old ``commit.json`` names is never touched
+before the flip.
+
+The previous commit stays until the next one is written: if the newest is damaged, a job resumes
+from the previous one. An image's name has its step and its digest, so it needs no record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ..base.errors import RemoteProtocolError
+from ..base.failpoints import reach
+from ..base.machine import sync_directory
+from ..ipc.sparse import open_plain
+from .area import MAX_STEP, CommitArea, create_area
+from .image import LENGTH, safetensors_head
+
+RECORD_NAME: Final = "commit.json"
+MAX_RECORD_BYTES: Final = 4096
+PIECE_BYTES: Final = 4 << 20
+_IMAGE: Final = re.compile(r"commit-(\d+)-(\d+)(?:-([0-9a-f]{64}))?\.safetensors(\.tmp)?")
+_OURS: Final = re.compile(rf"{_IMAGE.pattern}|commit\.json\.tmp")
+
+
+class CommitRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of ``commit.json``."""
+
+    step: int
+    size_bytes: int  # of the image: the file without its head
+    sha256: str  # hex, of the whole file
+    image: str  # file name beside this one
+
+
+class ImageChanged(Exception):
+    """The image was overwritten by newer commits while it was being written; nothing was kept."""
+
+
+def write_commit(
+    directory: Path,
+    step: int,
+    image: memoryview,
+    *,
+    is_still_whole: Callable[[], bool] = lambda: True,
+) -> CommitRecord:
+    """Make ``image`` the commit on disk; returns when it would survive a power loss. Blocks.
+
+    ``is_still_whole`` is asked once all bytes have been read: a live image may change meanwhile.
+
+    Raises:
+        OSError: disk full, read-only, …; the commit before stays.
+        ImageChanged: see there; the commit before stays.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    remove_unnamed(directory, keeps_older=False)  # never more than two images at a time
+    stem = f"commit-{step}-{_next_generation(directory)}"
+    temporary = directory / f"{stem}.safetensors.tmp"
+    try:
+        reach("persist.image.write")
+        digest = _write_synced(temporary, memoryview(safetensors_head(image)), image)
+        if not is_still_whole():
+            raise ImageChanged(f"step {step}")
+        reach("persist.image.written")
+        name = f"{stem}-{digest}.safetensors"
+        temporary.rename(directory / name)
+        reach("persist.image.renamed")
+        record = CommitRecord(step=step, size_bytes=len(image), sha256=digest, image=name)
+        _write_synced(directory / f"{RECORD_NAME}.tmp", memoryview(msgspec.json.encode(record)))
+        sync_directory(directory)  # the image's name must be on disk before anything names it
+        reach("persist.record.written")
+        (directory / f"{RECORD_NAME}.tmp").rename(directory / RECORD_NAME)
+        reach("persist.record.renamed")
+        sync_directory(directory)
+    finally:
+        remove_unnamed(directory)
+    return record
+
+
+def read_record(directory: Path) -> CommitRecord | None:
+    """Return what ``commit.json`` says, or the newest image's name if it is damaged or missing.
+
+    None if there is no commit.
+
+    Raises:
+        RemoteProtocolError: the record is invalid, and no image has its step and digest in its
+        name.
+    """
+    try:
+        record = _read_record(directory)
+        if record is not None and (directory / record.image).exists():
+            return record
+    except RemoteProtocolError:
+        if named := _named_images(directory):
+            return named[0]
+        raise
+    return next(iter(_named_images(directory)), record)
+
+
+def _named_images(directory: Path) -> list[CommitRecord]:
+    """Return the commits whose image has its digest in its name, the newest first."""
+    records = []
+    for path in directory.iterdir() if directory.is_dir() else ():
+        match = _IMAGE.fullmatch(path.name)
+        if match is not None and match[3] and not match[4] and int(match[1]) <= MAX_STEP:
+            with contextlib.suppress(OSError, RemoteProtocolError):
+                size_bytes = path.stat().st_size - _head_bytes(path)
+                record = CommitRecord(
+                    step=int(match[1]), size_bytes=size_bytes, sha256=match[3], image=path.name
+                )
+                if size_bytes >= 0:
+                    records.append((int(match[2]), record))
+    return [record for _, record in sorted(records, key=lambda one: -one[0])]
+
+
+def _read_record(directory: Path) -> CommitRecord | None:
+    try:
+        with open(directory / RECORD_NAME, "rb", opener=open_plain) as file:
+            data = file.read(MAX_RECORD_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:  # a script may have put something else there
+        raise RemoteProtocolError(str(error)) from None
+    try:
+        record = msgspec.json.decode(data, type=CommitRecord)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"{directory / RECORD_NAME}: {error}") from None
+    match = _IMAGE.fullmatch(record.image)
+    if not match:
+        raise RemoteProtocolError(f"{directory / RECORD_NAME} names {record.image!r}")
+    if match[3] and (match[1], match[3]) != (str(record.step), record.sha256):
+        raise RemoteProtocolError(f"{directory / RECORD_NAME} does not match its image")
+    if not 0 <= record.step <= MAX_STEP or record.size_bytes < 0:
+        raise RemoteProtocolError(f"{directory / RECORD_NAME} is of step {record.step}")
+    return record
+
+
+def load_commit(
+    directory: Path, damaged: Callable[[str], None] | None = None
+) -> tuple[int, int, CommitRecord] | None:
+    """Create a commit area with the commit on disk: (descriptor, slot_bytes, record).
+
+    The caller owns the descriptor. None when nothing has been persisted there.
+
+    Args:
+        damaged: called with a description of each damaged commit; the previous commit is then used.
+        Without it, damage raises.
+
+    Raises:
+        RemoteProtocolError: the files are damaged: wrong size or digest.
+        OSError: unreadable, or no memory for the area.
+    """
+    newest = read_record(directory)
+    if newest is None:
+        return None
+    records = [newest]
+    if damaged is not None:
+        with contextlib.suppress(RemoteProtocolError):
+            records = [_read_record(directory) or newest]
+        records += [one for one in (newest, *_named_images(directory)) if one not in records]
+    problems: dict[str, RemoteProtocolError] = {}  # by image
+    for record in records:
+        try:
+            loaded = _load(directory, record)
+        except RemoteProtocolError as error:
+            problems.setdefault(record.image, error)
+            continue
+        problems.pop(record.image, None)  # only its record is damaged
+        if damaged is not None:
+            for problem in problems.values():
+                damaged(problem.message)
+        return loaded
+    raise next(iter(problems.values()))
+
+
+def _load(directory: Path, record: CommitRecord) -> tuple[int, int, CommitRecord]:
+    slot_bytes = record.size_bytes
+    path = directory / record.image
+    head_bytes = _head_bytes(path)
+    if path.stat().st_size != head_bytes + record.size_bytes:
+        raise RemoteProtocolError(
+            f"{path} has {path.stat().st_size} bytes, not {head_bytes} + {record.size_bytes}"
+        )
+    descriptor = create_area(slot_bytes)
+    try:
+        area = CommitArea(descriptor, slot_bytes, is_writer=True)
+        try:
+            area.write(
+                record.step,
+                record.size_bytes,
+                lambda view: _read_into(path, head_bytes, view, record),
+            )
+        finally:
+            area.close()
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, slot_bytes, record
+
+
+def remove_unnamed(directory: Path, *, keeps_older: bool = True) -> None:
+    """Remove leftovers and older images; keep the newest two commits."""
+    try:
+        record = read_record(directory)
+    except RemoteProtocolError:
+        return  # a damaged record: leave the images for a person to look at
+    if record is not None and not (directory / record.image).exists():
+        return  # another folder's record
+    named = {record.image} if record is not None else set()
+    if record is not None and keeps_older:
+        images = [*map(_IMAGE.fullmatch, (path.name for path in directory.iterdir()))]
+        numbers = {int(one[2]): one[0] for one in images if one is not None and not one[4]}
+        newest = next((number for number, name in numbers.items() if name == record.image), -1)
+        named.add(numbers.get(max((n for n in numbers if n < newest), default=-1), ""))
+    for path in directory.iterdir():
+        if _OURS.fullmatch(path.name) and path.name not in named:
+            with contextlib.suppress(OSError):  # it is gone, or a script made a folder of it
+                path.unlink()
+
+
+def _head_bytes(path: Path) -> int:
+    """Return the size of the bytes before the image."""
+    try:
+        with open(path, "rb", opener=open_plain) as file:
+            start = file.read(LENGTH.size)
+    except FileNotFoundError:
+        raise RemoteProtocolError(f"{path} is missing") from None
+    return LENGTH.size + (LENGTH.unpack(start)[0] if len(start) == LENGTH.size else 0)
+
+
+def _read_into(path: Path, head_bytes: int, image: memoryview, record: CommitRecord) -> None:
+    digest = hashlib.sha256()
+    position = 0
+    with open(path, "rb", buffering=0, opener=open_plain) as file:
+        digest.update(file.read(head_bytes))
+        while position < len(image):
+            count = file.readinto(image[position : position + PIECE_BYTES])
+            if not count:
+                raise RemoteProtocolError(f"{path} ended at byte {position} of the image")
+            digest.update(image[position : position + count])
+            position += count
+    if digest.hexdigest() != record.sha256:
+        raise RemoteProtocolError(f"{path} does not match its digest")
+
+
+def _write_synced(path: Path, *parts: memoryview) -> str:
+    """Write a whole file and fsync it; returns the sha256 of the bytes that were written."""
+    digest = hashlib.sha256()
+    with path.open("wb", buffering=0) as file:
+        for part in parts:
+            for start in range(0, len(part), PIECE_BYTES):
+                piece = bytes(part[start : start + PIECE_BYTES])  # digest and file see the same
+                digest.update(piece)
+                written = 0
+                while written < len(piece):
+                    written += file.write(piece[written:])
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _next_generation(directory: Path) -> int:
+    """Return a number that no image in ``directory`` has."""
+    numbers = [
+        int(match[2])
+        for path in directory.iterdir()
+        if (match := _IMAGE.fullmatch(path.name)) is not None
+    ]
+    return max(numbers, default=-1) + 1

@@ -1,0 +1,261 @@
+"""Performs the scheduler's commands about one device: its memory daemon, its workers, its board."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from ..commits.commit_files import remove_unnamed
+from ..frontend.frontend import Frontend
+from ..ipc.control_page import ring
+from ..ipc.messages import worker as worker_msg
+from ..ipc.messages.base import Message, ModelName, OpId
+from ..ipc.messages.daemon import (
+    CommitPersisted,
+    DaemonFault,
+    DaemonReady,
+    DaemonSettings,
+    PersistCommit,
+    TransmitModel,
+)
+from ..scheduler import events as ev
+from .children import Children
+from .folders import StateDir
+from .server_memory import DeviceShare, ResourceLimits, ServerMemory, close_soon
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerContext:
+    """Parts of the server that all devices share."""
+
+    sizes: ResourceLimits  # of what is the machine's
+    places: StateDir
+    memory: ServerMemory
+    shares: Sequence[DeviceShare]  # by the device's place
+    children: Children
+    frontend: Frontend
+    take: Callable[[ev.Event], None]  # an event, to be handled after the running one
+
+
+class DeviceEffects:
+    """One method per command.
+
+    Args:
+        index: its place among the server's devices.
+        sizes: its own.
+        device: what its processes open: ``cpu``, or ``cuda:0``.
+    """
+
+    def __init__(
+        self, context: ServerContext, index: int, sizes: ResourceLimits, device: str
+    ) -> None:
+        self._context = context
+        self._share = context.shares[index]
+        self._index = index
+        self._device = device
+        self._sizes, self._memory = sizes, context.memory
+        self._children, self._take = context.children, context.take
+        self._daemon_has: set[str] = set()  # tenants' files of the arena
+        self._bound: dict[ev.Address, str] = {}  # the tenant of each worker that has one
+        self._handed: dict[ev.Address, dict[ModelName, str]] = {}  # programs' digests
+        # The files of the program that was handed over last; before that, as many of nothing.
+        self._opened = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(2)]
+
+    def perform(self, command: ev.Send | ev.Spawn | ev.RaiseTurn | ev.Interrupt) -> None:
+        match command:
+            case ev.Send(ev.Address("worker")):
+                self._to_worker(command)
+            case ev.RaiseTurn(target, turn):
+                self._share.control_page.write_turn(turn)
+                ring(self._share.doorbells[target.slot])
+            case ev.Send():
+                self._to_daemon(command)
+            case ev.Spawn(ev.Address("worker") as target):
+                self._spawn_worker(target)
+            case ev.Spawn(target):
+                self._spawn_daemon(target)
+            case ev.Interrupt(target, op_id):
+                self._share.control_page.write_stop(target.slot, op_id)
+
+    @property
+    def _suffix(self) -> str:
+        """Suffix of the names of processes and logs, for devices after the first."""
+        return f"-{self._index}" if self._index else ""
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def _to_worker(self, command: ev.Send) -> None:
+        target = command.target
+        child = self._children.by_address.get(target)
+        if child is None:
+            return
+        try:
+            descriptors = self._commits_of(command)
+            files = self._files_for(target, command.message)
+            match command.message:
+                case worker_msg.BindTenant(tenant=tenant):
+                    self._bound[target] = tenant
+                    descriptors += self._memory_for(command.message)
+                case worker_msg.RunJob(share=group) if group:
+                    reader = self._index, target.slot, target.generation
+                    descriptors.append(self._memory.ring_of(group, reader))
+        except OSError as error:  # as where it cannot be forked: it is tried again
+            log.error("worker=%d not bound: %s", target.slot, error)
+            self._children.kill(target)
+            return
+        index = 0 if command.channel == "task" else 1
+        files = [*descriptors, *files]
+        self._children.processes.send(child, index, command.message, files)
+
+    def _commits_of(self, command: ev.Send) -> list[int]:
+        """Open the files of a job's commits; raise OSError if they could not be created."""
+        if command.commits_of is None:
+            return []
+        if command.commits_of not in self._memory.commits:
+            raise OSError(errno.ENOENT, f"job {command.commits_of} has no memory for its commits")
+        return [self._memory.commits[command.commits_of]]
+
+    def _memory_for(self, message: worker_msg.BindTenant) -> list[int]:
+        """Return the memory that a tenant's worker maps; training slices if it may run scripts."""
+        pool, arena = self._memory.pool_of(message.tenant), self._share.arena_of(message.tenant)[1]
+        return [pool, arena, *(self._share.arena if message.is_code else ())]
+
+    def _files_for(self, target: ev.Address, message: Message) -> list[int]:
+        """Return descriptors that go with a message, once for each program: the environment for
+        code, the program's files for a worker in the sandbox, which cannot open them."""
+        handed = self._handed[target]
+        match message:
+            case worker_msg.RunJob():
+                return [self._memory.environment]
+            case worker_msg.ForgetModel(model=model):
+                handed.pop(model, None)
+            case worker_msg.PrepareModel() | worker_msg.RunInference():
+                if handed.get(message.model) == message.digest:
+                    return []
+                handed[message.model] = message.digest
+                if message.is_code:
+                    return [self._memory.environment]
+                if self._sizes.is_sandboxed:
+                    return self._open_program(message.digest)
+            case _:
+                pass
+        return []
+
+    def _open_program(self, digest: str) -> list[int]:
+        """Open a program's files; close the last one's first, in case no descriptor is left."""
+        removed = [one for one in self._opened if not os.fstat(one).st_nlink]
+        for descriptor in set(self._opened) - set(removed):
+            os.close(descriptor)
+        close_soon(removed)
+        self._opened = self._context.places.open_program(digest)
+        return self._opened
+
+    def _to_daemon(self, command: ev.Send) -> None:
+        child = self._children.by_address.get(command.target)
+        if child is None or self._has_no_disk(command):
+            return
+        try:
+            descriptors = self._commits_of(command)
+            if self._sizes.separates_tenants and isinstance(command.message, TransmitModel):
+                descriptors += self._arena_for(command.message.tenant)
+        except OSError as error:  # it is tried again
+            op_id = getattr(command.message, "op_id", OpId(0))
+            fault = DaemonFault(op_id=op_id, reason=str(error))
+            self._take(ev.Received(command.target, fault))
+            return
+        self._children.processes.send(child, 0, command.message, descriptors)
+
+    def _arena_for(self, tenant: str) -> list[int]:
+        """Return the file into which the daemon copies this tenant's models, once for each."""
+        if tenant in self._daemon_has:
+            return []
+        arena, _ = self._share.arena_of(tenant)
+        self._daemon_has.add(tenant)
+        return [arena]
+
+    def _has_no_disk(self, command: ev.Send) -> bool:
+        """Return whether the disk's budget has no memory for a commit: the older one then stays."""
+        message = command.message
+        if not isinstance(message, PersistCommit):
+            return False
+        size_bytes = self._memory.slot_bytes(message.job)
+        disk, what = self._context.frontend.disk, f'a commit of "{message.job}"'
+        if refusal := disk.refusal("", size_bytes, what):  # the previous commit is removed
+            remove_unnamed(Path(message.directory), keeps_older=False)
+            refusal = disk.refusal("", size_bytes, what)
+        if refusal is None:
+            return False
+        failed = CommitPersisted(job=message.job, op_id=message.op_id, step=-1, error=str(refusal))
+        self._take(ev.Received(command.target, failed))
+        return True
+
+    # -- processes -----------------------------------------------------------------------------
+
+    def _spawn_daemon(self, target: ev.Address) -> None:
+        def on_message(message: Message, descriptors: list[int]) -> None:
+            if isinstance(message, DaemonReady):
+                self._share.take_arena(descriptors, message.handle)
+            self._take(ev.Received(target, message))
+
+        settings = DaemonSettings(
+            device=self._device,
+            arena_bytes=self._sizes.arena_bytes,
+            store_bytes=self._sizes.store_bytes,
+            fence_count=self._sizes.fence_count,
+            link_bytes_per_s=self._sizes.link_bytes_per_s,
+            separates_tenants=self._sizes.separates_tenants,
+            options=self._sizes.options,
+            log_path=str(self._context.places.logs / f"memory-daemon{self._suffix}.log"),
+            log_bytes=self._sizes.log_bytes,
+        )
+        descriptors = [
+            self._memory.store,
+            self._share.control_page_descriptor,
+            *self._share.doorbells,
+        ]
+        self._share.drop_arenas()
+        self._daemon_has.clear()
+        self._children.fork(target, "pipeswitch-mem", settings, descriptors, on_message)
+
+    def _spawn_worker(self, target: ev.Address) -> None:
+        slot = target.slot
+
+        def on_exit(status: int) -> None:
+            begun = self._share.control_page.begun(slot)
+            self._share.control_page.write_tiles(slot, 0, 0)
+            del self._handed[target]
+            self._context.frontend.pool.tidy(self._bound.pop(target, ""))
+            self._memory.leave_ring((self._index, slot, target.generation))
+            self._take(ev.Exited(target, status, begun))
+
+        self._children.kill(replace(target, generation=target.generation - 1))
+        self._handed[target] = {}
+        self._share.control_page.write_begun(slot, 0)
+        settings = worker_msg.WorkerSettings(
+            slot=slot,
+            device=self._device,
+            arena_bytes=self._sizes.arena_bytes,
+            fence_count=self._sizes.fence_count,
+            pool_bytes=self._sizes.pool_bytes,
+            threads=self._sizes.threads,
+            doorbell_count=len(self._share.doorbells),
+            handle=self._share.arena_handle,
+            is_sandboxed=self._sizes.is_sandboxed,
+            task_memory_bytes=self._sizes.task_memory_bytes,
+            separates_tenants=self._sizes.separates_tenants,
+            link_bytes_per_s=self._sizes.link_bytes_per_s,
+            options=self._sizes.options,
+        )
+        descriptors = [self._share.control_page_descriptor, *self._share.doorbells]
+        if not self._sizes.separates_tenants:  # else with BindTenant
+            descriptors += [self._memory.pool, *self._share.arena]
+        name = f"pipeswitch-w{slot}{self._suffix}"
+        self._children.fork(target, name, settings, descriptors, on_exit=on_exit)

@@ -1,0 +1,208 @@
+"""The server's shared memory: descriptors that outlive the processes which use them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from ..commits.area import CommitArea, create_area, slot_bytes_of
+from ..inputs.table import SHARERS_BYTE
+from ..ipc.control_page import Board, new_doorbell, sealed_memfd
+from ..ipc.messages.base import JobName
+from ..ipc.sparse import read_only
+from ..sandbox.environment import environment_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResourceLimits:
+    """Sizes taken of the machine, in bytes; ``threads`` compute on the cpu device.
+
+    One object for each device: ``arena_bytes`` and ``options`` are its own.
+    """
+
+    arena_bytes: int
+    store_bytes: int
+    pool_bytes: int
+    input_bytes: int
+    fence_count: int
+    doorbell_count: int
+    threads: int
+    build_threads: int
+    build_timeout_s: float
+    stage_timeout_s: float
+    build_memory_bytes: int
+    task_memory_bytes: int
+    is_sandboxed: bool
+    separates_tenants: bool
+    packs_weights: bool
+    link_bytes_per_s: float
+    log_bytes: int
+    options: bytes = b""  # the device kind's own
+
+
+class DeviceShare:
+    """Memory that the processes of one device share; the controller keeps it alive."""
+
+    def __init__(self, sizes: ResourceLimits) -> None:
+        self.control_page_descriptor = sealed_memfd("pipeswitch-board", 4096)
+        self.control_page = Board(self.control_page_descriptor)
+        self.doorbells = [new_doorbell() for _ in range(sizes.doorbell_count)]
+        self.arena: list[int] = []  # of DaemonReady: the daemon's, anew after its death
+        self.arena_handle = b""
+        self._arenas: dict[str, tuple[int, int]] = {}  # where tenants are separate: write, read
+        self._arena_bytes = sizes.arena_bytes
+
+    def take_arena(self, descriptors: list[int], handle: bytes) -> None:
+        self.arena = descriptors
+        self.arena_handle = handle
+
+    def arena_of(self, tenant: str) -> tuple[int, int]:
+        """Return a tenant's file of the arena, for the daemon, and for workers, read-only.
+
+        Raises:
+            OSError: this process has no descriptor left.
+        """
+        if tenant not in self._arenas:
+            descriptor = sealed_memfd("pipeswitch-models", self._arena_bytes)
+            try:
+                self._arenas[tenant] = descriptor, read_only(descriptor)
+            except OSError:
+                os.close(descriptor)
+                raise
+        return self._arenas[tenant]
+
+    def drop_arenas(self) -> None:
+        """Drop the arenas: the daemon and the workers that used them are gone."""
+        close_soon([*self.arena, *itertools.chain(*self._arenas.values())])
+        self.arena = []
+        self._arenas.clear()
+
+    def close(self) -> None:
+        self.control_page.close()
+        self.drop_arenas()
+        for descriptor in (self.control_page_descriptor, *self.doorbells):
+            os.close(descriptor)
+
+
+class ServerMemory:
+    """Memory that the whole server shares: a model's bytes lie once, whichever devices use them."""
+
+    def __init__(self, sizes: ResourceLimits, *, reserves_pool: bool = False) -> None:
+        """``reserves_pool``: take its pages now, once; each worker on cuda pins them all."""
+        self.store = sealed_memfd("pipeswitch-store", sizes.store_bytes)
+        reserved = sizes.pool_bytes if reserves_pool else 0
+        self.pool = sealed_memfd("pipeswitch-pool", sizes.pool_bytes, reserve_bytes=reserved)
+        self._pools = {"": self.pool}  # by tenant, where they are separate
+        self._pool_bytes = sizes.pool_bytes
+        self.commits: dict[JobName, int] = {}
+        self._input_bytes = sizes.input_bytes
+        self._rings: dict[str, int] = {}  # of batches, by the group that shares them
+        self._sharers: dict[str, int] = {}  # jobs of each group
+        self._readers: dict[Hashable, str] = {}  # processes, and the group whose ring they map
+        self.environment = -1  # the server's, for the owner's code; from ``keep_environment`` on
+
+    def keep_environment(self) -> None:
+        """Keep the environment as it is now."""
+        self.environment = environment_file()
+
+    def pool_of(self, tenant: str) -> int:
+        """Return a tenant's file of the request pool.
+
+        Raises:
+            OSError: this process has no descriptor left.
+        """
+        if tenant not in self._pools:
+            self._pools[tenant] = sealed_memfd("pipeswitch-pool", self._pool_bytes)
+        return self._pools[tenant]
+
+    def create_commits(self, job: JobName, slot_bytes: int) -> None:
+        """Create a commit area; keep the newest commit of a smaller one that it replaces."""
+        descriptor = create_area(slot_bytes)
+        old = self.commits.get(job)
+        if old is not None:
+            _carry_over(old, descriptor)
+        self.drop_commits(job)
+        self.commits[job] = descriptor
+
+    def slot_bytes(self, job: JobName) -> int:
+        """Return the maximum size of the job's commits."""
+        return slot_bytes_of(self.commits[job]) if job in self.commits else 0
+
+    def drop_commits(self, job: JobName) -> None:
+        old = self.commits.pop(job, None)
+        if old is not None:
+            close_soon([old])
+
+    def ring_of(self, group: str, reader: Hashable) -> int:
+        """Return the ring of a group's batches; it lives as long as one of the group's jobs runs.
+
+        Raises:
+            OSError: this process has no descriptor left.
+        """
+        if group not in self._rings:
+            self._rings[group] = sealed_memfd("pipeswitch-input", self._input_bytes)
+            self._write_sharers(group)
+        self._readers[reader] = group
+        return self._rings[group]
+
+    def count_sharers(self, group: str, jobs: int) -> None:
+        """Record how many jobs share a ring; 0 removes the group."""
+        self._sharers[group] = jobs
+        if group in self._rings:
+            self._write_sharers(group)
+        if not jobs:
+            del self._sharers[group]
+
+    def _write_sharers(self, group: str) -> None:
+        word = self._sharers.get(group, 0).to_bytes(8, sys.byteorder)
+        os.pwrite(self._rings[group], word, SHARERS_BYTE)
+
+    def leave_ring(self, reader: Hashable) -> None:
+        """Remove a reader whose process ended."""
+        group = self._readers.pop(reader, None)
+        if group is not None and group not in self._readers.values():
+            close_soon([self._rings.pop(group)])
+
+    def close(self) -> None:
+        for descriptor in (
+            self.store,
+            *self._pools.values(),
+            *self.commits.values(),
+            *self._rings.values(),
+        ):
+            os.close(descriptor)
+        if self.environment >= 0:
+            os.close(self.environment)
+
+
+def close_soon(descriptors: list[int]) -> None:
+    """Close beside the loop, or here if no thread is left: the last one who closes a memfd, or a
+    file that was removed, gives its pages back, 150 ms a GiB."""
+    if descriptors:
+        try:
+            threading.Thread(target=lambda: [*map(os.close, descriptors)], name="close").start()
+        except RuntimeError:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+def _carry_over(old: int, new: int) -> None:
+    """Copy the newest commit into a larger area."""
+    source = CommitArea(old, slot_bytes_of(old))
+    target = CommitArea(new, slot_bytes_of(new), is_writer=True)
+    try:
+        commit = source.newest()
+        if commit is not None:
+            image = source.image(commit)
+
+            def fill(view: memoryview) -> None:
+                view[:] = image
+
+            target.write(commit.step, commit.size_bytes, fill)
+    finally:
+        target.close()
+        source.close()

@@ -1,0 +1,76 @@
+"""Announced models, and the requests that fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Final
+
+from ..ipc.messages.base import ModelName
+from ..scheduler.events import ModelAvailable
+from ..wire.frames import RequestHeader
+from . import validation
+from .validation import ValidatedRequest
+
+MAX_FITTING: Final = 256  # shapes of all models that are not checked again
+
+
+class AnnouncedModels:
+    """All versions of all models."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """``max_bytes``: of all inputs of a request."""
+        self.max_bytes = max_bytes
+        self.current: dict[str, ModelAvailable] = {}
+        self.aliases: dict[str, str] = {}  # the name that each further name stands for
+        self.versions: dict[tuple[str, int], ModelAvailable] = {}
+        self._fitting: dict[
+            Hashable, ValidatedRequest
+        ] = {}  # shapes that were checked, by model and sizes
+
+    def announce(self, announced: ModelAvailable) -> None:
+        """Add a version of a model, or make another one current."""
+        self._fitting.clear()
+        base = announced.base or announced.model
+        self.versions[base, announced.version] = announced
+        if announced.is_current:
+            self.current[base] = announced
+            others = {alias: name for alias, name in self.aliases.items() if name != base}
+            self.aliases = others | dict.fromkeys(announced.aliases, base)
+
+    def retract(self, model: ModelName) -> None:
+        """Remove a version that is gone."""
+        self.versions = {k: one for k, one in self.versions.items() if one.model != model}
+        self.current = {k: one for k, one in self.current.items() if one.model != model}
+        self.aliases = {k: name for k, name in self.aliases.items() if name in self.current}
+
+    def find(self, name: str, version: int) -> ModelAvailable:
+        """Return a model's current version (0), or another.
+
+        Raises:
+            ModelNotFound, InvalidInput.
+        """
+        announced = self.current.get(name)
+        if announced is None:
+            raise validation.model_not_found(name, self.current)
+        return self.version(name, version) if version else announced
+
+    def version(self, name: str, version: int) -> ModelAvailable:
+        """Return one version of a model.
+
+        Raises:
+            InvalidInput: it is gone; the text names the others.
+        """
+        return validation.find_version(name, version, self.versions)
+
+    def admit(
+        self, header: RequestHeader, sizes: Sequence[int], announced: ModelAvailable
+    ) -> ValidatedRequest:
+        """Return ``admission.check_infer``'s result, cached for equal requests."""
+        key = (announced.model, announced.processor is None, header.inputs, *sizes)
+        admitted = self._fitting.get(key)
+        if admitted is None:
+            admitted = validation.check_infer(header, sizes, announced, self.max_bytes)
+            if len(self._fitting) >= MAX_FITTING:
+                self._fitting.clear()
+            self._fitting[key] = admitted
+        return admitted

@@ -1,0 +1,78 @@
+"""Requests of chains: the models' requests, step by step, and the one answer. Pure.
+
+The scheduler sees an ordinary request for each step's model, with the token of the whole request
+(sent by ``Inference``). The declaration: ``programs/interface/chains.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from ..base.errors import InvalidInput, ModelNotFound, PipeSwitchError, from_wire, to_wire
+from ..ipc.messages.base import SlabTensor
+from ..programs.interface.chains import Chain, ChainStep
+from ..scheduler.events import InferArrived, ModelAvailable, Reply, Token
+from ..wire.frames import VERSION, RequestHeader, WireTensor
+from ..wire.request_timing import of_steps
+from .requests import ChainRun, Pending
+
+
+def begins(announced: ModelAvailable, models: Mapping[str, ModelAvailable]) -> ModelAvailable:
+    """Return a chain as its requests are admitted: in the pool file of its models."""
+    first = models.get(announced.chain.steps[0].model) if announced.chain is not None else None
+    return announced if first is None else msgspec.structs.replace(announced, tenant=first.tenant)
+
+
+def run_of(chain: Chain, event: InferArrived, priority: int | None, pending: Pending) -> ChainRun:
+    """Return the run of a request whose inputs are, or will be, in its slab."""
+    values = {one.name: one for one in event.inputs}
+    allocations = [(pending.allocation, values.keys())] if pending.allocation is not None else []
+    pending.allocation = None
+    return ChainRun(
+        chain=chain, event=event, priority=priority, values=dict(values), allocations=[*allocations]
+    )
+
+
+def model_of(step: ChainStep, models: Mapping[str, ModelAvailable], tenant: str) -> ModelAvailable:
+    """Return the model of a step.
+
+    Raises:
+        ModelNotFound: it was unregistered in the meantime.
+        InvalidInput: it now belongs to another client, where clients are separate.
+    """
+    model = models.get(step.model)
+    if model is None or model.chain is not None:
+        raise ModelNotFound(
+            f'no model "{step.model}"', hint=f"pipeswitch register {step.model} SOURCE"
+        )
+    if model.tenant != tenant:
+        raise InvalidInput("it belongs to another client than the first step's model")
+    return model
+
+
+def as_request(step: ChainStep, values: Sequence[SlabTensor]) -> RequestHeader:
+    """Return a step's inputs as a request, as if a client had sent them."""
+    inputs = tuple(
+        WireTensor(name=name, dtype=one.dtype, shape=one.shape, frame=number)
+        for number, (name, one) in enumerate(zip(step.inputs, values, strict=True))
+    )
+    return RequestHeader(v=VERSION, op="infer", id="0", model=step.model, inputs=inputs)
+
+
+def of_step(error: PipeSwitchError, pending: Pending, step: ChainStep) -> PipeSwitchError:
+    """Return the error with the step of the chain that caused it."""
+    wire = to_wire(error)
+    where = f'chain "{pending.model}", step "{step.name}" (model "{step.model}")'
+    data = {**wire["data"], "step": step.name, "model": step.model}
+    return from_wire(wire["type"], f"{where}: {wire['message']}", wire["hint"], data)
+
+
+def answer_of(token: Token, run: ChainRun) -> Reply:
+    """Return the answer of a chain whose steps are all over."""
+    outputs = [
+        msgspec.structs.replace(run.values[source], name=name)
+        for name, source in run.chain.returns.items()
+    ]
+    return Reply(token=token, outputs=tuple(outputs), timing=of_steps(run.timings))

@@ -1,0 +1,199 @@
+"""One generation: its ids so far, its sampling parameters, and the sequence with its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from ...base.errors import InvalidInput
+from ...ipc.messages.worker import SamplingParams
+from ...programs.decoding.generation_settings import MAX_EOS, MOST_STEPS
+from ...programs.decoding.grammar import check_schema, ends_of
+from ...programs.decoding.model_config import seen_of
+from ...programs.decoding.sampling import Options, Sampling, sampling_of
+from ...scheduler.events import ModelAvailable
+from ...wire.frames import RequestHeader
+from ..request_pool import PoolAllocation
+from ..transport.clients import Session
+from .blocks import Tokens, tokens_of
+from .manager import longest
+from .sequence_state import SequenceState
+
+MAX_TOKENS: Final = 1 << 40  # no context is so long
+MAX_STOP_IDS: Final = 2 * MAX_EOS
+MOST_CHANCES: Final = 96  # likeliest tokens that one run reports
+
+
+class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``generate``, without the caller."""
+
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 128
+    so_far: tuple[int, ...] = ()  # tokens that came from a server that is gone
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_STOP_IDS)] = ()
+    ignore_eos: bool = False  # the model's own end tokens end nothing
+    options: Options | None = None
+
+
+class Generation(msgspec.Struct, kw_only=True, eq=False):
+    """The state of one request of verb ``generate``."""
+
+    client: Session
+    caller: str
+    announced: ModelAvailable  # the version that it began with
+    ids: Tokens[int]  # the prompt and the tokens so far
+    prompt_count: int
+    scored: Tokens[int]  # the prompt, if its tokens are reported as if they were chosen
+    most: int  # new tokens
+    piece: int  # ids of one run
+    stop: tuple[int, ...]
+    sampling: Sampling
+    began_at_ms: float = 0.0
+    first_token_ms: float = 0.0
+    sequence: SequenceState | None = None  # None: it has no cache now
+    number: int = 0  # order among generations; the younger ones give up their caches first
+    count: int = 0  # ids of the current run
+    ahead: int = MOST_STEPS  # steps of a run: twice those that one of single tokens took last
+    sampling_params: SamplingParams = SamplingParams()  # of the current run
+    reused: int = 0  # ids of the prompt that were not computed
+    allocation: PoolAllocation | None = None  # for the inputs of a run
+
+    @property
+    def token_count(self) -> int:
+        """Number of new tokens so far; negative while tokens of the prompt are scored."""
+        return len(self.ids) - self.prompt_count
+
+    @property
+    def rows(self) -> int:
+        """Number of rows to make room for at once. A generation that lost its cache requests
+        more, so that it restarts only a few times."""
+        ahead = max(len(self.ids) // 2, MOST_STEPS) if self.token_count else 0
+        return min(len(self.ids) + ahead, self.prompt_count + self.most)
+
+    def next(self, used: int) -> SamplingParams:
+        """Return the next run, for a sequence with ``used`` rows."""
+        self.count = min(len(self.ids) - used, self.piece)
+        is_piece, remaining = used + self.count < len(self.ids), self.most - self.token_count
+        how, options = self.sampling, self.sampling.options
+        token_counts: tuple[tuple[int, int], ...] = ()
+        if options is not None and options.needs_seen and not is_piece:
+            token_counts = tuple(seen_of(self.ids, self.prompt_count).items())
+        forced = () if is_piece else tuple(self.scored[len(self.ids) :][:MOST_STEPS])
+        most_steps, answer = min(self.ahead, len(forced) or remaining), tuple[int, ...]()
+        if options is not None and options.logprobs:  # a run's results fit in a packet
+            most_steps = min(most_steps, max(1, MOST_CHANCES // options.logprobs))
+        if options is not None and options.json_schema and not is_piece:
+            answer = tuple(self.ids[self.prompt_count :])
+        self.sampling_params = SamplingParams(
+            steps=1 if is_piece or self.count > 1 else most_steps,
+            temperature=how.temperature,
+            top_p=how.top_p,
+            seed=how.seed,
+            options=None if options is None else msgspec.to_builtins(options),
+            seen=token_counts,
+            stop=() if forced else self.stop,
+            left=remaining,
+            is_piece=is_piece,
+            forced=forced,
+            answer=answer,
+        )
+        return self.sampling_params
+
+    def has_chances(self, body: dict[str, Any]) -> bool:
+        """Return True if a run reported log probabilities for exactly the requested tokens."""
+        options, chances = self.sampling.options, body.get("logprobs", ())
+        if options is None or options.logprobs is None:
+            body.pop("logprobs", None)  # of other requests of the batch
+            return not chances
+        vocabulary = self.announced.manifest.extra["generation"]["vocabulary"]
+        return len(chances) == len(body["tokens"]) and all(
+            len(top) <= options.logprobs and all(0 <= token < vocabulary for token, _ in top)
+            for _, top in chances
+        )
+
+    def new_rows(self, tokens: int) -> int:
+        """Return the number of rows left by a run that chose ``tokens`` tokens."""
+        return self.count + max(tokens - 1, 0)
+
+
+def facts_of(
+    announced: ModelAvailable, model: str, share_bytes: int
+) -> tuple[Mapping[str, Any], int, int]:
+    """Return what a bundle says of its tokens, the maximum number of tokens of a prompt with its
+    answer, and of one run.
+
+    Raises:
+        InvalidInput: the model generates no text, or the pool has no room for an answer.
+    """
+    facts = announced.manifest.extra.get("generation")
+    if not facts:
+        raise InvalidInput(
+            f'"{model}" does not generate text',
+            hint=f"pipeswitch register {model}-chat hf:NAME --weights pretrained --generate",
+        )
+    context, piece = longest(announced.manifest, share_bytes)
+    if context < 2:
+        raise InvalidInput(
+            f'the request pool has no memory for an answer of "{model}"', hint="raise [server] pool"
+        )
+    return facts, context, piece
+
+
+def generation_of(
+    client: Session,
+    caller: str,
+    header: RequestHeader,
+    frames: Sequence[Any],
+    request: GenerateBody,
+    announced: ModelAvailable,
+    share_bytes: int,
+) -> Generation:
+    """Return the generation that a request asks for.
+
+    Args:
+        share_bytes: what one caller may hold of the request pool.
+
+    Raises:
+        InvalidInput: the model generates no text, the prompt does not fit it, or a setting is out
+            of its range.
+    """
+    facts, context, piece = facts_of(announced, header.model, share_bytes)
+    tensors, vocabulary = header.inputs, facts["vocabulary"]
+    is_ids = len(tensors) == 1 and (tensors[0].dtype, len(tensors[0].shape)) == ("int64", 1)
+    if not is_ids or len(frames[0]) != 8 * tensors[0].shape[0]:
+        raise InvalidInput("generate takes one input, the prompt's ids: int64 with one dimension")
+    if not 0 < (count := tensors[0].shape[0]) < context:
+        raise InvalidInput(f"a prompt of {count} tokens: the model takes 1 to {context - 1}")
+    sampling = sampling_of(request)
+    sampling.check()
+    scores = sampling.options is not None and sampling.options.scores_prompt
+    came = len(request.so_far) - (count - 1 if scores else 0)
+    if came >= (most := min(request.max_tokens, context - count)):
+        raise InvalidInput(f"so_far has {came} tokens; the maximum is {most}")
+    if sampling.options is not None:
+        sampling.options.check(vocabulary)
+    # A sender could still change its own bytes: they are read once.
+    prompt = [*memoryview(bytes(frames[0])).cast("q")]
+    ids = [*prompt, *request.so_far]
+    if odd := [one for one in (min(ids), max(ids)) if not 0 <= one < vocabulary]:
+        raise InvalidInput(f"{odd[0]} is not a token from 0 to {vocabulary - 1}")
+    own = () if request.ignore_eos else tuple(facts["eos_ids"])
+    ends = (*own, *request.stop_ids)
+    if sampling.options is not None and (schema := sampling.options.json_schema):
+        check_schema(schema, ends_of(facts["eos_ids"], ends))
+    return Generation(
+        client=client,
+        caller=caller,
+        announced=announced,
+        ids=tokens_of([prompt[0], *request.so_far] if scores else ids),
+        scored=tokens_of(prompt if scores else []),
+        prompt_count=count,
+        most=most,
+        piece=piece,
+        stop=ends,
+        sampling=sampling,
+    )

@@ -1,0 +1,158 @@
+"""One sequence: its state between requests, and the fields of a request about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+
+from ...base.errors import InvalidInput, TaskFailed
+from ...base.units import escape_control_chars
+from ...ipc.messages.base import OpId, SlabTensor
+from ...programs.decoding.generation_settings import CACHE
+from ...programs.interface.layout import TENSOR_ALIGN_BYTES, aligned
+from ...scheduler.events import ModelAvailable, Reply, Token
+from ..request_pool import PoolAllocation, RequestPool
+from ..transport.clients import Session
+from ..validation import Body, ValidatedRequest
+from .blocks import BlockTable
+
+MAX_ID: Final = 64
+
+MAX_STEP_TOKENS: Final = 1 << 16  # limit of one request; reading it takes the loop 1 ms
+
+Key = tuple[str, str]  # who asks, and what it calls the sequence
+
+
+class SequenceState(msgspec.Struct, kw_only=True, eq=False):
+    """One sequence."""
+
+    key: Key
+    number: int  # the scheduler's name for it
+    client: Session
+    announced: ModelAvailable  # the version that it began with
+    used_at_ms: float
+    values: dict[str, SlabTensor] = {}  # by the input that each will be
+    allocation: PoolAllocation | None = None  # where those that are replaced lie
+    grown: dict[str, BlockTable] = {}  # where those lie that grow
+    made: dict[str, SlabTensor] = {}  # by the request that is being answered
+    run: OpId = OpId(0)  # that answers it
+    op_id: OpId = OpId(0)  # of the run that answered the one before
+    steps: int = 0  # that were answered
+    is_busy: bool = False
+    is_ending: bool = False  # with the request that it has
+    is_left: bool = False  # the same, however that ends
+    brought: list[tuple[str, Any]] = []  # rows that its first request brings, by input
+    token: Token | None = None  # the request of a generation, which has it
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes to copy before its request is computed."""
+        return sum(len(rows) for _, rows in self.brought)
+
+    @property
+    def used(self) -> int:
+        """Number of rows in a language model's cache."""
+        grown = self.grown.get(CACHE)
+        return 0 if grown is None else grown.used
+
+    @property
+    def state(self) -> Mapping[str, tuple[str, int]]:
+        """State inputs, each with the output that it comes from and the dimension that grows."""
+        states: Mapping[str, tuple[str, int]] = self.announced.manifest.extra["state"]
+        return states
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the pool that the sequence holds; shared blocks count."""
+        return self.replaced_bytes + sum(one.size_bytes for one in self.grown.values())
+
+    @property
+    def replaced_bytes(self) -> int:
+        """Bytes of the state that each answer replaces."""
+        replaced = [one for name, one in self.values.items() if name not in self.grown]
+        return sum(one.size_bytes for one in replaced)
+
+    def row(self, now_ms: float) -> dict[str, Any]:
+        """Return the sequence's row of ``pipeswitch sequences``."""
+        return {
+            "id": self.key[1],
+            "model": self.announced.base or self.announced.model,
+            "version": self.announced.version,
+            "tenant": self.key[0],
+            "steps": self.steps,
+            "bytes": self.size_bytes,
+            "idle_ms": 0.0 if self.is_busy else now_ms - self.used_at_ms,
+        }
+
+    def memory(self, pool: RequestPool) -> memoryview:
+        """Return the pool file that has the sequence."""
+        return pool.memory_of_tenant(self.announced.tenant)
+
+    def copy(self, pool: RequestPool) -> None:
+        """Copy the rows that the request brings to their places. Any thread may call this."""
+        for name, rows in self.brought:
+            pool.copy_rows(self.announced.tenant, self.values[name].places(0, len(rows)), rows)
+        self.brought = []
+
+    def apart(self, admitted: ValidatedRequest) -> ValidatedRequest:
+        """Return the request without what is not copied into its own room. An operator's module may
+        write to its inputs, so it has copies; a worker makes those of ``grown``."""
+        is_module = self.announced.manifest.mode == "module"
+        stays, inputs, offset = self.grown if is_module else self.values, [], 0
+        for one in admitted.inputs:
+            if one.name not in stays:
+                inputs.append(replace(one, offset_bytes=offset))
+                offset += aligned(one.size_bytes, TENSOR_ALIGN_BYTES)
+        return replace(admitted, inputs=tuple(inputs), input_bytes=offset)
+
+    def among(self, placed: Sequence[SlabTensor]) -> tuple[SlabTensor, ...]:
+        """Return all inputs in order: the placed ones, and the state where it lies."""
+        known = self.values | {one.name: one for one in placed}
+        return tuple(known[one.name] for one in self.announced.manifest.inputs)
+
+    def answered(self, answer: Reply) -> Reply:
+        """Return the client's answer, without the state. If the worker's claims are wrong, the
+        sequence is unchanged, and the answer is an error."""
+        if answer.error is not None:
+            return answer
+        by_output = {output: name for name, (output, _) in self.state.items()}
+        outputs = {by_output[one.name]: one for one in answer.outputs if one.name in by_output}
+        fits = all(has_room_for(one, outputs.get(name)) for name, one in self.grown.items())
+        if outputs.keys() != self.state.keys() or not fits:
+            error = TaskFailed(f'sequence "{self.key[1]}": the worker left an invalid state')
+            return Reply(token=answer.token, error=error)
+        self.made = outputs
+        self.run = OpId(answer.timing.op_id if answer.timing is not None else 0)
+        visible = tuple(one for one in answer.outputs if one.name not in by_output)
+        body = {key: value for key, value in answer.body.items() if key != "returns"}
+        return msgspec.structs.replace(answer, outputs=visible, body=body)
+
+
+def has_room_for(table: BlockTable, output: SlabTensor | None) -> bool:
+    """Return True if these are whole rows that fit the remaining capacity."""
+    size, row_bytes = -1 if output is None else output.size_bytes, table.space.row_bytes
+    return 0 <= size <= (table.capacity - table.used) * row_bytes and size % row_bytes == 0
+
+
+class SequenceOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of a request about its sequence."""
+
+    id: str
+    starts: bool
+    ends: bool
+
+
+def sequence_options(body: Body) -> SequenceOptions | None:
+    """Return the request's fields about its sequence; None: it has none. Raises InvalidInput."""
+    name = body.text("sequence", "")
+    starts, ends = body.flag("start"), body.flag("end")
+    if not name:
+        if starts or ends:
+            raise InvalidInput("infer: start and end need a sequence", hint="name its sequence")
+        return None
+    if len(name) > MAX_ID or escape_control_chars(name, keep="") != name:
+        raise InvalidInput(f"infer: a sequence has a name of at most {MAX_ID} printable characters")
+    return SequenceOptions(id=name, starts=starts, ends=ends)

@@ -1,0 +1,55 @@
+"""Profiles on disk: one JSON file each, found by the program's digest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from .profile import MAX_BYTES, Profile, ProfileError, ProfileFile, decode, encode
+
+DIGEST_CHARS = 12  # of the digest in a file's name; the whole stands inside
+
+
+def file_name(profile: Profile) -> str:
+    """``resnet152.3f2a90c1d4e5.cpu.json``."""
+    device = re.sub(r"[^a-z0-9]+", "-", profile.identity.device.lower())
+    return f"{profile.model}.{profile.digest[:DIGEST_CHARS]}.{device}.json"
+
+
+def find(folders: Sequence[Path], digest: str) -> Iterator[ProfileFile]:
+    """Every profile file of that program, the folders in order. Never raises."""
+    for folder in folders:
+        for path in sorted(folder.glob(f"*.{digest[:DIGEST_CHARS]}.*.json")):
+            try:
+                with path.open("rb") as file:
+                    yield ProfileFile(path.name, decode(file.read(MAX_BYTES + 1)))
+            except OSError as error:
+                yield ProfileFile(path.name, None, os.strerror(error.errno or 0))
+            except ProfileError as error:
+                yield ProfileFile(path.name, None, str(error))
+
+
+def save(folder: Path, profile: Profile) -> Path:
+    """Write it for its owner alone, whole or not at all; the file of before is replaced.
+
+    Raises:
+        OSError: no room, or no right.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / file_name(profile)
+    descriptor, temporary = tempfile.mkstemp(prefix=".profile-", dir=folder)  # 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(encode(profile))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return path

@@ -1,0 +1,213 @@
+"""Language model data in a bundle, beside its graph: how its answers become text. Pure.
+
+One program serves the prompt and each token after it (ADR 49). Its inputs: ``ids`` [batch, length],
+``count`` [batch] (number of real ids), ``used`` [batch] (number of cache rows in use) and ``cache``
+[batch, past, width], one row for each token so far. Its outputs: ``logits`` [batch, vocabulary] of
+each sequence's last real token, and ``cache_new`` [batch, length, width], the rows to append. All
+padding is on the right.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NoReturn
+
+import msgspec
+
+from ...base.errors import InvalidInput, RegistrationRefused
+from ..interface.dims import Dim
+from ..interface.layout import ValueSpec
+from .sampling import Options, Sampling
+
+VERSION: Final = 1
+METADATA_KEY: Final = "pipeswitch.generation"
+IDS: Final = "ids"
+COUNT: Final = "count"
+USED: Final = "used"
+CACHE: Final = "cache"
+LOGITS: Final = "logits"
+CACHE_NEW: Final = "cache_new"
+STATE: Final = {CACHE: (CACHE_NEW, 1)}  # as a registration says it
+PADS: Final = {"length": "count", "past": "used"}  # ``Manifest.pads``
+HIDDEN: Final = "last_hidden_state"  # output of a model that embeds texts
+POOLINGS: Final = ("mean", "cls", "last")
+MOST_STEPS: Final = 32  # that it may go on for
+
+MAX_VOCABULARY: Final = 1 << 21
+MAX_EOS: Final = 64
+MAX_TEMPLATE_CHARS: Final = 1 << 16  # the longest known has 9,000
+MAX_SPECIALS: Final = 64  # tokens that a template names
+MAX_NOTES: Final = 32
+MAX_NOTE_CHARS: Final = 1000
+RARE: Final = ("top_k", "min_p", "repetition_penalty")
+DEFAULTS: Final = ("temperature", "top_p", "max_new_tokens", *RARE)  # of its author, followed
+# Of a generation_config: what says nothing of the tokens, or is followed elsewhere.
+SILENT: Final = re.compile(
+    "(_|output_|use_|cache_|return_|assistant_|num_assistant|is_assistant|speculation|prompt_lookup|compile|disable_compile|continuous_batching|max_cache|max_matching|target_lookbehind|prefill|low_memory|renormalize|remove_invalid|decoder_start|(eos|bos|pad)_token_id$|do_sample$|transformers_version$)"
+)
+# Of the others, the values that change no token; so do None, False and what is empty.
+NEUTRAL: Final = {
+    1: "repetition_penalty encoder_repetition_penalty length_penalty num_beams num_beam_groups "
+    "num_return_sequences guidance_scale typical_p top_h",
+    0: "top_k min_p min_length min_new_tokens no_repeat_ngram_size encoder_no_repeat_ngram_size "
+    "epsilon_cutoff eta_cutoff penalty_alpha diversity_penalty",
+}
+MAX_TOKENIZER_BYTES: Final = 64 << 20  # the largest known, of 262,000 words, has 33 MB
+
+
+class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A language model's own settings, as its author published them."""
+
+    version: int
+    vocabulary: int  # logits of one token
+    context: int  # tokens of prompt and answer together
+    eos_ids: tuple[int, ...] = ()  # any of them ends an answer
+    bos_id: int | None = None
+    chat_template: str = ""  # Jinja, of the model's author: to be rendered in a sandbox alone
+    special: dict[str, str] = {}  # what the template calls tokens, such as ``eos_token``
+    tokenizer: bytes = b""  # tokenizer.json, compressed by zlib; empty: prompts are ids
+    sampling: dict[str, int | float] = {}  # what holds where a request does not say: ``DEFAULTS``
+    pooling: str = ""  # which hidden states are a text's embedding; empty: it generates text
+    notes: tuple[str, ...] = ()  # settings of its author that are not followed, for people
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the part that the manifest holds; the long texts stay in the bundle."""
+        fields = msgspec.to_builtins(self)
+        numbers = {key: fields[key] for key in ("vocabulary", "context", "eos_ids", "bos_id")}
+        numbers |= {"sampling": self.sampling} if self.sampling else {}
+        numbers |= {"pooling": self.pooling} if self.pooling else {}
+        return numbers | ({} if self.tokenizer else {"has_tokenizer": False})
+
+
+def decode_generation(text: str) -> GenerationSettings:
+    """Decode a bundle's metadata; ``check_generation`` must follow.
+
+    Raises:
+        RegistrationRefused: it is not one.
+    """
+    try:
+        return msgspec.json.decode(text, type=GenerationSettings)
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+        _refuse(str(error)[:200])
+
+
+def check_generation(
+    generation: GenerationSettings, values: Iterable[ValueSpec], dims: Iterable[Dim]
+) -> None:
+    """Refuse what is not bounded, or says other things than its graph.
+
+    ``values`` are the graph's inputs and outputs.
+    """
+    if generation.version != VERSION:
+        _refuse(f"version {generation.version}, we read {VERSION}")
+    vocabulary, ids = generation.vocabulary, [*generation.eos_ids, generation.bos_id or 0]
+    if not 1 <= vocabulary <= MAX_VOCABULARY or len(generation.eos_ids) > MAX_EOS:
+        _refuse(f"a vocabulary of {vocabulary}, or more than {MAX_EOS} ends")
+    if not all(0 <= token < vocabulary for token in ids):
+        _refuse(f"a special token lies outside the vocabulary of {vocabulary}")
+    texts = [generation.chat_template, *generation.special, *generation.special.values()]
+    if max(map(len, texts)) > MAX_TEMPLATE_CHARS or len(texts) > 2 * MAX_SPECIALS:
+        _refuse(f"a chat template of more than {MAX_TEMPLATE_CHARS} characters, or its tokens")
+    for name, value in generation.sampling.items():
+        if name not in DEFAULTS or not _is_default(name, value):
+            _refuse(f"a default {name[:40]!r} has the invalid value {value}")
+    notes = generation.notes
+    if len(notes) > MAX_NOTES or any(len(one) > MAX_NOTE_CHARS for one in notes):
+        _refuse(f"more than {MAX_NOTES} notes of {MAX_NOTE_CHARS} characters")
+    specs = {one.name: (one.dtype, one.shape) for one in values}
+    if generation.pooling:
+        if generation.pooling not in POOLINGS or HIDDEN not in specs:
+            _refuse(f"no pooling {generation.pooling[:40]!r} of an output {HIDDEN}")
+        return
+    dtype, (*_, width) = specs.get(CACHE, ("", (0,)))
+    needed = {
+        "ids": ("int64", ("batch", "length")),
+        "count": ("int64", ("batch",)),
+        "used": ("int64", ("batch",)),
+        CACHE: (dtype, ("batch", "past", width)),
+        LOGITS: (specs.get(LOGITS, ("",))[0], ("batch", vocabulary)),
+        CACHE_NEW: (dtype, ("batch", "length", width)),
+    }
+    if specs != needed:
+        _refuse(f"the graph's inputs and outputs are not those of a decoder of {vocabulary} tokens")
+    if ("past", 1, generation.context) not in [(dim.name, dim.low, dim.high) for dim in dims]:
+        _refuse(f"the graph does not take a past of 1 to {generation.context} tokens")
+
+
+def author_defaults(
+    settings: Mapping[str, Any], context: int
+) -> tuple[dict[str, float], list[str]]:
+    """Read an author's ``generation_config``.
+
+    Returns:
+        The defaults for requests, and a note on each setting that is not followed.
+    """
+    sampling: dict[str, float] = {}
+    notes = []
+    for name, value in sorted(settings.items()):
+        if name in RARE and _is_neutral(name, value, context):
+            continue
+        if name in DEFAULTS and _is_default(name, value):
+            sampling[name] = value
+            if name == "repetition_penalty":  # it changes greedy answers too
+                notes.append(f"generation_config: {name} = {value!r} applies only to HTTP")
+        elif not SILENT.match(name) and not _is_neutral(name, value, context):
+            notes.append(f"generation_config: {name} = {value!r:.200} is not supported")
+    if settings.get("do_sample") is False:
+        sampling["temperature"] = 0.0
+    return sampling, notes[:MAX_NOTES]
+
+
+def _is_neutral(name: str, value: Any, context: int) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return not value
+    if name == "max_length":
+        return value >= context  # which ends an answer as early
+    return value in NEUTRAL and name in NEUTRAL[int(value)].split()
+
+
+def _is_default(name: str, value: Any) -> bool:
+    if name == "max_new_tokens":
+        return type(value) is int and value >= 1
+    try:
+        kind: type[Options] | type[Sampling] = Options if name in RARE else Sampling
+        msgspec.convert({name: value}, kind).check()
+    except (InvalidInput, msgspec.ValidationError):
+        return False
+    return True
+
+
+def packed_tokenizer(text: str) -> bytes:
+    """``tokenizer.json`` as a bundle carries it.
+
+    Raises:
+        RegistrationRefused: it is larger than a reader accepts.
+    """
+    data = text.encode()
+    if len(data) > MAX_TOKENIZER_BYTES:
+        _refuse(f"its tokenizer has {len(data)} bytes, at most {MAX_TOKENIZER_BYTES}")
+    return zlib.compress(data, 9)
+
+
+def tokenizer_json(packed: bytes) -> str:
+    """Return the text of ``tokenizer.json``; empty where there is none.
+
+    Raises:
+        RegistrationRefused: it is damaged, or unfolds to more than is accepted.
+    """
+    if not packed:
+        return ""
+    unpacker = zlib.decompressobj()
+    try:
+        data = unpacker.decompress(packed, MAX_TOKENIZER_BYTES)
+        if not unpacker.eof or unpacker.unused_data:
+            _refuse(f"its tokenizer is cut off, or larger than {MAX_TOKENIZER_BYTES} bytes")
+        return data.decode()
+    except (zlib.error, UnicodeError) as error:
+        _refuse(f"its tokenizer is damaged: {error}")
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise RegistrationRefused("bundle generation", reason)

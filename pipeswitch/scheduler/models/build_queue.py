@@ -1,0 +1,76 @@
+"""Order of builds: one build per client at a time, and clients take turns."""
+
+from __future__ import annotations
+
+from ...base.errors import QueueFull
+from ...base.quotas import left
+from ...ipc.messages.base import OpId
+from ..core import Core
+from ..events import Address, Kill, StartBuild
+from ..server_state import ServerState
+from ..state.records import Registration
+
+
+class BuildQueue:
+    """Registrations that wait for their build, and the running builds.
+
+    Builds of one client run one after the other: each uses every core. The client whose last turn
+    is longest ago is next, so another client waits for at most one of a client's many builds.
+    """
+
+    def __init__(self, core: Core, machine: ServerState) -> None:
+        self._core = core
+        self._machine = machine
+        self._waiting: list[Registration] = []  # in order of arrival
+        self._running: dict[OpId, Registration] = {}  # until the process is gone
+        self._last_turns: dict[str, OpId] = {}  # of clients that wait for another one
+
+    @property
+    def is_idle(self) -> bool:
+        """Return True if no build runs."""
+        return not self._running
+
+    def check_room(self, client: str) -> None:
+        """Raise QueueFull if no other registration of this client may wait."""
+        size, waiting = self._core.settings.max_waiting_builds, len(self._waiting)
+        own = sum(one.client == client for one in self._waiting)
+        if client and not left(size, waiting, own):
+            raise QueueFull(
+                f"{own} of {waiting} waiting registrations are this client's",
+                hint="wait for them, then register again",
+            )
+
+    def put(self, one: Registration) -> None:
+        self._waiting.append(one)
+
+    def pump(self) -> None:
+        """Start the next builds."""
+        if not self._waiting and not self._last_turns:
+            return
+        core = self._core
+        while len(self._running) < core.settings.max_builds and (one := self._next()):
+            self._waiting.remove(one)
+            self._running[one.build_id] = one
+            self._last_turns[one.client] = one.build_id
+            tenant = self._machine.models[one.model].tenant
+            core.emit(StartBuild(model=one.model, op_id=one.build_id, spec=one.spec, tenant=tenant))
+        if self._last_turns:
+            waiting = {one.client for one in (*self._waiting, *self._running.values())}
+            self._last_turns = {c: at for c, at in self._last_turns.items() if c in waiting}
+
+    def _next(self) -> Registration | None:
+        """Return the first registration of the idle client whose last turn is longest ago."""
+        busy = {one.client for one in self._running.values()}
+        free = [one for one in self._waiting if one.client not in busy]
+        return min(free, key=lambda one: self._last_turns.get(one.client, -1), default=None)
+
+    def give_up(self, one: Registration) -> None:
+        """End a registration's build, or remove it from the queue."""
+        if one.build_id in self._running:
+            self._core.emit(Kill(Address("builder", generation=one.build_id)))
+        else:
+            self._waiting.remove(one)
+
+    def exited(self, op_id: OpId) -> Registration | None:
+        """Return the registration whose builder is gone."""
+        return self._running.pop(op_id, None)

@@ -1,0 +1,442 @@
+"""Registration of models: build in a child, load into the host store, announce, unregister."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from ...base import errors
+from ...ipc.messages.base import ModelName, OpId
+from ...ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
+from ...ipc.messages.daemon import ModelStored, StoreFailed, StoreModel
+from ...planning.profile import ProfileFile
+from ...programs.interface.layout import Manifest
+from ...programs.interface.signature import is_same_signature
+from .. import events as ev
+from ..core import QUEUE, RESIDENCY, TURN, Core, handles
+from ..memory import device_placement
+from ..requests.admission import Admission, changed_on_the_way
+from ..server_state import ServerState
+from ..state.records import DeviceModel, Model, Registration
+from ..state.states import ModelEvent, ModelState
+from ..state.versions import AT, Versions, split_name, version_name
+from .build_queue import BuildQueue
+from .chain_registry import Chains
+from .names import Names, not_found
+
+OUT_OF_TIME: Final = (-14, -24)  # SIGALRM and SIGXCPU
+CRASHED: Final = -11  # SIGSEGV
+
+
+class Registry:
+    """All registered models."""
+
+    def __init__(
+        self,
+        core: Core,
+        machine: ServerState,
+        admission: Admission,
+        versions: Versions,
+        builds: BuildQueue,
+    ) -> None:
+        self._core = core
+        self._versions = versions
+        self._machine = machine
+        self._admission = admission
+        self.names = Names(core, machine, admission, versions)
+        self.registrations = self.names.registrations
+        self._builds = builds
+        self.chains = Chains(core, machine, versions)
+
+    # -- register -----------------------------------------------------------------------------
+
+    @handles(ev.RegisterModelRequest)
+    def register(self, event: ev.RegisterModelRequest) -> None:
+        """Outcomes: 1. same name, spec and tenant: a no-op; 2. same name, other spec or tenant: an
+        error; 3. a build starts; progress and one final answer follow."""
+        core = self._core
+        if core.is_draining:
+            raise errors.ServerUnavailable("the server is draining")
+        self.names.check_free(split_name(event.model)[0], event.aliases)
+        old = None if event.is_known else self._versions.newest(event.model)
+        is_leaving = old is not None and old.state.state is ModelState.LEAVING
+        if old is not None and not is_leaving and self._is_same(event, old):
+            is_new = self.names.aliases.add(old.base, event.aliases)
+            if old.manifest is not None and old.state.state in (
+                ModelState.READY,
+                ModelState.QUARANTINED,
+            ):
+                if is_new:
+                    self.names.aliases.remember(old.base, (event.token,))
+                    self._versions.announce(old)
+                self._answer_registered(old, event.token)  # 1.
+            else:
+                self.registrations[old.name].waiters.append(event.token)
+            return
+        if old is not None:
+            is_anothers = old.tenant != event.tenant
+            why = "another client's" if is_anothers else "registered from another source"
+            raise errors.AlreadyExists(
+                f'"{event.model}" is {"being unregistered" if is_leaving else why}',
+                hint=f"pipeswitch unregister {event.model}, or choose another name",
+            )
+        unknown = device_placement.refusal(event.devices, self._machine.jobs.names)
+        if unknown is not None and not event.is_known:
+            raise unknown
+        most = core.settings.max_models_per_client
+        models = self._machine.models.values()
+        count = len({model.base for model in models if model.tenant == event.tenant})
+        if event.tenant and not event.is_known and count >= most:
+            raise errors.HostStoreFull(
+                f"this client has {count} models, [server] max_models_per_client is {most} "
+                "(clients without a key are one)",
+                hint="pipeswitch unregister NAME",
+            )
+        self._builds.check_room(event.client)
+        self._begin(event, (event.token,))
+
+    def _is_same(self, event: ev.RegisterModelRequest, old: Model) -> bool:
+        """Return True if the registration repeats the old one, by the same tenant: requests of
+        two tenants must not share a model unasked."""
+        served = self._versions.served(event.model)
+        is_of_one = old.tenant == event.tenant
+        return is_of_one and served is not None and served.spec_digest == event.spec_digest
+
+    def begin_version(self, before: Model, spec: bytes, token: ev.Token | None) -> Model:
+        """Build the next version of a name from ``spec``; it becomes current when it is there."""
+        served = self._versions.served(before.base)
+        assert served is not None
+        event = ev.RegisterModelRequest(
+            token=ev.Token(0) if token is None else token,
+            model=version_name(before.base, served.last + 1),
+            spec=spec,
+            spec_digest=served.spec_digest,
+            priority=before.priority,
+            is_pinned=False,
+            client=self.registrations[before.name].client,
+            tenant=before.tenant,
+            devices=before.devices,
+            processor=before.processor,
+        )
+        self._begin(event, () if token is None else (token,), takes_over=True)
+        return self._machine.models[event.model]
+
+    def _begin(
+        self,
+        event: ev.RegisterModelRequest,
+        waiters: tuple[ev.Token, ...],
+        *,
+        takes_over: bool = False,
+    ) -> None:
+        """Reserve the name and queue a build."""
+        core, machine = self._core, self._machine
+        base, version = split_name(event.model)
+        registration = Registration(
+            model=event.model,
+            spec=event.spec,
+            spec_digest=event.spec_digest,
+            client=event.client,
+            build_id=core.next_op_id(),
+            takes_over=takes_over,
+            is_known=event.is_known,
+            waiters=list(waiters),
+        )
+        model = Model(
+            name=event.model,
+            priority=event.priority,
+            want_pinned=event.is_pinned,
+            registered_at_ms=core.now_ms,
+            base=base,
+            version=version,
+            tenant=event.tenant,
+            devices=device_placement.limit(event.devices, machine.jobs.names),
+            manifest=event.restored,
+            processor=event.processor,
+        )
+        self.names.failed.pop(model.name, None)
+        self.registrations[model.name] = registration
+        self._builds.put(registration)
+        machine.models[model.name] = model
+        if model.want_pinned:
+            core.pins[model.name] = None
+        for device in machine.devices:
+            device.state.replicas[model.name] = DeviceModel(model)
+        self.names.aliases.add(base, event.aliases)
+        self._versions.opened(model, event.spec_digest)
+        if event.restored is not None:
+            self._versions.announce(model)
+
+    def pump(self) -> int:
+        """Finish unregistrations whose model is idle now; start the next builds."""
+        self.names.pump(is_idle=self._builds.is_idle)
+        self._builds.pump()
+        return QUEUE | TURN | RESIDENCY if self.names.leaving else 0
+
+    @property
+    def is_quiet(self) -> bool:
+        """True if no client waits for a registration or for its end."""
+        ones, names = self.registrations.values(), self._machine.served.values()
+        return not any(one.waiters or one.end_waiters for one in ones) and not any(
+            served.end_waiters for served in names
+        )
+
+    def refuse_all(self, error: errors.PipeSwitchError) -> None:
+        """Refuse every waiting client: the server cannot go on."""
+        for one in self.registrations.values():
+            self._core.refuse_all(error, one.waiters, one.end_waiters)
+        for served in self._machine.served.values():
+            self._core.refuse_all(error, served.end_waiters)
+
+    def progress(self, message: BuildProgress) -> None:
+        if self._of(message.model, message.op_id) is None:
+            return
+        for token in self.registrations[message.model].waiters:
+            self._core.emit(
+                ev.Reply(
+                    token=token,
+                    more=True,
+                    body={"stage": message.stage, "fraction": message.fraction},
+                )
+            )
+
+    def built(
+        self, message: BuildDone, manifest: Manifest, profiles: tuple[ProfileFile, ...]
+    ) -> None:
+        """Reserve room for a built model, let the daemon load it, and plan its groups.
+
+        From here on requests are admitted, and wait: after a restart they come before the bytes do.
+        """
+        model = self._of(message.model, message.op_id)
+        if model is None or model.state.state is not ModelState.BUILDING:
+            return
+        if model.manifest is not None and not is_same_signature(model.manifest, manifest):
+            self._admission.not_stored(model, changed_on_the_way(model.name))
+        current = self._versions.current(model.base)
+        its = current.manifest if current is not None and current is not model else None
+        if current and its and its.digest == manifest.digest and self._is_new(model):
+            self._leave_as_it_is(model, current)
+            return
+        model.manifest = manifest
+        model.state.apply(ModelEvent.BUILT, f"digest {manifest.digest[:12]}")
+        devices = self._machine.devices
+        try:
+            for device in devices:
+                if device.state.may_serve(model):
+                    device.arena.check_fits(model)
+            self._machine.store.take(model)
+            if not all(d.residents.take(d.state.replicas[model.name]) for d in devices):
+                raise self._machine.store.full(model)
+        except errors.PipeSwitchError as error:
+            self._refuse(model, error)
+            return
+        self._versions.announce(model)
+        self._store_again(model)
+        for device in devices:
+            device.plans.use_profiles(device.state.replicas[model.name], profiles)
+
+    def _is_new(self, model: Model) -> bool:
+        """Return True if the version was built by this server, not restored from an earlier one."""
+        return self.registrations[model.name].takes_over
+
+    def _leave_as_it_is(self, model: Model, current: Model) -> None:
+        """Discard a published version that equals the current one."""
+        waiters = self.registrations[model.name].waiters
+        for token in waiters:
+            self._answer_registered(current, token)
+        waiters.clear()
+        same = errors.AlreadyExists(
+            f'version {current.version} of "{model.base}" has these weights'
+        )
+        self._refuse(model, same)
+
+    def _store_again(self, model: Model) -> None:
+        """Send the load order to a daemon that is ready: one writes for all. There may be none."""
+        assert model.manifest is not None
+        registration = self.registrations[model.name]
+        ready = (d.state for d in self._machine.devices if d.state.daemon.is_ready)
+        device = next(ready, None)
+        registration.storing = None if device is None else device.index
+        if device is None:
+            return
+        device.daemon.send(
+            StoreModel(
+                model=model.name,
+                op_id=registration.build_id,
+                directory=self._core.settings.program_dir(model.manifest.digest),
+                store_offset_bytes=model.store_offset_bytes,
+                size_bytes=model.manifest.total_bytes,
+            )
+        )
+
+    def store_from(self, device: int | None) -> None:
+        """Send again what that daemon was storing when it died; None: what no daemon stores."""
+        for model in self._machine.models.values():
+            is_storing = model.state.state is ModelState.STORING
+            if is_storing and self.registrations[model.name].storing == device:
+                self._store_again(model)
+
+    def stored(self, message: ModelStored) -> None:
+        """Make a stored model ready: its requests may be dispatched."""
+        core = self._core
+        model = self._of(message.model, message.op_id)
+        if model is None or model.state.state is not ModelState.STORING:
+            return
+        assert model.manifest is not None
+        model.state.apply(ModelEvent.STORED, f"{message.load_ms:.0f} ms")
+        core.models_generation += 1
+        self._admission.stored(model)
+        registration = self.registrations[model.name]
+        waiters = registration.waiters
+        if not registration.is_known and not registration.takes_over:
+            self.names.aliases.remember(model.base)
+        self.names.remember(model, accepts=tuple(waiters))
+        if self._is_new(model):
+            self.names.hand_over(model, "published")
+        core.publish("model.registered", model=model.name, bytes=model.manifest.total_bytes)
+        for token in waiters:
+            self._answer_registered(model, token)
+        waiters.clear()
+
+    def store_failed(self, message: StoreFailed) -> None:
+        model = self._of(message.model, message.op_id)
+        if model is not None and model.state.state is ModelState.STORING:
+            self._refuse(model, errors.RegistrationRefused("weights", message.reason))
+
+    def refused(self, op_id: OpId, reason: str) -> None:
+        """Handle an order that the daemon could not carry out: no other answer follows."""
+        for one in list(self.registrations.values()):
+            model = self._machine.models[one.model]
+            if one.build_id == op_id and model.state.state is ModelState.STORING:
+                self._refuse(model, errors.RegistrationRefused("weights", reason))
+
+    def build_failed(self, message: BuildFailed) -> None:
+        model = self._of(message.model, message.op_id)
+        if model is not None and model.state.state is ModelState.BUILDING:
+            error = errors.from_wire(message.error, message.message, message.hint, message.data)
+            self._refuse(model, error)
+
+    def builder_exited(self, event: ev.Exited) -> None:
+        """Refuse the model of a builder that died without a message: its code brought it down."""
+        one = self._builds.exited(OpId(event.source.generation))
+        model = self._of(one.model, one.build_id) if one is not None else None
+        if model is not None and model.state.state is ModelState.BUILDING:
+            self._refuse(model, errors.RegistrationRefused("build", _why_it_ended(event.status)))
+
+    def _of(self, name: ModelName, op_id: OpId) -> Model | None:
+        registration = self.registrations.get(name)
+        is_it = registration is not None and registration.build_id == op_id
+        return self._machine.models[name] if is_it else None
+
+    def _refuse(self, model: Model, error: errors.PipeSwitchError) -> None:
+        """Remove everything of a refused model, and free its name."""
+        core = self._core
+        if model.manifest is not None:  # it may have been announced
+            core.emit(ev.ModelRemoved(model=model.name))
+            self._admission.not_stored(model, error)
+        model.state.apply(ModelEvent.REFUSED, type(error).__name__)
+        registration = self.names.remove(model)
+        registration.error = error
+        if registration.is_known:  # its entry and its files stay
+            model.reason = str(error)
+            self.names.failed[model.name] = model
+        self.names.release(model.base)
+        core.refuse_all(error, registration.waiters)
+        core.publish("model.refused", model=model.name, error=errors.to_wire(error))
+
+    def _answer_registered(self, model: Model, token: ev.Token) -> None:
+        manifest = self._machine.devices[0].state.replicas[model.name].manifest
+        assert manifest is not None
+        streams = self._machine.stream_of(model)
+        self._core.answer(
+            token,
+            model=model.base,
+            version=model.version,
+            digest=manifest.digest,
+            program=manifest.program,
+            mode=manifest.mode,
+            mode_reason=manifest.mode_reason,
+            notes=[*manifest.extra.get("notes", []), *([streams["text"]] if streams else [])],
+            streams=streams,
+            bytes=manifest.total_bytes,
+            groups=len(manifest.groups),
+            batching=msgspec.to_builtins(manifest.batching),
+            precision=manifest.precision and manifest.precision.row(),
+        )
+
+    def cancel(self, event: ev.CancelRequest) -> None:
+        """Cancel the registration of a client that is gone or gave up.
+
+        It is too late while the bytes are being stored: the model is about to be registered, and
+        the answer says so.
+        """
+        core = self._core
+        for one in list(self.registrations.values()):
+            model = self._machine.models[one.model]
+            if event.token not in one.waiters or model.state.state is not ModelState.BUILDING:
+                continue
+            one.waiters.remove(event.token)
+            error = errors.Cancelled(f'registration of "{model.name}" cancelled')
+            core.refuse(event.token, error)
+            if not one.waiters:
+                self.give_up(model, error)
+
+    def give_up(self, model: Model, error: errors.PipeSwitchError) -> None:
+        self._builds.give_up(self.registrations[model.name])
+        self._refuse(model, error)
+
+    # -- unregister, load, unload -------------------------------------------------------------
+
+    @handles(ev.UnregisterRequest)
+    def unregister(self, event: ev.UnregisterRequest) -> None:
+        """Stop admitting requests; answer when the queued ones are through.
+
+        A name removes all its versions, a version's own name only that one. A registration whose
+        build waits or runs is cancelled: a build may take arbitrarily long.
+        """
+        core = self._core
+        if event.model in self.names.aliases.names:
+            self.names.drop_alias(event)
+            return
+        if event.model in self._machine.chains:
+            self.chains.unregister(event)
+            return
+        one = self._machine.models.get(event.model) if AT in event.model else None
+        models = [one] if one is not None else self._versions.all_of(event.model)
+        failed = self.names.failed_of(event.model)
+        if not models and not failed:
+            raise not_found(event.model)
+        if event.tenant not in (None, [*failed, *models][-1].tenant):
+            raise errors.PermissionDenied(f'"{event.model}" is another client\'s')
+        if any(model.state.state is ModelState.STORING for model in models):
+            raise errors.AlreadyExists(
+                f'"{event.model}" is still being registered', hint="wait until it is ready"
+            )
+        staying = [model for model in models if model.state.state is not ModelState.BUILDING]
+        for model in models:
+            if model not in staying:
+                self.give_up(model, errors.Cancelled(f'registration of "{model.name}" cancelled'))
+                core.emit(ev.Journal(entry={"kind": "model-gone", "name": model.name}))
+        self.names.drop_failed(failed)
+        staying.sort(key=self._versions.is_current)  # at its turn no other is left to take over
+        for model in staying:
+            self.names.leave(model, "requested by the user")
+        served = self._versions.served(event.model)
+        if one is not None and staying:
+            self.registrations[one.name].end_waiters.append(event.token)
+        elif one is None and served is not None:
+            served.end_waiters.append(event.token)
+        else:
+            core.answer(event.token, model=event.model)
+
+
+def _why_it_ended(status: int) -> str:
+    """Return why a builder ended without a report."""
+    if status in OUT_OF_TIME:
+        return "building and verifying took longer than [workers] build_timeout"
+    text = f"the builder process ended with status {status} before it was done"
+    if status == CRASHED:
+        text += (
+            "; code that writes to its weights without torch (numpy, an extension) ends the process"
+        )
+    return text

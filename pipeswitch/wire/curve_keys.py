@@ -1,0 +1,333 @@
+"""CURVE keys: the server's own, the clients' it admits, and the pair a client brings.
+
+A folder (0700) holds ``server.key_secret`` and ``clients/NAME.key``, one public key for each
+client that may come in, with its roles; the files are pyzmq's certificates. CURVE alone proves
+that a peer *has* a key: whether that key may come in is the allow-list's business (ZAP). Removing
+a file revokes the key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from ..base.config import NAME_PATTERN
+from ..base.errors import AlreadyExists, ConfigError, InvalidInput, ModelNotFound
+from ..base.roles import DEFAULT_ROLES, Principal, Role, in_order, parse_roles
+from .private import check_private, check_secret, check_trusted, private_directory
+
+KEY_CHARACTERS: Final = 40  # 32 bytes in Z85
+_Z85_KEY: Final = re.compile(rb"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
+_KEY_LINE: Final = re.compile(rb'^\s*(public|secret)-key\s*=\s*"([^"]*)"', re.MULTILINE)
+SETTING: Final = "[server] keys_dir"
+SERVER_NAME: Final = "server"
+GATEWAY_KEY: Final = "cluster-gateway"  # admitted at a cluster's node: other nodes' gateways
+ROLES_LINE: Final = re.compile(r'^\s*roles = "([a-z ]*)"$', re.MULTILINE)
+SETTLED_NS: Final = 100_000_000  # a folder changed more recently may change again unnoticed
+
+
+@dataclass(frozen=True)
+class ClientKeys:
+    """Keys of a client, and the server's key that it expects; Z85 text of 40 bytes each."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    server: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admitted:
+    """A client that may come in."""
+
+    key: bytes
+    roles: frozenset[Role] = DEFAULT_ROLES
+    has_roles: bool = True  # False: a file that says none, of a release that knew none
+
+
+@dataclass(frozen=True)
+class ServerKeys:
+    """The server's own pair; Z85 text of 40 bytes each."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+
+def read_public(text_or_path: str) -> bytes:
+    """Read a public key, given as its 40 characters or as a certificate file.
+
+    Raises:
+        InvalidInput: it is neither.
+    """
+    if Path(text_or_path).is_file():
+        return _read(Path(text_or_path))[0]
+    return _checked(text_or_path.encode(), text_or_path)
+
+
+def client_keys(key: str, server_key: str) -> ClientKeys | None:
+    """Return the keys of a client's secret certificate file and of its server; None if neither is
+    given.
+
+    Raises:
+        ConfigError: only one of the two was given, or the file has no secret key.
+        InvalidInput: one of them is not a key.
+    """
+    if not key and not server_key:
+        return None
+    if not key or not server_key:
+        missing = "its own (.key_secret)" if server_key else "the server's public one"
+        raise ConfigError(
+            f"a client needs two keys; {missing} is missing",
+            hint="key= and server_key=, PIPESWITCH_KEY and PIPESWITCH_SERVER_KEY, "
+            "or --key and --server-key",
+        )
+    public, secret = _read(Path(key))
+    if secret is None:
+        raise ConfigError(f"{key} has no secret key", hint="name the .key_secret file")
+    check_secret(Path(key))
+    return ClientKeys(public, secret, read_public(server_key))
+
+
+def keys_from(
+    key: str | os.PathLike[str] | None,
+    server_key: str | os.PathLike[str] | None,
+    environ: Mapping[str, str],
+) -> ClientKeys | None:
+    """``client_keys`` of what was named, or else of ``PIPESWITCH_KEY`` and its ``SERVER_KEY``."""
+    return client_keys(
+        os.fspath(environ.get("PIPESWITCH_KEY", "") if key is None else key),
+        os.fspath(environ.get("PIPESWITCH_SERVER_KEY", "") if server_key is None else server_key),
+    )
+
+
+def _checked(key: bytes, shown: object) -> bytes:
+    if _Z85_KEY.fullmatch(key):
+        return key
+    raise InvalidInput(f"{shown} is neither a key of {KEY_CHARACTERS} characters nor a key's file")
+
+
+def _read(path: Path) -> tuple[bytes, bytes | None]:
+    """Public and secret key of a certificate file, as ``zmq.auth`` writes them.
+
+    Raises:
+        InvalidInput: it cannot be read, or what it holds is no key.
+    """
+    try:
+        entries = dict(_KEY_LINE.findall(path.read_bytes()))
+    except OSError as error:
+        raise InvalidInput(f"{path} is not a key's file: {error}") from None
+    if b"public" not in entries:
+        raise InvalidInput(f"{path} is not a key's file: it has no public key")
+    secret = entries.get(b"secret")
+    return (_checked(entries[b"public"], path), None if secret is None else _checked(secret, path))
+
+
+class KeyFolder:
+    """The server's side of the keys, on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.clients_path = path / "clients"
+
+    def open(self) -> KeyFolder:
+        """Make the folder and its ``clients``, or check that all of it is the owner's alone."""
+        private_directory(self.path, SETTING)
+        private_directory(self.clients_path, SETTING)
+        check_trusted(self.path, SETTING)
+        return self
+
+    def make_server(self) -> ServerKeys:
+        """Make a new pair for the server.
+
+        Raises:
+            AlreadyExists: it has one; another would lock out every client that knows it.
+        """
+        if self._server_file.exists():
+            raise AlreadyExists(
+                f"{self._server_file} exists, and clients know its public key",
+                hint="pipeswitch keys server --show prints it",
+            )
+        make_pair(SERVER_NAME, self.path)
+        pair = self.server()
+        if pair is None:
+            raise ConfigError(f"{self.path}: the server's new key has disappeared")
+        return pair
+
+    def server(self) -> ServerKeys | None:
+        """Return the server's pair; None if none was made.
+
+        Raises:
+            ConfigError: others may read it, or it is damaged.
+        """
+        if not self._server_file.exists():
+            return None
+        check_private(self._server_file, SETTING)
+        try:
+            public, secret = _read(self._server_file)
+        except InvalidInput as error:
+            raise ConfigError(error.message) from None
+        if secret is None:
+            raise ConfigError(f"{self._server_file} has no secret key")
+        return ServerKeys(public, secret)
+
+    def admit(self, name: str, public: bytes, roles: Iterable[str] = ()) -> None:
+        """Let the holder of this key in from now on, with these roles and no others.
+
+        Raises:
+            AlreadyExists: the name has another key, or the key another name.
+            InvalidInput: one is no role.
+        """
+        _check_name(name)
+        for other, key in self.clients().items():
+            if other == name and key != public:
+                raise AlreadyExists(
+                    f"{name} has another key", hint=f"pipeswitch keys revoke {name}"
+                )
+            if key == public and other != name:
+                raise AlreadyExists(f"{other} has this key already")
+        named = " ".join(in_order(parse_roles(roles)))
+        text = (
+            f'# admitted client\nmetadata\n    roles = "{named}"\n'
+            f'curve\n    public-key = "{public.decode()}"\n'
+        )
+        _write(self._client_file(name), text)
+
+    def give_roles(self, name: str, roles: Iterable[str]) -> None:
+        """Replace the roles of a client that is admitted already.
+
+        Raises:
+            ModelNotFound: no client has this name.
+            InvalidInput: one of the roles does not exist.
+        """
+        _check_name(name)
+        public = self.clients().get(name)
+        if public is None:
+            raise _no_client(name)
+        self.admit(name, public, roles)
+
+    def revoke(self, name: str) -> None:
+        """Keep the holder of this name's key out from now on.
+
+        Raises:
+            ModelNotFound: no client has that name.
+        """
+        _check_name(name)
+        try:
+            self._client_file(name).unlink()
+        except FileNotFoundError:
+            raise _no_client(name) from None
+
+    def clients(self) -> dict[str, bytes]:
+        """Admitted public keys by name."""
+        return {name: admitted.key for name, admitted in self.admitted().items()}
+
+    def admitted(self) -> dict[str, Admitted]:
+        """Clients by name. A file that is no certificate admits no client."""
+        keys = {}
+        with contextlib.suppress(FileNotFoundError):
+            for path in sorted(self.clients_path.glob("*.key")):
+                with contextlib.suppress(InvalidInput, OSError, UnicodeDecodeError):
+                    keys[path.stem] = _read_admitted(path)
+        return keys
+
+    @property
+    def _server_file(self) -> Path:
+        return self.path / f"{SERVER_NAME}.key_secret"
+
+    def _client_file(self, name: str) -> Path:
+        return self.clients_path / f"{name}.key"
+
+
+def _read_admitted(path: Path) -> Admitted:
+    """One file: an unknown role in it gives nothing."""
+    _check_name(path.stem)
+    key = _read(path)[0]
+    line = ROLES_LINE.search(path.read_text("utf-8"))
+    if line is None:
+        return Admitted(key=key, has_roles=False)
+    return Admitted(key=key, roles=parse_roles(set(line[1].split()) & set(Role)))
+
+
+def _no_client(name: str) -> ModelNotFound:
+    return ModelNotFound(f'no client "{name}"', hint="pipeswitch keys ls")
+
+
+def _check_name(name: str) -> None:
+    if not NAME_PATTERN.fullmatch(name):
+        raise InvalidInput(f"{name!r} is not a name: {NAME_PATTERN.pattern}")
+
+
+def make_pair(name: str, folder: Path) -> tuple[Path, bytes]:
+    """Make a new pair for a client (or the server): ``NAME.key`` and ``NAME.key_secret`` (0600).
+
+    Returns:
+        The secret's file and the public key.
+
+    Raises:
+        AlreadyExists: one of the files is there.
+    """
+    from zmq.auth import create_certificates
+
+    _check_name(name)
+    targets = [folder / f"{name}.key", folder / f"{name}.key_secret"]
+    for path in targets:
+        if path.exists():
+            raise AlreadyExists(f"{path} exists already and is not overwritten")
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".making-") as private:  # 0700
+        for path_made, path in zip(create_certificates(private, name), targets, strict=True):
+            os.chmod(path_made, 0o600)
+            os.rename(path_made, path)
+    return targets[1], _read(targets[0])[0]
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: a reader never sees half a file."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")  # 0600
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.rename(temporary, path)
+
+
+class AllowList:
+    """Clients' keys that are admitted, and their roles, as the folder has them now.
+
+    libzmq's authentication thread asks at each handshake, the server's loop for clients that are
+    connected. The folder is read again when it has changed.
+    """
+
+    def __init__(self, folder: KeyFolder, roles: frozenset[Role] = DEFAULT_ROLES) -> None:
+        """``roles``: what each has besides its own."""
+        self._folder = folder
+        self._roles = roles
+        self._lock = threading.Lock()
+        self._seen: tuple[int, int] | None = None  # the folder's inode and mtime_ns
+        self._standings: Mapping[bytes, Principal] = {}
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether this public key (Z85) is admitted, for pyzmq. Never raises."""
+        return key in self.standings()
+
+    def standings(self) -> Mapping[bytes, Principal]:
+        """Return each client's standing by its key; none if the folder cannot be read."""
+        with self._lock:
+            try:
+                facts = os.stat(self._folder.clients_path)
+                stamp = (facts.st_ino, facts.st_mtime_ns)
+                if stamp != self._seen:
+                    self._standings = {
+                        admitted.key: Principal(tenant=name, roles=self._roles | admitted.roles)
+                        for name, admitted in self._folder.admitted().items()
+                    }
+                    # A change within the same tick of the file system's clock has no new stamp.
+                    is_settled = abs(time.time_ns() - facts.st_mtime_ns) > SETTLED_NS
+                    self._seen = stamp if is_settled else None
+            except OSError:
+                self._standings, self._seen = {}, None
+            return self._standings

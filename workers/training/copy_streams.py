@@ -1,0 +1,183 @@
+"""Copy lanes: one thread copies saved tensors to the host, another copies them back.
+
+Each copies in the order of submission; a link carries both directions at once. While the job is
+suspended the lanes pause: between two pieces each checks the gate, and waits until the main thread
+continues. If the main thread waits for a copy, it then parks, as in a layer's hook.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipeswitch.devices.worker_device import HostCopies
+from pipeswitch.ipc.gate import Gate, Where
+
+
+@dataclass(eq=False, slots=True)
+class Copy:
+    """Copy of all bytes of one storage, created by the main thread; the lane sets its result."""
+
+    of: Any  # what the main thread knows it by
+    source: torch.Tensor
+    to_host: bool
+    mark: Any
+    target: torch.Tensor | None = None
+    is_begun: bool = False
+    is_cancelled: bool = False  # if begun, it still comes back from ``take_ended``
+    error: BaseException | None = None
+
+
+class CopyStreams:
+    """Two executors of one thread each, by ``Copy.to_host``. The main thread calls the methods.
+
+    An executor's work item copies the head of its queue at that time. So a cancelled copy leaves
+    the queue at once, and its tensors are freed.
+    """
+
+    def __init__(self, copies: HostCopies, gate: Gate) -> None:
+        self._copies, self._gate = copies, gate
+        self._changed = threading.Condition()
+        self._queues: dict[bool, deque[Copy]] = {True: deque(), False: deque()}
+        self._under_way = 0
+        self._ended: deque[Copy] = deque()
+        self._is_closed = False
+        self._aside: set[bool] = set()  # of lanes that have seen that the gate is asked
+        self._carried_bytes, self._busy_ms = {True: 0, False: 0}, {True: 0.0, False: 0.0}
+        self._threads = {
+            True: ThreadPoolExecutor(1, "copy-out"),
+            False: ThreadPoolExecutor(1, "copy-in"),
+        }
+        for executor in self._threads.values():
+            executor.submit(int)  # starts the thread; raises here if the system has no room for it
+
+    def submit(self, of: Any, source: torch.Tensor, *, to_host: bool) -> Copy:
+        """Queue a copy; return at once."""
+        copy = Copy(of, source, to_host, self._copies.mark())
+        with self._changed:
+            self._queues[to_host].append(copy)
+        if self._is_closed:  # backward through a graph of an earlier loop
+            self._carry_next(to_host)
+        else:
+            self._threads[to_host].submit(self._carry_next, to_host)
+        return copy
+
+    def cancel(self, copy: Copy) -> bool:
+        """Cancel a copy; return True if it had not begun and will not be reported."""
+        with self._changed:
+            copy.is_cancelled = True
+            if copy.is_begun:
+                return False
+            self._queues[copy.to_host].remove(copy)
+            return True
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether there is a copy to wait for."""
+        with self._changed:
+            return any(self._queues.values()) or bool(self._under_way or self._ended)
+
+    def bytes_per_ms(self, *, to_host: bool) -> float:
+        """Return this lane's measured rate; before its first copy, the other lane's."""
+        way = to_host if self._busy_ms[to_host] else not to_host
+        return self._carried_bytes[way] / self._busy_ms[way] if self._busy_ms[way] else 1.0
+
+    def take_ended(self) -> list[Copy]:
+        """Return the copies that have ended since the last call."""
+        return [self._ended.popleft() for _ in range(len(self._ended))]
+
+    def wait(self, where: Where) -> float:
+        """Wait until a copy has ended or the gate was checked; the caller must look again. Return
+        the milliseconds waited for copies.
+
+        Raises:
+            TaskPreempted: as the gate's ``check``.
+        """
+        began_s = time.monotonic()
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._is_quiet)
+        waited_ms = (time.monotonic() - began_s) * 1e3
+        if self._is_quiet:
+            self._gate.check(where)
+            self.resume()
+        return waited_ms
+
+    def wait_away(self) -> bool:
+        """Wait without the device until a copy has ended; return False if all copies pause."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._is_quiet)
+        return bool(self._ended)
+
+    def resume(self) -> None:
+        """Let paused copies continue, unless the gate has a new request. Call before computing."""
+        if self._aside and not self._must_stand_aside():
+            with self._changed:
+                self._aside.clear()
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let each thread end after its last copy; do not wait for it."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for executor in self._threads.values():
+            executor.shutdown(wait=False)
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Return whether all copies under way pause."""
+        return bool(self._aside) and len(self._aside) == self._under_way
+
+    # -- a lane's thread -------------------------------------------------------------------------
+
+    def _carry_next(self, to_host: bool) -> None:
+        with self._changed:
+            if not self._queues[to_host]:
+                return  # the copy was cancelled
+            copy = self._queues[to_host].popleft()
+            copy.is_begun = True
+            self._under_way += 1
+        try:
+            self._carry(copy)
+        except BaseException as error:  # such as MemoryError; the main thread raises it
+            copy.error = error
+        with self._changed:
+            self._under_way -= 1
+            self._ended.append(copy)
+            self._changed.notify_all()
+
+    def _carry(self, copy: Copy) -> None:
+        way = copy.to_host
+        self._stand_aside(way)
+        size_bytes = copy.source.numel()
+        target = self._copies.target(size_bytes, on_host=way, mark=copy.mark)
+        began_s = time.monotonic()
+        for piece_bytes in self._copies.pieces(copy.source, target, copy.mark, to_host=way):
+            self._carried_bytes[way] += piece_bytes
+            self._busy_ms[way] += (time.monotonic() - began_s) * 1e3
+            self._stand_aside(way)
+            if copy.is_cancelled:
+                return
+            began_s = time.monotonic()
+        copy.target = target
+
+    def _stand_aside(self, way: bool) -> None:
+        if not self._must_stand_aside():
+            return
+        with self._changed:
+            self._aside.add(way)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: way not in self._aside or self._is_closed)
+            self._aside.discard(way)
+
+    def _must_stand_aside(self) -> bool:
+        """Return whether the task must wait: within ``optimizer.step()`` it cannot park."""
+        gate = self._gate
+        is_stopping = gate.is_pending and not gate.allows_copies
+        return is_stopping and not (gate.in_optimizer_step or self._is_closed)

@@ -1,0 +1,104 @@
+"""``pipeswitch plan --train``: a script's first steps in a process of their own, measured.
+
+Nothing is limited here and nothing moves. What a step saves, and the pace of the copies, is written
+for others to plan with; then the script ends as one that is evicted does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import Any, Final
+
+import torch
+
+from pipeswitch import job as job_api
+from pipeswitch.base.errors import TaskPreempted
+from pipeswitch.devices.cpu.copies import CpuCopies
+from pipeswitch.devices.worker_device import HostCopies
+from pipeswitch.ipc.gate import Gate
+
+from .activations import Activations
+from .saved import STEPS_MEASURED, least_for
+from .script import run_entry
+from .snapshot import named
+
+PROBE_BYTES: Final = 16 << 20
+
+
+class ScriptDryRun(job_api._PlainSession):
+    """``job`` of a script that is only measured: ``out`` has its last step."""
+
+    def __init__(self, out: str, device: str, copies: HostCopies) -> None:
+        super().__init__()
+        self._out, self._device, self._copies = out, device, copies
+
+    @property
+    def device(self) -> str:
+        """Device name, as the server's session reports it."""
+        return self._device
+
+    def steps(self, loader: Iterable[Any], *, model: Any = None, **_: Any) -> Iterator[Any]:
+        """Yield batches like ``job.steps``, up to the last measured step."""
+        gate = Gate(lambda *_: None)
+        gate.grant(1)
+        gate.enter()
+        activations = Activations("auto", None, self._copies, gate)
+        for one in named(model, "model").values():
+            activations.keep((*one.parameters(), *one.buffers()))
+        measured = 0
+        for batch in super().steps(loader):
+            with activations.body(batch):
+                yield batch
+            if activations.plan.measured is not None:
+                measured += 1
+                self._write(activations)
+            if measured == STEPS_MEASURED:
+                raise TaskPreempted("it is measured")
+
+    def _write(self, activations: Activations) -> None:
+        plan = activations.plan
+        assert plan.measured is not None
+        rates = [_bytes_per_ms(self._copies, self._device, to_host=way) for way in (True, False)]
+        report = {
+            "step": asdict(plan.measured),
+            "compute_ms": plan.compute_ms,
+            "min_bytes": least_for(plan.of_step),
+            "lanes": [{"bytes_per_ms": rate} for rate in rates],
+        }
+        with open(self._out, "w") as file:
+            json.dump(report, file)
+
+
+def _bytes_per_ms(copies: HostCopies, device: str, *, to_host: bool) -> float:
+    source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=device if to_host else "cpu")
+    mark = copies.mark()
+    began_s = time.monotonic()
+    target = copies.target(PROBE_BYTES, on_host=to_host, mark=mark)
+    for _ in copies.pieces(source, target, mark, to_host=to_host):
+        pass
+    return PROBE_BYTES / (time.monotonic() - began_s) / 1e3
+
+
+def main(out: str, device: str, link_bytes_per_s: str, entry: str, *args: str) -> None:
+    """Entry: what the script prints goes to stderr."""
+    os.dup2(2, 1)
+    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+        from pipeswitch.devices.cuda.copies import CudaCopies
+
+        copies: HostCopies = CudaCopies(0)
+        device = "cuda:0"
+    else:
+        copies, device = CpuCopies(float(link_bytes_per_s)), "cpu"
+    job_api._install(ScriptDryRun(out, device, copies))
+    with contextlib.suppress(TaskPreempted):
+        run_entry(entry, args)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

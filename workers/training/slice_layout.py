@@ -1,0 +1,184 @@
+"""Places in the slice of a training job, and how many bytes its tensors will need."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from pipeswitch.base.errors import OutOfDeviceMemory
+from pipeswitch.programs.interface.layout import aligned
+
+TENSOR_BYTES: Final = 512  # as torch's own on cuda: cuBLASLt chooses by an operand's alignment
+HISTORY_ENTRY_BYTES: Final = 2048  # the scalars of one LBFGS update, and the JSON that names them
+FALLBACK_STATE_FACTOR: Final = 2  # an optimizer that does not run on meta: two moments, like Adam
+
+
+@dataclass
+class SlicePlace:
+    """One tensor's place in the slice."""
+
+    name: str
+    offset_bytes: int
+    size_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def entry(self) -> dict[str, Any]:
+        """Return the entry of the image's JSON."""
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "shape": list(self.shape),
+            "stride": list(self.stride),
+            "offset": self.offset_bytes,
+            "size": self.size_bytes,
+        }
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Return True if a tensor's values fit here."""
+        return self.dtype == tensor.dtype and self.shape == tuple(tensor.shape)
+
+
+class Area:
+    """A stretch of the slice, filled front to back."""
+
+    def __init__(self, name: str, offset_bytes: int, capacity_bytes: int) -> None:
+        self.name = name
+        self.offset_bytes = offset_bytes
+        self.capacity_bytes = aligned(capacity_bytes, TENSOR_BYTES)
+        self.used_bytes = 0
+
+    @property
+    def end_bytes(self) -> int:
+        """Offset of the next area."""
+        return self.offset_bytes + self.capacity_bytes
+
+    def place(self, name: str, tensor: torch.Tensor) -> SlicePlace:
+        """Take the next place for a tensor like ``tensor``.
+
+        Raises:
+            OutOfDeviceMemory: the area is full.
+        """
+        size = tensor.numel() * tensor.element_size()
+        start = self.used_bytes
+        if start + aligned(size, TENSOR_BYTES) > self.capacity_bytes:
+            raise OutOfDeviceMemory(
+                f"{name}: the job's {self.name} needs more than the {self.capacity_bytes} bytes "
+                "measured when its first loop began",
+                hint="pass all models and optimizers to the first job.steps",
+                requested_bytes=start + size,
+                largest_free_bytes=self.capacity_bytes,
+            )
+        self.used_bytes = start + aligned(size, TENSOR_BYTES)
+        stride = tuple(tensor.stride()) if is_dense(tensor) else row_major(tensor.shape)
+        return SlicePlace(
+            name, self.offset_bytes + start, size, tensor.dtype, tuple(tensor.shape), stride
+        )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return True if the elements fill one stretch without holes or overlap, in any order."""
+    expected = 1
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= extent
+    return tensor.numel() > 0
+
+
+def row_major(shape: Iterable[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    stride, expected = [], 1
+    for extent in reversed(tuple(shape)):
+        stride.append(expected)
+        expected *= max(extent, 1)
+    return tuple(reversed(stride))
+
+
+def padded_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes that the tensors take one after the other in an area."""
+    return sum(aligned(_bytes_of(tensor), TENSOR_BYTES) for tensor in tensors)
+
+
+def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of the optimizer's future state tensors, by one dry step on the meta device.
+
+    Works for any optimizer whose ``step`` runs on meta tensors (torch's Adam, AdamW, SGD,
+    RMSprop, Adagrad, ...). Otherwise it returns an estimate: twice the parameters, or the size of
+    the current state.
+    Tensors in lists: ``history_bytes``.
+    """
+    dry = copy.copy(optimizer)  # shares nothing that the next lines do not replace; no hooks
+    dry.state = defaultdict(dict)
+    dry.param_groups = []
+    estimate = 0
+    for group in optimizer.param_groups:
+        metas = []
+        for parameter in group["params"]:
+            meta = nn.Parameter(torch.empty_like(parameter, device="meta"))
+            meta.grad = torch.empty_like(meta)
+            metas.append(meta)
+            estimate += FALLBACK_STATE_FACTOR * aligned(_bytes_of(parameter), TENSOR_BYTES)
+            if parameter in optimizer.state:
+                dry.state[meta] = _on_meta(optimizer.state[parameter])
+        plain = {k: False for k in ("fused", "foreach", "capturable") if group.get(k)}
+        dry.param_groups.append({**copy.copy(group), **plain, "params": metas})
+    try:
+        type(optimizer).step(dry)
+    except Exception:  # whatever a foreign optimizer raises on meta: only the size is at stake
+        estimate += 4096 * sum(len(group["params"]) for group in optimizer.param_groups)
+        return max(estimate, padded_bytes(tensor for _, tensor in state_tensors(optimizer)))
+    return padded_bytes(tensor for _, tensor in state_tensors(dry))
+
+
+def history_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of what an optimizer will keep in lists, which belongs into the state area.
+
+    LBFGS fills two lists of up to ``history_size`` vectors, each as large as all its parameters.
+    """
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return 0
+    total = 0
+    for group in optimizer.param_groups:
+        vector = aligned(sum(map(_bytes_of, group["params"])), TENSOR_BYTES)
+        total += int(group["history_size"]) * (2 * vector + HISTORY_ENTRY_BYTES)
+    return total
+
+
+def sparse_gradient_bytes(modules: Iterable[nn.Module]) -> int:
+    """Bytes of the largest sparse gradients that embeddings may leave behind."""
+    total = 0
+    for module in modules:
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            total += _bytes_of(module.weight) + 8 * module.num_embeddings
+    return total
+
+
+def _on_meta(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: (value.to("meta") if value.dim() else value.clone())
+        if isinstance(value, torch.Tensor)
+        else copy.copy(value)
+        for key, value in state.items()
+    }
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, torch.Tensor]]:
+    """((parameter, key), tensor) for every tensor directly in the optimizer's state."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, torch.Tensor):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    yield (parameter, key), value
