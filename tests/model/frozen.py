@@ -132,7 +132,7 @@ class Codec:
         elif annotation.startswith("dict[ModelName, "):
             self._value(name, f"tuple(sorted(o.{name}.items()))", "dict({})")
         elif annotation == "StagingLayout | None":
-            self._value(name, f"lands(o.{name})", "landings({})")
+            self._value(name, f"lands(o.{name})", "staging({})")
         elif annotation == "SamplingParams | None":
             self._value(
                 name, f"o.{name} and (o.{name}.steps, o.{name}.left)", "sampling_params({})"

@@ -236,7 +236,7 @@ def test_overlapping_a_live_transmission_is_refused_until_it_ended(guard: Transm
 
 def test_a_word_of_a_live_transmission_is_refused(guard: TransmitGuard) -> None:
     guard.accept(order(1, 4096, 100, fence=5))
-    with pytest.raises(RemoteProtocolError, match="word"):
+    with pytest.raises(RemoteProtocolError, match="fence"):
         guard.accept(order(2, 8192, 100, fence=5))
 
 
