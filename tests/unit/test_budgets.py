@@ -36,9 +36,9 @@ PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 # "What outsiders broke" took 4.3 thousand of 1.2 (tests 6.9 of 2), and "Precision" 0.95 of 0.9 so
 # far; "A smaller house", which pays for both, has given back 0.9 (tests 0.8), without the import
 # lists of its new rooms (0.2 and 0.2), and is under way.
-MAX_PRODUCT_LINES = 80_700
+MAX_PRODUCT_LINES = 80_800
 MAX_DOC_WORDS = 50_000
-MAX_TEST_LINES = 78_500
+MAX_TEST_LINES = 79_450
 
 
 def lines_of(*tops: str) -> int:
