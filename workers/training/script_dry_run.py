@@ -69,7 +69,7 @@ class ScriptDryRun(job_api._PlainSession):
             "step": asdict(plan.measured),
             "compute_ms": plan.compute_ms,
             "min_bytes": least_for(plan.of_step),
-            "lanes": [{"bytes_per_ms": rate} for rate in rates],
+            "links": [{"bytes_per_ms": rate} for rate in rates],
         }
         with open(self._out, "w") as file:
             json.dump(report, file)
