@@ -65,7 +65,7 @@ class Runner:
             slot=Slot(0),
             device="cpu",
             arena_bytes=numbers["arena_bytes"],
-            fence_count=numbers["words"],
+            fence_count=numbers["fence_count"],
             pool_bytes=0,
             threads=1,
             doorbell_count=1,
