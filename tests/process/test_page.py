@@ -276,7 +276,7 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
         quiet = write_script(tmp_path, "quiet.py", "import pipeswitch\n")
         checked.client.train(quiet, name="quiet").wait()
         tab.click("Details of quiet")  # without a complaint: it has no history
-        tab.shows("#loss-title", "it logged none")
+        tab.shows("#loss-title", "none logged")
         driver.find_element("css selector", "#log button").click()
         cell = tuple(torch.zeros(1, width) for width in (8, CELL_WIDTH, CELL_WIDTH))
         checked.client.register("cell", seeded(Cell), example_inputs=cell, state=CELL)

@@ -453,7 +453,7 @@ def _read(message: Any, data: bytes, max_bytes: int = SMALL_BYTES) -> Any:
 
 
 def _no_message(message: Any) -> InvalidInput:
-    return InvalidInput(f"these bytes are not a {message.DESCRIPTOR.full_name}")
+    return InvalidInput(f"these bytes are not a valid {message.DESCRIPTOR.full_name}")
 
 
 def read_infer(data: bytes, raw: Sequence[Any] = ()) -> tuple[Any, InferRequest]:
