@@ -323,7 +323,7 @@ def test_a_reader_that_never_reads_is_dropped(
         ({"v": 9, "op": "x"}, "version 9"),
         ({"v": 1, "op": "x"}, "no verb"),
         ({"v": 1, "op": "ps", "inputs": [{"name": "x"}]}, "malformed"),
-        ({"v": 1, "op": "ps"}, "say hello"),
+        ({"v": 1, "op": "ps"}, "send hello"),
     ],
 )
 def test_nonsense_with_an_id_gets_one_typed_error(

@@ -462,14 +462,14 @@ class HookedGate(Gate):
             if self.countdown == 0:
                 self.request_evict()
             self.countdown -= 1
-            self.asked = True
+            self.is_pending = True
         try:
             super().answer(where)
         except TaskPreempted:
             self.unwound_in = self.unwound_in or where
             raise
         if self.countdown >= 0:
-            self.asked = True
+            self.is_pending = True
 
 
 @pytest.mark.parametrize("name", ["plain", "accumulation", "zeroed at the start", "closure"])
