@@ -450,3 +450,14 @@ def test_a_folder_is_served_whatever_last_bits_its_weights_places_give(tmp_path:
             assert row["batching"]["limit"] == 8
             with checked.client.generate(name, [1, 2, 3], max_new_tokens=4) as answer:
                 assert len([*answer]) == 4
+
+
+@pytest.mark.parametrize("vocabulary", [3, 100])
+def test_a_vocabulary_may_be_smaller_than_the_numbers_that_are_tried(vocabulary: int) -> None:
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 64}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.GPT2Config(vocab_size=vocabulary, **ends, **sizes)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    with checked_server(arena="64MiB", host_store="128MiB") as checked:
+        row = checked.client.register("small", model, generate=True)
+        assert row["batching"]["limit"] == 8

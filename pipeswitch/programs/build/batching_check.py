@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +15,7 @@ from ...base.errors import RegistrationRefused
 from ...devices.cpu.packed import KERNELS
 from ..graphs.bundle import read_bundle
 from ..graphs.manifest_check import check_joinable
-from ..interface.dims import BATCH, at_batch, largest, shape_at
+from ..interface.dims import BATCH, Values, at_batch, largest, shape_at
 from ..interface.layout import MAX_JOINED_BYTES, Batching, Manifest, ValueSpec
 from ..interface.packing import HALF
 from ..running.executor import GraphProgram
@@ -131,11 +132,11 @@ def _is_exact_padded(manifest: Manifest, low: int, size: int, compute: Plain, mo
             for k, d in enumerate(manifest.dims)
         }
         values[BATCH] = low
-        inputs = acceptable_inputs(manifest.inputs, values, lambda inputs: [])
-        for dim, counted in manifest.pads.items():
-            index = [value.name for value in manifest.inputs].index(counted)
-            inputs[index] = torch.full_like(inputs[index], values[dim])
-        requests.append(inputs)
+        count = partial(_with_counts, manifest, values)
+        inputs = acceptable_inputs(
+            manifest.inputs, values, lambda some, count=count: compute(count(some))
+        )
+        requests.append(count(inputs))
         extents.append(values)
     together = compute([padded(column) for column in zip(*requests, strict=True)])
     is_exact = True
@@ -146,6 +147,17 @@ def _is_exact_padded(manifest: Manifest, low: int, size: int, compute: Plain, mo
                 is_exact = False
                 _check_rounding(spec, rows, own, most)
     return is_exact
+
+
+def _with_counts(
+    manifest: Manifest, values: Values, inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the inputs with the true extents of padded dimensions."""
+    counted = {name: values[dim] for dim, name in manifest.pads.items()}
+    return [
+        torch.full_like(x, counted[spec.name]) if spec.name in counted else x
+        for spec, x in zip(manifest.inputs, inputs, strict=True)
+    ]
 
 
 def _check_rounding(spec: ValueSpec, rows: torch.Tensor, own: torch.Tensor, most: float) -> None:
