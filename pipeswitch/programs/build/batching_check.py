@@ -133,9 +133,7 @@ def _is_exact_padded(manifest: Manifest, low: int, size: int, compute: Plain, mo
         }
         values[BATCH] = low
         count = partial(_with_counts, manifest, values)
-        inputs = acceptable_inputs(
-            manifest.inputs, values, lambda some, count=count: compute(count(some))
-        )
+        inputs = acceptable_inputs(manifest.inputs, values, partial(_counted, compute, count))
         requests.append(count(inputs))
         extents.append(values)
     together = compute([padded(column) for column in zip(*requests, strict=True)])
@@ -147,6 +145,10 @@ def _is_exact_padded(manifest: Manifest, low: int, size: int, compute: Plain, mo
                 is_exact = False
                 _check_rounding(spec, rows, own, most)
     return is_exact
+
+
+def _counted(compute: Plain, count: Plain, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return compute(count(inputs))
 
 
 def _with_counts(
