@@ -25,7 +25,7 @@ ELSEWHERE: Final = (errors.ServerUnavailable, errors.ModelNotFound, errors.Permi
 refuses it is a foreign one that now has a node's former port."""
 RETURN_S: Final = 30.0  # time that a request waits if none of its model's nodes answers
 KEEP_MS: Final = 20.0  # minimum gain for leaving the preferred node,
-KEEP_SHARE: Final = 0.25  # and as a share of the wait: predictions are no more exact
+KEEP_SHARE: Final = 0.25  # and as a share of the predicted wait
 UNKNOWN_MS: Final = 1.0  # assumed for one request if nothing was measured
 
 Load = tuple[float, float]

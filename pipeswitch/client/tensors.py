@@ -204,7 +204,7 @@ def _as_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], memoryview]:
 
 @functools.lru_cache(64)
 def _dtype_name(dtype: Any) -> str:
-    """Return a dtype's name, which numpy computes anew each time."""
+    """Return a dtype's name from a cache: numpy computes it at each call."""
     return str(dtype.name)
 
 

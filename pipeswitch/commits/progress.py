@@ -61,7 +61,7 @@ class Progress:
         self._words[_STEP_AT] = step
 
     def ended(self) -> None:
-        """Note that the script has ended: its process's end is no death."""
+        """Note that the script has ended, so its process may exit."""
         self._words[0] = False
 
 

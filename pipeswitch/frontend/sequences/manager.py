@@ -62,7 +62,7 @@ class Sequences:
 
         Raises:
             InvalidInput: the model has no state; another request is under way.
-            SequenceNotFound: there is no such name, or it is another model's.
+            SequenceNotFound: no sequence has this name, or it belongs to another model.
         """
         self.expire()
         if not announced.manifest.extra.get("state"):

@@ -96,7 +96,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Claim = tuple[bool, float]
-"""What speaks for keeping a connection; see ``HttpConnection.claim``."""
+"""Reasons to keep a connection, the strongest first; see ``HttpConnection.claim``."""
 
 
 class BodyStream(Protocol):

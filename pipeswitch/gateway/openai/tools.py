@@ -21,7 +21,7 @@ HEAD: Final = re.compile(
 )
 START: Final = re.compile(r'\s*\[?\s*(?:\Z|\{\s*(?:\Z|"(?:\Z|[nt])))')  # of a call without a mark
 TAIL: Final = re.compile(rf"\s*\}}?\s*(?:{CLOSE})?[\s,;\]]*")
-# The form in which models are trained to write calls; endless white space is no part of it.
+# White space as models are trained to write it in calls; no other white space is allowed.
 COMPACT: Final = b'{"whitespace_flexible":false,"item_separator":", ","key_separator":": "}'
 CALL: Final = (
     b'{"type":"object","properties":{"name":{"const":"%b"},"arguments":%b},'
@@ -48,7 +48,7 @@ class Function(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """One tool, or the choice of one."""
+    """Tool of a request, or the tool that ``tool_choice`` names."""
 
     type: Literal["function"]
     function: Function

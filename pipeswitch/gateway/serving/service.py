@@ -89,7 +89,7 @@ class Service:
     @property
     def regions(self) -> SharedMemoryRegions:
         """Raises:
-        InvalidInput: this gateway has none.
+        InvalidInput: this gateway has no shared memory regions.
         """
         if self._regions is None:
             raise InvalidInput(
@@ -224,7 +224,7 @@ class Service:
         for key in BILLED:
             if key in timing:
                 timing[key] = round(timing[key], 3)
-        for step, part in timing.pop("steps", {}).items():  # a parameter is no object
+        for step, part in timing.pop("steps", {}).items():  # a parameter cannot be an object
             timing[f"{step}.total_ms"] = round(part["total_ms"], 3)
         return outputs, timing
 
