@@ -221,7 +221,7 @@ def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> 
             {"model": "chat", "input": "a", "dimensions": 3},
             400,
             "dimensions",
-            "not done",
+            "not supported",
         ),
     ):
         answer_status, reply, _ = post(running, path, body)
