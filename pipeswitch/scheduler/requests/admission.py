@@ -13,7 +13,7 @@ from ...programs.interface.dims import BATCH, values_of
 from ...programs.interface.layout import Manifest
 from ...wire.request_timing import RequestTiming
 from ..core import DUE, QUEUE, RESIDENCY, TURN, WORKERS, Core
-from ..events import CancelRequest, InferArrived, NextRun, NextRuns, Prepared, Reply
+from ..events import CancelRequest, InferArrived, NextRun, NextRuns, Prepared, Reply, RunEnded
 from ..memory.device_placement import DevicePlacement
 from ..processes.preprocess_pool import PreprocessPool
 from ..state.device_state import DeviceState
@@ -21,6 +21,7 @@ from ..state.records import Model, Request, Steps
 from ..state.states import MODEL_AWAITED, ModelState, TaskEvent, TaskState
 from ..state.versions import Versions, split_name
 from . import forecast
+from .batching import take_led
 from .completion import batch_of, quarantined
 from .dispatch import Dispatch
 
@@ -257,13 +258,21 @@ class Admission:
         return self.preprocess_pool.cancel(event.token)
 
     def on_next_runs(self, event: NextRuns) -> None:
-        """Queue all generations at once whose run has ended, or that waited for room."""
+        """Queue all generations at once whose run has ended, or that waited for room.
+
+        A generation that arrived after its leader's run had ended and before this event was
+        prepared without the run's tokens: its inputs are requested again.
+        """
+        led: list[Reply] = []
         for run in event.runs:
             for state in self._states:
                 request = state.between.get(run.token)
                 if request is not None and request.runs is not None:
                     request.runs.is_returning = False
+                    led += take_led(state, request.model, (run.token,))
                     self._go_on(state, request, run)
+        if led:
+            self._core.emit(RunEnded(answers=tuple(led)))
 
     def _go_on(self, state: DeviceState, request: Request, run: NextRun) -> None:
         model = self._models.get(request.model)

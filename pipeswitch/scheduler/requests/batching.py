@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from operator import add
 from typing import Final, NamedTuple
 
+from ...ipc.messages.base import ModelName
 from ...programs.interface.layout import MAX_JOINED_BYTES
+from ..events import Reply, Token
 from ..state.device_state import DeviceState
 from ..state.records import DeviceModel, Request
 from .forecast import free_at_ms
@@ -124,6 +126,16 @@ def should_wait_for_batch(device: DeviceState, replica: DeviceModel, batch: Batc
     if running is not None and any(one.batching.leader in running.tokens for one in batch.requests):
         return True
     return bool(replica.built.pads) and not batch.is_full and is_same
+
+
+def take_led(device: DeviceState, model: ModelName, leaders: Container[Token]) -> Iterator[Reply]:
+    """Take the queued generations of these leaders out of the queue, and ask for their inputs
+    again: the leaders' runs have computed tokens of their prompts."""
+    for one in device.queue.of(model) if device.queue.requests else ():
+        if one.batching.leader in leaders and one.runs is not None:
+            device.queue.discard(one)
+            device.between[one.token], one.runs.is_returning = one, True
+            yield Reply(token=one.token, more=True)
 
 
 def failed(device: DeviceState, replica: DeviceModel, requests: Sequence[Request]) -> None:

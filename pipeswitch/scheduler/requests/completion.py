@@ -3,7 +3,7 @@ shutdown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...base import errors
@@ -18,7 +18,7 @@ from ..memory.residency import Residents
 from ..state.device_state import DeviceState
 from ..state.records import DeviceModel, MeasuredRun, Model, Request, RunningTask, Runs, Worker
 from ..state.states import ModelEvent, ModelState, TaskEvent, WorkerEvent
-from .batching import failed
+from .batching import failed, take_led
 
 
 class TaskCompletion:
@@ -87,17 +87,9 @@ class TaskCompletion:
                 core.going_on.add(request.token)
             device.requests.pop(request.token)
             core.emit(Reply(token=request.token, body=body, outputs=outputs, timing=total))
-        more += self._take_led(task) if task.chooses and device.queue.requests else ()
+        more += take_led(device, task.model, task.tokens) if task.chooses else ()
         if more:
             core.emit(RunEnded(answers=tuple(more)))
-
-    def _take_led(self, task: RunningTask) -> Iterator[Reply]:
-        """Ask for the inputs of queued generations anew: the run has computed tokens of theirs."""
-        for one in self._device.queue.of(task.model):
-            if one.batching.leader in task.tokens and one.runs is not None:
-                self._device.queue.discard(one)
-                self._device.between[one.token], one.runs.is_returning = one, True
-                yield Reply(token=one.token, more=True)
 
     def _has_chosen(self, task: RunningTask, tokens: Sequence[Sequence[int]]) -> bool:
         """Return True if the number of chosen tokens is valid for each request."""
