@@ -117,7 +117,7 @@ class Device:
 
     def _cleaned(self, worker: Worker, op_id: OpId) -> None:
         if worker.dispatch_id == op_id and worker.state.state is WorkerState.CLEANING:
-            worker.state.apply(WorkerEvent.CLEANED, f"epoch {op_id}")
+            worker.state.apply(WorkerEvent.CLEANED, f"operation {op_id}")
 
     def is_current_generation(self, source: Address) -> bool:
         """Return True if this is the daemon that lives now."""

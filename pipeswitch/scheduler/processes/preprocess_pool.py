@@ -191,7 +191,7 @@ class PreprocessPool:
 
     def _ended(self, process: PreprocessSlot) -> Raw | None:
         """End a call; return its request if that still waits for it."""
-        process.state.apply(WorkerEvent.TASK_ENDED, f"epoch {process.op_id}")
+        process.state.apply(WorkerEvent.TASK_ENDED, f"operation {process.op_id}")
         process.op_id = NO_OP_ID
         return None if process.token is None else self.waits.get(process.token)
 

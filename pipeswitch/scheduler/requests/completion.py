@@ -172,7 +172,7 @@ class TaskCompletion:
         It may still be pending: a parked worker has written its turn, but that worker's message has
         not arrived; or the task failed before it had the turn.
         """
-        device, cause = self._device, f"epoch {activation.op_id}"
+        device, cause = self._device, f"operation {activation.op_id}"
         self._reconcile_cost(activation)
         device.owner.drop(activation, cause)
         worker.state.apply(WorkerEvent.TASK_ENDED, cause)

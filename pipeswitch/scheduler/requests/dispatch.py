@@ -91,7 +91,7 @@ class Turns:
             self._device.kill(worker, "it yielded while another yielded task waits")
             return
         passing.yielded_at_ms = self._core.now_ms
-        owner.step_aside(f"epoch {op_id}")
+        owner.step_aside(f"operation {op_id}")
 
     def hung(self) -> RunningTask | None:
         """Return the task that computes for too long, if any; its ``hung_why`` says why.
