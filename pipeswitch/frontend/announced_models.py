@@ -51,7 +51,8 @@ class AnnouncedModels:
         """
         announced = self.current.get(name)
         if announced is None:
-            raise validation.model_not_found(name, self.current)
+            aliases = {alias: self.current[model] for alias, model in self.aliases.items()}
+            raise validation.model_not_found(name, aliases | self.current)
         return self.version(name, version) if version else announced
 
     def version(self, name: str, version: int) -> ModelAvailable:
