@@ -25,6 +25,7 @@ from pipeswitch.base.roles import ANYONE
 from pipeswitch.wire.tokens import OWNER_FILE, owner_token
 from tests.process.test_cluster import Cluster, wait_for
 from tests.process.test_completions import PROMPT, made
+from tests.process.test_generate import wanted
 
 NEEDED = ("ray", "openai", "tritonclient", "transformers")
 pytestmark = [
@@ -235,7 +236,9 @@ def sequences(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
 def test_nodes_die_and_no_client_of_a_door_loses_a_request(nodes: Cluster, client: Client) -> None:
     """The nodes that hold the models are killed in turn, each when the one before is back."""
     rows, holders = rows_of(nodes)
-    text = client.generate("chat", PROMPT, max_new_tokens=TOKENS).text
+    answer = client.generate("chat", PROMPT, max_new_tokens=TOKENS)
+    text, (model, tokenizer) = answer.text, made()
+    assert answer.tokens == wanted(model, tokenizer(PROMPT)["input_ids"], TOKENS)
     expected = client.infer("m", X).outputs["y"].tobytes().hex()
     door = next(name for name in rows if name not in holders)
     clients = {
