@@ -12,6 +12,7 @@ import random
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -397,6 +398,18 @@ def test_what_keeps_another_state_is_refused_with_the_reason(
     )
     with pytest.raises(RegistrationRefused, match=words) as caught:
         build(spec, tmp_path / "out", lambda stage, done: None)
+    assert caught.value.part == "generate"
+
+
+@pytest.mark.parametrize("keyword", ["indices", "position_bias", "block_table"])
+def test_an_attention_that_takes_an_unknown_keyword_is_refused(
+    keyword: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A choice of tokens, for example, changes nothing in the short text that ``check`` uses."""
+    model, value = plain_model("llama"), torch.ones(1, dtype=torch.long)
+    monkeypatch.setattr(model, "forward", partial(model.forward, **{keyword: value}))
+    with pytest.raises(RegistrationRefused, match=keyword) as caught:
+        Decoder(model).check()
     assert caught.value.part == "generate"
 
 

@@ -18,6 +18,12 @@ from torch.nn import functional
 from ...base.errors import RegistrationRefused
 
 NAME: Final = "pipeswitch"  # among transformers' implementations
+UNUSUAL: Final = "register it without generate; each request then computes the whole text"
+_READ: Final = frozenset({"sliding_window", "softcap", "s_aux"})
+# Keywords that change nothing here: positions are in the keys already, and nothing is dropped.
+_UNREAD: Final = frozenset(
+    ("dropout", "is_causal", "position_ids", "cache_position", "use_cache", "return_dict")
+)
 EXPERTS_TOGETHER: Final = 8  # in one product: bounds the memory of its result
 
 
@@ -119,10 +125,15 @@ def attention(
         scaling: of the scores; None: one over the root of the size.
         more: ``sliding_window`` of this layer, as the model's own code has it; ``softcap``, the
             scores' bound; ``s_aux`` [heads], scores of a token without a value (attention sinks);
-            and what only other implementations need.
+            and keywords that only other implementations read.
+
+    Raises:
+        RegistrationRefused: a keyword that may change the result, such as a choice of tokens.
     """
-    if more.get("position_bias") is not None:
-        refuse("its attention has a position_bias")
+    for keyword, argument in more.items():
+        is_known = keyword in _READ | _UNREAD or keyword.startswith("output_")
+        if not is_known and argument is not None and argument is not False:
+            refuse(f"its attention takes {keyword}, which is not supported", UNUSUAL)
     softcap, sinks = more.get("softcap"), more.get("s_aux")
     batch, heads, length, size = query.shape
     shared = key.shape[1]
