@@ -169,7 +169,7 @@ def test_the_verbs_speak_of_all_nodes(nodes: Cluster, client: Client, tmp_path: 
 
 
 def test_of_two_who_register_one_name_the_first_has_it(nodes: Cluster, client: Client) -> None:
-    """Let two clients register at different nodes; one client's threads send to one node."""
+    """Register one name from two clients at different nodes; one client's threads use one node."""
     modules = {width: torch.nn.Linear(8, width).eval() for width in (3, 5)}
 
     def register(one: Client, width: int) -> int:
