@@ -254,8 +254,7 @@ def _half_a_message(stage: Stage, _: random.Random) -> bool:
 def _damaged_journal(stage: Stage, generator: random.Random) -> bool:
     """Kill the controller and cut off the last bytes of its journal.
 
-    These bytes record a load and an unload, whose loss is harmless. The loss of an accepted job is
-    not.
+    These record a load and an unload. Losing them is harmless, unlike losing an accepted job.
     """
     with stage.client() as client:
         client.load("probe")

@@ -32,7 +32,7 @@ ENDING_WEIGHT: Final = 0.1  # a controller takes seconds to come back
 NUMBER: Final = re.compile(r"\d+")  # in a name: of an inode or a port
 PIDFD: Final = "anon_inode:[pidfd]"
 CHANNEL: Final = "socket:[] SOCK_SEQPACKET  NONE"
-PROGRAM: Final = ("manifest.json", "program.bundle", "null")  # one open per device
+PROGRAM: Final = ("manifest.json", "program.bundle", "null")  # one per device; null: none yet
 
 Say = Callable[[str], object]
 
@@ -52,8 +52,7 @@ def chaos(
     Args:
         keep_log: receives the server's log.
         policy: the scheduling policy of the server.
-        faults: the number of faults to inject; 0: the whole grid, then random ones until the time
-            is up.
+        faults: the number of faults to inject; 0: the whole grid, then random ones for ``seconds``.
     """
     generator = random.Random(seed)
     history = History()

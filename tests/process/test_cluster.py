@@ -227,8 +227,8 @@ class Job:
         return str(row["node"])
 
     def ends_as_the_whole_one(self) -> None:
-        """Release the job; compare its weights with the whole run's, and check that no two of its
-        processes ran alternately."""
+        """Release the job; compare its weights with the whole run's.
+        Check that no two of its processes ran alternately."""
         (self.folder / "let_go").touch()
         assert self.client.task(self.name).wait(120)["state"] == "done"
         weights = [
@@ -319,9 +319,7 @@ def test_a_node_is_killed_under_requests_and_none_is_lost(
     nodes: Cluster, client: Client, tmp_path: Path
 ) -> None:
     """Check that each request is answered once with the same bits, and the killed node returns.
-
-    Then a node that trains is drained: its models and its job move, and no request is lost.
-    """
+    Then drain a node that trains: its models and its job move, and no request is lost."""
     x = np.random.default_rng(0).random((1, 8), dtype=np.float32)
     expected = client.infer("m", x).outputs["y"].tobytes()
     status = nodes.status()

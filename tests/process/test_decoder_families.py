@@ -207,8 +207,7 @@ def eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tens
 
 
 def four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return a weight and its 4-bit form in GPT-OSS's layout: two numbers per byte, one exponent
-    per 32."""
+    """Return a weight and its 4-bit form as in GPT-OSS: two numbers a byte, one exponent per 32."""
     count, size, outputs = weight.shape
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     codes = torch.randint(0, 16, (count, outputs, size))

@@ -266,8 +266,7 @@ def kill_training_servers(
 ) -> tuple[list[list[tuple[int, float]]], list[dict[str, Any]]]:
     """Kill ``kills`` servers of ``jobs`` jobs, each at most ``most_s`` after all jobs have resumed.
 
-    Returns:
-        For each job, the costs of the deaths, and its last row.
+    Returns: For each job, the costs of the deaths, and its last row.
     """
     script, names = tools.write_script(folder, "bodies.py", BODIES), [f"j{n}" for n in range(jobs)]
     outs = {name: folder / f"{name}.begun" for name in names}

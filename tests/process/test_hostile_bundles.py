@@ -1,8 +1,8 @@
 """Bundles by an attacker who knows torch's kernels, registered through the TCP listener.
 
 Once, each of these leaked another model's weights, another client's request or freed memory, or
-killed a worker. Now registration refuses each with a text that names the batch at which it would go
-wrong, and the server continues.
+killed a worker. Now registration refuses each, names the batch at which it would go wrong, and the
+server continues.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ def bundle(
     result: int = -1,
     batch_max: int = 8,
 ) -> Path:
-    """Write a bundle with input x, float32 weights, and output y: the value of node ``result``,
-    by default the last."""
+    """Write a bundle: input x, float32 weights, and y from node ``result`` (default: the last)."""
     first = 1 + len(weights)
     graph = Graph(
         version=2,
