@@ -61,10 +61,10 @@ class History:
     def lost(self) -> list[Outcome]:
         """Return the requests that should have been answered and were not.
 
-        A typed error is an answer, with exceptions: ``ServerUnavailable`` needs a controller that
-        was down, ``SequenceNotFound`` one that was down since the sequence began, and an expired
-        deadline or a cancellation a request that may fail. ``TaskFailed`` may occur once per
-        injected error.
+        A typed error is an answer, with exceptions. ``ServerUnavailable`` counts only if the
+        controller was down, ``SequenceNotFound`` only if it was down since the sequence began. An
+        expired deadline or a cancellation counts only if the request may fail. ``TaskFailed``
+        counts once per injected error.
         """
         lost_outcomes = [outcome for outcome in self.outcomes if self._is_lost(outcome)]
         failed = [outcome for outcome in self.outcomes if outcome.kind == "TaskFailed"]

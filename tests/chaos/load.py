@@ -126,7 +126,7 @@ class Load:
         client.register(TALKER, self._talker, generate=True, precision="exact")
         assert (
             client.generate(TALKER, self._prompts[0], max_new_tokens=1).text == ""
-        )  # no tokenizer
+        )  # without a tokenizer the text is empty
         self._ask_gateway(PROBE, torch.ones(1, 16))
 
     def start(self) -> None:
@@ -410,7 +410,7 @@ class RawClient:
         return self._peer
 
     def listen(self, request_id: str, stop: threading.Event) -> list[str]:
-        """Return the kinds of all replies up to this request's; the next call sees duplicates."""
+        """Return the kinds of replies up to this one; the next call reports late duplicates."""
         kinds: list[str] = []
         ends_at_s = time.monotonic() + CONTROLLER_GRACE_S
         while self._peer is not None and time.monotonic() < ends_at_s:

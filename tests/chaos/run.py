@@ -29,10 +29,10 @@ RECOVERS_WITHIN_S: Final = 60.0
 WEIGHTS: Final = {"active worker": 4.0, "standby worker": 3.0, "daemon": 1.5, "client": 1.0}
 ENDING_WEIGHT: Final = 0.1  # a controller takes seconds to come back
 
-NUMBER: Final = re.compile(r"\d+")  # in a name: of an inode or a port
+NUMBER: Final = re.compile(r"\d+")  # the number of an inode or a port
 PIDFD: Final = "anon_inode:[pidfd]"
 CHANNEL: Final = "socket:[] SOCK_SEQPACKET  NONE"
-PROGRAM: Final = ("manifest.json", "program.bundle", "null")  # one per device; null: none yet
+PROGRAM: Final = ("manifest.json", "program.bundle", "null")  # a device's program; null: none yet
 
 Say = Callable[[str], object]
 

@@ -101,7 +101,7 @@ def test_killed_workers_come_back(running: RunningServer) -> None:
 
 
 class Lookup(torch.nn.Module):
-    """Looks up indices that it computes, so they cannot be known in advance."""
+    """Module that looks up indices that it computes, so they cannot be known in advance."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -222,7 +222,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def sweep(names: list[str], entries: Mapping[str, Entry], folder: Path) -> None:
     """Make the rows that are missing; print a line for each."""
     arguments = ("--threads", str(THREADS))
-    root = str(Path(__file__).parents[2])  # where the server finds tests.models.factories
+    root = str(Path(__file__).parents[2])  # the server imports tests.models.factories from here
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     with server(arena="1GiB", host_store="2GiB", args=arguments) as running:
         one = Sweep(running)

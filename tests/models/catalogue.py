@@ -242,7 +242,7 @@ class Answers(nn.Module):
 
 
 class Dense(nn.Module):
-    """Returns the values of a dict that a segmenter or GoogLeNet returns."""
+    """Module that returns the values of a segmenter's or GoogLeNet's dict."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

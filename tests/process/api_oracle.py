@@ -21,7 +21,7 @@ Outcomes = frozenset[str]
 
 SLOT_BYTES: Final = 2 << 20  # regions of the arena begin and end at multiples of this
 COMMITS_BYTES: Final = 512 << 10  # of the host store, at most, for commits of all jobs of the test
-REJECTIONS: Final = frozenset({"InvalidInput", "ModelNotFound", "QueueFull"})  # before acceptance
+REJECTIONS: Final = frozenset({"InvalidInput", "ModelNotFound", "QueueFull"})  # never accepted
 MOVING: Final = frozenset(
     {"queued", "transmitting", "running", "stopping", "suspended", "evicting"}
 )
@@ -65,7 +65,7 @@ class KnownModel:
     is_owners: bool  # registered by the owner, not by another client
     is_quarantined: bool = False
     answered: int = 0  # requests with a result since the server started
-    stays: bool = False  # seen on the device; only its user can take this pinned model off it
+    stays: bool = False  # pinned and seen on the device: only a client can evict it
 
     @property
     def residencies(self) -> frozenset[str]:
@@ -147,7 +147,7 @@ class Oracle:
         free = self.store_bytes - sum(m.program.size_bytes for m in self.models.values())
         if free < program.size_bytes:
             return only("HostStoreFull")
-        # Gaps between the models, in the worst arrangement.
+        # The worst arrangement leaves equal gaps between the models.
         if (free - COMMITS_BYTES) // (len(self.models) + 1) >= program.size_bytes:
             return only(OK)
         return only(OK, "HostStoreFull")
@@ -256,7 +256,7 @@ class Oracle:
         if model.is_quarantined or any(not 1 <= n <= model.batch_max for n in batches):
             return only("InvalidInput")
         if any(not job.end for job in self.jobs.values()):
-            return only(OK, "DeviceBusy", "OutOfDeviceMemory")  # a paused job may hold none
+            return only(OK, "DeviceBusy", "OutOfDeviceMemory")  # paused jobs use no memory
         if not self.has_certain_place(model.program.slots, name):
             return only(OK, "OutOfDeviceMemory")
         return only(OK)

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Bomb:
-    """Makes a folder when it is unpickled."""
+    """Object that makes a folder when it is unpickled."""
 
     def __init__(self, target: Path) -> None:
         self.target = target

@@ -1,4 +1,4 @@
-"""Load for the tour of failpoints: clients that compare every answer, and a job with its twin."""
+"""Load of the failpoint tour: clients that check each answer, a job, and its undisturbed run."""
 
 from __future__ import annotations
 

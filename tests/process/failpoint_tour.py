@@ -52,8 +52,8 @@ class Stop:
 
     point: str
     act: str = ""  # makes a process reach the point; empty: the load does
-    fatal: tuple[str, ...] = ()  # actions that end the server, as it has the point
-    writes: bool = False  # writes to the disk, which may be full
+    fatal: tuple[str, ...] = ()  # actions that end the server, because the point is in it
+    writes: bool = False  # the point is at a write to the disk, which may be full
 
 
 LOOP: Final = ("crash", "error", "memory")  # the loop's thread cannot trust its state after these
@@ -188,7 +188,7 @@ class Tour:
         """End the job and check that it computed the same bits as the plain script."""
         (self.folder / f"{name}.stop").touch()
         with contextlib.suppress(PipeSwitchError):
-            self.client.job(name, "resume")  # a fault came while it was paused
+            self.client.job(name, "resume")  # in case a fault came while it was paused
         row = finish(self.client.task(name))
         text = (self.folder / f"{name}.out").read_text()
         assert text == self._undisturbed.after(row["step"]), f"{name} differs at {row['step']}"

@@ -137,7 +137,7 @@ class FakeScheduler:
                     self.seen.append(event)
                     self.answer(event)
             self.tcp.unwatch(selector)
-        self._may_end.wait(DEADLINE_S)  # until nobody writes to the loop's wakeup any more
+        self._may_end.wait(DEADLINE_S)  # else the wakeup socket could close during a write
         self.tcp.close()
 
     def answer(self, event: ev.Event) -> None:
@@ -207,7 +207,7 @@ class FakeScheduler:
 
 
 def until(look: Callable[[], Any], at_least: int = 1) -> Any:
-    """Return the first value of ``look`` that is true, or at least this long; wait if need be."""
+    """Wait until ``look`` returns a true value, or ``at_least`` items; return them."""
     give_up_at_s = time.monotonic() + DEADLINE_S
     while True:
         value = look()

@@ -93,7 +93,7 @@ class Kept:
 
 
 class Waiting:
-    """In a controller: the waiting fork server that the keeper made its child. Used once."""
+    """The waiting fork server that the keeper gave a controller as its child. Used once."""
 
     def __init__(self, pid: int, descriptor: int) -> None:
         self.pid, self._descriptor = pid, descriptor
@@ -191,7 +191,7 @@ def _clone_for_the_parent() -> int:
 def _become_a_server(
     command: list[str], folder: str, environment: dict[str, str], stdout: int
 ) -> NoReturn:
-    """In the forked process: fork a fork server as our child, then execute the server's command."""
+    """Become a controller: fork a fork server as our child, then execute the server's command."""
     os.chdir(folder)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
@@ -210,7 +210,7 @@ def _become_a_server(
 
 
 def _wait_to_serve(door: socket.socket) -> NoReturn:
-    """Become the fork server of a controller when it asks; exit if it ends before that."""
+    """Become the fork server of a controller when it asks; exit if the controller ends first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     order, descriptors, _, _ = socket.recv_fds(door, MAX_ORDER_BYTES, 2)
     if not order:

@@ -149,7 +149,7 @@ def test_a_plan_says_what_a_job_will_do_that_is_limited_by_its_command_line(tmp_
         assert took["budget_bytes"] == 800 << 10 >= took["peak_bytes"]
         assert took["host_bytes"] >= took["offloaded_bytes"] > 0
         assert took["step_ms"] > 0
-    with checked_server(**options) as checked:  # with the options with which the job was accepted
+    with checked_server(**options) as checked:  # the job keeps the budget of its acceptance
         took = until(lambda: figures_of_a_plan(checked), "a plan")
         assert took["budget_bytes"] == 800 << 10
         checked.client.task("planned").cancel()

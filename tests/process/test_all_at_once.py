@@ -26,7 +26,7 @@ MODELS: Final = {  # width and depth; "large" (60 MiB) is streamed, the others e
     "middle": (1024, 2),
     "small": (128, 2),
 }
-JOBS: Final = {  # how they offload, and the byte budget of their activations
+JOBS: Final = {  # offload mode, and byte budget for activations
     "limited": ("all", SAVED_BYTES // 2),
     "planned": ("auto", SAVED_BYTES // 3),
     "roomy": ("none", 1 << 30),
@@ -56,7 +56,7 @@ class Asked:
 
 
 def disturb(checked: tools.Checked, requests: Asked, dice: random.Random, number: int) -> None:
-    """Disturb the server at a random instant, perhaps while it recovers from the previous time."""
+    """Disturb the server at a random instant, perhaps during the previous recovery."""
     threading.Event().wait(dice.uniform(0, 0.3))  # a random instant, not a condition
     how = dice.choices(("kill", "evict", "request"), (1, 3, 6))[0]
     if number in DAEMON_DIES:
@@ -69,7 +69,7 @@ def disturb(checked: tools.Checked, requests: Asked, dice: random.Random, number
 
 
 def figures_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of a job's activations, or {} until they exist (for "planned": a plan)."""
+    """Return a job's activation figures; {} until they exist, for "planned" until it has a plan."""
     figures: dict[str, Any] = row.get("activations", {})
     is_planned = row["name"] != "planned" or figures.get("planned_step_ms")
     return figures if figures.get("saved_bytes") and is_planned else {}

@@ -279,7 +279,7 @@ def test_a_request_that_is_taken_back_or_whose_client_leaves_goes_no_further(
         lock, future = begun(lambda inputs: other.submit("slow", inputs), "left")
     until(lambda: running.count("preprocessing") == 0, "its client has gone")
     lock.close()
-    assert running.count("inferences") == served + 2  # the encoder's
+    assert running.count("inferences") == served + 2  # only the encoder computed
 
     lock, future = begun(lambda inputs: client.submit("slow", inputs), "killed")
     for row in running.rows("worker") + running.rows("stage"):

@@ -219,7 +219,7 @@ class Job:
         row = wait_for(
             lambda: job_row(self.client, self.name), lambda row: row["persisted_step"] >= step
         )
-        with connected_ray("auto"):  # ``status`` needs one connection
+        with connected_ray("auto"):  # one connection for all calls of ``status``
             wait_for(
                 lambda: nodes.status()["jobs"].get(self.name, {}),
                 lambda states: sorted(states.values()) == ["home", "replica"],

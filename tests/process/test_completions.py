@@ -482,7 +482,7 @@ def test_who_hangs_up_ends_the_sequence(running: Checked, ai: Any) -> None:
             assert next(iter(stream)).choices
         assert [row["model"] for row in running.client.sequences()] == ["chat"] * 8
     until(lambda: running.client.sequences() == [], "their sequences are gone")
-    with pytest.raises(openai.APITimeoutError):  # waiting for the whole answer
+    with pytest.raises(openai.APITimeoutError):  # a client that awaits the whole answer hangs up
         ai.chat.completions.create(**{**options, "stream": False}, timeout=0.2)
     until(lambda: running.client.sequences() == [], "its sequence is gone")
 
@@ -646,7 +646,7 @@ def test_a_text_process_without_memory_for_a_token_ends_and_refuses_a_prompt(
 
 
 def test_one_callers_long_prompts_wait_for_anothers_turn() -> None:
-    """Check the order: tokens of answers, then callers in turn. Too long a prompt is cut early."""
+    """Check that tokens go first, then callers in turn, and a long prompt costs only what fits."""
     facts = LanguageModelConfig(
         version=1,
         digest="d",

@@ -1,7 +1,7 @@
 """The whole server on the cuda device, over a fake of CUDA's bindings.
 
-Processes, self-test, daemon, workers, graphs and training are real. Only the device's memory is
-host memory, and computes at once (``tests/fakes/fake_cuda``).
+Processes, self-test, daemon, workers, graphs and training are real. Only the device is a fake: its
+memory is host memory, and it computes at once (``tests/fakes/fake_cuda``).
 """
 
 from __future__ import annotations

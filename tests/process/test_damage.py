@@ -1,4 +1,4 @@
-"""Damage to one file of the state directory: undamaged entries survive, and nothing is wrong.
+"""Damage to one file of the state directory: undamaged entries survive, and no answer is wrong.
 
 Most rounds run the code that restores a server in this process, without children. Some start a
 server and send requests. All use one directory: two models, one of them with two names, a chain, a

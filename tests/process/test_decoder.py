@@ -85,7 +85,7 @@ class Made:
     width: int
 
     def greedy(self, ids: Sequence[int], new: int, piece: int = 512) -> list[int]:
-        """Return the next ``new`` tokens; the prompt goes in in pieces of ``piece`` tokens."""
+        """Return the next ``new`` tokens; run the prompt in pieces of ``piece`` tokens."""
         window = torch.zeros(1, 512, self.width)
         tokens, done = list(ids), 0
         while len(tokens) < len(ids) + new:
@@ -163,7 +163,7 @@ def test_greedy_tokens_are_those_of_generate_wherever_it_starts_again(decoder: M
     assert len(set(expected)) > 30
     assert decoder.greedy(ids, NEW) == expected
     assert decoder.greedy(ids, 40, piece=7) == expected[:40]
-    # From the prompt and the tokens up to each position, eight positions in one step.
+    # Check the prompt and the tokens up to each position, eight positions in one step.
     for first in range(0, NEW, 8):
         counts = torch.arange(PROMPT + first, PROMPT + first + 8)
         ids_in = torch.tensor([[*ids, *expected][: PROMPT + first + 7]] * 8)
@@ -214,7 +214,7 @@ def test_of_a_run_of_unequal_requests_each_gets_its_own_extents_and_what_pads_is
 def test_one_whose_answers_depend_on_what_pads_is_not_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Make all but the first of a batch use all rows, which a batch of one cannot show."""
+    """Make all sequences but the first use padding rows, which a batch of one does not show."""
     right = Decoder._mask
 
     def wrong(self: Decoder, step: Any, used: Any, cache: torch.Tensor) -> torch.Tensor:
@@ -401,7 +401,7 @@ def test_what_keeps_another_state_is_refused_with_the_reason(
 
 
 def test_what_answers_otherwise_with_a_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the decoder attend to one token too many; the comparison with its own answer fails."""
+    """Make the decoder attend to one token too many; the check against the model's logits fails."""
     module = Decoder(plain_model("llama"))
     monkeypatch.setattr(
         module,

@@ -331,7 +331,7 @@ def make_rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
     def make(link_bytes_per_s: float = 0.0) -> CpuRig:
         if link_bytes_per_s:
-            monkeypatch.setattr(cuda_memory, "WINDOW_BYTES", 4 * MIB)  # as the link is slow
+            monkeypatch.setattr(cuda_memory, "WINDOW_BYTES", 4 * MIB)  # small, as the link is slow
         rigs.append(DEVICES[request.param](link_bytes_per_s))
         return rigs[-1]
 
@@ -398,7 +398,7 @@ def expect(child: subprocess.Popen[str], text: str) -> None:
 
 def test_copies_land_at_their_offsets_and_nothing_else_changes(rig: CpuRig) -> None:
     rig.fill_store(0, bytes([POISON]) * (32 * MIB))
-    rig.run(order(1, MIB, [32 * MIB]))  # fill the region and both sides of it
+    rig.run(order(1, MIB, [32 * MIB]))  # poisons the region and both sides of it
     data = random.Random(1).randbytes(20 * MIB)
     rig.fill_store(0, data)
     sizes = [1, 511, 512, 4097, 9 * MIB + 3, 0, 8 * MIB]
@@ -513,7 +513,7 @@ def test_a_cancelled_transmission_stops_where_it_says(make_rig: MakeRig) -> None
 
 
 def test_a_transmission_cancelled_in_the_queue_writes_nothing(make_rig: MakeRig) -> None:
-    rig = make_rig(4 * MIB)  # the first takes 2 s; on cuda it may have begun
+    rig = make_rig(4 * MIB)  # bytes per second: the first takes 2 s once it has begun
     rig.fill_store(0, bytes([7]) * (8 * MIB))
     rig.transmit(order(1, MIB, [8 * MIB]))
     rig.transmit(order(2, 20 * MIB, [MIB], first_fence=20))
@@ -527,12 +527,12 @@ def test_a_transmission_cancelled_in_the_queue_writes_nothing(make_rig: MakeRig)
 
 # ---- a ring of landings (ADR 43): group after group uses the same memory -------------------
 
-RING: Final = 4 * MIB  # two landings of one allocation unit
+RING: Final = 4 * MIB  # two places of one allocation unit each
 GROUP: Final = 2 * MIB - 1000
 
 
 def through_a_ring(op_id: int, count: int) -> TransmitModel:
-    """Return an order for groups of almost a unit, which land alternately at 2 and 4 MiB."""
+    """Return an order for groups of almost a unit, copied alternately to 2 and 4 MiB."""
     sent = order(op_id, 2 * MIB, [GROUP] * count)
     groups = tuple(
         msgspec.structs.replace(group, arena_offset_bytes=2 * MIB + index % 2 * 2 * MIB)
@@ -601,7 +601,7 @@ for epoch in range(1, {rounds} + 1):
         for _ in range(rng.randrange(2000) if rng.random() < 0.5 else 0):
             pass
         if rng.random() < 0.2:
-            ring(rig.doorbells[0])  # without a reason to wake up
+            ring(rig.doorbells[0])  # a wake-up without a reason
         has_turn = op_id % 3 == 0
         is_turn_first = rng.random() < 0.5
         if has_turn and is_turn_first:
@@ -875,9 +875,9 @@ for _ in range(3):
         (ENTER_A, ARENA_BYTES - 1),
         (ENTER_B, 6 * MIB - 1),
         (ENTER_B, 9 * MIB + PAGE),  # after the page with its last byte
-        (ENTER_A + ENTER_B, 2 * MIB),  # the address of A
+        (ENTER_A + ENTER_B, 2 * MIB),  # A's first byte, after B was entered
         (ENTER_A + "view.leave()\n", 2 * MIB),
-        (f"view.enter({2 * MIB}, {4 * MIB}, 5, 1)\n", 2 * MIB),  # nothing has been shown
+        (f"view.enter({2 * MIB}, {4 * MIB}, 5, 1)\n", 2 * MIB),  # no group has been shown
         (f"view.enter({2 * MIB}, {4 * MIB}, 9, 1); view.show({MIB})\n", 4 * MIB),  # not shown yet
         (f"view.prefault(0, {ARENA_BYTES})\n", 6 * MIB),
         (f"{ENTER_A}view.prefault(0, {ARENA_BYTES})\n{ENTER_B}", 2 * MIB),

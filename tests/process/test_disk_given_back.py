@@ -46,7 +46,7 @@ def test_registered_and_unregistered_leaves_nothing(tmp_path: Path) -> None:
         for turn in range(TURNS):
             client.register(
                 "m", module(turn), example_inputs=example
-            )  # only the first one's file stays
+            )  # in turn 0 the program is that of "stays"
             client.unregister("m")
             until(lambda: resident_bytes(running) == before, f"given back in turn {turn}")
         with pytest.raises(ps.RegistrationRefused):

@@ -30,7 +30,7 @@ SEED = 1121
 EPOCH_STEPS = 100
 KEPT = 12  # models and jobs; above this number each addition removes the oldest
 LANES = 2
-LIVES_OF_A_JOB = 25  # short, so that the job's plain run is short
+LIVES_OF_A_JOB = 25  # few, so that the job's plain run stays short
 PERSIST = [name for name in POINTS if name.startswith("persist.")]
 ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "20ms",
@@ -50,7 +50,7 @@ class Ledger:
     def __init__(self, folder: Path) -> None:
         self.waits = tools.write_script(folder, "waits.py", SHORT)
         self.there: list[str] = []  # acknowledged, oldest first: ``m…`` models, ``s…`` jobs
-        self.unsure: set[str] = set()  # never answered: present or absent are both right
+        self.unsure: set[str] = set()  # requests without an answer: either outcome is right
         self.removed = 0
         self.acknowledged = 0
         self.persisted_step = -1
@@ -266,7 +266,7 @@ def kill_training_servers(
 ) -> tuple[list[list[tuple[int, float]]], list[dict[str, Any]]]:
     """Kill ``kills`` servers of ``jobs`` jobs, each at most ``most_s`` after all jobs have resumed.
 
-    Returns: For each job, the costs of the deaths, and its last row.
+    Returns: For each job, the result of ``lost``, and its last row.
     """
     script, names = tools.write_script(folder, "bodies.py", BODIES), [f"j{n}" for n in range(jobs)]
     outs = {name: folder / f"{name}.begun" for name in names}

@@ -46,7 +46,7 @@ def _as_a_worker() -> Iterator[None]:
 
 
 class Encoder(nn.Module):
-    """Has positions by length, a mask, and outputs whose extents are computed from the mask."""
+    """Module with positions by length, a mask, and outputs whose extents depend on the mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Places(nn.Module):
 
 
 class OneOdd(nn.Module):
-    """Acts differently at length 8, a length that torch does not examine."""
+    """Module that acts differently at length 8, a length that torch does not examine."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if x.shape[1] != 8 else x * 3
@@ -238,7 +238,7 @@ def test_a_range_is_narrowed_to_what_is_proved_and_that_is_told(
 
 
 class Edges(nn.Module):
-    """Its edges refer to nodes, so the example's edges do not fit fewer nodes."""
+    """Module whose edges refer to nodes, so the example's edges do not fit fewer nodes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ def test_an_extent_that_an_enemy_wrote_is_refused(
 def test_an_answer_larger_than_its_signature_says_is_an_error_and_nothing_else_is_read(
     running: Checked, tmp_path: Path
 ) -> None:
-    """Give a right size where registration looks, and a wrong size in between."""
+    """Return a right size where registration looks, and a wrong size in between."""
     whole = Expr("*", ("rows", Expr("//", ("rows", ROWS))))
     ends = Expr("min", ("rows", Expr("max", (128, whole))))
     nodes = RELU * 40  # more nodes than are tried at once
@@ -380,7 +380,7 @@ def test_an_answer_larger_than_its_signature_says_is_an_error_and_nothing_else_i
 def test_an_answer_that_no_memory_could_hold_is_refused_and_the_server_serves_on(
     running: Checked, tmp_path: Path
 ) -> None:
-    """Give an empty size where registration looks, and 2 ** 112 bytes in between."""
+    """Return no rows where registration looks, and 2 ** 112 bytes in between."""
     extent = Expr("*", (Expr("%", (Expr("+", ("rows", -1)), 127)), 1 << 55))
     empty = [Node("aten.slice.Tensor", ({"v": 41 + axis}, axis, 0, 0)) for axis in (0, 1)]
     with running.running.client(tcp=True) as stranger:

@@ -57,7 +57,7 @@ X = {"x": ((2, 4), "float32")}
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # as the tests edit twice within a second
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # two edits may come within a second
     for name, text in FILES.items():
         (tmp_path / name).write_text(textwrap.dedent(text))
     yield tmp_path
@@ -78,7 +78,7 @@ def edit(path: Path, old: str, new: str) -> None:
 
 
 def built(folder: Path, out: str) -> Manifest:
-    forget()  # as in a builder, which is a new fork
+    forget()  # like a builder, which is a new fork
     spec = BuildSpec(name="net", source="editing:Net", weights="random:7", inputs=X)
     manifest = build(spec, folder / out, lambda stage, done: None)
     assert manifest.mode == "module"

@@ -76,7 +76,7 @@ def test_a_large_request_that_cannot_be_copied_is_answered_and_the_next_is_serve
 def test_a_server_without_descriptors_rests_and_then_takes_who_waited(
     server: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that the loop sleeps meanwhile, although the listener stays readable."""
+    """Check that the loop sleeps while descriptors are short: the listener stays readable."""
     turns, rested = 0, threading.Event()
     select = selectors.EpollSelector.select
 

@@ -27,7 +27,7 @@ def layers() -> nn.Module:
 
 
 class During(nn.Module):
-    """Calls ``act`` when it is traced."""
+    """Module that calls ``act`` when it is traced."""
 
     def __init__(self, act: Callable[[], object]) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ print({*LATER} <= {*sys.modules})
 
 
 class Keeps(nn.Module):
-    """Depends on an earlier call, in ways that two equal calls do not show."""
+    """Module that depends on an earlier call, in ways that two equal calls do not show."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Keeps(nn.Module):
             case "a buffer":
                 first = self.last.clone()
                 self.last.copy_(x)
-            case _:  # the first data set the weights
+            case _:  # the first input sets the weights
                 if not self.scale:
                     self.offset.data.copy_(x.mean(0))
                 first, self.scale = self.offset, 1.0
@@ -203,7 +203,7 @@ def test_what_a_module_keeps_of_a_call_is_no_constant_of_its_graph(
 
 
 class Remembers(nn.Module):
-    """Caches values that depend only on shapes: a mask, and a table in a dict."""
+    """Module that caches values that depend only on shapes: a mask, and a table in a dict."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ ONCE_FATAL = ("daemon.send", "daemon.transmit.end", "commit.copied", "job.obey",
 
 
 class Guide:
-    """Runs batches of failpoints on one server, and on a new one after a failure."""
+    """Runner of batches of failpoints, on one server until a failure, then on a new one."""
 
     def __init__(self, folders: pytest.TempPathFactory) -> None:
         self._folders = folders

@@ -110,7 +110,7 @@ def test_a_worker_stopped_while_it_computes_is_replaced_and_its_request_answered
 
 
 def test_a_worker_that_goes_on_soon_is_left_alone(running: tools.Checked) -> None:
-    # No request while it is stopped, because the server may give it to this worker.
+    # Send no request while the worker is stopped: the server may give it to this worker.
     pid = next(r["pid"] for r in running.rows("worker") if r["state"] == "standby")
     tools.stop(pid)
     tools.kill(pid, signal.SIGCONT)
@@ -229,7 +229,6 @@ def test_a_full_disk_refuses_what_cannot_be_kept_and_serves_on(
     ) as checked:
         client = checked.client
         client.register("small", tools.mlp(64, 2, 1), example_inputs=(torch.zeros(1, 64),))
-        # Waits to write its journal entry while the disk fills up.
         filler = fill(small_disk)
         with pytest.raises(errors.PipeSwitchError) as refused:
             client.register("other", tools.mlp(64, 2, 2), example_inputs=(torch.zeros(1, 64),))

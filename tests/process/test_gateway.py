@@ -26,7 +26,7 @@ pytest.importorskip("httptools", reason="make installs it")
 for _client in ("tritonclient.http", "tritonclient.grpc"):
     pytest.importorskip(_client, reason="make installs it")
 
-CROWD = 4  # requests
+CROWD = 4  # requests in flight
 TOKEN = "a-token-of-the-operator"
 
 

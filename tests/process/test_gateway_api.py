@@ -148,7 +148,7 @@ def test_events_are_read_as_they_come_and_gone_on_with(checked: Checked, call: C
     reader = threading.Thread(target=lambda: received.append(next(events)))
     reader.start()
 
-    def more() -> bool:  # the subscription may begin after the greeting
+    def more() -> bool:  # in case the subscription begins late
         checked.client.register("e", mlp(8, 1, seed=2), example_inputs=(torch.zeros(1, 8),))
         checked.client.unregister("e")
         return bool(received)

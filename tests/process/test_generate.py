@@ -90,7 +90,7 @@ def test_two_hundred_tokens_beside_a_job_with_workers_that_die(
     expected, turn, delays = wanted(model, ids, 200), threading.Semaphore(0), random.Random(0)
 
     def strike() -> None:
-        """Kill all workers at a moment of a next token, at most once per request."""
+        """Kill all workers at a random moment of a next token, at most once per request."""
         while turn.acquire() and not is_over.is_set():
             is_over.wait(delays.uniform(0.0, 0.01))
             for row in running.rows("worker"):

@@ -76,7 +76,7 @@ def test_a_machine_without_a_gpu_is_told_from_one_whose_gpu_cannot_be_had(
 BEHIND_IPC = {"tensor", "wait-write", "wait-copy", "suspend"}
 BEHIND_TORCH = {"warm", "slice", "graph", *BEHIND_IPC}
 BEHIND_MEMORY = {"pinned", "wait", "ipc", "slice", "graph", *BEHIND_IPC}
-BROKEN = {  # by broken call: what fails, the first one first; what cannot be tried then
+BROKEN = {  # by broken call: mechanisms that fail (first one first), those that cannot run then
     "cudaSetDevice=cudaErrorUnknown": (["device", "memory"], BEHIND_MEMORY),
     "cudaMalloc=cudaErrorMemoryAllocation": (["memory"], BEHIND_MEMORY),
     "cudaHostRegister=cudaErrorNotPermitted": (["pinned"], set()),

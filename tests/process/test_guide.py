@@ -47,7 +47,7 @@ class Page:
         self.names: dict[str, Any] = {"__name__": "page"}
         self._stack = stack.enter_context(contextlib.ExitStack())
         self._server: testing.RunningServer | None = None
-        self.environment = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}  # also of the server
+        self.environment = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}  # the server has it, too
         (folder / "bin").mkdir()
         for name, start in (("pipeswitch", f"-P -c {shlex.quote(COMMAND)}"), ("python", "")):
             path = folder / "bin" / name

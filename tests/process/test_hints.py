@@ -85,7 +85,7 @@ class Filters(Base):
 
 
 class Drawn(Base):
-    """Draws its structure at random; a worker's copy must draw the same structure."""
+    """Module with a random structure, which a worker's copy must draw again."""
 
     def made(self) -> None:
         self.order = torch.randperm(4).tolist()
@@ -261,7 +261,7 @@ def fresh(kind: Callable[[], nn.Module]) -> nn.Module:
 
 def built(spec: BuildSpec, folder: Path) -> tuple[Manifest, BoundProgram]:
     manifest = build(spec, folder, lambda stage, done: None)
-    random.seed(1)  # a worker has other random states
+    random.seed(1)  # a worker's generators have other states
     image = load_image(folder / weights_file(manifest), manifest)
     program = make_program(manifest, read_graph(manifest, folder / BUNDLE_FILE), "cpu")
     return manifest, program.bind(lambda one: tensor_over(image.untyped_storage(), one, 0))
@@ -405,7 +405,7 @@ def test_the_note_of_a_fixed_batch_says_what_opens_it(tmp_path: Path) -> None:
 
 
 class Lengths(nn.Module):
-    """Refuses a length above the extent, and a length of 0."""
+    """Module that refuses a length above the extent, and a length of 0."""
 
     def forward(self, x: T, lengths: T) -> T:
         if not torch.compiler.is_exporting():
@@ -580,7 +580,7 @@ def test_a_request_is_written_as_the_modules_own_call(
 
 
 class Wrapped(Base):
-    """Has a weight of a library's own class, as after torchao's int4."""
+    """Module with a weight of a library's own class, as after torchao's int4."""
 
     def made(self) -> None:
         from torch.testing._internal.two_tensor import TwoTensor

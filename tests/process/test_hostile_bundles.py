@@ -94,13 +94,13 @@ def integer_trap() -> list[Node]:
     There are 12 + (b - 1) (b - 2) (b - 5) columns, cut from sixteen.
     """
     terms = [
-        node("sym_size.int", X, 0),  # 3
+        node("sym_size.int", X, 0),  # value(3)
         Node("_operator.sub", (value(3), 1)),
         Node("_operator.sub", (value(3), 2)),
         Node("_operator.sub", (value(3), 5)),
         Node("_operator.mul", (value(4), value(5))),
         Node("_operator.mul", (value(7), value(6))),
-        Node("_operator.add", (value(8), 12)),  # 9
+        Node("_operator.add", (value(8), 12)),  # value(9)
     ]
     return [
         *terms,

@@ -62,7 +62,7 @@ class Installed:
 
 @pytest.fixture(scope="module")
 def installed() -> Iterator[Installed]:
-    with tempfile.TemporaryDirectory(prefix="pipeswitch-", dir="/tmp") as folder:  # for sockets
+    with tempfile.TemporaryDirectory(prefix="pipeswitch-", dir="/tmp") as folder:  # short: sockets
         root = Path(folder)
         for line in re.findall(r"^COPY (.*)$", DOCKERFILE, re.MULTILINE):
             *sources, target = [word for word in line.split() if not word.startswith("--")]

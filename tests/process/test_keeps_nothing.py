@@ -41,7 +41,7 @@ LATEST: T | None = None
 
 
 class Base(nn.Module):
-    """Subtracts ``of(x)``; ``does_export`` says whether torch can trace it."""
+    """Module that subtracts ``of(x)``; ``does_export`` says whether torch can trace it."""
 
     def __init__(self, *, does_export: bool) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Counts(Base):
 
 
 class Largest(Base):
-    """Remembers the largest value, like a quantizer's observer."""
+    """Module that remembers the largest value, like a quantizer's observer."""
 
     def made(self) -> None:
         self.largest = 0.0
@@ -205,7 +205,7 @@ class RunningStatistics(Base):
 
 
 class StillStatistics(Base):
-    """Writes equal statistics in each call, which the operator's schema does not show."""
+    """Module that writes equal statistics in each call, which the operator's schema hides."""
 
     def made(self) -> None:
         self.norm = nn.BatchNorm1d(4)
@@ -235,7 +235,7 @@ class DrawsInPython(Base):
 
 
 class ByShape(Base):
-    """Caches a value that depends only on the shape, which is allowed."""
+    """Module that caches a value that depends only on the shape, which is allowed."""
 
     def made(self) -> None:
         self.tables: dict[int, T] = {}
@@ -423,7 +423,7 @@ class Calls(nn.Module):
 def test_what_a_models_code_reaches_is_not_ended_by_its_registration(
     way: str, tmp_path: Path
 ) -> None:
-    """Do not copy an object: the copy's ``__del__`` would run on a resource that both share."""
+    """Check that objects are not copied: the copy's ``__del__`` would run on what both share."""
     ended: SimpleQueue[int] = SimpleQueue()
     owner: Any = Owning(ended=ended) if way == "container" else Connected(ended)
     module = Calls(lambda: None if way == "attribute" else owner).eval()
@@ -441,7 +441,7 @@ def test_what_a_models_code_reaches_is_not_ended_by_its_registration(
 def test_objects_of_installed_packages_are_used_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Do not copy them: a fixture of pytest, for example, reaches the whole test session."""
+    """Check that such objects are not copied: a pytest fixture reaches the whole test session."""
     ids: SimpleQueue[int] = SimpleQueue()
     Fresh(Calls(lambda: ids.put(id(monkeypatch))).eval())([torch.randn(2, 4)])
     assert ids.get() == id(monkeypatch)
@@ -450,7 +450,7 @@ def test_objects_of_installed_packages_are_used_as_they_are(
 def test_a_models_own_package_is_no_library_where_it_is_installed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Refuse a model that remembers also if pip installed its code."""
+    """Check that a model that remembers is refused even if pip installed its code."""
     package = tmp_path / "site-packages" / "installed_model.py"
     package.parent.mkdir()
     package.write_text(INSTALLED)

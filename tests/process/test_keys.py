@@ -425,7 +425,7 @@ def descriptors() -> Iterator[tuple[str, str]]:
 
 
 def test_a_door_that_dies_is_opened_again_and_clients_go_on(tmp_path: Path) -> None:
-    """Kill the gateway of a whole server without HTTP, which runs only for the keys."""
+    """Kill the gateway of a server without HTTP, which needs its gateway for the keys alone."""
     folder = KeyFolder(tmp_path / "keys").open()
     options = {"server_key": folder.make_server().public.decode()}
     options["key"], public = make_pair("a", tmp_path)
@@ -461,7 +461,7 @@ def test_a_client_waits_while_its_port_listens_and_nobody_answers_there_yet(
         connection = client._connection
         port = int(guarded.address.rpartition(":")[2])
         guarded.fake.close()
-        with socket.create_server(("127.0.0.1", port)):  # accepts connections, in the kernel
+        with socket.create_server(("127.0.0.1", port)):  # the kernel accepts the connection
             connection._timeout_s = 0.3
             future = client.submit("m", X)
             until(lambda: looks >= 3 or future.done())

@@ -381,7 +381,7 @@ def test_overlapping_and_stale_transmissions_are_refused(start: Start) -> None:
     "packet", [b"\xc1", b"\x80", encode_message(ForgetModel(model=MODEL))[:-1], b""], ids=repr
 )
 def test_an_order_that_cannot_be_read_ends_the_daemon(daemon: DaemonRig, packet: bytes) -> None:
-    """End the daemon, because the sender would wait for ever; the next daemon gets it again."""
+    """End the daemon: the sender would wait for ever. The next daemon gets the order again."""
     raw = socket.socket(fileno=os.dup(daemon.control.fileno()))
     raw.send(bytes(EVENT_BYTES) + packet)
     raw.close()

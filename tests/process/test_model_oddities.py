@@ -1,5 +1,5 @@
 """Unexpected models and clients: code that takes another path than the measured one, that changes
-torch's settings for all models, or that differs from its export; clients in odd orders."""
+torch's settings for all models, or that differs from its export; clients that call in odd ways."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_what_one_model_sets_in_torch_is_not_set_for_another(
         return torch.cat([x @ x.t(), subnormal.view(torch.int64).float() @ x.t() / 3])
 
     class Tells(nn.Module):
-        """Its bits show a matmul's precision, subnormal numbers, autocast, and the dtype of /."""
+        """Module whose bits show matmul precision, subnormals, autocast, and the dtype of /."""
 
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return tell(x), x.to(torch.int64) / 3
@@ -280,7 +280,7 @@ def test_a_graph_that_does_not_compute_the_modules_bits_is_refused(running: Chec
 
 
 class Tables(nn.Module):
-    """Makes tensors of the default dtype."""
+    """Module that makes tensors of the default dtype."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.linspace(0, 1, 4) + torch.full((4,), 0.1)

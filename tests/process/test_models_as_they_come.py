@@ -50,7 +50,7 @@ class Found(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each expert computes the tokens that chose it."""
+    """Experts that each compute the tokens that chose them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class OneKey(nn.Module):
 
 
 class Detector(nn.Module):
-    """Makes anchors anew in each call, without buffers; returns the rows above a threshold."""
+    """Module with new anchors in each call, without buffers; returns rows above a threshold."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -493,7 +493,7 @@ class Pairs(Found):
 
 
 class Ordered(nn.Module):
-    """Takes integers within a range that cannot be guessed."""
+    """Module that takes integers within a range that cannot be guessed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -204,7 +204,7 @@ print(len(router.recv_multipart()))
 
 
 def test_zeromq_a_flood_and_a_reset_do_not_abort_the_server() -> None:
-    """Flood and reset a connection: libzmq 4.3.5 aborts when a heartbeat is due on such a one."""
+    """Flood and reset a connection, where libzmq 4.3.5 aborts at a heartbeat."""
     command = [sys.executable, "-c", FLOODED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
@@ -213,7 +213,7 @@ def test_zeromq_a_flood_and_a_reset_do_not_abort_the_server() -> None:
 def test_triton_a_message_of_very_many_parts_is_refused_by_its_table(
     server: FakeScheduler, peers: list[RawPeer]
 ) -> None:
-    """Send very many small parts, which end Triton."""
+    """Send very many small parts, which crash Triton."""
     hostile, good = peers
     session = asked(good, op="hello").session
     hostile.sock.sendall(b"PSW1" + (1_000_000).to_bytes(4, "little") + bytes(64 << 10))
@@ -244,7 +244,7 @@ def test_ray_a_web_page_on_this_machine_commands_nothing(server: FakeScheduler) 
 def test_uvicorn_half_a_message_is_cut_however_slowly_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Send endless headers slowly, a connection that uvicorn keeps (slow loris)."""
+    """Send endless headers slowly: uvicorn keeps such connections (slow loris)."""
     monkeypatch.setattr("pipeswitch.frontend.transport.connection_limits.HELLO_S", 0.3)
     server = FakeScheduler(tmp_path)
     hello = as_bytes(op="hello", model="m" * 1000)

@@ -142,7 +142,7 @@ def a_library(path: Path, target: Path) -> None:
 def test_torch_no_file_that_holds_code_is_a_model(
     running: Checked, tmp_path: Path, write: Callable[[Path, Path], None]
 ) -> None:
-    """Register it by its own name, as bundle and as weights; by upload and by the owner's path."""
+    """Register code by its own name, as bundle and as weights; by upload and the owner's path."""
     target = tmp_path / "it-ran"
     for name in ("net.bundle", "net.safetensors", "net.pt2", "net.pt", "net.py", "net.so"):
         write(tmp_path / name, target)

@@ -21,7 +21,7 @@ from tests.models.sequences import WIDTH as CELL_WIDTH
 
 pytest.importorskip("httptools", reason="make installs it")
 
-WIDTH = 1024  # of the models: 36 MiB each, so two do not fit in the arena
+WIDTH = 1024  # width of the models: 36 MiB each, so two do not fit in the arena
 EVIL = "<img src=x onerror=window.hacked=1>"
 SCRIPT = f"""
     import torch
@@ -315,4 +315,4 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
         checked.client.task("digits").cancel()
         tab.shows("#jobs", "cancelled")
         missed = [line for line in tab.complaints() if "Failed to load resource" not in line]
-        assert missed == []  # except that a stopped server does not answer
+        assert missed == []  # but the browser may report that a stopped server does not answer

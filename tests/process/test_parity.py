@@ -23,7 +23,7 @@ WIDTH, DEPTH = 512, 5  # a little more than 5 MiB of weights, in regions of 6 Mi
 MIB = 1 << 20
 ORDER = ["long", "a", "b", "a", "c", "b", "a", "c", "c", "a", "b"]
 APART = 3  # the first requests arrive one after the other, the rest together
-STEPS, STEP_MS = 24, 50.0  # per job: more than its first cycle of 1 s
+STEPS, STEP_MS = 24, 50.0  # per job: longer than the first cycle of 1 s
 WIDTHS = {"large": 1024, "small": 64}  # the large job is submitted first
 TRAINS = """
     import sys, time
@@ -47,7 +47,7 @@ DEADLINES_MS = {3: 40e3, 5: 20e3, 8: 10e3, 9: 30e3}  # by request number, else n
 
 
 class Long(torch.nn.Module):
-    """Computes for a second with one small weight."""
+    """Module that computes for a second with one small weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Long(torch.nn.Module):
 
 
 class Slow(torch.nn.Module):
-    """Computes longer than its copy takes, so that the copy's timing does not matter."""
+    """Module that computes longer than its copy takes, so the copy's timing does not matter."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -136,13 +136,13 @@ def _live(policy: str, state: Path) -> tuple[tuple[int, ...], int]:
         until(lambda: {row["state"] for row in client.models()} == {"ready"}, "all are stored")
         # A worker takes no request while it loads a program, so wait until all have loaded all.
         until(lambda: not any(row["why"].startswith("preparing") for row in client.ps()), "standby")
-        client.infer("long", inputs["long"])  # else its copy takes part of its run
+        client.infer("long", inputs["long"])  # so that no copy delays it below
         before = client.stats()["switches"]
         futures = []
         for number, name in enumerate(ORDER):
             deadline_ms = DEADLINES_MS.get(number)
             futures.append(client.submit(name, inputs[name], deadline_ms=deadline_ms))
-            if number < APART:  # later ones find no room, so their order is not decided by arrival
+            if number < APART:  # later models find no room: their order decides nothing
                 until(lambda: _is_on_the_device(client, ORDER[: len(futures)]), "it is there")
         timings: list[Any] = [future.result(60.0).timing for future in futures]
         assert timings[0].compute_ms > 50.0  # else later requests may have arrived after it

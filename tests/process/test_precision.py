@@ -79,7 +79,7 @@ TRAINS = """
             job.publish("live")
 """
 X = torch.linspace(-1, 1, 3 * 56 * 56).reshape(1, 3, 56, 56)
-ARENA = "24MiB"  # has no room for two of the models, nor for one and the word embedding
+ARENA = "24MiB"  # has no room for two of the models beside the fences
 FORMS = {"fast": "fast", "exact": "exact", "other": "fast", "half": "bf16", "quarter": "int8"}
 
 

@@ -18,7 +18,7 @@ from pipeswitch.planning.grouping import spans
 from pipeswitch.planning.profile import Profile, decode, encode
 
 WIDTH = 256
-DEPTH = 24  # layers of 257 KiB: 6 MiB, more groups than buckets would make
+DEPTH = 24  # layers of 257 KiB: 6 MiB, more than one bucket
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +249,7 @@ def test_a_model_that_takes_no_made_up_inputs_is_measured_with_the_clients(
     profile = checked.client.profile("net", [2, 3], inputs=inputs)
     assert sent == [2, 3]
     assert [batch["batch"] for batch in profile["batches"]] == [2, 3]
-    with pytest.raises(errors.ServerUnavailable):  # the server needs two rows
+    with pytest.raises(errors.ServerUnavailable):  # ``inputs`` returns one row instead of two
         checked.client.profile("net", [2], inputs=lambda batch: value(0, 1))
     until(lambda: checked.client.show("net")["grouping"] == "planned", "they are as before")
 

@@ -306,7 +306,7 @@ class Tied(nn.Module):
 
 
 class Hidden(nn.Module):
-    """Has a non-persistent buffer and a plain tensor attribute."""
+    """Module with a non-persistent buffer and a plain tensor attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,7 +370,7 @@ class Several(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Writes to its input, which is in the request's own memory."""
+    """Module that writes to its input, which is in the request's own memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -382,7 +382,7 @@ class InPlace(nn.Module):
 
 
 class Reversed(nn.Module):
-    """Uses layers in another order than that of registration, and only returns one buffer."""
+    """Module that uses layers in another order than registered, and only returns one buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,7 +395,7 @@ class Reversed(nn.Module):
 
 
 class Folded(nn.Module):
-    """Has an output whose size is a multiple of the batch."""
+    """Module with an output whose size is a multiple of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -415,7 +415,7 @@ class Fixed(nn.Module):
 
 
 class Infinite(nn.Module):
-    """Has constants that JSON cannot represent, an integer weight, and a strided copy."""
+    """Module with constants that JSON cannot represent, an integer weight, and a strided copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -560,7 +560,7 @@ def test_a_preemption_between_groups_passes_through_and_the_next_run_is_whole(
 
 
 class Branching(nn.Module):
-    """Has data-dependent control flow, so it cannot be exported."""
+    """Module with data-dependent control flow, which cannot be exported."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -579,7 +579,7 @@ class Branching(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Uses another kernel with gradients enabled, whose last bits differ."""
+    """Module with another kernel when gradients are enabled, whose last bits differ."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -620,7 +620,7 @@ class Flat(nn.Module):
 
 
 class Early(nn.Module):
-    """Reads a submodule's weight before it calls the submodule."""
+    """Module that reads a submodule's weight before it calls the submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -633,7 +633,7 @@ class Early(nn.Module):
 
 
 class Nested(nn.Module):
-    """Has nested arguments and outputs, and a branch that depends on data."""
+    """Module with nested arguments and outputs, and a branch that depends on data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -749,7 +749,7 @@ class Counter(nn.Module):
 
 
 class StillTraining(nn.Module):
-    """Uses batch statistics in eval mode: running statistics change, which the schema hides."""
+    """Module with batch statistics in eval mode; no schema shows that running ones change."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -152,7 +152,7 @@ async def _order_of(address: str) -> list[str]:
 
 
 class Long(torch.nn.Module):
-    """Computes for most of a second."""
+    """Module that computes for most of a second."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -84,7 +84,7 @@ def plain_loop(inputs: list[torch.Tensor], h: torch.Tensor, c: torch.Tensor) -> 
 
 
 def strike(running: Checked, are_over: threading.Event) -> None:
-    """Kill a worker at random; at most three workers per request."""
+    """Kill a worker every 0.15 s, so rarely that no request needs more than its three tries."""
     while not are_over.wait(0.15):
         for pid in list(running.worker_pids().values())[:1]:
             kill(pid)
@@ -143,7 +143,7 @@ def test_a_state_that_grows_is_appended_where_it_lies(running: Checked) -> None:
         assert past.shape[1] == 400
         with pytest.raises(InvalidInput, match="would have 401 rows; the model takes at most 400"):
             one.infer(torch.zeros(1, 1, 8))
-        assert client.sequences()[0]["bytes"] == 4 * 128 * 8 * 4  # 4 blocks of 128 rows
+        assert client.sequences()[0]["bytes"] == 4 * 128 * 8 * 4  # 4 pages of 128 rows
         with pytest.raises(InvalidInput, match='"past" is the state'):
             one.infer(x=torch.zeros(1, 1, 8), past=past)
     with pytest.raises(InvalidInput):  # a growing state has no default

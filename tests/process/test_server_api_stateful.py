@@ -68,8 +68,8 @@ MAX_DAEMON_DEATHS: Final = 3  # consecutive: the server ends after five without 
 DEADLY: Final = 13.0
 HELD: Final = 17.0  # an input that computes until the gate is opened
 HOLDER: Final = "holder"  # the model with such an input; no other rule uses this name
-SHORT_DEADLINE_MS: Final = 5.0  # the request cannot run before
-RESTART_EVERY: Final = 14  # once in the short form
+SHORT_DEADLINE_MS: Final = 5.0  # too short for the request to run
+RESTART_EVERY: Final = 14  # examples between two restarts: one restart in the short form
 NO_ROW: Final = 10  # an index above the embedding's rows
 
 Given = ParamSpec("Given")
@@ -255,7 +255,7 @@ class Material:
 
     @contextlib.contextmanager
     def shut_gate(self) -> Iterator[None]:
-        """Block workers that compute a held input, in the kernel, until the block ends."""
+        """Make workers that compute a held input wait in the kernel until the block ends."""
         with self._gate.open() as gate:
             fcntl.flock(gate, fcntl.LOCK_EX)
             yield
@@ -611,7 +611,7 @@ class ServerApi(RuleBasedStateMachine):
     @rule(name=MODELS, program=st.sampled_from(["small", "made"]), wait_ms=st.integers(0, 60))
     @speaks("register", "cancel")
     def cancel_a_registration(self, name: str, program: str, wait_ms: int) -> None:
-        """Cancel a registration: it leaves nothing behind, or the model is registered already."""
+        """Cancel a registration: nothing of it is left, or it was too late and the model exists."""
         source, options = self.stage.material.source(program)
         if not PROGRAMS[program].is_code:
             source = self.client().upload(source, "bundle")
@@ -816,7 +816,7 @@ class ServerApi(RuleBasedStateMachine):
     @rule(name=MODELS, before=st.integers(0, 3), is_owner=OWNERS)
     @speaks("infer", "cancel")
     def take_a_request_back(self, name: str, before: int, is_owner: bool) -> None:
-        """Cancel a request: it is answered in any case, if late with its result."""
+        """Cancel a request; it is answered in any case, with its result if it was too late."""
         requests = [(name, 1, 0, is_owner)] * before
         futures = self.submit(requests)
         allowed = self.oracle.may_infer(name)
@@ -1013,7 +1013,7 @@ class ServerApi(RuleBasedStateMachine):
         answers = [material.expected(program, 1, 0) for program in ("small", "other", "made")]
         bundles = {}
         for program, _ in itertools.product(("small", "other"), orders):
-            source, _ = material.source(program)  # one per use: it may be removed then
+            source, _ = material.source(program)  # one upload per use, which may remove the file
             bundles[program] = self.client().upload(source, "bundle")
         pid = self.stage.checked.daemon_pid()
         futures = []

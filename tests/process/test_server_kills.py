@@ -119,7 +119,7 @@ def test_children_of_a_killed_controller_leave(are_stopped: bool, tmp_path: Path
         futures = submit_both(checked, 4)
         children = tools.marked_pids(checked.mark) - {checked.pid}
         assert len(children) >= 5  # fork server, daemon, workers
-        if are_stopped:  # a stopped fork server cannot end the others
+        if are_stopped:  # the controller would kill stopped children, but dies first
             for pid in children:
                 tools.kill(pid, signal.SIGSTOP)
         tools.kill(checked.pid)
@@ -150,7 +150,7 @@ def test_a_restarted_server_has_its_models_and_resumes_its_jobs(tmp_path: Path) 
         args = [str(tmp_path / "served"), "12", "512"]
         task = first.client.train(script, name="resumes", args=args)
         tools.until(lambda: task.status()["step"] > 20, "it trains")
-        paused = task.pause()  # an evicted job is written to disk at once
+        paused = task.pause()  # a paused job is evicted and written to disk at once
         persisted = paused["committed_step"]
         tools.until(lambda: task.status()["persisted_step"] == persisted > 0, "it is on disk")
         task.resume()

@@ -115,7 +115,7 @@ def test_a_thousand_switches_grow_nothing() -> None:
     for name, grown_mib in figures["grown_mib"].items():
         is_worker = name.startswith("worker")
         assert grown_mib < (WORKER_MIB if is_worker else OWNER_MIB), figures
-        assert is_worker or figures["slope_mib_per_10000"][name] < 10.0, figures  # workers: noise
+        assert is_worker or figures["slope_mib_per_10000"][name] < 10.0, figures  # noise in workers
 
 
 @pytest.mark.soak

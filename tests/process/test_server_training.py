@@ -127,7 +127,7 @@ def test_a_script_that_swallows_its_preemption_is_killed_and_others_go_on(
     )
     task = running.client.train(script)
     tools.until(lambda: task.status()["step"] > 0, "it trains")
-    running.client.infer("small", torch.ones(1, 64))  # the stop for this request is obeyed, too
+    running.client.infer("small", torch.ones(1, 64))  # the job stops for this request nevertheless
     row = task.cancel()
     assert row["state"] == "cancelled"
     assert running.client.infer("small", torch.ones(1, 64))["y"].shape == (1, 64)

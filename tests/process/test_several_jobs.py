@@ -83,7 +83,7 @@ def test_three_jobs_under_requests_evictions_and_kills_end_as_each_alone(
             rows = [task.status() for task in tasks.values()]
             trained = all(row["lease_bytes"] and row["suspensions"] for row in rows)
             waiting = [row["state"] for row in rows].count("suspended")
-            return trained and (waiting == 2 or order == "coshift")  # it changes too fast
+            return trained and (waiting == 2 or order == "coshift")  # its states change too fast
 
         until(are_resident, "each has trained, and two wait in place")
         for _ in range(ROUNDS):

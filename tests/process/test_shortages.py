@@ -88,7 +88,7 @@ def gateway_pid(checked: tools.Checked) -> int:
 
 
 def test_workers_without_descriptors_take_a_new_model(running: tools.Checked) -> None:
-    """Send a program, whose files are sent as descriptors."""
+    """Register a model: workers get its files as descriptors."""
     with limited(running.worker_pids().values(), resource.RLIMIT_NOFILE, 0):
         running.client.register("fresh", tools.mlp(64, 3, 2), example_inputs=(SMALL,))
         output = running.client.submit("fresh", SMALL).result(60)["y"]
@@ -106,7 +106,7 @@ def test_workers_without_memory_refuse_what_is_large_alone(running: tools.Checke
 
 
 def test_a_worker_whose_threads_cannot_start_is_started_again(running: tools.Checked) -> None:
-    """Limit the process that forks it to less than a thread's stack, which a worker inherits."""
+    """Limit the forking process to less memory than a thread's stack; a worker inherits that."""
     worker = running.worker_pids()[0]
     with limited([running.fork_server_pid()], resource.RLIMIT_DATA, 4 * MIB):
         tools.kill(worker)

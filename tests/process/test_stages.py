@@ -282,7 +282,7 @@ def test_what_a_function_returns_in_vain_is_one_error_that_names_it(running: too
 def test_what_a_function_has_started_ends_with_its_process(
     running: tools.Checked, tmp_path: Path
 ) -> None:
-    """Start processes in the function: they would be left behind each time, with their memory."""
+    """Check processes that the function started: they would stay, with their memory."""
     file = tmp_path / "pids"
     with pytest.raises(errors.WorkerLost, match=r"staged:starts.*died 3 times"):
         running.client.infer("starts", {"text": text(str(file))})

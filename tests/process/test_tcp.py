@@ -74,7 +74,7 @@ def test_a_call_before_the_clients_thread_runs_shares_its_connection(
             client.stats()
         finally:
             may_run.set()
-        first, second = (client._connection.request("ping") for _ in range(2))  # by its thread
+        first, second = (client._connection.request("ping") for _ in range(2))  # sent by its thread
         assert first.result(DEADLINE_S)
         assert second.result(DEADLINE_S)
         assert len(server.tcp.sessions.clients) == 1
@@ -178,7 +178,7 @@ def test_a_cancelled_future_takes_the_request_back(
 
 
 class HeldCopier(WorkerThread):
-    """Copies when the test allows it."""
+    """Copier that waits until the test allows a copy."""
 
     def __init__(self) -> None:
         super().__init__("held")

@@ -357,7 +357,7 @@ def as_a_worker() -> Iterator[None]:
 
 
 def run(path: Path, out: Path, lives: int, poke: Callable[[], None]) -> str:
-    """Run the script; return its output file, digests of its end state."""
+    """Run the script; return the digests of its end state, from its output file."""
     random.seed()  # another process has other random states
     np.random.seed(random.randrange(1 << 30))
     torch.manual_seed(random.randrange(1 << 30))

@@ -137,7 +137,7 @@ class FakeHost:
 
 
 class Noisy(Dataset[tuple[torch.Tensor, int]]):
-    """Augments with three random generators, in the loader."""
+    """Dataset that augments with three random generators, in the loader."""
 
     def __init__(self) -> None:
         self.x = torch.randn(SAMPLES, 3, 6, 6, generator=torch.Generator().manual_seed(1))
@@ -399,7 +399,7 @@ def undisturbed(**variant: Any) -> Result:
 
 
 class Crashed(BaseException):
-    """Simulates kill -9: no code of the session runs any more."""
+    """Exception that simulates kill -9: no code of the session runs any more."""
 
 
 def attempt(
@@ -452,7 +452,7 @@ def test_evicted_and_crashed_at_random_it_ends_bit_equal(variant: dict[str, Any]
 
 
 class HookedGate(Gate):
-    """Evicts at the n-th check in a hook of any layer, forward or backward."""
+    """Gate that evicts at the n-th check in a hook of any layer, forward or backward."""
 
     countdown = -1
     unwound_in = ""
@@ -610,7 +610,7 @@ def test_the_commit_is_a_self_describing_image_that_survives_the_disk(tmp_path: 
     assert content["tensors"]["model.head.weight"]["shape"] == [4, 8]
     write_commit(tmp_path, 15, image)
     record = read_record(tmp_path)
-    on_disk = load_file(tmp_path / record.image)  # with the standard reader
+    on_disk = load_file(tmp_path / record.image)  # with safetensors' own reader
     for name, entry in content["tensors"].items():
         offset, size = ranges[name]
         tensor = on_disk[name]

@@ -32,7 +32,7 @@ ENVIRONMENT: Final = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "10ms",
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
 }
-HELD_MS: Final = 60  # how long the daemon waits there while the worker is killed
+HELD_MS: Final = 60  # the daemon waits this long while the worker is killed
 EPOCH_STEPS: Final = 8
 KILLS_A_JOB: Final = 25  # few, so that the undisturbed run of each job stays short
 
@@ -120,7 +120,7 @@ def lives(trace: str) -> list[Life]:
 
 
 class Killer:
-    """Kills the processes of one job. Each aim returns when the victim is dead."""
+    """Killer of one job's processes. Each aim returns when the victim is dead."""
 
     def __init__(self, checked: Checked, points: Path, out: Path, task: Task, seed: int) -> None:
         self.checked, self.points, self.out, self.task = checked, points, out, task

@@ -212,7 +212,7 @@ def test_commits_go_on_whether_an_optimizer_has_stepped_or_not(script: Script) -
 
 
 class SmallHost(FakeHost):
-    """Grants no slice over ``limit_bytes``, and may refuse commits."""
+    """Host that grants no slice over ``limit_bytes``, and may refuse commits."""
 
     limit_bytes = 1 << 40
     fails = False
@@ -257,7 +257,7 @@ def growing(kind: str) -> Script:
 
 
 class Unforeseen(torch.optim.Optimizer):
-    """Has four tensors per parameter, and reads values, so it does not run on meta tensors."""
+    """Optimizer with four tensors per parameter; it reads values, so it cannot run on meta."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.01})

@@ -128,7 +128,7 @@ class State:
 
 
 class Nested(nn.Module):
-    """Takes and returns nested values; 20 MiB, so that two do not fit on the device."""
+    """Module with nested inputs and outputs; 20 MiB, so that two do not fit on the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def test_what_nests_goes_in_and_comes_back_as_it_was_also_after_evictions() -> N
 
 
 class Counts(nn.Module):
-    """Gives another answer at each call, so it is not a function."""
+    """Module with another answer at each call, so it is not a function."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -309,8 +309,8 @@ PUBLISHES = """
 
 
 class Asker:
-    """Sends consecutive requests in its own thread; records each answer by version.
-    Repeats a request that finds no server."""
+    """Thread that sends consecutive requests and records each answer by version.
+    It repeats a request that finds no server."""
 
     def __init__(self, client: Client, model: str, x: torch.Tensor, pause_s: float = 0.0) -> None:
         self._client, self._model, self._x = client, model, x

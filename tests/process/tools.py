@@ -419,7 +419,7 @@ def run_plain(script: Path, *args: str) -> str:
 
 
 def mlp(width: int, depth: int, seed: int) -> Any:
-    """Return a model ``[B, width] -> [B, width]`` float32 with ``4 * depth * width ** 2`` bytes."""
+    """Return a ``[B, width] -> [B, width]`` float32 model, ``4 * depth * width ** 2`` bytes."""
     import torch
 
     torch.manual_seed(seed)

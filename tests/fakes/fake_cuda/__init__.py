@@ -210,10 +210,10 @@ class World:
         self.has_driver = has_driver
         self.devices = devices
         self.first = first
-        self.blocking_waits = blocking_waits  # for torch's stream, as it computes at once
+        self.blocking_waits = blocking_waits  # waits on torch's stream block: it computes at once
         self.torch_streams: set[int] = set()
         self.ledger: Path | None = None  # folder with the bytes that each process has allocated
-        self.broken: dict[str, str] = {}  # code by call or torch operation that always fails
+        self.broken: dict[str, str] = {}  # error code by call or torch operation; permanent
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.blocks: dict[int, Block] = {}
         self.opened: dict[int, Block] = {}  # blocks of other worlds, by address in this process
@@ -472,7 +472,7 @@ class Runtime:
             return cudaError_t.cudaErrorInvalidResourceHandle
         if not touched and threading.get_ident() in world.capturing:
             return cudaError_t.cudaErrorStreamCaptureUnsupported
-        if device == target and not touched:  # pageable: staged before the call returns
+        if device == target and not touched:  # a pageable source is staged before the call returns
             staged = ctypes.create_string_buffer(ctypes.string_at(source, size), size)
             world.staged.append(staged)
             source = ctypes.addressof(staged)
