@@ -1,9 +1,9 @@
 """A process that has imported the servers' modules, so that servers of tests start fast.
 
 Most of a server's start is its fork server's ``import torch``, and the tests start hundreds. For
-each start this process, the keeper, forks twice. One process executes the server's command and is a
-controller like any other. The other one is forked before, as a child of the first, and waits to
-become its fork server. A fork server that replaces a dead one imports the modules itself.
+each start this process, the keeper, forks a process that executes the server's command and is a
+controller like any other. Before that, the forked process forks a child, which waits to become the
+controller's fork server. A fork server that replaces a dead one imports the modules itself.
 
 Imports read variables such as ``OMP_NUM_THREADS`` from the keeper's environment. So the keeper only
 starts a server whose environment equals its own, except for names that begin as in ``READ_LATE``. A

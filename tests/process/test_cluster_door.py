@@ -271,7 +271,7 @@ def killed(nodes: Cluster, victim: str, clients: dict[str, Asking]) -> None:
 def test_a_door_whose_server_dies_goes_on_with_the_other_nodes(
     nodes: Cluster, client: Client
 ) -> None:
-    """Use the same address until the node is back; OpenAI's client retries by itself."""
+    """Use the same address until the node is back; OpenAI's client retries on its own."""
     rows, holders = rows_of(nodes)
     text = client.generate("chat", PROMPT, max_new_tokens=TOKENS).text
     for door in rows:

@@ -813,7 +813,7 @@ def test_a_scrubbed_range_reads_as_zeros_and_its_neighbours_do_not(
     assert (everything[offset + size :] == POISON).all()
 
 
-# ---- windows: what kernels reach on cpu -------------------------------------------------------
+# ---- windows: memory that kernels reach on cpu ---------------------------------------------
 
 PAGE = mmap.PAGESIZE
 

@@ -170,7 +170,7 @@ def serve_until_it_ends(
     environment: Mapping[str, str] | None = None,
     when_ready: object = None,
 ) -> tuple[subprocess.CompletedProcess[str], str]:
-    """Run a server that ends by itself; return how it ended, and its ready line."""
+    """Run a server that ends on its own; return how it ended, and its ready line."""
     command = [
         sys.executable,
         "-P",

@@ -252,7 +252,7 @@ def test_what_one_model_sets_in_torch_is_not_set_for_another(
     running.client.unregister(name)
 
 
-# ------------------------------------------------------------------------------- what is sent
+# ------------------------------------------------------------------------------- inputs
 
 
 def encoder() -> nn.Module:

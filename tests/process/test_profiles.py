@@ -80,7 +80,7 @@ def make_gone(checked: Checked) -> None:
 
 
 def make_cold(checked: Checked, name: str = "net") -> None:
-    """Evict a model: the other one needs its memory."""
+    """Evict a model by loading another one that needs its memory."""
     make_gone(checked)
     assert checked.client.show(name)["residency"] == "host"
 

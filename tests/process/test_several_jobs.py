@@ -59,7 +59,7 @@ SCRIPT: Final = """
 def test_three_jobs_under_requests_evictions_and_kills_end_as_each_alone(
     tmp_path: Path, order: str
 ) -> None:
-    """With ``coshift``, share 256 KiB for activations, of which each job alone would use more."""
+    """Train with ``coshift`` in 256 KiB for activations, of which each job alone would use more."""
     depth, more = ("6", 2) if order == "coshift" else ("0", 5)
     script, dice = write_script(tmp_path, "one.py", SCRIPT), random.Random(SEED)
     environment = {
