@@ -119,7 +119,7 @@ def batch_start_ms(device: DeviceState, replica: DeviceModel, batch: Batch) -> f
 
 def should_wait_for_batch(device: DeviceState, replica: DeviceModel, batch: Batch) -> bool:
     """Return True if requests of the model's current run may join this batch after it, or if this
-    batch needs tokens of the run. (A dispatched run takes no more requests.)"""
+    batch needs tokens of the run. The run itself takes no more requests."""
     running = device.owner.running
     is_same = running is not None and running.model == replica.name
     if running is not None and any(one.batching.leader in running.tokens for one in batch.requests):

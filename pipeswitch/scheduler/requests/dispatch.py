@@ -172,7 +172,7 @@ class Dispatch:
             )
 
     def pump(self) -> None:
-        """Dispatch all requests that can be dispatched. The outcomes for a request are:
+        """Dispatch all requests that can be dispatched. These are the outcomes for a request.
 
         0. The request was dispatched on arrival (``at_once``).
         1. Another task already waits for its turn, or nothing is queued: nothing to do.

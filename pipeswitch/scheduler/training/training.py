@@ -80,7 +80,7 @@ class Ranking:
         return self._jobs.has_process_of(job.spec.name) or bool(job.memory.copy_id)
 
     def behind(self, running: Job) -> list[Job]:
-        """Return the jobs that wait for the device or for memory, and may follow the running job."""
+        """Return the jobs that wait for the device or memory, and may follow the running job."""
         waiting = self.runnable() + [
             job
             for job in self._device.jobs.values()
