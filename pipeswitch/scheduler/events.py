@@ -137,7 +137,7 @@ class RegisterModelRequest(ClientRequest, frozen=True):
     is_pinned: bool
     client: str = ""  # builds take turns among clients; empty: the server itself
     tenant: str = ""  # tenant that will own the model; empty: the server's owner
-    devices: tuple[str, ...] = ()  # that may serve it; none named: all
+    devices: tuple[str, ...] = ()  # names of the devices that may serve it; empty: all
     is_known: bool = False  # restored from the journal of an earlier server
     restored: Manifest | None = None  # its manifest: requests are accepted before the build
     processor: Processor | None = None  # functions before and after the model
@@ -211,7 +211,7 @@ class TrainRequest(ClientRequest, frozen=True):
     priority: int
     tenant: str = ""  # tenant that will own the job; empty: the server's owner
     share: str = ""  # jobs of one group share their input; empty: none
-    devices: tuple[str, ...] = ()  # that may train it; none named: all
+    devices: tuple[str, ...] = ()  # names of the devices that may train it; empty: all
     defaults: tuple[tuple[str, str], ...] = ()  # arguments of ``job.steps`` that it omits
     resumes: bool = False  # from another server's commit in ``jobs/NAME/commit``
     is_paused: bool = False  # it was paused on the other server
@@ -307,7 +307,7 @@ Event = (
 class Spawn(_Message, frozen=True):
     """Start a process, and kill the previous one in the same slot.
 
-    Builders are started by ``StartBuild`` instead.
+    ``StartBuild`` starts builders: a build needs a specification and up to two processes.
     """
 
     target: Address
@@ -317,7 +317,7 @@ class Send(_Message, frozen=True):
     """Send a message to a process; drop it if the process has exited.
 
     Attributes:
-        channel: A worker's termination thread, which is never busy, reads "signal".
+        channel: A worker has two: its termination thread, which is never busy, reads "signal".
         commits_of: Attach this job's commit memfd.
         tenant: With ``RunStage``: the tenant whose pool file has the raw inputs.
     """
@@ -409,7 +409,7 @@ class DropCommits(_Message, frozen=True):
 
 
 class CountSharers(_Message, frozen=True):
-    """Number of unfinished jobs that share an input; a single job need not share its batches."""
+    """Number of unfinished jobs that share an input; a single job does not share its batches."""
 
     group: str  # as in RunJob
     jobs: int
@@ -444,7 +444,7 @@ class ModelRemoved(_Message, frozen=True):
 
 
 class Reply(_Message, frozen=True):
-    """Reply to a client, with outputs in the request pool. Each token gets one without ``more``."""
+    """Reply, with outputs in the request pool. Each token gets exactly one without ``more``."""
 
     token: Token
     body: dict[str, Any] = {}

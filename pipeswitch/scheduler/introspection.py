@@ -1,4 +1,4 @@
-"""Rows of ``ps``, ``models``, ``jobs`` and ``stats``. They are read from the records."""
+"""Rows of ``ps``, ``models``, ``jobs`` and ``stats``. The records are read, never changed."""
 
 from __future__ import annotations
 

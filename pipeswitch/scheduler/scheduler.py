@@ -262,7 +262,7 @@ class Scheduler:
                 pass  # ``decide`` handles the time of every event
 
     def _ask(self, event: ev.ClientRequest) -> None:
-        """Pass a request to its part; send the client an error that the part raises."""
+        """Pass a request to its part; answer with an error of the part, unless it is a bug."""
         try:
             self._takers[type(event)](event)
         except InvalidTransition:

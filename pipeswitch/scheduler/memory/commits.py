@@ -24,7 +24,7 @@ from .allocators import ArenaAllocator, HostStoreAllocator
 
 HEADER_BYTES: Final = 4096  # size of the header before the two slots of a commit area
 NO_COPY: Final = (NO_OP_ID, 0)
-DISK_SHARE: Final = 20  # a job's writes may take 1/20 of the time: large states are written less
+DISK_SHARE: Final = 20  # a job's writes may take 1/20 of the time: large ones are less frequent
 
 
 class Commits:

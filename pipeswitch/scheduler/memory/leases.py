@@ -230,7 +230,7 @@ class Leases:
         return self._arena.can_ever_hold(job.memory.lease_asked_bytes)
 
     def who_leaves_for(self, job: Job) -> Job | None:
-        """Return a suspended job with a slice that has a lower priority, or has had its turn.
+        """Return a suspended job that has a slice, and a lower priority or no training time left.
 
         None while tasks run: their models can soon be evicted instead.
         """

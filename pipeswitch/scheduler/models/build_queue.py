@@ -23,7 +23,7 @@ class BuildQueue:
         self._machine = machine
         self._waiting: list[Registration] = []  # in order of arrival
         self._running: dict[OpId, Registration] = {}  # until its process exits
-        self._last_turns: dict[str, OpId] = {}  # of clients that have another build
+        self._last_turns: dict[str, OpId] = {}  # last build of each client with builds
 
     @property
     def is_idle(self) -> bool:

@@ -164,7 +164,7 @@ class Names:
         return registration
 
     def failed_of(self, name: ModelName) -> list[Model]:
-        """Return the failed versions of a name, or the failed version with this own name."""
+        """Return the failed versions of a name, or the failed version with exactly this name."""
         return [model for model in self.failed.values() if name in (model.base, model.name)]
 
     def mark_lost(self, name: ModelName, reason: str, tenant: str = "") -> None:

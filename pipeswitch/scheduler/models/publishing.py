@@ -1,12 +1,12 @@
 """Publication of a job's commit as the next version of a model: wait, copy, build. Pure.
 
-1. *waits*: its commit does not exist yet. A script publishes its current step, a client the newest
+1. *waits*: the commit does not exist yet. A script publishes its current step, a client the newest
    commit after the earlier publications of the name. A script's publication also waits while
    ``MAX_COPIES`` of its name are on disk; the script's next ``job.publish`` waits for it;
 2. *copies*: the daemon writes the commit to a separate folder. A script makes no other commit
    meanwhile. The commit of an ended job is on disk already;
-3. *copied*: it waits to be built. The publications of a name are built one at a time in order of
-   arrival, when the current version is ready. One without a commit delays no other;
+3. *copied*: it waits to be built. The publications of a name are built one at a time, in order of
+   arrival, when the current version is ready. Publications that still wait delay no other;
 4. *builds*: the model's program is built with these weights, as a separate registration. The
    version becomes current when its bytes are in the host store.
 """

@@ -63,7 +63,7 @@ class Fair(_Ranked):
 
 
 class ShortestJobFirst(_Ranked):
-    """Shortest remaining time first (srtf). A job runs until its remaining time is known."""
+    """Shortest remaining time first (srtf). A job goes first until its time is known."""
 
     def rank(self, job: JobView) -> tuple[float, ...]:
         return (job.left_ms, job.place)

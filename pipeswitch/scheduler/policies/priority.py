@@ -17,8 +17,8 @@ class Priority(Order):
     1. priority class, raised by one for every ``max_wait_ms`` waited, so nothing starves;
     2. inside a class, a request that waited longer than ``max_wait_ms`` goes before any reuse, the
        one that waited longest first;
-    3. models already on the device: a saved copy is worth more than order. The running model is not
-    preferred, since a change between resident models costs nothing;
+    3. models already on the device: a copy that is saved is worth more than the order. The running
+    model is not preferred, since a change between resident models costs nothing;
     4. the earlier deadline;
     5. the earlier arrival.
     """

@@ -105,8 +105,8 @@ def batch_for(device: DeviceState, replica: DeviceModel, head: Request) -> Batch
 
 def batch_start_ms(device: DeviceState, replica: DeviceModel, batch: Batch) -> float:
     """Return the instant until which a batch waits for more requests: the arrival of its oldest
-    request plus the delay, or earlier to meet each deadline. With a deadline it does not wait until
-    a run was measured."""
+    request plus the delay, or earlier to meet each deadline. A batch with a deadline does not wait
+    if no run was measured yet."""
     batching = replica.built.batching
     compute_ms = _compute_ms(device, replica, batch.size)
     due_ms = min(request.due_ms for request in batch.requests)
@@ -128,7 +128,7 @@ def should_wait_for_batch(device: DeviceState, replica: DeviceModel, batch: Batc
 
 
 def failed(device: DeviceState, replica: DeviceModel, requests: Sequence[Request]) -> None:
-    """Record a failed batch; one request or the batching is the cause: all are retried alone.
+    """Record a failed batch, caused by one request or by the batching: all are retried alone.
 
     A run with a schema, which may be the cause, does not count: a client's schema must not end the
     batching of a model.

@@ -92,7 +92,7 @@ class TaskCompletion:
             core.emit(RunEnded(answers=tuple(more)))
 
     def _take_led(self, task: RunningTask) -> Iterator[Reply]:
-        """Set led generations aside, whose tokens the run has computed; yield their replies."""
+        """Set aside generations whose leader has run: they need new inputs. Yield their replies."""
         for one in self._device.queue.of(task.model):
             if one.batching.leader in task.tokens and one.runs is not None:
                 self._device.queue.discard(one)
@@ -177,7 +177,7 @@ class TaskCompletion:
     ) -> tuple[RunningTask, list[Request], DeviceModel]:
         """Take the task off the device.
 
-        It may still be pending: a parked worker has written its turn, but that worker's message has
+        The task may be pending: a parked worker has written its turn, but that worker's message has
         not arrived; or the task failed before it had the turn.
         """
         device, cause = self._device, f"epoch {activation.op_id}"

@@ -97,7 +97,7 @@ class Turns:
         """Return the task that computes for too long, if any; its ``hung_why`` says why.
 
         1. It still computes long after its deadline, or the last deadline of its batch.
-        2. It has had the turn for ``max_compute_ms``: assumed to be an endless loop, which would
+        2. It has had the turn for ``max_compute_ms``. It may be in an endless loop, which would
            hold the device for ever. The model's earlier times do not count: a caller could raise
            the limit by ever larger requests.
         """
@@ -251,7 +251,7 @@ class Dispatch:
             ):
                 break  # 5.
             model = device.replicas[request.model].model
-            if model.state.state is states.ModelState.QUARANTINED:  # on another device
+            if model.state.state is states.ModelState.QUARANTINED:  # while on another device
                 device.refuse(request, states.TaskEvent.ERROR, quarantined(model))
                 return True
             if forecast.cannot_meet_deadline(device, request):
@@ -354,7 +354,7 @@ class Dispatch:
         )
 
     def _send(self, request: Request, replica: DeviceModel) -> bool:
-        """Dispatch a request if its model can be sent now."""
+        """Send the model of a request if possible; return True if it is sent now."""
         arena = self._arena
         if replica.residency.state is states.Residency.ABANDONED:
             return False  # its own region blocks it until the copy has ended

@@ -77,7 +77,7 @@ class DeviceState:
     daemon: Daemon = field(init=False)
     predictions: Predictions = field(default_factory=Predictions)
     pinned: dict[ModelName, None] = field(default_factory=dict)  # models in the state PINNED
-    sending: dict[ModelName, None] = field(default_factory=dict)  # models that may be written
+    sending: dict[ModelName, None] = field(default_factory=dict)  # models that the daemon may write
     served: int = 0  # number of requests answered with outputs
     spent_us: Counter[str] = field(default_factory=Counter)  # device time, by kind
 
@@ -98,7 +98,7 @@ class DeviceState:
         return not model.devices or self.settings.device in model.devices
 
     def job_of(self, worker: Worker, op_id: int) -> Job | None:
-        """Return the job of a message with ``op_id``; None if that is an older dispatch's."""
+        """Return the worker's job if ``op_id`` is its current dispatch, else None."""
         job = self.jobs.get(worker.job) if worker.job is not None else None
         return job if job is not None and job.op_id == op_id and job.slot == worker.slot else None
 

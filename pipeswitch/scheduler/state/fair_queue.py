@@ -28,16 +28,16 @@ MAX_IDLE: Final = 64  # members without requests that are always kept
 
 @dataclass(eq=False, slots=True)
 class MemberShare:
-    """One member's part of a fair queue."""
+    """One member's part of a fair queue; ``tags`` are by urgency (``effective_priority``)."""
 
     caller: str  # name of the tenant or of the connection
     weight: float = 1.0
     waiting: Counter[int] = field(default_factory=Counter)  # requests by priority
     effective_priority: float = math.inf  # its urgency: the most urgent priority in ``waiting``
-    tags: defaultdict[float, float] = field(default_factory=lambda: defaultdict(float))  # by it
+    tags: defaultdict[float, float] = field(default_factory=lambda: defaultdict(float))
     running: int = 0  # number of dispatched runs in which it has a part
     number: int = 0  # number in the order of creation: decides between equal tags
-    place: tuple[float, tuple[float, int, Any]] | None = None  # its urgency and entry
+    place: tuple[float, tuple[float, int, Any]] | None = None  # urgency, entry in ``_order``
 
 
 S = TypeVar("S", bound=MemberShare)
@@ -74,7 +74,7 @@ class FairQueue(Generic[S]):
         self._make = make
         self._of: dict[str, S] = {}
         self._clock: defaultdict[float, float] = defaultdict(float)  # by urgency
-        self._had_at_ms: dict[float, float] = {}  # last time of a turn, or of nobody waiting
+        self._had_at_ms: dict[float, float] = {}  # by urgency: last turn or empty time
         self._order: dict[float, list[tuple[float, int, S]]] = {}  # waiting members, by urgency
         self._changed: dict[S, None] = {}  # members whose place in the order may have changed
         self._idle: dict[S, None] = {}  # members with nothing waiting; the latest change is last
@@ -231,7 +231,7 @@ class CallerQueue(FairQueue[CallerShare]):
     """Fair queue of all callers. Each caller has a key or a token from the owner.
 
     Attributes:
-        again_at_ms: earliest instant at which a caller may stop yielding since ``in_rounds``.
+        again_at_ms: earliest instant at which a caller that yielded in ``in_rounds`` may go.
     """
 
     def __init__(self, weights: Mapping[str, float], max_wait_ms: float) -> None:
@@ -310,7 +310,7 @@ class CallerQueue(FairQueue[CallerShare]):
     def charge_connections(
         charge: Charge, rows: Iterable[tuple[str, str, int]], now_ms: float
     ) -> Charge:
-        """Charge a run of ``charge`` also to connections, for callers whose connections take turns.
+        """Charge the run of ``charge`` also inside callers whose connections take turns.
 
         ``rows``: caller, connection and rows of each request.
         """

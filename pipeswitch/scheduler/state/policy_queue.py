@@ -1,6 +1,6 @@
 """Order of the waiting requests under a policy, updated without a scan of all requests.
 
-The guard of the policy (``policies/guard.py``) answers for it.
+All questions to the policy go through its guard (``policies/guard.py``).
 """
 
 from __future__ import annotations
@@ -173,9 +173,9 @@ class PolicyQueue:
                 account.connections = None
 
     def ahead(self, request: Request) -> tuple[int, int]:
-        """Return a minimum of the requests with its model and priority that precede a new request,
-        and of their batch. It counts the requests of the same line, and earlier turns of the
-        caller's other connections, if these wait only for that model at that priority."""
+        """Return lower bounds for the requests with its model and priority that precede a new
+        request: their number and their batch. They are the requests of the same line, and earlier
+        turns of the caller's other connections that wait only for that model and priority."""
         account = self._accounts.of(request.caller)
         own, priority = request.connection if self._has_connections else "", request.priority
         lines, queue = self._lines.get(request.model, {}), account.connections
@@ -215,7 +215,7 @@ class PolicyQueue:
         )
 
     def changed(self, model: ModelName | None) -> None:
-        """Mark the model's lines for ranking: it came, left, began to compute or ended."""
+        """Mark the model's lines for ranking: it was copied or evicted, or began or ended a run."""
         if model is not None:
             self._stale.update(dict.fromkeys(self._lines.get(model, {}).values()))
 

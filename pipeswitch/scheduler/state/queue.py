@@ -32,9 +32,9 @@ class Queue:
     ) -> None:
         self.unchecked: dict[ModelName, None] = {}
         self._lines = PolicyQueue(judge, accounts) if judge and accounts else None
-        self.requests: dict[Token, tuple[int, Request]] = {}  # with their numbers
+        self.requests: dict[Token, tuple[int, Request]] = {}  # with numbers in order of arrival
         self._of: dict[ModelName, dict[Token, Request]] = {}
-        self._held: Counter[tuple[str, str]] = Counter()  # "": all models
+        self._held: Counter[tuple[str, str]] = Counter()  # by caller and model ("": all)
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap with removed requests too
         self._due: list[tuple[float, int, Request]] = []  # requests with a deadline, sorted by it
         self._added = 0
@@ -122,7 +122,7 @@ class Queue:
         return self._held[caller, model]
 
     def ahead(self, request: Request) -> tuple[int, int]:
-        """Return a minimum of the caller's requests before it, and of their batch."""
+        """Return lower bounds for its caller's requests before it: their number and their batch."""
         assert self._lines is not None
         return self._lines.ahead(request)
 

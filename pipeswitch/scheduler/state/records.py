@@ -1,4 +1,4 @@
-"""Records of a model, a request, a job and a worker. Owned by the scheduler."""
+"""Records of models, requests, jobs and workers. The scheduler owns them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Registration:
     takes_over: bool = False  # it becomes the current version as soon as it is ready
     is_known: bool = False  # restored from the journal: listed as failed if it is refused
     waiters: list[Token] = field(default_factory=list)
-    end_waiters: list[Token] = field(default_factory=list)  # clients that remove this version
+    end_waiters: list[Token] = field(default_factory=list)  # clients that await its removal
     error: PipeSwitchError | None = None  # reason for the refusal
 
 
@@ -76,7 +76,7 @@ class Served:
     born: OpId  # registration id of its versions; the name gets a new one if it is used again
     shares: dict[int, int] = field(default_factory=dict)  # other versions' percent of requests
     drawn: int = 0  # number of requests that the shares have distributed
-    end_waiters: list[Token] = field(default_factory=list)  # clients that remove the name
+    end_waiters: list[Token] = field(default_factory=list)  # clients that await its removal
 
 
 @dataclass
@@ -267,7 +267,7 @@ class RequestForecast:
         infeasible_after_ms: Instant after which no answer can arrive before the deadline.
         predicted_end_ms: End that was predicted at dispatch; None if no prediction is needed.
         is_probe: Accepted although it seems late, so that its model is measured again.
-        placed: Reason for the choice of its device, if there are several.
+        placed: Reason for the choice of its device; empty if there is only one device.
     """
 
     infeasible_after_ms: float | None = None
@@ -397,8 +397,8 @@ class JobMemory:
     lease_asked_bytes: int = 0  # size of the lease that it waits for
     activations: dict[str, object] = field(default_factory=dict)  # report of its last step
     is_blocked: bool = False  # it waits for activation memory that other jobs use
-    blocked_at_ms: float = 0.0  # start of that wait, or the last eviction to end it
-    beside_blocked: dict[JobName, int] = field(default_factory=dict)  # jobs' steps at its start
+    blocked_at_ms: float = 0.0  # start of that wait, or of the last eviction against it
+    beside_blocked: dict[JobName, int] = field(default_factory=dict)  # jobs' steps at that start
     commit_slot_bytes: int = 0  # 0: no commit area yet
     committed_step: int = -1
     commit_number: int = 0  # number of this dispatch's last commit that the daemon got
@@ -437,7 +437,7 @@ class Job:
     """A training job from its acceptance to its end."""
 
     spec: JobSpec
-    sent_to: str = ""  # name of the device that its user moved it to
+    sent_to: str = ""  # name of the device that its user moved it to; empty: none
     progress: JobProgress = field(default_factory=JobProgress)
     memory: JobMemory = field(default_factory=JobMemory)
     timing: JobTiming = field(default_factory=JobTiming)
@@ -465,7 +465,7 @@ class Job:
         return (self.sent_to,) if self.sent_to else self.spec.devices
 
     def view(self, now_ms: float) -> JobView:
-        """Return the job as job orders see it; pass 0 if the job does not have the device."""
+        """Return the job as job orders see it; ``now_ms`` 0: it does not have the device."""
         progress, timing = self.progress, self.timing
         left_s = progress.steps_left / progress.steps_per_s if progress.steps_per_s else 0.0
         return JobView(

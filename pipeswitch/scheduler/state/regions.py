@@ -1,6 +1,6 @@
 """Arithmetic on bytes: owners of ranges in an arena or a store. Pure.
 
-Accounting identity, checked always: free + reserved = capacity; a live region has one owner;
+The accounting identity always holds: free + reserved = capacity; a live region has one owner;
 regions never overlap (invariant I3).
 """
 
@@ -53,7 +53,7 @@ BEGIN = attrgetter("offset_bytes")
 
 
 def _plus(one: Cost, other: Cost) -> Cost:
-    """Return the sum by place; the shorter cost is extended with zeros."""
+    """Return the sum, element by element; the shorter cost is extended with zeros."""
     if len(one) == len(other):
         return tuple(map(add, one, other))
     return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0.0))
@@ -143,7 +143,7 @@ class RegionAllocator:
             The new region; None if it does not fit there now, and nothing has changed.
 
         Raises:
-            ValueError: the owner already holds a region, or the request makes no sense.
+            ValueError: the owner already holds a region, or the size is not positive.
         """
         if owner in self._by_owner:
             raise ValueError(f"{owner} already holds a region")
@@ -179,7 +179,7 @@ class RegionAllocator:
         return region
 
     def clear(self) -> None:
-        """Drop every region: the memory itself is gone."""
+        """Drop every region, because the memory itself is lost."""
         self._regions.clear()
         self._by_owner.clear()
         self._reserved_bytes = 0

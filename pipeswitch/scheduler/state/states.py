@@ -10,7 +10,7 @@ Task (an inference request or a training job; ``ps`` shows jobs and running requ
   RUNNING       has the device's turn; later groups may still be copied (PipeSwitch 4.2).
   STOPPING      was told to stop and has not parked yet.
   SUSPENDED     parked in place: its worker waits inside the step, and its memory stays.
-  EVICTING      commits its last step and unwinds, for its memory or by the user's order.
+  EVICTING      commits and unwinds, because its memory is needed or the user ordered it.
   PAUSED        held by the user until ``resume``; holds no worker and no device memory.
   DONE, FAILED, CANCELLED, EXPIRED   final.
 
@@ -28,7 +28,7 @@ Owner (of a device's turn; ``device_owner.py`` records the task or job that has 
   YIELDED     a pass (one run of a streamed model) yielded between two groups: a dispatched task has
               the turn next, or the pass itself if none is dispatched.
   LENT        a dispatched task has the turn, and the pass waits.
-  RECLAIMED   the task has ended: the pass has the turn next, even if another task is dispatched.
+  RECLAIMED   that task has ended: the pass has the turn next, even before a dispatched task.
   TRAINING    a job has the turn.
   STOPPING    a job has the turn and was told to pass it on. When it has parked, IDLE follows.
 
@@ -128,7 +128,7 @@ TASK_TRANSITIONS: Final[Mapping[tuple[TaskState, TaskEvent], TaskState]] = {
     (_S.PAUSED, _E.RESUME): _S.QUEUED,
     (_S.FAILED, _E.RESUME): _S.QUEUED,  # a job resumes from its last commit
     (_S.PAUSED, _E.CANCEL): _S.CANCELLED,
-    (_S.TRANSMITTING, _E.STARTED): _S.RUNNING,  # later groups still stream
+    (_S.TRANSMITTING, _E.STARTED): _S.RUNNING,  # later groups are still copied
     (_S.TRANSMITTING, _E.FINISHED): _S.DONE,  # a short run: only its end was reported
     (_S.TRANSMITTING, _E.STOP_REQUESTED): _S.STOPPING,  # the job's script is still starting
     (_S.TRANSMITTING, _E.EVICT_REQUESTED): _S.EVICTING,
@@ -142,7 +142,7 @@ TASK_TRANSITIONS: Final[Mapping[tuple[TaskState, TaskEvent], TaskState]] = {
     (_S.SUSPENDED, _E.FINISHED): _S.DONE,  # its script ended while it was parked
     (_S.SUSPENDED, _E.EVICT_REQUESTED): _S.EVICTING,
     (_S.EVICTING, _E.STOP_REQUESTED): _S.EVICTING,  # the job parks before it unwinds
-    (_S.EVICTING, _E.PARKED): _S.EVICTING,  # or the messages crossed
+    (_S.EVICTING, _E.PARKED): _S.EVICTING,  # also if the two messages crossed
     (_S.EVICTING, _E.UNWOUND): _S.QUEUED,  # the job will resume from its last commit
     (_S.EVICTING, _E.FINISHED): _S.DONE,
     **{(state, _E.WORKER_DIED): _S.QUEUED for state in TaskState if state in TASK_ON_WORKER},
@@ -390,7 +390,7 @@ class StateMachine(Generic[State, Event]):
 
     @property
     def story(self) -> list[str]:
-        """Last transitions as text, formatted only on reading: a request has six of them."""
+        """Last transitions as texts. They are made only when they are read: a request has six."""
         return [
             f"{source.value}->{target.value} {event.value} {cause}".rstrip()
             for source, target, event, cause in self._steps
@@ -401,7 +401,7 @@ class StateMachine(Generic[State, Event]):
         return (self.state, event) in self._table
 
     def apply(self, event: Event, cause: str = "") -> State:
-        """Apply an event and return the new state. Raise InvalidTransition without a table row."""
+        """Return the new state from the table; raise InvalidTransition if the table has none."""
         try:
             target = self._table[(self.state, event)]
         except KeyError:

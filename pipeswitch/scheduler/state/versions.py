@@ -101,7 +101,7 @@ class Versions:
         there: Collection[int],
         shares: Iterable[tuple[int, int]] = (),
     ) -> None:
-        """Restore a name from the journal, before its versions, whose numbers are ``there``.
+        """Restore a name from the journal, before its versions. ``there``: the versions' numbers.
 
         The journal may lack the current version: its entry is damaged, or the disk was full. Then
         the newest of the other versions becomes current.

@@ -137,7 +137,7 @@ class JobRequests:
         if job.state.state is TaskState.FAILED:
             if self._core.is_draining:
                 raise errors.ServerUnavailable("the server is draining")
-            if not job.spec.entry:  # it is only listed to show its loss
+            if not job.spec.entry:  # it is listed only because it was lost
                 raise errors.InvalidInput(
                     f'the script of job "{event.job}" is unknown: its journal entry was damaged',
                     hint=f"pipeswitch jobs rm {event.job}, then pipeswitch train SCRIPT",
