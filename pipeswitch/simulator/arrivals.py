@@ -24,7 +24,7 @@ class Arrival(NamedTuple):
     deadline_ms: float | None = None  # from the arrival; None: as in the replay's settings
     caller: str = ""
     prompt: int = 0  # number of tokens in a language model's prompt
-    tokens: int = 1  # of its answer; each is a request that follows the previous token's answer
+    tokens: int = 1  # tokens of its answer; each is a request that follows the previous answer
 
 
 class Trace(NamedTuple):

@@ -298,8 +298,8 @@ def serial(setting: Setting, models: Sequence[PaperModel], arrivals: Sequence[Ar
 
 
 class Models(dict[int, PaperModel]):
-    """Models by their number in the trace. Each tile has the same models under its own names;
-    they are created on first access."""
+    """Models by their number in the trace. A tile is one client's copy of the trace; it has the
+    same models under its own names, which are created on first access."""
 
     def __init__(self, first: Sequence[PaperModel], tiles: int = 1) -> None:
         super().__init__(enumerate(first))

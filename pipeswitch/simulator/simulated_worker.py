@@ -64,7 +64,7 @@ class SimulatedWorker(SimulatedProcess):
         self.lease: ByteSpan | None = None  # its slice, from the grant until it is reaped
         self._preparing: worker_msg.PrepareModel | None = None
         self._cleaning = NO_OP_ID
-        self._job_op_id = NO_OP_ID  # of the RunJob that it was sent
+        self._job_op_id = NO_OP_ID  # operation id of the RunJob that it was sent
 
     @property
     def computes(self) -> bool:

@@ -36,7 +36,7 @@ from .simulated_worker import SimulatedWorker
 
 MOST_SLOTS = 64  # maximum number of slots of a device
 TOLD = 200  # number of last events and commands in the note of a violation
-SHOWN = 300  # maximum number of characters of each of them
+SHOWN = 300  # maximum number of characters of an event or command in it
 INFORMING = (ev.Publish, ev.Spans, ev.Journal)
 
 
