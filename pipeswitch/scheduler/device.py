@@ -48,7 +48,7 @@ class Device:
         self.slices = Slices(state, self.arena, self.residents)
         self.commits = Commits(state, self.arena, store)
         jobs.homes.append(Home(state, self.commits))
-        self.jobs = jobs  # of all devices
+        self.jobs = jobs  # jobs of all devices
         self.leases = Leases(state, self.arena, self.slices, self.commits, store)
         self.training = TrainingJobs(state, self.slices, self.jobs, self.leases, self.commits)
         self.turns = Turns(state)

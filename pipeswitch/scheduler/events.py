@@ -74,7 +74,7 @@ class InferArrived(ClientRequest, frozen=True):
     tenant: str = ""  # the tenant whose pool file has the tensors (as in ModelAvailable)
     registration_id: int = 0  # another version with this id may serve it, too; 0: only ``model``
     arrived_at_ms: float | None = None  # when it was read from its client; None: now
-    is_postprocess: bool = False  # its model has computed: ``inputs`` are for postprocessing
+    is_postprocess: bool = False  # the model has computed: ``inputs`` are for postprocessing
     is_chain_continuation: bool = False  # a later step of an accepted chain
     follows: bool = False  # another step of the chain will follow
     sequence: int = 0  # number of its sequence; 0: none
@@ -139,7 +139,7 @@ class RegisterModelRequest(ClientRequest, frozen=True):
     tenant: str = ""  # tenant that will own the model; empty: the server's owner
     devices: tuple[str, ...] = ()  # names of the devices that may serve it; empty: all
     is_known: bool = False  # restored from the journal of an earlier server
-    restored: Manifest | None = None  # its manifest: requests are accepted before the build
+    restored: Manifest | None = None  # manifest from the journal: requests may wait for the build
     processor: Processor | None = None  # functions before and after the model
     aliases: tuple[ModelName, ...] = ()  # further names
 
@@ -176,7 +176,7 @@ class RollbackRequest(ClientRequest, frozen=True):
 
     model: ModelName
     version: int = 0  # 0: the newest before the current one
-    share: int = -1  # its percentage of the requests; -1: it becomes the current version
+    share: int = -1  # percentage of the requests; -1: make the version current
     tenant: str | None = None  # as in UnregisterRequest
 
 
@@ -213,10 +213,10 @@ class TrainRequest(ClientRequest, frozen=True):
     share: str = ""  # jobs of one group share their input; empty: none
     devices: tuple[str, ...] = ()  # names of the devices that may train it; empty: all
     defaults: tuple[tuple[str, str], ...] = ()  # arguments of ``job.steps`` that it omits
-    resumes: bool = False  # from another server's commit in ``jobs/NAME/commit``
-    is_paused: bool = False  # it was paused on the other server
-    loaded: LoadedCommit | None = None  # that commit; None: the job had not committed
-    restarts: int = 0  # number on other servers, like the next two values
+    resumes: bool = False  # resume from another server's commit in ``jobs/NAME/commit``
+    is_paused: bool = False  # the job was paused on the other server
+    loaded: LoadedCommit | None = None  # the commit to resume from; None: there was none
+    restarts: int = 0  # restarts on other servers; so are the next two values
     steps_recomputed: int = 0
     last_step: int = 0  # last step of its last process
 
@@ -430,7 +430,7 @@ class ModelAvailable(_Message, frozen=True):
     tenant: str = ""  # tenant whose pool file its requests use, if tenants are separate
     base: str = ""  # name that requests use; empty: ``model``
     version: int = 1
-    is_current: bool = True  # it serves requests without a version number
+    is_current: bool = True  # the version serves requests without a version number
     registration_id: int = 0  # equal for all versions of a name, until the name is removed
     processor: Processor | None = None  # functions before and after the model
     chain: Chain | None = None  # set for a chain, whose steps run at their models' priorities

@@ -227,7 +227,7 @@ class Introspection:
     def _model(self, model: Model, versions: Sequence[Model]) -> dict[str, Any]:
         """Return a model's row. ``versions``: all versions of its name."""
         replica = self._machine.shown(model)
-        manifest = replica.manifest or model.manifest  # with its groups, if it was built
+        manifest = replica.manifest or model.manifest  # the first has the groups in use
         row = self._facts(model) | {
             "current": self._versions.is_current(model),
             "share": self._versions.share(model),
@@ -336,7 +336,7 @@ class Introspection:
         row = Shown(
             device, f"stage-{process.slot}", "stage", state.value, why=why, pid=process.pid
         ).row(self._core.now_ms)
-        return {key: value for key, value in row.items() if key != "on"}  # it uses no device
+        return {key: value for key, value in row.items() if key != "on"}  # a stage uses no device
 
     def _ps_model(self, on: Device, replica: DeviceModel) -> dict[str, Any]:
         device = on.state

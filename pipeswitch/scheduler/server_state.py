@@ -25,7 +25,7 @@ class ServerState:
         self._core = core
         self.models: dict[ModelName, Model] = {}
         self.served: dict[ModelName, Served] = {}  # by the name that requests use
-        self.chains: dict[ModelName, tuple[Chain, str]] = {}  # with their tenants
+        self.chains: dict[ModelName, tuple[Chain, str]] = {}  # chains with tenants
         self.store = HostStoreAllocator(core)
         self.jobs = Jobs(core)
         devices = devices or (core.settings,)

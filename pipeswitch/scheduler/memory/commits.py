@@ -139,7 +139,7 @@ class Commits:
         job = device.jobs.get(message.job)
         commit_ids = (message.op_id, message.number)
         if job is None or commit_ids != (job.memory.copy_id, job.memory.copying_number):
-            core.counts["stale_messages"] += 1  # it is an older job's, or repeated
+            core.counts["stale_messages"] += 1  # an older job's message, or repeated
             return
         job.memory.copy_id, job.memory.copying_number = NO_COPY
         if not message.error:

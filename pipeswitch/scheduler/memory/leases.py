@@ -160,7 +160,7 @@ class Leases:
         """Answer a host memory request at once, even of a leaving job: it may be inside a layer."""
         job = self._device.job_of(worker, message.op_id)
         if job is None:
-            return  # it is being killed
+            return  # the job is being killed
         assert job.slot is not None
         try:
             self._store.charge(job.spec.name, max(0, message.size_bytes))
@@ -192,7 +192,7 @@ class Leases:
         order = JOB_ORDERS[device.settings.training]
         for job in sorted(asks, key=lambda job: (job.spec.priority, *order.rank(job.view(0.0)))):
             memory = job.memory
-            if not memory.lease_asked_bytes or job.slot is None:  # it was evicted for another job
+            if not memory.lease_asked_bytes or job.slot is None:  # evicted for another job
                 continue
             try:
                 lease = self._arena.regions.get(job.slice)  # a repeated request gets it again

@@ -274,8 +274,8 @@ class Residents:
             replica is None
             or replica.model.state.state is not ModelState.READY
             or replica.is_on_device
-            or replica.staging is not None  # its copy would wait in the ring for its request
-            or device.measurement.model == name  # its copy is timed with the request that needs it
+            or replica.staging is not None  # the copy would wait in the ring for a request
+            or device.measurement.model == name  # the copy is timed with the request that needs it
             or not device.may_serve(replica.model)
         ):
             return False

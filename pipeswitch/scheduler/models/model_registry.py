@@ -331,13 +331,13 @@ class Registry:
     def _refuse(self, model: Model, error: errors.PipeSwitchError) -> None:
         """Remove everything of a refused model, and free its name."""
         core = self._core
-        if model.manifest is not None:  # it may have been announced
+        if model.manifest is not None:  # the frontend may know the model
             core.emit(ev.ModelRemoved(model=model.name))
             self._admission.not_stored(model, error)
         model.state.apply(ModelEvent.REFUSED, type(error).__name__)
         registration = self.names.remove(model)
         registration.error = error
-        if registration.is_known:  # its journal entry and its files stay
+        if registration.is_known:  # the model's journal entry and files stay
             model.reason = str(error)
             self.names.failed[model.name] = model
         self.names.release(model.base)

@@ -60,7 +60,7 @@ class Publication:
     op_id: OpId = NO_OP_ID  # operation id of its copy
     device: int = 0  # index of the device whose daemon copies
     directory: str = ""  # folder of the copied commit; empty: the job's own folder
-    is_cancelled: bool = False  # it ends when the daemon no longer writes to its folder
+    is_cancelled: bool = False  # the publication ends when the daemon has left its folder
     version: Model | None = None
     registration: Registration | None = None
 
@@ -284,7 +284,7 @@ class Publishing:
         assert one.registration is not None
         is_building = one.version.state.state is ModelState.BUILDING
         if is_building and not one.directory and self._job_of(one) is None:
-            self._registry.give_up(one.version, _no_job(one.job))  # its commit is gone
+            self._registry.give_up(one.version, _no_job(one.job))  # no commit is left
         if one.registration.error is not None:
             self._end(one, one.registration.error)
         elif one.version.state.state not in UNDER_WAY:

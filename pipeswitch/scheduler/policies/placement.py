@@ -12,13 +12,13 @@ class Place(NamedTuple):
     """A device as one request sees it; times are predicted, in milliseconds."""
 
     device: int
-    is_resident: bool  # its model is on the device, or is being copied
+    is_resident: bool  # the request's model is on the device, or is being copied
     is_busy: bool  # a request computes or waits there
     waiting: int  # number of unfinished requests
     queue_ms: float  # time until they are finished; 0: none, or no measurement yet
-    switch_ms: float  # time to copy its model; 0: it is there, or no measurement yet
+    switch_ms: float  # time to copy the model; 0: it is there, or no measurement yet
     free_bytes: int
-    size_bytes: int  # size of its model
+    size_bytes: int  # size of the model
 
     @property
     def finish_ms(self) -> float:

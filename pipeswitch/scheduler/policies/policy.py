@@ -18,8 +18,8 @@ class Waiting(NamedTuple):
     arrived_at_ms: float
     batch: int = 1
     size_bytes: int = 0  # size of its model
-    is_resident: bool = False  # its model is on the device or is being copied
-    is_current: bool = False  # its model computes now
+    is_resident: bool = False  # the model is on the device or is being copied
+    is_current: bool = False  # the model computes now
 
 
 class Resident(NamedTuple):

@@ -215,7 +215,7 @@ class PreprocessPool:
             request.batching.deaths += is_blamed
             if request.batching.deaths >= core.settings.max_deaths:
                 self._refuse(raw, TaskEvent.ERROR, _lost(raw, event.status))
-        elif is_blamed and not was_called:  # it died without a call
+        elif is_blamed and not was_called:  # the process died without a call
             process.respawn_at_ms = core.now_ms + core.settings.restart_backoff_ms
             core.wake_at(process.respawn_at_ms, STAGES)
         if not process.is_copied:

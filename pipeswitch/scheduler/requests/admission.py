@@ -287,7 +287,7 @@ class Admission:
             if request.deadline_at_ms is not None:
                 self._core.wake_at(request.deadline_at_ms, DUE)
         else:
-            self._core.dirty |= QUEUE  # other generations do not wait for it any longer
+            self._core.dirty |= QUEUE  # others need not wait for this generation
 
     def stored(self, model: Model) -> None:
         """Queue the early requests in order for dispatch: the model is in the host store."""

@@ -45,7 +45,7 @@ class TaskCompletion:
         activation, requests, replica = self._end(worker, task)
         replica.model.deaths = 0
         worker.deaths = 0
-        worker.warm[replica.name] = replica.version  # it has just run this version
+        worker.warm[replica.name] = replica.version  # the worker has just run this version
         self._ended.append((activation, requests, message))
         device.spend("switch", message.stall_ms)
         device.spend("infer", message.ended_at_ms - message.turn_at_ms - message.stall_ms)

@@ -211,7 +211,7 @@ class Dispatch:
             and running.is_multi_step
             and (device.queue.requests or owner.pending)
         ):
-            running.is_multi_step = False  # it ends after its current step
+            running.is_multi_step = False  # the run ends after its current step
             self._core.emit(Interrupt(device.address(running.slot), running.op_id))
 
     def _refuse_the_impossible(self) -> None:
@@ -357,7 +357,7 @@ class Dispatch:
         """Send the model of a request if possible; return True if it is sent now."""
         arena = self._arena
         if replica.residency.state is states.Residency.ABANDONED:
-            return False  # its own region blocks it until the copy has ended
+            return False  # the model's region is in use until the copy has ended
         self._residents.cancel_prefetches()
         if self._is_link_busy():
             return False  # 4. A more urgent copy could not overtake one that waits for the link.
@@ -434,7 +434,7 @@ class Dispatch:
         if may_wait or request.due_ms <= core.now_ms:
             return False
         if replica.transfer.ahead_id != NO_OP_ID:
-            return False  # it was copied ahead, which counts as a switch
+            return False  # a model copied ahead counts as a switch
         account = device.accounts.of(request.caller)
         if core.now_ms < max(account.throttled_until_ms, account.penalty_until_ms):
             return False

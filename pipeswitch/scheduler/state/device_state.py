@@ -32,7 +32,7 @@ class Daemon:
     generation: int = 0
     pid: int = 0
     is_ready: bool = False
-    is_given_up: bool = False  # it died too often: it is not started again
+    is_given_up: bool = False  # the daemon died too often and is not started again
 
     @property
     def address(self) -> Address:
@@ -62,7 +62,7 @@ class DeviceState:
 
     core: Core
     settings: SchedulerSettings
-    index: int = 0  # its index among the server's devices
+    index: int = 0  # index among the server's devices
     label: str = ""  # name of the device, if there are several
     replicas: dict[ModelName, DeviceModel] = field(default_factory=dict)
     requests: dict[Token, Request] = field(default_factory=dict)  # live requests

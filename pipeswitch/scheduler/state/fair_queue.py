@@ -33,7 +33,7 @@ class MemberShare:
     caller: str  # name of the tenant or of the connection
     weight: float = 1.0
     waiting: Counter[int] = field(default_factory=Counter)  # requests by priority
-    effective_priority: float = math.inf  # its urgency: the most urgent priority in ``waiting``
+    effective_priority: float = math.inf  # urgency: the most urgent priority in ``waiting``
     tags: defaultdict[float, float] = field(default_factory=lambda: defaultdict(float))
     running: int = 0  # number of dispatched runs in which it has a part
     number: int = 0  # number in the order of creation: decides between equal tags
@@ -48,7 +48,7 @@ class CallerShare(MemberShare):
     """Share of one caller on one device."""
 
     used_ms: float = 0.0  # total time of its finished runs
-    seen_at_ms: float = -math.inf  # its last request or reply
+    seen_at_ms: float = -math.inf  # time of the caller's last request or reply
     throttled_until_ms: float = -math.inf
     deaths: float = 0.0  # count of worker deaths in its runs, halved in every ``HALF_MS``
     died_at_ms: float = -math.inf

@@ -83,9 +83,8 @@ class SubQueue:
 
 
 class PolicyQueue:
-    """All waiting requests, in lines (``SubQueue``).
+    """All waiting requests, in lines (``SubQueue``), which are sorted by their heads.
 
-    A connection's lines are sorted by their heads.
     Callers take turns (``CallerQueue``), and so do the connections of one caller, unless the policy
     sorts all of a caller's requests by one key. The policy orders the requests of a connection,
     with its rules for age and windows. A line is ranked again when a request is added or removed,

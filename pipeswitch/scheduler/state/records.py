@@ -58,7 +58,7 @@ class Registration:
     client: str  # builds take turns among clients
     build_id: OpId
     storing: int | None = None  # index of the device whose daemon loads it into the host store
-    takes_over: bool = False  # it becomes the current version as soon as it is ready
+    takes_over: bool = False  # the version becomes current as soon as it is ready
     is_known: bool = False  # restored from the journal: listed as failed if it is refused
     waiters: list[Token] = field(default_factory=list)
     end_waiters: list[Token] = field(default_factory=list)  # clients that await its removal
@@ -92,11 +92,11 @@ class Model:
     tenant: str = ""  # tenant that registered it; empty: the server's owner
     devices: tuple[str, ...] = ()  # names of the devices that may serve it; empty: all
     processor: Processor | None = None  # functions before and after the model; None: none
-    split: Served | None = None  # set if it is current and other versions have shares
+    split: Served | None = None  # set if this version is current and others have shares
     chosen_op_id: OpId = NO_OP_ID  # drawn when it last became the current version
     state: StateMachine[ModelState, ModelEvent] = field(init=False)
     serving: StateMachine[VersionState, VersionEvent] = field(init=False)
-    manifest: Manifest | None = None  # from its build; until then from the journal, if at all
+    manifest: Manifest | None = None  # from the build; before it, from the journal if restored
     store_offset_bytes: int = -1
     reason: str = ""  # reason for its failure or quarantine
     deaths: int = 0  # number of workers that it killed since its last success
@@ -153,15 +153,15 @@ class DeviceModel:
     model: Model
     name: ModelName = field(init=False)  # name of ``model``
     residency: StateMachine[Residency, ResidencyEvent] = field(init=False)
-    manifest: Manifest | None = None  # with the groups of ``grouping.plan``
+    manifest: Manifest | None = None  # the model's manifest, with the groups of the plan
     grouping: Grouping = field(default_factory=Grouping)
     transfer: Transfer = field(default_factory=Transfer)
     resident_groups: int = 0  # number of a streaming model's groups that stay between passes
     resident_bytes: int = 0  # bytes of those groups that the last transfer did not send
     predicted_ms: dict[int, float] = field(default_factory=dict)  # cold switch time, by batch
-    region_bytes: int = 0  # its part of the arena: the whole model, or its streaming window
-    staging: StagingLayout | None = None  # set if it streams: it is larger than the arena
-    min_bytes: int = 0  # smallest window in which it can stream
+    region_bytes: int = 0  # needed part of the arena: the whole model, or a streaming window
+    staging: StagingLayout | None = None  # set if the model streams: the arena is too small
+    min_bytes: int = 0  # smallest window in which the model can stream; 0: it does not stream
     preferred_offset_bytes: int = -1  # last arena offset: reuse keeps workers' views valid
     first_fence: int = -1
     residency_id: OpId = NO_OP_ID
@@ -396,7 +396,7 @@ class JobMemory:
     lease_bytes: int = 0
     lease_asked_bytes: int = 0  # size of the lease that it waits for
     activations: dict[str, object] = field(default_factory=dict)  # report of its last step
-    is_blocked: bool = False  # it waits for activation memory that other jobs use
+    is_blocked: bool = False  # the job waits for activation memory that other jobs use
     blocked_at_ms: float = 0.0  # start of that wait, or of the last eviction against it
     beside_blocked: dict[JobName, int] = field(default_factory=dict)  # jobs' steps at that start
     commit_slot_bytes: int = 0  # 0: no commit area yet
@@ -448,8 +448,8 @@ class Job:
     turn: Turn = NO_TURN
     slot: Slot | None = None
     place: OpId = NO_OP_ID  # position in the round robin: the smallest goes first
-    stops_at_boundary: bool = False  # its stop may wait for a step boundary
-    is_away: bool = False  # it gave its turn up, and has not reported that it can compute again
+    stops_at_boundary: bool = False  # the last stop may wait for a step boundary
+    is_away: bool = False  # the job gave its turn up, and has not reported that it is back
     leaves_for: int | None = None  # index of the device for which it was evicted
     waiters: list[Token] = field(default_factory=list)
     answer_on_change: list[Token] = field(default_factory=list)
@@ -509,9 +509,9 @@ class Worker:
     deaths: int = 0  # deaths in a row before its process was ready
     respawn_at_ms: float | None = None
     kill_reason: str = ""  # reason for its kill, if it is DOOMED
-    runs_code: bool | None = None  # it ran operator code; False: programs; None: neither yet
+    runs_code: bool | None = None  # True: it ran operator code; False: programs; None: neither
     tenant: str | None = None  # tenant that its process is bound to; None: not bound
-    is_blamed: bool = True  # its death counts against its task
+    is_blamed: bool = True  # a death counts against the worker's task
 
     def __post_init__(self) -> None:
         self.state = StateMachine(f"worker {self.slot}", WorkerState.DEAD, WORKER_TRANSITIONS)
@@ -536,8 +536,8 @@ class RunningTask:
     residency_id: OpId = NO_OP_ID  # operation id of the copy that it reads
     resident_bytes: int = 0  # bytes of a streaming model that were on the device before
     streamed: int = 0  # bytes copied during the run of a model larger than the arena
-    is_multi_step: bool = False  # it computes further steps until another request waits
-    chooses: bool = False  # it samples tokens for generations
+    is_multi_step: bool = False  # the task computes steps until another request waits
+    chooses: bool = False  # the task samples tokens for generations
     began_at_ms: float = 0.0  # start of its turn, moved later by the time that it yielded
     yielded_at_ms: float = 0.0  # start of its last yield
     yielded_ms: float = 0.0  # total time of its finished yields

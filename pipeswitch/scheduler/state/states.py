@@ -139,14 +139,14 @@ TASK_TRANSITIONS: Final[Mapping[tuple[TaskState, TaskEvent], TaskState]] = {
     (_S.STOPPING, _E.FINISHED): _S.DONE,  # the task ended before it saw the stop
     (_S.STOPPING, _E.EVICT_REQUESTED): _S.EVICTING,
     (_S.SUSPENDED, _E.TURN_GIVEN): _S.RUNNING,  # the job continues in place
-    (_S.SUSPENDED, _E.FINISHED): _S.DONE,  # its script ended while it was parked
+    (_S.SUSPENDED, _E.FINISHED): _S.DONE,  # the script ended while the job was parked
     (_S.SUSPENDED, _E.EVICT_REQUESTED): _S.EVICTING,
     (_S.EVICTING, _E.STOP_REQUESTED): _S.EVICTING,  # the job parks before it unwinds
     (_S.EVICTING, _E.PARKED): _S.EVICTING,  # also if the two messages crossed
     (_S.EVICTING, _E.UNWOUND): _S.QUEUED,  # the job will resume from its last commit
     (_S.EVICTING, _E.FINISHED): _S.DONE,
     **{(state, _E.WORKER_DIED): _S.QUEUED for state in TaskState if state in TASK_ON_WORKER},
-    (_S.TRANSMITTING, _E.SEPARATED): _S.QUEUED,  # its batch failed: it will run alone
+    (_S.TRANSMITTING, _E.SEPARATED): _S.QUEUED,  # the batch failed: each request runs alone
     (_S.RUNNING, _E.SEPARATED): _S.QUEUED,
     (_S.TRANSMITTING, _E.MORE): _S.QUEUED,  # a short run: only its end was reported
     (_S.RUNNING, _E.MORE): _S.QUEUED,  # a generation needs another run
@@ -206,7 +206,7 @@ WORKER_TRANSITIONS: Final[Mapping[tuple[WorkerState, WorkerEvent], WorkerState]]
     (_W.ACTIVE, _V.TASK_ENDED): _W.CLEANING,
     (_W.SUSPENDED, _V.TURN_GIVEN): _W.ACTIVE,
     (_W.ACTIVE, _V.RETIRED): _W.RETIRING,
-    (_W.SUSPENDED, _V.RETIRED): _W.RETIRING,  # its script ended while it was parked
+    (_W.SUSPENDED, _V.RETIRED): _W.RETIRING,  # the script ended while the job was parked
     **{(state, _V.KILLED): _W.DOOMED for state in WorkerState if state not in _GONE},
     **{(_W.DOOMED, event): _W.DOOMED for event in _CROSSES_A_KILL},
     **{(state, _V.EXITED): _W.DEAD for state in WorkerState if state is not _W.DEAD},
@@ -341,7 +341,7 @@ MODEL_TRANSITIONS: Final[Mapping[tuple[ModelState, ModelEvent], ModelState]] = {
     (_M.QUARANTINED, _N.PARDONED): _M.READY,  # `load NAME` ends the quarantine
     (_M.READY, _N.UNREGISTERED): _M.LEAVING,
     (_M.QUARANTINED, _N.UNREGISTERED): _M.LEAVING,
-    (_M.LEAVING, _N.POISONED): _M.LEAVING,  # its queued requests are refused
+    (_M.LEAVING, _N.POISONED): _M.LEAVING,  # the queued requests are refused
 }
 
 

@@ -215,7 +215,7 @@ class Versions:
         """Remove a version. The name is removed with its last version."""
         served, successor = self._served[model.base], self.successor(model.base)
         if model.serving.state is VersionState.COMING and model.version == served.last:
-            served.last -= 1  # it never became current
+            served.last -= 1  # the version never became current
         if not self.all_of(model.base):
             del self._served[model.base]
             if served.last > 1:

@@ -137,7 +137,7 @@ class JobRequests:
         if job.state.state is TaskState.FAILED:
             if self._core.is_draining:
                 raise errors.ServerUnavailable("the server is draining")
-            if not job.spec.entry:  # it is listed only because it was lost
+            if not job.spec.entry:  # the job is listed only because it was lost
                 raise errors.InvalidInput(
                     f'the script of job "{event.job}" is unknown: its journal entry was damaged',
                     hint=f"pipeswitch jobs rm {event.job}, then pipeswitch train SCRIPT",
@@ -148,7 +148,7 @@ class JobRequests:
                 self._jobs.home(job).commits.take_over(job, event.loaded, is_on_disk=True)
                 job.progress.step = max(failed_at, job.progress.step)
             elif job.memory.persisted_step >= 0 and not job.memory.commit_slot_bytes:
-                self._core.emit(LoadCommits(request=event))  # its commit area was released
+                self._core.emit(LoadCommits(request=event))  # the commit area was released
                 return
             self._core.emit(Journal(entry={"kind": "job", **job.spec.row}))
             job.progress.error, job.timing.ended_at_ms = "", 0.0

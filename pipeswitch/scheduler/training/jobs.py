@@ -35,7 +35,7 @@ class RestoredJob(NamedTuple):
     slot_bytes: int = 0  # slot size of its commit area, loaded from disk; 0: none
     step: int = -1  # step of the commit in it
     is_paused: bool = False
-    placed: Mapping[str, Any] | None = None  # its last device, if it ever moved
+    placed: Mapping[str, Any] | None = None  # device of its last move; None: it never moved
     restarts: int = 0  # including the one that the server's end caused
     steps_recomputed: int = 0  # without the steps that its next dispatch counts
     last_step: int = 0  # last step of the process that ended with the server
@@ -147,7 +147,7 @@ class Jobs:
         if state not in TASK_FINAL:
             raise ValueError(f"{state.value} is no end")
         job = self.adopt(JobSpec.from_row(name, record))
-        job.state.state = state  # its transitions were in another server
+        job.state.state = state  # the transitions were in another server
         progress = job.progress
         progress.step, progress.epoch_index = int(record["step"]), int(record["epoch"])
         progress.error, progress.why = str(record["error"]), str(record["why"])
@@ -224,7 +224,7 @@ class Jobs:
         values = {str(key): value for key, value in message.values.items()}
         if message.kind == "progress":
             self._progress(job, values)
-            if len(self.home(job).state.jobs) > 1:  # it may change their order
+            if len(self.home(job).state.jobs) > 1:  # the report may change the order
                 self._core.dirty |= JOBS
         elif message.kind == "unseen":  # a dead process's steps after its last report
             job.progress.steps_recomputed += max(0, _number(values.get("steps"), 0))
@@ -264,7 +264,7 @@ class Jobs:
             elif job.wanted == "cancel":
                 job.state.apply(TaskEvent.CANCEL, "requested by the user")
             if job.wanted in ("pause", "drain"):
-                job.memory.persist_due_at_ms = self._core.now_ms  # at once
+                job.memory.persist_due_at_ms = self._core.now_ms  # the commit is written at once
         self.changed(job)
 
     def changed(self, job: Job) -> None:

@@ -106,7 +106,7 @@ class Ranking:
         return running.memory.is_blocked or any(
             self.order.is_impatient(own, job.view(0.0))
             for job in behind
-            if not (job.memory.lease_asked_bytes and self.order.shares)  # it cannot compute yet
+            if not (job.memory.lease_asked_bytes and self.order.shares)  # cannot compute yet
         )
 
     def in_place(self) -> list[Job]:
@@ -301,7 +301,7 @@ class TrainingJobs:
             return
         worker = device.workers[job.slot]
         if not worker.state.allows(WorkerEvent.KILLED):
-            return  # it was killed already
+            return  # the process was killed already
         progress = job.progress
         if progress.suspensions - progress.missed_at >= FORGIVEN_AFTER:
             progress.stops_missed = 0
@@ -472,11 +472,11 @@ class TrainingJobs:
         """Order a job on a worker to commit its last step and unwind."""
         core, job = self._core, self._device.jobs.get(name)
         if job is None or not job.state.allows(TaskEvent.EVICT_REQUESTED) or job.slot is None:
-            return  # its process is about to leave
+            return  # the job's process is about to exit
         job.state.apply(TaskEvent.EVICT_REQUESTED, cause)
         job.progress.evictions += 1
         job.timing.evict_asked_at_ms = core.now_ms
-        job.memory.lease_asked_bytes = 0  # its eviction ends the wait
+        job.memory.lease_asked_bytes = 0  # the eviction ends its wait
         job.progress.why = cause
         core.counts["job_evictions"] += 1
         core.dirty |= JOBS
