@@ -85,7 +85,7 @@ def _check_order(order: Order, one: Waiting, view: View, chance: Random) -> None
     assert order.rank(one, view) == rank, f"rank of {one} changes"
     until_ms = min(order.stays_until_ms(one, view), view.now_ms + FAR_MS)
     assert until_ms >= view.now_ms, f"rank of {one} stays until {until_ms}, before {view.now_ms}"
-    overdue_at_ms = one.arrived_at_ms + order.aging_ms  # it is ranked again at this time
+    overdue_at_ms = one.arrived_at_ms + order.aging_ms  # the request is ranked again then
     if overdue_at_ms > view.now_ms:
         until_ms = min(until_ms, overdue_at_ms)
     later_ms = view.now_ms + chance.random() * 0.99 * (until_ms - view.now_ms)

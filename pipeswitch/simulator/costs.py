@@ -28,7 +28,7 @@ class Costs:
     to_host: Link = field(default_factory=Link)
     to_store: Link = field(default_factory=Link)
     to_disk: Link = field(default_factory=Link)
-    message_ms: float = 0.0  # one way between the controller and a process
+    message_ms: float = 0.0  # one message between the controller and a process
     start_ms: float = 0.0  # start of a process
     reap_ms: float = 0.0
     build_ms: float = 0.0

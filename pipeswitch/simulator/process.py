@@ -89,13 +89,13 @@ class SimulatedProcess:
         self.name = name
         self.address = address
         self.scene = scene
-        self.status: int | None = None  # exit status; it may not be reaped yet
+        self.status: int | None = None  # exit status; None: the process runs
         self.is_reaped = False
-        self.is_doomed = False  # SIGKILL was sent, but has not ended it yet
-        self.may_lose = False  # it failed: its messages may arrive after its exit, or never
+        self.is_doomed = False  # SIGKILL was sent, but has not ended the process yet
+        self.may_lose = False  # after a failure, messages may arrive after the exit, or never
         self.inbox: dict[str, deque[Message]] = {}
         self.out: dict[str, deque[Message]] = {}
-        self.plans = ProcessPlans()  # its entries of the clock
+        self.plans = ProcessPlans()  # the clock's entries for this process
         self.plans.device = scene.index
         self._deliver, self._reap = deliver, reap
 

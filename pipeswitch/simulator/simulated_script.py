@@ -204,7 +204,7 @@ class SimulatedScript:
         )
 
     def _begin(self) -> None:
-        if self.lease is None:  # it was evicted while it waited for the lease
+        if self.lease is None:  # the job was evicted while it waited for the lease
             self._end("preempted")
             return
         require(self._image == ZEROS, "a slice holds its last owner's bytes (I4)")

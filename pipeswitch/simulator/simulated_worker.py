@@ -56,12 +56,12 @@ class SimulatedWorker(SimulatedProcess):
         super().__init__(f"worker {address.slot}", address, *of_process)  # type: ignore[arg-type]
         self.slot = address.slot
         self.is_ready = False
-        self.is_replacement = False  # it gets its task before it is ready
+        self.is_replacement = False  # the worker gets its task before it is ready
         self.runs_code: bool | None = None
         self.inference: SimulatedInference | None = None
         self.script: SimulatedScript | None = None
-        self.begun: OpId | None = NO_OP_ID  # its word on the control page; None: unknown
-        self.lease: ByteSpan | None = None  # its slice, from the grant until it is reaped
+        self.begun: OpId | None = NO_OP_ID  # the worker's word on the control page; None: unknown
+        self.lease: ByteSpan | None = None  # slice, from the grant until the worker is reaped
         self._preparing: worker_msg.PrepareModel | None = None
         self._cleaning = NO_OP_ID
         self._job_op_id = NO_OP_ID  # operation id of the RunJob that it was sent
