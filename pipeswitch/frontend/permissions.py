@@ -32,7 +32,7 @@ class CheckedSource:
     weights: str
     example: str = ""
     is_code: bool
-    owner_files: tuple[str, ...] = ()  # named by path, so their content may change under the name
+    owner_files: tuple[str, ...] = ()  # named by path, so their content may change
 
 
 def check_source(
@@ -48,7 +48,7 @@ def check_source(
 
     1. ``torchvision:`` and ``hf:`` names are data: any client. A folder behind ``hf:`` is a path.
     2. ``put:DIGEST`` is a file that this or another client uploaded: any client.
-    3. A path on the server's machine: the owner's ipc socket only, others upload.
+    3. A path on the server's machine: only at the owner's ipc socket; others upload the file.
     4. ``package.module:factory`` is code: the owner, or an ``allow_code`` pattern (and the role
        ``code``, which is checked elsewhere).
 
@@ -58,7 +58,7 @@ def check_source(
     is_code = False
     owner_files = []
     if not source:
-        pass  # a version of what is served
+        pass  # a version of a served model
     elif source.startswith("put:"):
         source = _uploaded(source, uploads_dir, "bundle")
     elif source.startswith(("torchvision:", "hf:")):
@@ -135,7 +135,7 @@ def _require_code_right(
     """Require that code comes through the owner's listener or is on the list.
 
     Args:
-        shown: as the caller wrote it.
+        shown: the name as the caller wrote it, for the error.
         runs: the module's name, or the script's whole real path.
     """
     if is_owner or any(_matches(runs, pattern) for pattern in allow_code):
