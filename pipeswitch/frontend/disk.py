@@ -55,7 +55,7 @@ class Disk:
             return {digest for digest, _ in self._programs.values()}
 
     def keep_upload(self, file_name: str, tenant: str) -> None:
-        """Charge the tenant for an upload from its first byte on. Other files count only in total."""
+        """Charge the tenant for an upload from its first byte; other files count only in total."""
         with self._lock:
             self._uploads[file_name] = tenant
 

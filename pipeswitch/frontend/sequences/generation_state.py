@@ -30,7 +30,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Body of ``generate``, without the caller."""
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 128
-    so_far: tuple[int, ...] = ()  # tokens that a lost server has generated
+    so_far: tuple[int, ...] = ()  # tokens from an earlier try of this request
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0

@@ -40,7 +40,7 @@ class Arrivals:
         self._shares = shares
         self._arrived = arrived
         self._connections: dict[str, _GrpcConnection] = {}
-        self._is_due = False  # a look is scheduled
+        self._is_due = False  # ``look`` is scheduled
 
     @contextmanager
     def call(self, context: grpc.aio.ServicerContext, address: str) -> Iterator[Arriving]:
@@ -163,7 +163,7 @@ class Sockets:
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._descriptors: set[int] = set()  # of the connected sockets
+        self._descriptors: set[int] = set()  # connected sockets of the port
 
     def arrived(self, peers: Collection[str]) -> dict[str, int]:
         """Return the bytes read from each peer, by gRPC's name for it (``ipv4:HOST:PORT``)."""

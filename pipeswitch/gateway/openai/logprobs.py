@@ -47,7 +47,7 @@ def of_text(tokens: Sequence[Token], names: Mapping[int, str], offset: int) -> d
         offset += len(text)
         top: dict[str, float] = {}
         own = [] if one.logprob is None else [(one.id, one.logprob)]
-        for id, logprob in (*one.top, *own):  # of two with one text the likelier one
+        for id, logprob in (*one.top, *own):  # the likelier one of two equal texts comes first
             top.setdefault(names[id], logprob)
         tops.append(top or None)
     return {
