@@ -19,8 +19,8 @@ from ..base.units import SizeSpec, format_bytes
 FOLDERS: Final = ("models", "uploads", "commits", "published", "jobs", "orphans", "trash")
 GIVEN_BACK: Final = ".build-gone-"  # prefix of files and folders that are being removed
 PARTIAL: Final = ".part-"  # prefix of unfinished uploads
-AUTO_SHARE: Final = 0.9  # of the disk, for all clients; the rest is for logs and the journal
-AUTO_TENANT_SHARE: Final = 0.5  # of that, for one client
+AUTO_SHARE: Final = 0.9  # part of the disk for all clients; the rest is for logs and the journal
+AUTO_TENANT_SHARE: Final = 0.5  # part of AUTO_SHARE for one client
 
 
 class Disk:

@@ -64,7 +64,7 @@ from .verbs import VERBS, LogPiece, Rules, ask
 _logger = logging.getLogger(__name__)
 
 MAX_CLIENT_REQUESTS: Final = 4096  # unanswered requests of one client
-BACKLOG_LOOK_S: Final = 0.1  # between two looks at clients that do not read their replies
+BACKLOG_LOOK_S: Final = 0.1  # interval between checks of clients that do not read replies
 STOP_FLUSH_MS: Final = 1000
 OF_NAMES: Final = ("register", "unregister", "chain")  # verbs that do not resolve an alias
 
@@ -165,7 +165,7 @@ class Frontend:
     def close(self) -> None:
         """Answer the remaining requests with ServerUnavailable, flush, close everything."""
         self.uploads.stop()
-        self.inference.copier.shutdown()  # ``_finish`` runs the calls that these two queued
+        self.inference.copier.shutdown()  # ``_finish`` runs calls that uploads and copier queued
         self._finish()
         for peer in list(self.sessions.peers.all):
             self.sessions.peers.part(peer)

@@ -42,7 +42,7 @@ from .validation import Body
 
 AGAIN: Final = "wait for answers, or raise [server] pool"
 WORD_BYTES: Final = ITEM_BYTES["int64"]
-MAX_SPARE: Final = 4  # the next run reuses an allocation of at most this many times its size
+MAX_SPARE: Final = 4  # a run reuses an allocation that is at most this many times too large
 
 
 class Generations:
@@ -54,7 +54,7 @@ class Generations:
         self._pool, self._sequences = inference.requests.pool, inference.requests.sequences
         self._take, self._answer = inference.take, inference.answer
         self._call_soon = inference.call_soon
-        self._live: dict[int, Pending] = {}  # by token
+        self._live: dict[int, Pending] = {}  # generations that have not ended, by token
         self._waiting: dict[int, Pending] = {}  # generations among them that wait for memory
         self._is_looking = False  # ``_poll`` is scheduled or runs
 
@@ -109,7 +109,7 @@ class Generations:
             if pending is None:
                 continue
             generation = _of(pending)
-            if not answer.body:  # another generation has computed its block
+            if not answer.body:  # another generation computed a block of its prompt
                 self._sequences.tokens_reused -= generation.reused  # ``reuse`` counts them again
                 self._drop_cache(generation)
             elif error := self._keep(generation, pending, answer):
@@ -292,7 +292,7 @@ class Generations:
         """Try to continue each caller's generations, in the order in which they began. If one has
         no memory, the youngest that waits gives up its cache and computes it again later. The
         oldest always continues, so all of them end."""
-        self._sequences.expire()  # now: the loop would overlook memory that this frees later
+        self._sequences.expire()  # first, because the loop would overlook memory that this frees
         behind, count, free_bytes = set[str](), len(self._waiting), self._free_bytes
         for one in sorted(self._waiting.values(), key=_began):
             while one.token in self._waiting and one.caller not in behind:

@@ -352,7 +352,7 @@ class Inference:
     def _admit_answer(
         self, command: TakeResult, sizes: Sequence[int]
     ) -> tuple[ValidatedRequest, ModelAvailable]:
-        """Check that a postprocessing function returned the declared values. Reserve only a reply.
+        """Check that a postprocessing function returned the declared values; it needs no inputs.
 
         Raises:
             TaskFailed: it did not, or the model was registered again without the function.
@@ -462,7 +462,7 @@ class Inference:
         self._copy(event.inputs, payload, event.tenant, on_copied)
 
     def _end_run(self, pending: Pending, error: PipeSwitchError) -> None:
-        """Answer a chain's request whose next step has failed its checks."""
+        """Answer a chain's request whose next step cannot begin."""
         self.take(CancelRequest(token=pending.token))  # the scheduler may wait for this step
         self.answer(Reply(token=pending.token, error=error))
 

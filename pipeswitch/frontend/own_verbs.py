@@ -28,7 +28,7 @@ Handler = Callable[[Session, RequestHeader, Sequence[Any]], None]
 
 
 class OwnVerbs:
-    """Handlers of these verbs, by verb. Used by the loop's thread."""
+    """Handlers of the frontend's own verbs. Used by the loop's thread."""
 
     def __init__(
         self,

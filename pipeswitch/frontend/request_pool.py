@@ -26,7 +26,7 @@ from ..programs.interface.layout import aligned
 from ..wire.slabs import SLAB_ALIGN_BYTES, SlabPool
 from .validation import CheckedInput
 
-NUMPY_BYTES: Final = 64 << 10  # from this size on, numpy's copy without the lock is worth its calls
+NUMPY_BYTES: Final = 64 << 10  # numpy copies this much or more, without the interpreter lock
 _RELEASED: Final = -1  # no slab lies there, so a second release raises KeyError
 
 

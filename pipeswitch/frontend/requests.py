@@ -32,7 +32,7 @@ from .transport.replies import answer_frames, output_outside
 
 _logger = logging.getLogger(__name__)
 
-MAX_NAME_CHARS: Final = 64  # of a refused request's model name, which may be any text
+MAX_NAME_CHARS: Final = 64  # logged part of a refused request's model name: it may be any text
 INFERS: Final = ("infer", "generate")  # verbs that are counted and logged as inference
 
 
@@ -43,7 +43,7 @@ class ChainRun(msgspec.Struct, kw_only=True, eq=False):
     event: InferArrived  # the request as it arrived; each step's event is a changed copy
     priority: int | None  # the requested priority; None: each model's own
     values: dict[str, SlabTensor]  # values that later steps read, by name
-    # pool memory, each with the names of the values in it
+    # allocations in the pool, each with the names of its values
     allocations: list[tuple[PoolAllocation, Set[str]]]
     timings: dict[str, RequestTiming] = {}  # timings of the finished steps, by name
 
@@ -61,12 +61,12 @@ class Pending(msgspec.Struct, kw_only=True, eq=False):
     uploads: tuple[str, ...] = ()  # files of a registration, pinned until its answer
     commit: int = -1  # descriptor of a loaded commit's area; -1: none
     is_copying: bool = False  # the copier is copying its payload
-    is_cancelled: bool = False  # while its payload was copied, or during a chain
+    is_cancelled: bool = False  # cancelled during its copy, or its chain
     caller: str = ""  # tenant that an inference is for
     bytes_in: int = 0
     trace_id: str = ""
     after: InferArrived | None = None  # event for postprocessing, which gets the outputs
-    timing: RequestTiming | None = None  # the model's, during postprocessing
+    timing: RequestTiming | None = None  # the model's timing, during postprocessing
     run: ChainRun | None = None  # progress of a chain
     sequence: SequenceState | None = None  # the sequence that the request continues
     generation: Generation | None = None

@@ -46,8 +46,8 @@ MAX_FILES: Final = 1024  # files of all clients, finished or not
 KEPT_UPLOADS: Final = 4  # all files together are at most this many times [server] max_upload
 FRESH_S: Final = 60.0  # a finished file is kept this long, even if its client needs the space
 PROMISE_S: Final = 10.0  # an unfinished file without a new chunk for this long may be removed
-MIN_FREE_SHARE: Final = 0.02  # of the disk stays free for commits, journal and logs
-MIN_FREE_BYTES: Final = 256 << 20  # is enough for these on a disk of any size
+MIN_FREE_SHARE: Final = 0.02  # part of the disk that stays free for commits, journal and logs
+MIN_FREE_BYTES: Final = 256 << 20  # enough for commits, journal and logs on any disk
 KINDS: Final = ("bundle", "safetensors")  # file suffixes; they tell the builder how to read a file
 
 Reply = Callable[[dict[str, Any], PipeSwitchError | None], None]

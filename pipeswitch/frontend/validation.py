@@ -25,7 +25,7 @@ from ..programs.interface.signature import signature_text
 from ..scheduler.events import ModelAvailable
 from ..wire.frames import MAX_DIMS, TRACEPARENT, RequestHeader, WireTensor
 
-MODULE_OUTPUT_BYTES: Final = 64 << 10  # at least, because an output's shape may depend on the data
+MODULE_OUTPUT_BYTES: Final = 64 << 10  # minimum for an output of a module, whose size may vary
 MAX_ADDRESS_CHARS: Final = 64  # the longest IPv6 address with a zone is shorter
 MAX_TEXT: Final = 4096  # characters of a text field in a body; paths are shorter
 MAX_ARGS: Final = 256

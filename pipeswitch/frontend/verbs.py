@@ -221,7 +221,7 @@ class Http:
 class Verb:
     """One verb of the wire."""
 
-    role: Role  # that the client needs
+    role: Role  # role that the client needs
     parse: Parser | None = None  # None: the frontend answers it
     of_model: bool = False  # the error for an unknown name has the nearest one
     of_owner: bool = False  # another client's model needs ``operate``
@@ -242,16 +242,16 @@ VERBS: Final[Mapping[str, Verb]] = {
     "infer": Verb(Role.INFER, ends_with_client=True),
     "generate": Verb(Role.INFER, ends_with_client=True),
     "prefetch": Verb(Role.INFER),
-    "cancel": Verb(Role.INFER),  # of the session's own requests
-    "models": Verb(Role.INFER, _query, is_cut=True),  # all facts of the client's own models
+    "cancel": Verb(Role.INFER),  # cancels requests of the same session
+    "models": Verb(Role.INFER, _query, is_cut=True),  # the client's own models have all facts
     "show": Verb(Role.INFER, _query, of_model=True, is_cut=True),  # like ``models``
-    "stats": Verb(  # without ``operate``: of the session's own requests
+    "stats": Verb(  # without ``operate``, counters of the session's requests
         Role.INFER, _query, is_cut=True, http=Http("GET", "stats", "Counters and sizes")
     ),
-    "sequences": Verb(Role.INFER),  # without ``operate``: of the caller's own sequences
+    "sequences": Verb(Role.INFER),  # without ``operate``, the caller's sequences
     "generation": Verb(Role.INFER),
     "put": Verb(Role.REGISTER),
-    "register": Verb(Role.REGISTER, _register, ends_with_client=True),  # options need more roles
+    "register": Verb(Role.REGISTER, _register, ends_with_client=True),  # see ``require_roles``
     "chain": Verb(Role.REGISTER, _chain),
     "unregister": Verb(
         Role.REGISTER,
@@ -283,9 +283,9 @@ VERBS: Final[Mapping[str, Verb]] = {
     "jobs": Verb(Role.OPERATE, _query, http=Http("GET", "jobs", "One row for each job")),
     "job": Verb(Role.OPERATE, _job),
     "trace": Verb(Role.OPERATE, _query),
-    "events": Verb(Role.OPERATE),  # of all clients
+    "events": Verb(Role.OPERATE),  # events of all clients
     "stop": Verb(Role.OPERATE, _stop),
-    "caller": Verb(Role.CODE),  # and only at the owner's socket
+    "caller": Verb(Role.CODE),  # only at the owner's socket
     "train": Verb(Role.CODE, _train),
     "nodes": Verb(Role.CODE),  # the reply has secret keys with all roles
 }

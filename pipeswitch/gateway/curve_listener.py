@@ -47,8 +47,8 @@ from .serving.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
-KEYS_LOOK_S: Final = 1.0  # between checks of connected clients against the allow-list
-AGAIN_S: Final = 0.005  # before the next try to send to a client that does not read
+KEYS_LOOK_S: Final = 1.0  # interval between checks of connected clients against the allow-list
+AGAIN_S: Final = 0.005  # pause before the next try to send to a client that does not read
 BURST_FRAMES: Final = 256  # frames read in one callback, before answers and HTTP are served
 BURST_EVENTS: Final = 32
 MAX_WAITING_BYTES: Final = 64 << 20  # bytes not sent to the server yet; above it, no client is read
@@ -121,7 +121,7 @@ class CurveListener:
         )
         self._by_fd: dict[int, Caller] = {}
         self._callers: dict[bytes, Caller] = {}  # callers with a stream, by routing id
-        self._frames: list[zmq.Frame] = []  # of a message whose last frame has not come
+        self._frames: list[zmq.Frame] = []  # of an incomplete message
         self._waiting_bytes = 0
         keys = folder.server()
         if keys is None:
@@ -180,7 +180,7 @@ class CurveListener:
             if not sockets.is_readable(self._router):
                 break
             frame: zmq.Frame = self._router.recv(sockets.DONTWAIT, copy=False)
-            if len(self._frames) < MAX_TENSORS + 4:  # of a longer message only the count matters
+            if len(self._frames) < MAX_TENSORS + 4:  # for a longer message only the count matters
                 self._frames.append(frame)
             if not frame.more:
                 frames, self._frames = self._frames, []

@@ -49,7 +49,7 @@ TOKENS_EVERY_S: Final = 1.0
 ORPHAN_S: Final = 60.0  # time after which a gateway without a server ends
 DRAIN_S: Final = 1.0  # time for pending answers after SIGTERM
 BACKLOG: Final = 512
-ACCEPTS: Final = 16  # connections accepted in one iteration of the loop, before requests
+ACCEPTS: Final = 16  # connections accepted in one iteration of the loop, before requests are served
 COPIERS: Final = 6  # threads for long copies and digests
 SPARE_FILES: Final = 256  # descriptors besides one for each connection
 PR_SET_THP_DISABLE: Final = 41
@@ -79,7 +79,7 @@ def main(descriptor: int) -> None:
     keyed = settings.keyed
     connections = settings.max_connections + (2 * keyed.max_connections if keyed else 0)
     _raise_open_files_limit(connections + SPARE_FILES)
-    # Above this limit a request fails, or this process, which is restarted; never the machine.
+    # Above this limit a request or this process fails, but not the machine.
     max_bytes = MEMORY_BYTES + MEMORY_BODIES * settings.max_body_bytes
     max_bytes += 2 * (keyed.client_bytes + keyed.max_message_bytes) if keyed else 0
     max_bytes += MEMORY_BYTES if settings.cluster else 0  # threads of connections to nodes

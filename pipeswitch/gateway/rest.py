@@ -31,8 +31,8 @@ JSON_LENGTH: Final = "Inference-Header-Content-Length"
 OF_MODEL: Final = re.compile("/v2/models/([^/]*)(?:/versions/([^/]*))?(?:/([^/]*))?")
 HEALTH: Final = re.compile("/v2/health/.*|/health/?")  # a probe has no token
 # CORS: the rights of a page of another site that the owner has named.
-ASKED: Final = "access-control-request-method"  # of a preflight request
-MAX_OBJECT_BYTES: Final = 64 << 10  # of JSON without tensors
+ASKED: Final = "access-control-request-method"  # header of a preflight request
+MAX_OBJECT_BYTES: Final = 64 << 10  # limit of JSON without tensors
 HEADERS: Final = f"Authorization, Content-Type, Content-Encoding, Last-Event-ID, {JSON_LENGTH}"
 WISHED: Final = "access-control-request-headers"
 NAMES: Final = re.compile("[A-Za-z0-9_, -]{1,2048}")  # names of headers that a page wants to send

@@ -27,7 +27,7 @@ from ..request_pool import RequestPool
 BLOCK_ROWS: Final = 16  # a block has this many rows, or a multiple
 MOST_WASTE: Final = 32  # whole pages waste at most 1/32 of a block's rows
 BLOCK_BYTES: Final = 1024  # memory of a block outside the pool: its record and tree node
-TOKEN_BYTES: Final = 4  # of each token outside the pool, twice: here and in its generation
+TOKEN_BYTES: Final = 4  # memory of a token outside the pool, here and again in its generation
 MOST_SIBLINGS: Final = 32  # newest siblings that are compared token by token
 
 Tokens = array  # array of C ints: no vocabulary has more than 2**21
@@ -46,7 +46,7 @@ class BlockNamespace(msgspec.Struct, kw_only=True, eq=False):
     model: str
     tenant: str
     row_bytes: int
-    rows: int  # in a block
+    rows: int  # rows per block
     tables: int = 0  # open tables
     blocks: int = 0
     unlocked: int = 0
@@ -66,7 +66,7 @@ class Block(msgspec.Struct, kw_only=True, eq=False):
     offset_bytes: int
     locks: int = 1  # sequences that use it
     tokens: bytes = b""  # empty: it is not in the tree
-    siblings: dict[bytes, Block] = {}  # the tree's dict that has it
+    siblings: dict[bytes, Block] = {}  # dict of the tree that contains it
     children: dict[bytes, Block] = {}
     used_at_ms: float = 0.0
 
@@ -78,7 +78,7 @@ class BlockTable(msgspec.Struct, kw_only=True, eq=False):
     blocks: list[Block] = []
     used: int = 0  # rows with content
     inserted: int = 0  # leading blocks that are in the tree
-    tail: Tokens[int] = msgspec.field(default_factory=lambda: array("i"))  # of rows not in the tree
+    tail: Tokens[int] = msgspec.field(default_factory=lambda: array("i"))  # tokens not in the tree
 
     @property
     def capacity(self) -> int:
@@ -111,7 +111,7 @@ class BlockPool:
     # ---- the four operations -------------------------------------------------------------------
 
     def match(self, space: BlockNamespace, tokens: Tokens[int]) -> tuple[list[Block], int]:
-        """Return the cached blocks of the longest known prefix, and its number of rows."""
+        """Return the cached blocks of the longest known prefix, and the number of rows in it."""
         data, size = tokens.tobytes(), TOKEN_BYTES * space.rows
         children, matched, at = space.children, list[Block](), 0
         while at + size <= len(data) and (block := children.get(data[at : at + size])) is not None:

@@ -33,14 +33,14 @@ class Caches(Sequences):
         return sequence
 
     def reuse(self, sequence: SequenceState, ids: Tokens[int], rows: int) -> int:
-        """Fill a new cache with the cached rows of the longest known prefix of ``ids``, but never
-        of all; return their number.
+        """Start a cache with the rows of the longest known prefix of ``ids``; return their number.
+        The prefix is never all of ``ids``: the last id is always computed.
 
         Args:
             rows: the number of rows to allocate memory for.
 
         Raises:
-            QueueFull: its caller's share, or the pool, is used up.
+            QueueFull: the caller's share, or the pool, is used up.
         """
         table = sequence.grown[CACHE]
         if copy := self.blocks.reuse(table, ids[:-1]):
@@ -55,7 +55,7 @@ class Caches(Sequences):
         ``steps`` of them one by one.
 
         Raises:
-            QueueFull: its caller's share, or the pool, is used up.
+            QueueFull: the caller's share, or the pool, is used up.
         """
         table, (spec, width) = sequence.grown[CACHE], _cache(sequence)
         self.blocks.resize(table, row_count)
@@ -68,7 +68,7 @@ class Caches(Sequences):
         sequence.values[CACHE] = lent(spec, (1, rows, *width), table)
 
     def append(self, sequence: SequenceState, fed: Tokens[int], op_id: OpId, tokens: int) -> None:
-        """Count the rows that a run wrote for the tokens ``fed``, and its ``tokens`` new ones."""
+        """Count the rows that a run wrote for the tokens ``fed``, and the tokens that it chose."""
         self.blocks.extend(sequence.grown[CACHE], len(fed), fed)
         sequence.op_id, model = op_id, sequence.announced.model
         sequence.steps += 1

@@ -58,9 +58,9 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
     number: int = 0  # order of arrival; the youngest gives up its cache first
     count: int = 0  # ids that the current run reads
     ahead: int = MOST_STEPS  # limit of a run's steps: twice the tokens of the last decode run
-    sampling_params: SamplingParams = SamplingParams()  # of the current run
+    sampling_params: SamplingParams = SamplingParams()  # parameters of the current run
     reused: int = 0  # ids of the prompt whose rows were cached
-    allocation: PoolAllocation | None = None  # for the inputs of a run
+    allocation: PoolAllocation | None = None  # pool memory for a run's inputs
 
     @property
     def token_count(self) -> int:
@@ -107,7 +107,7 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
         """Return True if a run reported log probabilities for exactly the requested tokens."""
         options, chances = self.sampling.options, body.get("logprobs", ())
         if options is None or options.logprobs is None:
-            body.pop("logprobs", None)  # for other requests of the batch
+            body.pop("logprobs", None)  # computed for other requests of the batch
             return not chances
         vocabulary = self.announced.manifest.extra["generation"]["vocabulary"]
         return len(chances) == len(body["tokens"]) and all(

@@ -35,7 +35,7 @@ from ..validation import check_brought
 from .blocks import BlockPool, BlockTable, beside_bytes, rows_of_block
 from .sequence_state import MAX_STEP_TOKENS, Key, SequenceOptions, SequenceState
 
-ROWS_STEP: Final = 16  # growth of a shape, so that most steps have the last step's shape
+ROWS_STEP: Final = 16  # a shape grows by this many rows, so most steps have the last step's shape
 PIECES: Final = 8  # a step has at most 1/8 of the longest cache's rows
 SMALL_BYTES: Final = 64 << 10  # limit of a step's request without its ids
 IDLE_MS: Final = 300_000.0  # a sequence without a request for this long is dropped
@@ -143,7 +143,7 @@ class Sequences:
                 shape = value.shape
                 size = ITEM_BYTES[spec.dtype] * math.prod(shape)
                 memory = sequence.memory(self._pool)[value.offset_bytes :][:size]
-                # in pieces, only its length is used
+                # for pieces, only the length of the data is used
                 data: Any = range(size) if value.pieces else memory
             else:
                 shape = _beginning(spec, values, sequence)
@@ -255,9 +255,9 @@ class Sequences:
             first: the rows in the request that starts the sequence.
 
         Raises:
-            QueueFull: its caller's share, or the pool, is used up.
-            InvalidInput: its batch is not 1; it is full; or it has no rows, and the model cannot
-                distinguish zeros from rows.
+            QueueFull: the caller's share, or the pool, is used up.
+            InvalidInput: the batch is not 1; the sequence is full; or it has no rows, and the model
+                cannot distinguish zeros from rows.
         """
         manifest, (output, _) = sequence.announced.manifest, sequence.state[spec.name]
         (spec_out,) = [one for one in manifest.outputs if one.name == output]
@@ -311,7 +311,7 @@ class Sequences:
                 self.drop(sequence)
 
     def expire(self) -> float:
-        """Drop idle sequences and blocks; return the milliseconds until the next may be idle."""
+        """Drop idle sequences and blocks; return the milliseconds until the next check is due."""
         now_ms, next_ms = self._now_ms(), IDLE_MS
         if now_ms < self._look_at_ms:
             return self._look_at_ms - now_ms

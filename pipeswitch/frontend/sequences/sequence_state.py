@@ -98,8 +98,8 @@ class SequenceState(msgspec.Struct, kw_only=True, eq=False):
         self.brought = []
 
     def apart(self, admitted: ValidatedRequest) -> ValidatedRequest:
-        """Return the request with only the inputs that are copied to its own slab. A ``module``
-        program may write to its inputs, so they are copied, but ``grown`` ones by the worker."""
+        """Return the request with only the inputs that are copied to its slab. State is not copied,
+        unless a ``module`` may write to it; the worker copies the ``grown`` part of that."""
         is_module = self.announced.manifest.mode == "module"
         stays, inputs, offset = self.grown if is_module else self.values, [], 0
         for one in admitted.inputs:

@@ -72,7 +72,7 @@ class Session:
     peer: Peer
     session: str = field(default_factory=lambda: secrets.token_hex(16))
     principal: Principal
-    requests: dict[str, Token] = field(default_factory=dict)  # without a final answer, by id
+    requests: dict[str, Token] = field(default_factory=dict)  # those without a final answer, by id
     # topics of each event subscription, by request id
     subscriptions: dict[str, tuple[str, ...]] = field(default_factory=dict)
     backlog: deque[Outgoing] = field(default_factory=deque)

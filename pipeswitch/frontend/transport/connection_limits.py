@@ -37,7 +37,7 @@ class LimitedConnection:
     has_session = False
     is_ended = False  # we hung it up; it is closed soon
     message_count = 0  # messages before its session
-    last_held_bytes = 0  # at the last check
+    last_held_bytes = 0  # held bytes at the last check
 
     def held_bytes(self, now_s: float) -> int:
         """Return the bytes of an incomplete message; below 0: the connection has ended."""
@@ -57,11 +57,11 @@ class ConnectionLimits:
         self._client_bytes = client_bytes
         self._total_bytes = total_bytes
         self._connections: dict[LimitedConnection, None] = {}  # in order of arrival
-        self._waiting: dict[LimitedConnection, None] = {}  # those without a session
+        self._waiting: dict[LimitedConnection, None] = {}  # connections without a session
         self._count = 0  # connections that were not hung up
         self._sessions: Counter[str] = Counter()  # sessions of these connections, by tenant
         self._round: list[LimitedConnection] = []  # connections still to be checked
-        self.next_at_s = math.inf  # when ``tick`` has something to do
+        self.next_at_s = math.inf  # time of the next check by ``tick``
         self.hung_up: Counter[str] = Counter()  # connections that we hung up, by cause
 
     def __len__(self) -> int:

@@ -35,11 +35,11 @@ from .listeners import Listener
 
 _logger = logging.getLogger(__name__)
 
-MAX_SHARES: Final = 8  # at the same time; other clients send through the socket
+MAX_SHARES: Final = 8  # shares in use at once; other clients send through the socket
 POOL_PARTS: Final = 4  # a share is a quarter of the pool, an eighth for each direction
-PIECE_BYTES: Final = 1 << 20  # of an answer, copied in one iteration of the loop
+PIECE_BYTES: Final = 1 << 20  # bytes of an answer copied in one iteration of the loop
 BURST_PEERS: Final = 16  # connections accepted in one iteration of the loop
-BURST_MESSAGES: Final = 16  # read from one peer before other peers and answers are served
+BURST_MESSAGES: Final = 16  # messages read from one peer before other work
 REST_S: Final = 0.5  # pause before the next attempt to accept when descriptors are short
 _CREDENTIALS: Final = Struct("3i")  # pid, uid, gid
 
@@ -86,7 +86,7 @@ class ClientConnection(LimitedConnection):
         self._stream = Stream(sock, max_bytes)
         self.principal = principal  # the client, with a session or without
         self._max_bytes = MAX_HEADER_BYTES + max_bytes
-        self.is_owners = principal.is_owner  # also if it sends for another caller
+        self.is_owners = principal.is_owner  # True also while it sends for a caller
         self._stream.max_bytes = self._max_bytes if self.is_owners else SESSIONLESS_BYTES
         self.client: Session | None = None  # its session, after hello
         self._shares = shares
@@ -137,7 +137,7 @@ class ClientConnection(LimitedConnection):
         if self._owes_share:
             self._bring_share()
         for message in self._stream.receive(BURST_MESSAGES):
-            if self.is_closed:  # while an earlier message was handled
+            if self.is_closed:  # closed while an earlier message was handled
                 return
             if message.taken_count != self._taken_count:
                 self._took(message.taken_count)
@@ -244,7 +244,7 @@ class ClientConnection(LimitedConnection):
         if not self.is_closed:
             self.is_closed = True
             self._pieces.clear()
-            # Both refer to this peer, which may hold much memory.
+            # The callback and the session refer to this peer, which may hold much memory.
             self.on_change, self.client = _nothing, None
             if self._has_share:  # before the client can see the end of the stream
                 self._shares.give_back()
@@ -277,7 +277,7 @@ class ConnectionManager:
         self.all: set[ClientConnection] = set()
         self.turns: set[ClientConnection] = set()  # peers that may have something to read
         self._selector: selectors.BaseSelector | None = None  # where the peers are registered
-        self.resting: list[Listener] = []  # paused, because descriptors were short
+        self.resting: list[Listener] = []  # paused listeners: descriptors are short
         self.rests_until_s = math.inf
 
     def watch(self, selector: selectors.BaseSelector, listeners: Iterable[Listener]) -> None:
@@ -376,7 +376,7 @@ def accept(
             sock, _ = listener.sock.accept()
         except OSError as error:
             if error.errno in SHORTAGES and not isinstance(error, BlockingIOError):
-                raise  # the others wait in the backlog
+                raise  # the other connections wait in the backlog
             return
         if not listener.principal.is_owner:
             keep_alive(sock)

@@ -57,7 +57,7 @@ def reply_frames(
     except (TypeError, ValueError, OverflowError, RecursionError):
         if header.error is None:
             raise
-        bare = msgspec.structs.replace(header.error, data={})  # an error is always sent
+        bare = msgspec.structs.replace(header.error, data={})  # without data, it can always be sent
         encoder.encode_into(msgspec.structs.replace(header, error=bare), packed := bytearray())
     if len(packed) <= INLINE_BODY_BYTES or outputs:
         return [MAGIC, bytes(packed)]

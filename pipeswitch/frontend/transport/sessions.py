@@ -73,7 +73,7 @@ class Sessions:
             RemoteProtocolError: the connection already has a session.
         """
         if peer.client is not None:
-            # An answer may be half sent: the rest lies in pool memory that a new session frees.
+            # An answer may be half sent: the rest lies in pool memory that a second hello frees.
             raise RemoteProtocolError(
                 "this connection already has a session", hint="open another one"
             )

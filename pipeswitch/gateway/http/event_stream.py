@@ -28,7 +28,7 @@ class EventLog:
     """Ring of events. Owned by the gateway's loop."""
 
     def __init__(self) -> None:
-        self._name = secrets.token_hex(4)  # this process: its numbers mean nothing in another
+        self._name = secrets.token_hex(4)  # identifies this process and its event numbers
         self._events: deque[tuple[str, bytes]] = deque(maxlen=KEPT)  # topic and whole record
         self._next = 1  # the number of the next event
         self._news = asyncio.Event()

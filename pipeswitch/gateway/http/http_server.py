@@ -41,7 +41,7 @@ PIECE_BYTES: Final = 256 << 10  # pieces of a larger answer, each sent after the
 MAX_HEADERS: Final = 100
 UNREAD_BYTES: Final = 16 << 10  # limit of unread answers, at which no other one is computed
 MAX_AHEAD: Final = 16  # limit of one connection's requests that wait for an answer
-GROWTH: Final = 2  # of a chunked body: bytes held at most for each received byte
+GROWTH: Final = 2  # bytes held at most for each received byte of a chunked body
 CHUNK_OVERHEAD: Final = 8  # limit of framing bytes per byte of a chunked body; small chunks have 5
 CODINGS: Final = ("gzip", "x-gzip", "deflate")  # compressions of bodies that Triton's clients use
 INLINE_BYTES: Final = 2 << 10  # compressed bytes that the loop inflates itself: at most 2 MB, 2 ms
@@ -49,10 +49,10 @@ GRACE_S: Final = 1.0  # a connection that was active this recently is never evic
 ANSWERED_GRACE_S: Final = 10.0  # the same, for a connection that has had an answer
 CLAIMS_S: Final = 0.05  # minimum time between comparisons of all connections; one takes 1 ms
 LINGER_S: Final = 2.0  # a refused peer is read for this long, so that it can read the reason
-_scratch = memoryview(bytearray(SCRATCH_BYTES))  # parsed before another connection receives
+_scratch = memoryview(bytearray(SCRATCH_BYTES))  # is parsed before another connection receives
 KEPT_HEAD_BYTES: Final = 2 << 10  # limit of a head that is remembered
-MAX_DIGITS: Final = 6  # limit of the digits of its Content-Length
-# nginx has defined 499.
+MAX_DIGITS: Final = 6  # limit of the digits of Content-Length in such a head
+# nginx defined 499.
 _REASONS: Final = {one.value: one.phrase for one in HTTPStatus} | {499: "Client Closed Request"}
 _LENGTH: Final = re.compile(rb"\r\nContent-Length: ?([0-9]+)\r\n", re.IGNORECASE)
 
@@ -69,13 +69,13 @@ class Limits:
     body_look_s: float = 10.0  # time over which a body's speed is measured
     waiting_bytes: int = 256 << 20  # complete bodies that wait for their answer
     answer_bytes: int = 256 << 20  # long answers that peers have not read yet
-    unread_s: float = 30.0  # time in which a peer reads nothing of its answer
+    unread_s: float = 30.0  # limit of the time in which a peer reads nothing of its answer
     connections: int = 1024
     connections_per_address: int = 512
 
     @property
     def unfinished_bytes(self) -> int:
-        """Limit for all incomplete requests together: with overhead, one of maximum size."""
+        """Limit for all incomplete requests together. With overhead, they take ``body_bytes``."""
         return self.body_bytes * 3 // 4
 
 
@@ -182,7 +182,7 @@ class HttpServer:
         self.shared = shared or Shared(limits.waiting_bytes, limits.answer_bytes)
         self.limits = limits
         self.connections: set[HttpConnection] = set()
-        self.unfinished_bytes = 0  # of incomplete heads and bodies
+        self.unfinished_bytes = 0  # bytes of incomplete heads and bodies
         self.by_peer: Counter[str] = Counter()  # number of connections by address
         # By address (None: all): time of a comparison, and its candidates; the last one goes first.
         self._claims: dict[str | None, tuple[float, list[tuple[Claim, HttpConnection]]]] = {}
@@ -279,7 +279,7 @@ class _WholeRequest(msgspec.Struct, frozen=True, kw_only=True):
     is_compressed: bool
     is_kept: bool  # the connection stays open afterwards
     has_body: bool  # the answer has a body
-    is_chunked: bool = True  # a streamed answer is chunked; in HTTP/1.0 it is not
+    is_chunked: bool = True  # a streamed answer is chunked; False for HTTP/1.0
     path: str
 
 
@@ -303,7 +303,7 @@ class _Reading:
         self.head: Head | None = None  # head of the body that is being received
         self._work: Work | Response | None = None  # work for this head
         self._body: Any = bytearray()
-        self.received_bytes = 0  # of an incomplete body; if chunked, the bytes that it holds
+        self.received_bytes = 0  # bytes of an incomplete body; if chunked, those in memory
         self.marked_bytes = 0  # ``received_bytes`` when the connection's ``since_s`` was set
         self._raw_bytes = 0  # received bytes of a chunked body, with its framing
         self.rest: memoryview | None = None  # unfilled part of a body of known length
@@ -423,7 +423,7 @@ class _Reading:
             return
         headers = self._headers
         path, _, query = self._url.decode("latin-1").partition("?")
-        if path.startswith(("http://", "https://")):  # as sent to a proxy: this host counts
+        if path.startswith(("http://", "https://")):  # the form for proxies: this host counts
             site = path.split("/", 3)
             headers["host"], path = site[2], "/" + "".join(site[3:])
         self.path = path
@@ -529,7 +529,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._has_answered = False  # it has answered a complete request
         self._can_write = asyncio.Event()
         self._can_write.set()
-        self._unread_bytes = 0  # of answers, at the last check
+        self._unread_bytes = 0  # unread bytes of answers at the last check
         self._unread_since_s = 0.0
 
     # ---- asyncio's side ------------------------------------------------------------------------

@@ -42,14 +42,14 @@ log = logging.getLogger(__name__)
 
 SERVICE: Final = "inference.GRPCInferenceService"
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"
-SPARE_BYTES: Final = 1 << 20  # of a message, in addition to its tensors
+SPARE_BYTES: Final = 1 << 20  # bytes of a message in addition to its tensors
 CONNECTIONS_SHARE: Final = 8  # HTTP connections per gRPC connection, which may cost 0.6 MiB
 WATCH_EVERY_S: Final = 1.0  # interval between checks of the health for watchers
 MAX_CALLS: Final = 1024  # concurrent calls of all callers
 CALLS_PER_ADDRESS: Final = MAX_CALLS // 2
 ARRIVING_MESSAGES: Final = 4  # memory for incomplete messages, in messages of the largest size
 MESSAGE_S: Final = 60.0  # time limit for the only message of a call; it occupies a place meanwhile
-MAX_WATCHERS: Final = 64  # of the health; they need no token, and their calls do not end
+MAX_WATCHERS: Final = 64  # watchers of the health need no token, and their calls do not end
 OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_concurrent_streams", 256),  # for each connection

@@ -88,7 +88,7 @@ class _GrpcConnection:
         self.waiting: set[Arriving] = set()
         self.unfinished_bytes = 0  # counted in the share of its address
         self._arrived = 0  # bytes received, at the last count
-        self._passed = 0  # of those, bytes that are in no unfinished message
+        self._passed = 0  # received bytes that belong to no unfinished message
 
     def count(self, arrived: int | None) -> None:
         """Update the counts; ``arrived``: bytes received so far, None: the connection has ended."""

@@ -31,7 +31,7 @@ _RPC: Final = re.compile(r"rpc (\w+) \((stream )?(\w+)\) returns \((stream )?(\w
 
 
 class _ProtoReader:
-    """Parser of the ``proto/`` files, one statement a line."""
+    """Parser of the ``proto/`` files, which have one statement per line."""
 
     def __init__(self, text: str, package: str) -> None:
         self.file = descriptor_pb2.FileDescriptorProto(

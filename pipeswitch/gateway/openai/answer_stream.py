@@ -28,7 +28,7 @@ from .tokenizer_worker import TokenizerRequest as TextAsked
 from .tokenizers import Inline, ProcessLost, TokenizerClient, TokenizerPool
 
 ANSWERS: Final = 256  # maximum number under way; each holds a cache on the server
-TRIES: Final = 3  # for a request; each time, its process ended while computing it
+TRIES: Final = 3  # tries of a request whose process ends while computing it
 _numbers = count(1)
 
 
@@ -64,7 +64,7 @@ class Answers:
             except BaseException:
                 await answering.close()
                 raise
-            self.under_way.add(turn, 1)  # until it is closed
+            self.under_way.add(turn, 1)  # until the answer is closed
             answering.is_counted = True
             return answering
 
@@ -95,7 +95,7 @@ class AnswerStream:
         self._replies: asyncio.Queue[Mapping[str, Any] | None] = asyncio.Queue()
         self._talk: TokenizerClient | Inline | None = None
         self._begin: StartGeneration
-        self._prompt = b""  # its ids, once they are known
+        self._prompt = b""  # the prompt's ids (int32), once they are known
         self._made: list[int] = []  # tokens that the model generated
         self._chances: list[tuple[Any, ...]] = []  # their log probabilities, if requested
         self._told = 0  # generated tokens whose text is known

@@ -318,7 +318,7 @@ class _OpenAi:
         self._echo = [one if body.echo else "" for one in prompts for _ in range(n)]
         self._has_ids, self._has_logprobs = isinstance(prompts[0], list), body.logprobs is not None
         self.hides = body.scores_prompt and body.max_tokens == 0  # show only the prompt
-        self._began, self._shown = set[int](), Counter[int]()  # choices; characters of each
+        self._began, self._shown = set[int](), Counter[int]()  # choices; characters shown
         self._is_chat, self._created_s = body.messages != ABSENT, int(time.time())
         self._tells_usage = bool(body.stream_options and body.stream_options.include_usage)
 

@@ -37,13 +37,13 @@ from ...sandbox.confine import confine_worker, missing
 from ..decoding import check_memory
 
 MEMORY_BYTES: Final = 1 << 30  # in addition to imports; the largest known tokenizer takes 400 MB
-CHARS_PER_TOKEN: Final = 64  # limit of a prompt; a longer one is refused before it is encoded
-USUAL_CHARS: Final = 4  # of a usual token; only the beginning of a longer prompt is encoded first
+CHARS_PER_TOKEN: Final = 64  # limit per token of the context; a longer prompt is not encoded
+USUAL_CHARS: Final = 4  # usual characters per token; a longer prompt's beginning is encoded first
 SURE: Final = 2  # if the beginning fills this many contexts, the prompt cannot fit
 GROWTH: Final = 4  # factor by which the beginning grows for the next try
 NICENESS: Final = 10  # lower priority than workers: they get nine times the processor time
 MAX_MESSAGES: Final = 1024
-MAX_REST_BYTES: Final = 256 << 10  # of a chat without its texts; decoded, it takes 24 times as much
+MAX_REST_BYTES: Final = 256 << 10  # limit of a chat without texts; decoded, it takes 24 times that
 LENGTH_BYTES: Final = 4
 PR_SET_PDEATHSIG: Final = 1
 NO_TEXT: Final = msgspec.Raw(b"null")

@@ -41,7 +41,7 @@ from .tokenizer_worker import (
 TEXT_S: Final = 10.0  # limit of one reply, from the sending of the request
 LEAST_SHARE: Final = 0.2  # minimum share on a processor; below it the machine is busy
 START_S: Final = 60.0  # limit of the start; also the maximum of TEXT_S on a busy machine
-TURN_S: Final = 10.0  # turn of a busy model while others wait for a process
+TURN_S: Final = 10.0  # minimum time of a busy model's process while other models wait
 END_S: Final = 0.005  # interval between checks of a killed process; a thread may not start
 LOOK_S: Final = 0.25  # interval between checks of turns
 MAX_REPLY_BYTES: Final = 16 << 20

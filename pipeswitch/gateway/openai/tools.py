@@ -13,7 +13,7 @@ from ...base.errors import InvalidInput
 
 MAX_TOOLS: Final = 128  # OpenAI's limit
 MAX_TOOLS_BYTES: Final = 64 << 10
-MAX_HELD_CHARS: Final = 256  # text that is held because it may become a call; no name is longer
+MAX_HELD_CHARS: Final = 256  # held text that may become a call: the start of a call is shorter
 MARK, CLOSE = "<tool_call>", "</tool_call>"  # around a call of Qwen, Hermes and other models
 HEAD: Final = re.compile(
     rf'\s*(?:{MARK}\s*)?(?:\[\s*)?\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?'
@@ -146,7 +146,7 @@ class CallReader:
         self.count = 0  # calls so far
         self._form, self._held, self._part = form, "", "text"
         self._may_begin = True  # a call without a mark may begin here
-        self._depth, self._is_text, self._is_escaped = 0, False, False  # in the arguments' JSON
+        self._depth, self._is_text, self._is_escaped = 0, False, False  # position in the JSON
 
     def push(self, text: str, *, is_last: bool) -> dict[str, Any]:
         """Add text to the answer, and return OpenAI's delta; empty: nothing is known yet."""

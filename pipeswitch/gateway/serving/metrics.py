@@ -91,7 +91,7 @@ class _Server:
     def __init__(self, *, has_nv_names: bool) -> None:
         self.facts: Mapping[str, Any] | None = None
         self._has_nv_names = has_nv_names
-        self._idle_s: dict[str, float] = {}  # by device; this and the next are of the last scrape
+        self._idle_s: dict[str, float] = {}  # by device, of the last scrape; so are the next two
         self._up_s = self._busy_s = 0.0
 
     def collect(self) -> Iterable[Metric]:

@@ -79,7 +79,7 @@ class _Model(msgspec.Struct):
     failed: int = 0
     failed_ms: float = 0.0
     last_ms: int = 0
-    rows: float = 0.0  # each request of a batch counts its share of them
+    rows: float = 0.0  # computed rows; each request of a batch counts its share
     runs: float = 0.0
     phases: list[_Phase] = []  # empty before the first answer
 
@@ -92,7 +92,7 @@ class ModelStats:
 
     def __init__(self) -> None:
         self._models: dict[str, _Model] = {}
-        self._counted = 0  # models and outcomes
+        self._counted = 0  # pairs of model and outcome
 
     def answered(self, model: str, took_ms: float, timing: Mapping[str, Any]) -> None:
         stats = self._models.get(model)

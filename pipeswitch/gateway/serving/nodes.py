@@ -40,7 +40,7 @@ class NodeConnections:
     """Replacement for a ``LoopConnection``; used by the loop's thread."""
 
     def __init__(self, local: LoopConnection, path: Path) -> None:
-        """``path``: the file of the table, which need not exist yet."""
+        """``path`` is the file of the table; it need not exist yet."""
         self._local, self._path = local, path
         self._seen: tuple[int, int] = (0, 0)
         self._table = holders.Table()
@@ -133,7 +133,7 @@ class NodeConnections:
         self._began.pop(key, None)
         if node and node not in nodes:
             raise holders.no_sequence(body["sequence"])
-        if not node:  # a hash: its next request may reach another gateway
+        if not node:  # by a hash, because the next request may reach another gateway
             node = holders.home_of("\0".join(key), self._fresh(nodes))
         if not body.get("end"):
             self._began[key] = node

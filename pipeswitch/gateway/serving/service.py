@@ -56,7 +56,7 @@ LOGGED: Final[Mapping[str, Any]] = {
     "log_verbose_level": 0,
     "log_format": "default",
 }
-THREAD_BYTES: Final = 1 << 20  # of shared memory; a larger copy runs on another thread
+THREAD_BYTES: Final = 1 << 20  # a larger copy of shared memory runs on another thread
 _STATES: Final[Mapping[str, str]] = {READY: "READY", "building": "LOADING", "storing": "LOADING"}
 
 
@@ -72,14 +72,14 @@ class Service:
         tracer: Any = None,
     ) -> None:
         """``regions`` is given if all callers are on this machine; ``tracer`` makes spans."""
-        self.text_processes = 8  # maximum number that run
+        self.text_processes = 8  # maximum number of running text processes
         self.aliases: dict[str, str] = {}  # alias for OpenAI's clients -> model
         self._upstream = upstream
         self._tracer = tracer
         self._regions = regions
         self._tally = ModelStats()
         self._metrics = Metrics(self._tally, has_nv_names=has_nv_metrics)
-        self.version = importlib.metadata.version("pipeswitch")  # reads a file
+        self.version = importlib.metadata.version("pipeswitch")  # once: it reads a file
 
     def about(self) -> dict[str, Any]:
         """Return the body of ``/v2``, without a request to the server."""

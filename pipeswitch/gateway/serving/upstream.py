@@ -19,7 +19,7 @@ from .nodes import NodeConnections
 from .oip import InferRequest, Output
 
 HELLO_S: Final = 2.0  # a running server answers within this time
-EVENTS_AGAIN_S: Final = 0.5  # before the next try to follow events after the server has ended
+EVENTS_AGAIN_S: Final = 0.5  # pause before the next try to follow events of a lost server
 AGAIN: Final = "try again when the server is back"
 
 Take = Callable[[str, dict[str, Any]], None]
@@ -85,7 +85,7 @@ class Upstream:
             priority=request.priority,
             deadline_ms=request.deadline_ms,
             body=body,
-            is_safe=not request.sequence,  # sent twice, it would be two steps
+            is_safe=not request.sequence,  # repeated, it would compute two steps
             convert=_outputs,
         )
 
