@@ -136,8 +136,8 @@ class Generations:
             return NextRun(token=pending.token)
 
     def _prepared(self, generation: Generation, token: Token) -> NextRun:
-        """Allocate memory for the next run's inputs and for the rows that its worker adds to the
-        cache, write the inputs, and return the run.
+        """Allocate memory for the next run, write the run's inputs, and return it.
+        The memory is for the inputs, and for the rows that a worker adds to the cache.
 
         Raises:
             QueueFull: the pool has no memory for the cache or for the inputs.
@@ -289,9 +289,9 @@ class Generations:
             self._call_soon(self._poll)
 
     def _poll(self) -> None:
-        """Try to continue each caller's generations, in the order in which they began. If one has
-        no memory, the youngest that waits gives up its cache and computes it again later. The
-        oldest always continues, so all of them end."""
+        """Try to continue each caller's generations, in the order in which they began.
+        If one has no memory, the youngest that waits gives up its cache and computes it again
+        later. The oldest always continues, so all of them end."""
         self._sequences.expire()  # first, because the loop would overlook memory that this frees
         behind, count, free_bytes = set[str](), len(self._waiting), self._free_bytes
         for one in sorted(self._waiting.values(), key=_began):

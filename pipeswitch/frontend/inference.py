@@ -85,12 +85,14 @@ class Inference:
         max_bytes: int,
         deadline_ms: float | None,
     ) -> None:
-        """Args:
-        take: queues an event for the scheduler.
-        answer: sends a request's reply.
-        call_soon: schedules a call in the loop; any thread may call it.
-        max_bytes: limit for all inputs of a request.
-        deadline_ms: deadline of requests that name none.
+        """Create the handler of inference requests.
+
+        Args:
+            take: queues an event for the scheduler.
+            answer: sends a request's reply.
+            call_soon: schedules a call in the loop; any thread may call it.
+            max_bytes: limit for all inputs of a request.
+            deadline_ms: deadline of requests that name none.
         """
         self.requests, self._pool, self._sequences = requests, requests.pool, requests.sequences
         self.take, self.answer, self.call_soon = take, answer, call_soon
@@ -160,8 +162,7 @@ class Inference:
         header: RequestHeader,
         tensors: Sequence[Any],
     ) -> tuple[ModelAvailable, RequestHeader, Sequence[Any]]:
-        """Return the version with which the request's sequence began, and its inputs with the
-        state.
+        """Return the version with which the sequence began, and the inputs with its state.
 
         Raises:
             PipeSwitchError: the sequence does not exist, or the request does not fit it.
@@ -289,8 +290,8 @@ class Inference:
     # ---- results of functions ------------------------------------------------------------------
 
     def take_result(self, command: TakeResult, memory: memoryview) -> None:
-        """Check a function's result, copy it into the pool in place of the inputs, and send
-        ``Prepared``, which has the error if the result is invalid.
+        """Check a function's result, and copy it into the pool in place of the inputs.
+        Then send ``Prepared``, which has the error if the result is invalid.
 
         ``memory`` is the memory of the slot, whose process waits for ``Prepared``.
         """

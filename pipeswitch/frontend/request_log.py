@@ -1,5 +1,5 @@
-"""Log of finished requests, or of a sample, in its own file (``[log] requests``). The server's log
-gets a few lines about failures, refusals, models and jobs."""
+"""Log of finished requests, or of a sample, in its own file (``[log] requests``).
+The server's log gets a few lines about failures, refusals, models and jobs."""
 
 from __future__ import annotations
 

@@ -233,8 +233,8 @@ class RequestPool:
         self.tidy(tenant)
 
     def tidy(self, tenant: str) -> None:
-        """Return the pages outside of a tenant's slabs to the system, if tenants are separate: a
-        worker may have touched more than its slabs. Does nothing after ``close``."""
+        """Return the pages outside of a tenant's slabs to the system, if tenants are separate.
+        A worker may have touched more than its slabs. Does nothing after ``close``."""
         file = self._files.get(tenant)
         if self._file_of is not None and file is not None:
             ranges = [(start, start + size) for start, size in file.slabs.items()]

@@ -348,8 +348,8 @@ def trace_id_of(body: Body) -> str:
 
 
 def tenant_of(body: Body, own: str) -> str:
-    """Return the owning tenant: the client's own, or the one that the server's owner names. The
-    gateway, which has the owner's socket, names its callers.
+    """Return the owning tenant: the client's own, or the one that the server's owner names.
+    The gateway, which has the owner's socket, names its callers.
 
     Raises:
         PermissionDenied, InvalidInput.
@@ -361,8 +361,8 @@ def tenant_of(body: Body, own: str) -> str:
 
 
 def address_of(body: Body, own: str) -> str:
-    """Return the address that the owner gives, often empty; the gateway gives its callers'
-    addresses.
+    """Return the address that the owner names, often empty.
+    The gateway, which has the owner's socket, names the addresses of its callers.
 
     Raises:
         PermissionDenied, InvalidInput.

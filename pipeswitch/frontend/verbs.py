@@ -231,8 +231,8 @@ class Verb:
 
     @property
     def http_role(self) -> Role:
-        """Role for the route. The gateway sends requests as the owner, who may see and change
-        everything, so a verb whose reply or rights depend on the client needs ``operate``."""
+        """Role for the route. The gateway sends requests as the owner, who may do everything.
+        So a verb whose reply or rights depend on the client needs ``operate`` there."""
         return Role.OPERATE if self.is_cut or self.of_owner else self.role
 
 

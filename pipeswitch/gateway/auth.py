@@ -36,13 +36,15 @@ class Authenticator:
         origins: frozenset[str] = frozenset(),
         owner_token: str = "",
     ) -> None:
-        """Args:
-        roles: roles that every caller has.
-        tokens: each token's principal.
-        needs_token: refuse callers without a token.
-        hosts: names that ``Host`` may have; None: any.
-        origins: other sites whose pages may send requests.
-        owner_token: token of the server's owner, in addition to ``tokens``.
+        """Set the roles, the tokens and the sites.
+
+        Args:
+            roles: roles that every caller has.
+            tokens: each token's principal.
+            needs_token: refuse callers without a token.
+            hosts: names that ``Host`` may have; None: any.
+            origins: other sites whose pages may send requests.
+            owner_token: token of the server's owner, in addition to ``tokens``.
         """
         self._roles = frozenset(roles)
         self._needs_token = needs_token

@@ -163,8 +163,8 @@ class CurveListener:
     # ---- from clients --------------------------------------------------------------------------
 
     def _stir(self) -> None:
-        """Check the sockets again after use: libzmq's descriptor signals only a *change*, which
-        any use of its socket may consume (zmq_getsockopt(3), ZMQ_FD)."""
+        """Check the sockets again after use, because each use may consume a signalled change.
+        libzmq's descriptor signals nothing but changes (zmq_getsockopt(3), ZMQ_FD)."""
         if sockets.is_readable(self._router) or sockets.is_readable(self._monitor):
             self._loop.call_soon(self._turn)
 
@@ -365,8 +365,8 @@ def _told(principal: Principal) -> dict[str, Any]:
 
 
 def inode_of(fd: int, port: int = 0) -> int:
-    """Return the inode of the socket with a descriptor number; 0 if there is none, or if it is not
-    a connection to ``port`` (0: any).
+    """Return the inode of the socket with a descriptor number; 0 if there is none.
+    The result is also 0 if the socket's own port is not ``port`` (0: any port).
 
     A number may be reused at once after its connection ends. Because a socket with this inode may
     be shut down later, it must not be another socket of this process.

@@ -29,8 +29,8 @@ class Shared:
 
 
 class OffloadThread:
-    """One thread for long work. Each address has one item there at a time, so addresses take turns
-    regardless of their number of items."""
+    """One thread for long work. Each address has at most one item there at a time.
+    So addresses take turns, regardless of their number of items."""
 
     def __init__(self) -> None:
         self._thread = started_pool(1, "pipeswitch-aside")
@@ -99,8 +99,8 @@ class TurnQueue(Generic[T]):
 
 
 class Passes:
-    """Turns of crowded addresses. In each pass of the loop, only a few requests of such an address
-    begin, so its other requests do not delay other addresses."""
+    """Turns of crowded addresses: in each pass of the loop, only a few of their requests begin.
+    So the other requests of such an address do not delay other addresses."""
 
     def __init__(self) -> None:
         self._lines: dict[str, TurnQueue[asyncio.Future[None]]] = {}  # by address

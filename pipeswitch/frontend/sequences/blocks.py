@@ -128,8 +128,8 @@ class BlockPool:
         return (matched, count) if count >= BLOCK_ROWS else ([], 0)
 
     def insert(self, before: Block | None, block: Block, tokens: bytes) -> Block:
-        """Put a locked block with these tokens into the tree, under ``before``. Return it; or, if
-        the tree has these tokens already, unlock it, and lock and return the tree's block."""
+        """Put a locked block with these tokens into the tree, under ``before``, and return it.
+        If the tree has these tokens already, unlock it, and lock and return the tree's block."""
         siblings = block.space.children if before is None else before.children
         known = siblings.get(tokens)
         if known is not None:
@@ -203,8 +203,8 @@ class BlockPool:
             self.unlock(more)
 
     def reuse(self, table: BlockTable, tokens: Tokens[int]) -> tuple[int, int, int] | None:
-        """Fill an empty table with the cached rows of the longest known prefix. Return the copy
-        that the caller must make at once (target offset, source offset, bytes), or None."""
+        """Fill an empty table with the cached rows of the longest known prefix of ``tokens``.
+        Return the copy that the caller must make at once (target, source, bytes), or None."""
         space = table.space
         blocks, count = self.match(space, tokens)
         whole, rest = divmod(count, space.rows)

@@ -51,8 +51,8 @@ class Caches(Sequences):
         return table.used
 
     def fit(self, sequence: SequenceState, row_count: int, steps: int = 1) -> None:
-        """Resize a language model's cache to ``row_count`` rows. The next run writes the last
-        ``steps`` of them one by one.
+        """Resize a language model's cache to ``row_count`` rows.
+        The next run writes the last ``steps`` of them one by one.
 
         Raises:
             QueueFull: the caller's share, or the pool, is used up.

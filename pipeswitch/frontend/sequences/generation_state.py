@@ -69,8 +69,8 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def rows(self) -> int:
-        """Number of rows to make room for at once. A generation that lost its cache requests
-        more, so that it restarts only a few times."""
+        """Number of rows to allocate memory for at once.
+        A generation that lost its cache requests more, so that it restarts only a few times."""
         ahead = max(len(self.ids) // 2, MOST_STEPS) if self.token_count else 0
         return min(len(self.ids) + ahead, self.prompt_count + self.most)
 
@@ -123,8 +123,8 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
 def facts_of(
     announced: ModelAvailable, model: str, share_bytes: int
 ) -> tuple[Mapping[str, Any], int, int]:
-    """Return a bundle's facts about its tokens, and the maximum number of tokens of a prompt with
-    its answer, and of one run.
+    """Return a bundle's facts about its tokens, and two limits for the number of tokens.
+    The limits are for a prompt with its answer, and for one run.
 
     Raises:
         InvalidInput: the model generates no text, or the pool has no room for an answer.

@@ -329,8 +329,8 @@ class Sequences:
         return next_ms
 
     def end(self, name: str, caller: str) -> Token | None:
-        """End a sequence at its client's request: now, or after its running request. If it belongs
-        to a generation, return the token of the request, which the caller must cancel.
+        """End a sequence at its client's request: now, or after its running request.
+        For a generation, return the token of its request, which the caller must cancel.
 
         Raises:
             SequenceNotFound: the caller has no sequence of this name.
@@ -356,8 +356,8 @@ class Sequences:
 
 
 def longest(manifest: Manifest, share_bytes: int) -> tuple[int, int]:
-    """Return the maximum number of tokens of a language model's prompt with its answer, and of one
-    step. Within these, its cache and its request fit into a caller's share of the pool."""
+    """Return the maximum number of tokens of a prompt with its answer, and of one step.
+    Within these limits, a cache and a request fit into a caller's share of the pool."""
     high = {dim.name: dim.high for dim in manifest.dims}
     (cache,) = [one for one in manifest.inputs if one.name == CACHE]
     row_bytes = ITEM_BYTES[cache.dtype] * shape_at(cache.shape[2:], {})[0]

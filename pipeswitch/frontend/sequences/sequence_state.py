@@ -98,8 +98,8 @@ class SequenceState(msgspec.Struct, kw_only=True, eq=False):
         self.brought = []
 
     def apart(self, admitted: ValidatedRequest) -> ValidatedRequest:
-        """Return the request with only the inputs that are copied to its slab. State is not copied,
-        unless a ``module`` may write to it; the worker copies the ``grown`` part of that."""
+        """Return the request with only the inputs that are copied to its slab.
+        State is copied only if a ``module`` may write to it; a worker copies the ``grown`` part."""
         is_module = self.announced.manifest.mode == "module"
         stays, inputs, offset = self.grown if is_module else self.values, [], 0
         for one in admitted.inputs:
@@ -114,8 +114,8 @@ class SequenceState(msgspec.Struct, kw_only=True, eq=False):
         return tuple(known[one.name] for one in self.announced.manifest.inputs)
 
     def answered(self, answer: Reply) -> Reply:
-        """Return the client's answer, without the state. If the worker's claims are wrong, the
-        sequence is unchanged, and the answer is an error."""
+        """Return the client's answer, without the state.
+        If the worker's claims are wrong, the sequence is unchanged, and the answer is an error."""
         if answer.error is not None:
             return answer
         by_output = {output: name for name, (output, _) in self.state.items()}

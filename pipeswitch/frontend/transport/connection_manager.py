@@ -48,7 +48,7 @@ class ClientSegments:
     """Shared memory for local clients: at most MAX_SHARES of a fixed size."""
 
     def __init__(self, size_bytes: int) -> None:
-        """``size_bytes`` is the size of each share; 0: no client gets one."""
+        """Set the size of each share; 0: no client gets one."""
         self._size_bytes = size_bytes
         self.count = 0
 
@@ -265,9 +265,11 @@ class ConnectionManager:
         gone: Callable[[Session, str], None],
         now_ms: Callable[[], float],
     ) -> None:
-        """Args:
-        hear: handles a message; it must not raise.
-        gone: called with the client whose connection ends, and the cause.
+        """Start without connections.
+
+        Args:
+            hear: handles a message; it must not raise.
+            gone: called with the client whose connection ends, and the cause.
         """
         self._limits = limits
         self._complaints = complaints
@@ -365,8 +367,8 @@ class ConnectionManager:
 def accept(
     listener: Listener, max_bytes: int, shares: ClientSegments
 ) -> Iterator[ClientConnection]:
-    """Accept the waiting connections of a listener. At the owner's socket accept only this user:
-    its folder is closed to other users, but a process may pass them a connection.
+    """Accept the waiting connections of a listener; at the owner's socket, only this user's.
+    Its folder is closed to other users, but a process may pass them a connection.
 
     Raises:
         OSError: too few descriptors or too little memory is left.

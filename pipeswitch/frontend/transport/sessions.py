@@ -23,7 +23,7 @@ from .send_queue import EventSubscribers, SendQueue
 _logger = logging.getLogger(__name__)
 
 STOP_LOOK_MS: Final = 2.0
-SLOW: Final = "slow or gone"  # cause of a client that the send queue drops
+SLOW: Final = "slow or gone"  # the cause if the send queue drops a client
 
 
 class Sessions:
@@ -39,10 +39,12 @@ class Sessions:
         ended: Callable[[Session], None],
         now_ms: Callable[[], float],
     ) -> None:
-        """Args:
-        pool_share_bytes: one client's part of the request pool.
-        hear: handles a message; it must not raise.
-        ended: called with a client that is gone.
+        """Start without clients.
+
+        Args:
+            pool_share_bytes: one client's part of the request pool.
+            hear: handles a message; it must not raise.
+            ended: called with a client that is gone.
         """
         self._ended, self._now_ms = ended, now_ms
         self.clients: dict[str, Session] = {}  # by session

@@ -97,7 +97,7 @@ class Api:
     def __init__(
         self, upstream: Upstream, feed: EventLog, *, version: str, allow_code: Sequence[str]
     ) -> None:
-        """``allow_code`` is ``[server] allow_code``; other code is refused."""
+        """Build the table of routes; ``allow_code`` is ``[server] allow_code``."""
         self._upstream = upstream
         self._feed = feed
         self._rules = Rules(allow_code=allow_code)

@@ -604,8 +604,8 @@ def encode_answer(
     *,
     is_offloaded: bool = False,
 ) -> list[Any]:
-    """Return the buffers of a serialized ModelInferResponse, or of one in a
-    ModelStreamInferResponse. Raw tensors stay where they are: protobuf would copy each twice.
+    """Return the buffers of a serialized ModelInferResponse, or ModelStreamInferResponse.
+    Raw tensors stay where they are, because protobuf would copy each twice.
 
     Raises:
         InvalidInput: a requested output does not exist.

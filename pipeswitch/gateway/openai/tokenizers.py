@@ -74,8 +74,8 @@ def next_place(
     most: int,
     now_s: float,
 ) -> tuple[str, str] | None:
-    """Return the model whose process starts next, and the model whose process ends for it (empty:
-    none); None: wait.
+    """Return the model whose process starts next, and the model whose process ends before that.
+    The second is empty if none must end. The result is None if all must wait.
 
     The owner with the fewest processes comes first, then the caller that waits for the fewest. An
     idle process may end for a model of the same owner, or of one with fewer processes; a busy one

@@ -63,7 +63,7 @@ class Metrics:
     """Prometheus output of the counters."""
 
     def __init__(self, model_stats: ModelStats, *, has_nv_names: bool = False) -> None:
-        """``has_nv_names`` adds metrics under Triton's names."""
+        """Create the registry; ``has_nv_names`` adds metrics under Triton's names."""
         self._registry = CollectorRegistry()
         self._registry.register(model_stats)
         self._server = _Server(has_nv_names=has_nv_names)

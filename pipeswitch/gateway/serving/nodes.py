@@ -40,7 +40,7 @@ class NodeConnections:
     """Replacement for a ``LoopConnection``; used by the loop's thread."""
 
     def __init__(self, local: LoopConnection, path: Path) -> None:
-        """``path`` is the file of the table; it need not exist yet."""
+        """Read the table from ``path``, which need not exist yet, and follow its changes."""
         self._local, self._path = local, path
         self._seen: tuple[int, int] = (0, 0)
         self._table = holders.Table()
@@ -234,7 +234,7 @@ class NodeConnections:
             self._read()
 
     def _read(self) -> bool:
-        """Read the table if it has changed, and return True; ignore an unreadable file."""
+        """Read the table if it has changed; return True if it was read. An error is logged."""
         try:
             facts = self._path.stat()
             stamp = facts.st_mtime_ns, facts.st_ino

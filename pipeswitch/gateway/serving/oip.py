@@ -239,8 +239,8 @@ def _parsed(whole: memoryview, end: int) -> _Body:
 
 
 def raw_request(body: Any, row: Mapping[str, Any]) -> InferRequest:
-    """Decode a body that is only the bytes of a model's single input (Triton's raw binary
-    request).
+    """Decode a body that is only the bytes of a model's single input.
+    Triton calls it a raw binary request.
 
     Args:
         body: a buffer.

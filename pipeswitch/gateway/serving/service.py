@@ -71,7 +71,7 @@ class Service:
         regions: SharedMemoryRegions | None = None,
         tracer: Any = None,
     ) -> None:
-        """``regions`` is given if all callers are on this machine; ``tracer`` makes spans."""
+        """Create the verbs; ``regions`` is None unless all callers are on this machine."""
         self.text_processes = 8  # maximum number of running text processes
         self.aliases: dict[str, str] = {}  # alias for OpenAI's clients -> model
         self._upstream = upstream

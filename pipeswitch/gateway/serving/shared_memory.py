@@ -2,8 +2,8 @@
 
 A region is a range of a file in ``/dev/shm`` that a caller has registered. The file's owner may
 truncate or rewrite it at any time, so it is never mapped: an input is read once with ``pread``, and
-an output is written with ``pwrite``. A caller can thus read and write each file there that belongs
-to the server's user: it needs the role ``code``, and a gateway that only this machine can reach.
+an output is written with ``pwrite``. A caller can thus read and write each file there that the
+server's user can, so it needs the role ``code``, and a gateway that only this machine can reach.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SharedMemoryRegions:
     """Regions by caller and name; a caller sees only its own."""
 
     def __init__(self, max_bytes: int) -> None:
-        """``max_bytes`` limits one request's inputs in regions together."""
+        """Start without regions; ``max_bytes`` limits one request's inputs in regions together."""
         self._max_bytes = max_bytes
         self._regions: dict[tuple[str, str], _Region] = {}
 

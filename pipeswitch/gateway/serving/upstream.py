@@ -42,7 +42,7 @@ class Upstream:
     """
 
     def __init__(self, address: str, cluster: str = "") -> None:
-        """``cluster`` is the file with the cluster's table of nodes; empty: there is no cluster."""
+        """Create the connections; ``cluster`` is the file of the table of nodes, or empty."""
         self._connection: _Connection | NodeConnections = _Connection(address, HELLO_S)
         if cluster:
             self._connection = NodeConnections(self._connection, Path(cluster))
