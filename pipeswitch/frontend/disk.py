@@ -1,6 +1,6 @@
 """Disk use of the state directory, in total and by tenant, and its limits.
 
-Programs, uploads and commits count, all together and by tenant (docs/adr/0021-roles.md); a job has
+Programs, uploads and commits count, in total and by tenant (docs/adr/0021-roles.md); a job has
 no tenant. Sizes are not recorded but read before each new file, so a removed file no longer counts,
 whoever removed it. An unfinished upload's file has its whole size from the start.
 """
@@ -64,7 +64,7 @@ class Disk:
     def left_bytes(self, tenant: str, program: str = "") -> int:
         """Return the bytes that this tenant may write; the owner has only the total limit.
 
-        A ``program`` (its digest) on the disk counts as this tenant's. Below 0: over the limit.
+        A program with the digest ``program`` counts as this tenant's. Below 0: over the limit.
         """
         return min(limit - used for _, used, limit in self._budgets(tenant, program))
 

@@ -94,7 +94,7 @@ class Frontend:
 
         Args:
             config: settings, with absolute ``server.state_dir`` and ``server.runtime_dir``.
-            pool_descriptor: a sealed memfd, the request pool; it stays the caller's.
+            pool_descriptor: a sealed memfd with the request pool; the caller still owns it.
             take: queues an event for the scheduler.
             facts: the server's facts in replies to ``hello`` and ``ping`` (device, arena_bytes…).
             is_ready: returns True if a request would be served now.

@@ -89,7 +89,7 @@ class RequestLog:
         self.close = self._file.close
 
     def note(self, answer: Reply, *, is_sent: bool = True, **known: Any) -> None:
-        """Log the end of a request; ``known``: first fields of its line."""
+        """Log the end of a request; ``known`` has the first fields of its line."""
         error, outcome = answer.error, "ok" if is_sent else "undeliverable"
         if error is not None:
             outcome = type(error).__name__

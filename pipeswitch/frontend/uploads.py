@@ -1,8 +1,8 @@
 """Weights and bundles that clients send in chunks: hashed, written and named by their digest.
 
 One writer thread does all file work, so that a slow disk never blocks the poll loop. A file is
-visible under its sha256 only when every byte arrived, matched and was fsynced. Nothing here is
-parsed: the builder interprets the bytes.
+visible under its sha256 only after all its bytes were received, checked and fsynced. Nothing is
+parsed here: the builder interprets the bytes.
 
 Each ``put`` that reports a file as present keeps it until one registration of it is answered; the
 built program is a copy. A file that is never registered is removed when its client needs the space,
@@ -107,7 +107,7 @@ class Uploads:
         self.directory = directory
         self._disk = disk
         self._max_upload_bytes = max_upload_bytes
-        self._queued = 0  # chunks handed over and not answered; counted under the lock
+        self._queued = 0  # chunks without an answer; changed under the lock
         self._lock = threading.Lock()
         self._pins: Counter[str] = Counter()  # registrations by file name; under the lock, too
         self._partials: dict[_Key, _Partial] = {}
@@ -165,7 +165,7 @@ class Uploads:
         )
 
     def run_later(self, work: Work, failed: Failed = lambda _: None) -> None:
-        """Do other file work on the writer's thread, like ``WorkerThread.put``."""
+        """Queue other file work for the writer's thread, like ``WorkerThread.put``."""
         self._writer.put(work, failed)
 
     def remove(self, paths: Sequence[Path]) -> None:
@@ -224,14 +224,14 @@ class Uploads:
         except PipeSwitchError as refused:
             self._drop(chunk.key)
             error = refused
-        except OSError as failed:  # disk full, read-only: this upload fails, the server lives
+        except OSError as failed:  # for example, a full disk: only this upload fails
             _logger.warning("upload=%s failed cause=%s", chunk.digest[:12], failed)
             self._drop(chunk.key)
             error = PipeSwitchError(
                 f"the server could not store the upload: {failed.strerror}",
                 hint="free space in its state directory",
             )
-        except Exception:  # a bug of ours; the writer has others to serve
+        except Exception:  # a bug: the writer still serves other uploads
             _logger.exception("upload=%s failed", chunk.digest[:12])
             self._drop(chunk.key)
             error = PipeSwitchError(
@@ -366,5 +366,5 @@ class Uploads:
             self._bytes.give(key[1], partial.size_bytes)
             with contextlib.suppress(OSError):  # on a full disk close fails as well
                 partial.file.close()
-            with contextlib.suppress(OSError):  # read-only by now; the next start removes it
+            with contextlib.suppress(OSError):  # the folder is read-only; the next start removes it
                 partial.path.unlink()

@@ -33,7 +33,7 @@ MAX_ARGS: Final = 256
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedInput:
-    """Input in call order, and the message frame with its bytes."""
+    """One input of a request, with the number of the message frame that has its bytes."""
 
     name: str
     dtype: str

@@ -1,7 +1,7 @@
 """Callers over HTTP or gRPC and their roles (docs/adr/0021-roles.md).
 
 The gateway itself connects to the owner's socket, which permits everything, so roles are enforced
-here: the address's roles for everyone, and those that a bearer token adds.
+here. A caller has the roles of the address, and the roles that its bearer token adds.
 """
 
 from __future__ import annotations

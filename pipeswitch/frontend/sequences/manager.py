@@ -1,16 +1,16 @@
 """Sequences: requests that continue from the state of the one before (``register(…, state=…)``).
 
-A sequence keeps the outputs that are its state where its worker wrote them, in the request pool,
-and its next request gets them as inputs. So the scheduler sees ordinary requests, and a worker that
-dies costs nothing: the request is computed again from the same bytes.
+The outputs that are a sequence's state stay in the request pool, where a worker wrote them. The
+next request gets them as inputs. So the scheduler sees ordinary requests, and a worker that dies
+costs nothing: the request is computed again from the same bytes.
 
 The state counts toward its caller's share of the pool. A sequence has one request at a time. A
 failed request leaves the state unchanged. An answer that did not reach its client ends the
 sequence, because its client cannot know whether the step was done.
 
-State that grows lies in blocks (``blocks``). A generation's cache is such a sequence too (``open``,
-``fit``, ``append``): a generation of the same caller that begins with the same tokens shares its
-blocks (``reuse``), which stay cached after its end until their memory is needed.
+State that grows lies in blocks (``blocks``). A generation's cache is such a sequence, too
+(``open``, ``fit``, ``append``). Generations of one caller that begin with the same tokens share
+blocks (``reuse``). After their end, the blocks stay cached until their memory is needed.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class SequenceState(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def state(self) -> Mapping[str, tuple[str, int]]:
-        """State inputs, each with the output that it comes from and the dimension that grows."""
+        """State inputs, each with its output and the dimension that grows (below 0: none)."""
         states: Mapping[str, tuple[str, int]] = self.announced.manifest.extra["state"]
         return states
 

@@ -40,7 +40,7 @@ def reply_frames(
     error: PipeSwitchError | None = None,
     more: bool = False,
 ) -> list[Any]:
-    """Return magic and header; a body too large for a header follows as its own tensor."""
+    """Return the frames of a reply. A body that is too large for the header becomes a tensor."""
     header = ReplyHeader(
         v=VERSION,
         id=request_id,

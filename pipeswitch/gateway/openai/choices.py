@@ -15,7 +15,7 @@ MAX_CHOICES = 64
 
 
 class ParallelAnswers:
-    """Answers that are read side by side; if one fails, all do."""
+    """Answers that are read in parallel; if one fails, all fail."""
 
     def __init__(self, answerings: Sequence[AnswerStream], per_prompt: int = 1) -> None:
         self.answerings, self._per_prompt = answerings, per_prompt

@@ -138,8 +138,8 @@ def schema_of(response_format: ResponseFormat | None) -> str:
 class CallReader:
     """Reader of one answer: divides its text, as it arrives, into content and calls.
 
-    A call is ``{"name": …, "arguments": {…}}``: between the marks, or where the text or an earlier
-    call ends, alone or in a list. Text that may become a call is held back.
+    A call is ``{"name": …, "arguments": {…}}``, alone or in a list. It stands between the marks, at
+    the start of the text, or after an earlier call. Text that may become a call is held back.
     """
 
     def __init__(self, form: AnswerForm) -> None:

@@ -1,9 +1,9 @@
 """Connections of one node's gateway to all nodes of a cluster.
 
 The node's actor writes placement's table into a file, which the gateway reads; it does not use Ray.
-A request goes to the server beside the gateway if that holds the model, else to another node's
-server, by its port for clients with keys. No server forwards a request, so there is at most one
-hop. If a node does not answer, the request goes to the model's other holders, each once.
+A request goes to this node's server if it holds the model, else to the server of another node, at
+its port for clients with keys. No server forwards a request, so there is at most one hop. If a node
+does not answer, the request goes to each of the model's other holders once.
 """
 
 from __future__ import annotations

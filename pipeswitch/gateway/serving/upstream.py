@@ -27,7 +27,7 @@ Take = Callable[[str, dict[str, Any]], None]
 
 
 class _Connection(LoopConnection):
-    """Connection to one server that may be absent; errors do not name it to callers."""
+    """Connection to one server that may be absent; its errors do not reveal the address."""
 
     def _fail(self, call: Call, error: PipeSwitchError) -> None:
         if isinstance(error, ServerUnavailable):
@@ -36,7 +36,7 @@ class _Connection(LoopConnection):
 
 
 class Upstream:
-    """Connections to the server, which outlive a restart.
+    """Connections to the server, which survive its restart.
 
     Every call raises the server's own error, or ServerUnavailable if it is absent or shutting down.
     """
