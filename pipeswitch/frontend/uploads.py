@@ -346,17 +346,18 @@ class Uploads:
 
     def _publish(self, key: _Key, final: Path) -> None:
         """Publish a file (fsync, rename, fsync the folder): its name now means these bytes."""
-        partial = self._partials.pop(key)
-        client, name = key[1], key[2]
-        self._open_places.give(client, 1)
-        self._whole[name] = _Whole(client, partial.size_bytes)
+        partial, (_, client, name) = self._partials[key], key
         os.fsync(partial.file.fileno())
         partial.file.close()
         reach("upload.publish")
         os.replace(partial.path, final)
+        partial.path = final  # what ``_drop`` removes if an error follows
         self._disk.keep_upload(final.name, client)
         reach("upload.published")
         sync_directory(self.directory)
+        del self._partials[key]
+        self._open_places.give(client, 1)
+        self._whole[name] = _Whole(client, partial.size_bytes)
 
     def _drop(self, key: _Key) -> None:
         partial = self._partials.pop(key, None)

@@ -78,7 +78,7 @@ def find_version(
     if announced is None:
         present = ", ".join(str(number) for base, number in sorted(known) if base == name)
         raise ModelNotFound(
-            f'"{name}" has no version {version}: it has {present}',
+            f'"{name}" has no version {version}' + (f": it has {present}" if present else ""),
             hint="pipeswitch models --versions",
             version=version,
         )

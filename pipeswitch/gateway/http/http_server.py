@@ -252,7 +252,8 @@ class HttpServer:
         ]
         idle.sort(key=lambda one: one[0], reverse=True)
         least = idle.pop()[1] if idle else None
-        self._claims = {peer: (now_s, [one for one in idle if not one[0][0]])}
+        recent = {key: one for key, one in self._claims.items() if now_s - one[0] < CLAIMS_S}
+        self._claims = recent | {peer: (now_s, [one for one in idle if not one[0][0]])}
         return least
 
     def leave(self, connection: HttpConnection) -> None:
