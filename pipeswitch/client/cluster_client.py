@@ -73,8 +73,8 @@ def connect_ray(address: str = "auto") -> Any:
 
 @contextlib.contextmanager
 def connected_ray(address: str) -> Iterator[Any]:
-    """Ray for as long as something is asked: it ends the process of a client that stays connected
-    when its head dies, and requests go on without it. A program that uses Ray itself keeps it."""
+    """Connect to Ray within the block only: Ray ends the process of a client that is connected when
+    Ray's head dies. If the program already uses Ray itself, keep its connection."""
     with _RAY:
         loaded = sys.modules.get("ray")
         was_there = loaded is not None and loaded.is_initialized()

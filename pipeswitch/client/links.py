@@ -19,7 +19,7 @@ from ..base.errors import PermissionDenied, RemoteProtocolError
 from ..wire.frames import INLINE, ZMTP, pack_table
 from ..wire.stream import SHARED_BYTES, ShmSegment, Stream, keep_alive
 
-MAX_REPLY_BYTES: Final = 1 << 32  # of one frame; the server we chose is trusted more than a client
+MAX_REPLY_BYTES: Final = 1 << 32  # limit of a frame; a client trusts the server that it has chosen
 BURST_MESSAGES: Final = 16
 _BRING: Final = (
     "key= and server_key=, or PIPESWITCH_KEY and PIPESWITCH_SERVER_KEY; "
