@@ -35,7 +35,6 @@ def main(suite: str) -> int:
 
     # Another version of torch may give other warnings. The verbose names and the stacks of slow
     # tests are the last output of a stage that is killed.
-
     words = ["-v", "--tb=short", f"--timeout={TEST_S}", "--timeout-method=thread"]
     words += ["-W", "default", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
     status = pytest.main([*words, *SUITES[suite]], plugins=[Counter()])

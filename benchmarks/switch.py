@@ -27,7 +27,7 @@ MIN_RATIO: Final = 100.0  # limit of stop-and-start's overhead / ours, on the cp
 MIN_RIVAL_RATIO: Final = 3.0  # limit of the PipeSwitch-style system's overhead / ours
 RIVALS: Final = (PUBLISHED.name, SERIAL.name, TO_DEVICE.name)
 ARMS: Final = (ReadyModel.name, *RIVALS, StopAndStart.name)
-CHECKSUM_TOLERANCE: Final = 1e-3  # of the sum of all outputs, relative
+CHECKSUM_TOLERANCE: Final = 1e-3  # relative error of the sum of all outputs
 
 
 def run(bench: Run, models: Sequence[str]) -> None:

@@ -58,8 +58,8 @@ class Attachment:
     """Bytes of one tensor or array, kept beside the JSON.
 
     Attributes:
-            source: the tensor or array itself, not a copy; the caller decides when to read it.
-            size_bytes: number of bytes that ``read`` returns.
+        source: the tensor or array itself, not a copy; the caller decides when to read it.
+        size_bytes: number of bytes that ``read`` returns.
     """
 
     def __init__(self, source: Any, size_bytes: int) -> None:

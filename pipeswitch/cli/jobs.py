@@ -92,7 +92,7 @@ def train(
             )
         for task in tasks:
             with contextlib.suppress(TimeoutError):
-                task.wait(FIRST_LOOK_S)  # what fails at once, as for want of an argument, is told
+                task.wait(FIRST_LOOK_S)  # report one that fails at once, e.g. lacks an argument
 
 
 @click.group(cls=common.Group, invoke_without_command=True)

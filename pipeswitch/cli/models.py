@@ -346,7 +346,7 @@ def models(ctx: click.Context, versions: bool, as_json: bool, watch: bool) -> No
 
         def shown(rows: list[dict[str, Any]]) -> Any:
             more = [name for name in ("aliases", "reason") if any(row.get(name) for row in rows)]
-            visible = {key for row in rows for key in row} or {*columns}  # that the role may see
+            visible = {key for row in rows for key in row} or {*columns}  # keys the role may see
             return views.Listing(rows, (*(one for one in columns if one in visible), *more))
 
         common.listing(lambda c: c.models(versions=versions), shown, as_json, watch)

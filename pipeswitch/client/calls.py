@@ -83,7 +83,7 @@ class Call(msgspec.Struct, kw_only=True, eq=False):
     error: Exception | None = None
     frames: Sequence[Any] = ()
     is_safe: bool = False  # sending it twice has the effect of sending it once
-    convert: Callable[[FinalReply], Any] | None = None  # makes the value from the final reply
+    convert: Callable[[FinalReply], Any] | None = None  # converts the final reply to the value
     on_progress: Callable[[dict[str, Any]], None] | None = None  # gets bodies of progress replies
     is_sent: bool = False
     tries: int = 0

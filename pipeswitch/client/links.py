@@ -60,7 +60,7 @@ class StreamLink(ServerLink):
     may_share: bool
     address: str
     _poller: Watcher | None = None
-    _number: int = -1  # of the socket
+    _number: int = -1  # file descriptor of the socket
     _is_watched: bool = False  # the poller also watches for writing
     _has_asked: bool = False
     _places: dict[str, dict[int, int]] = field(

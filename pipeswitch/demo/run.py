@@ -40,8 +40,8 @@ from .digits import check_digits
 
 JOB: Final = "digits"
 ENTRY: Final = "pipeswitch.demo.digits:main"
-START_WAIT_S: Final = 60.0  # for the job's first step
-END_WAIT_S: Final = 120.0  # for its last epoch, after it was told to end
+START_WAIT_S: Final = 60.0  # limit for the job's first step
+END_WAIT_S: Final = 120.0  # limit for its last epoch, after it was told to end
 BASELINE_TIMEOUT_S: Final = 300.0
 INTERRUPTED: Final = 130  # exit status of a shell after SIGINT
 SHOW_PER_S: Final = 0.7  # rate of requests while the page is open: the job trains between them
@@ -494,7 +494,7 @@ def _training(
     outcomes: list[tuple[str, RequestOutcome]],
 ) -> dict[str, Any]:
     timings = [o.result.timing for _, o in outcomes if o.result is not None]
-    busy_ms = sum(timing.compute_ms + timing.stall_ms for timing in timings)  # in their turns
+    busy_ms = sum(timing.compute_ms + timing.stall_ms for timing in timings)  # within their turns
     return {
         **demo_report.kept_speed(before, under, after, busy_ms),
         "state": ended["state"],

@@ -20,8 +20,8 @@ class ActivationBudget:
     """Tiles that one job claims.
 
     Attributes:
-            least: tiles with which a step can finish; until measured all, so the job steps alone.
-            most: the most tiles that all jobs together claimed when this job's claim grew.
+        least: tiles with which a step can finish; until measured all, so the job steps alone.
+        most: the most tiles that all jobs together claimed when this job's claim grew.
     """
 
     def __init__(self, view: WorkerDevice, slot: int, total_bytes: int) -> None:

@@ -31,7 +31,7 @@ class TrainedObjects:
     extras: Mapping[str, Any]
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    owners: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)  # of buffers and of None
+    owners: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)  # of buffers, Nones
     modules: list[nn.Module] = field(default_factory=list)
     groups: dict[str, list[int]] = field(default_factory=dict)  # number of parameters in each group
     with_extra_state: dict[str, nn.Module] = field(default_factory=dict)  # with own get_extra_state

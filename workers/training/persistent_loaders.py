@@ -76,7 +76,7 @@ class PersistentIterator(_Base):  # type: ignore[misc]
     """Iterator of a loader whose workers send their generators with each batch.
 
     Args:
-            saved: the workers whose state is continued; None for a loader's first workers.
+        saved: the workers whose state is continued; None for a loader's first workers.
     """
 
     def __init__(self, loader: Any, saved: Workers | None) -> None:

@@ -50,7 +50,7 @@ class Phase:
         self.number, self.objects = place.phase, objects
         self.point: Point | None = None
         self.has_stepped = False  # an optimizer has stepped since ``point``
-        self.data: DataPosition  # of the current loop
+        self.data: DataPosition  # position within the current loop
         self.activations: Activations | None = None
         saved = place.saved
         before = 0 if saved is None else int(saved.values["state_capacity"])
@@ -99,7 +99,7 @@ class Phase:
         Call this only between two bodies. The caller captures the state again.
 
         Raises:
-                OutOfDeviceMemory, HostStoreFull: there is no room; the slice has its old size.
+            OutOfDeviceMemory, HostStoreFull: there is no room; the slice has its old size.
         """
         old, problem = self._layout, None
         self.finish_commit()
@@ -194,11 +194,11 @@ class Phase:
             self.committer.restore(saved)
 
     def is_at_point(self, *, is_counted: bool) -> bool:
-        """Return whether this boundary is a commit point.
+        """Return True if this boundary is a commit point.
 
         Args:
-                is_counted: a trainer or accelerate counts bodies and can restart only at an update.
-                    If False, each boundary before the first update is a point.
+            is_counted: a trainer or accelerate counts bodies and can restart only at an update.
+                If False, each boundary before the first update is a point.
         """
         assert self.point is not None
         bodies = self.place.step - self.point.position.step
@@ -206,7 +206,7 @@ class Phase:
         return self.has_stepped or is_free or bodies >= MAX_BODIES_TO_A_POINT
 
     def is_whole(self) -> bool:
-        """Return whether the last point still equals the current state."""
+        """Return True if the last point still equals the current state."""
         return (
             self.point is not None
             and self.point.position == self.place.position

@@ -80,7 +80,7 @@ class ScriptCursor:
     """
 
     def __init__(self, image: memoryview | None) -> None:
-        self.saved = None if image is None else SavedImage(image)  # until it was resumed
+        self.saved = None if image is None else SavedImage(image)  # None once it was resumed
         self.past: dict[int, bytes] = {} if self.saved is None else self.saved.past()
         self.has_updated = self.saved is not None and bool(self.saved.values["has_updated"])
         self.is_over = False  # the script has ended: there are no further commits

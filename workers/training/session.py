@@ -231,8 +231,8 @@ class TrainingSession:
         finally:
             if self._open_loop is this_loop:
                 self._open_loop = None
-                # One that fails shall not resume behind the loop; one that catches the error ends
-                # the loop with whatever it calls next.
+                # A script that fails must not resume behind this loop. If it catches the error, its
+                # next call of the session ends the loop.
                 self._has_failed = is_left and is_left_by_error(sys._getframe(1))
                 if not self._is_unwinding and not self._has_failed:
                     self._end_loop()

@@ -167,7 +167,7 @@ def _values_of_now(value: Any, path: str) -> list[str]:
     paths: list[str] = []
     for key, item in [*pairs]:
         if type(item) in (*_DICTS, list, tuple):
-            if type(item) is tuple or sys.getrefcount(item) <= alone + 1:  # and one for the list
+            if type(item) is tuple or sys.getrefcount(item) <= alone + 1:  # 1 for the list
                 paths += _values_of_now(item, f"{path}[{key!r}]")
         elif not (has_state(item) or type(item) in NOTES):
             paths.append(f"{path}[{key!r}]")

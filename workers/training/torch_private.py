@@ -41,8 +41,8 @@ def advance_sampler(iterator: Any, batches: int) -> bool:
     """Draw ``batches`` index lists from a DataLoader iterator without fetching any data.
 
     Returns:
-            False if this iterator cannot do that (worker processes, iterable dataset, other torch).
-            The caller then fetches and drops batches, which is exact and public but slow.
+        False if this iterator cannot do that (worker processes, iterable dataset, other torch).
+        The caller then fetches and drops batches, which is exact and public but slow.
 
     Raises:
         StopIteration: the sampler has fewer batches.
