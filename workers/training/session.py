@@ -232,7 +232,7 @@ class TrainingSession:
             if self._open_loop is this_loop:
                 self._open_loop = None
                 # A script that fails must not resume behind this loop. If it catches the error, its
-                # next call of the session ends the loop.
+                # next call of ``job`` ends the loop.
                 self._has_failed = is_left and is_left_by_error(sys._getframe(1))
                 if not self._is_unwinding and not self._has_failed:
                     self._end_loop()
