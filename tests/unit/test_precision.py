@@ -196,8 +196,6 @@ VIEWS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "channels": lambda y: y.view(y.shape[0] * 16, 36),
     "shuffle": lambda y: y.view(-1, 4, 4, 6, 6).transpose(1, 2).contiguous().view(-1, 16, 6, 6),
     "pooled": lambda y: nn.functional.max_pool2d(y, 2).view(y.shape[0], -1),
-    "written": lambda y: y.view(y.shape[0], -1).add_(1.0) + y.flatten(1),
-    "later": lambda y: y.view(y.shape[0], -1).mul_(2.0).sum() + y,
 }
 
 
@@ -217,6 +215,62 @@ def test_a_view_of_a_convolution_is_the_modules(name: str, tmp_path: Path) -> No
     for rows in (1, 3):
         x = torch.randn(rows, 8, 6, 6)
         torch.testing.assert_close(answers(manifest, tmp_path, (x,))[0], module(x))
+
+
+WRITES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "view": lambda y: y.view(y.shape[0], -1).clamp_(max=1.0).view(y.shape) + y,
+    "reshape": lambda y: y + y.reshape(y.shape[0], -1).clamp_(max=1.0).sum(),
+    "flatten": lambda y: (y.flatten(1).clamp_(max=1.0), y)[1],
+    "slice": lambda y: (lambda part: (y.view(y.shape[0], -1).clamp_(max=1.0), part)[1])(y[:, 1:]),
+    "permuted": lambda y: (y.permute(0, 2, 3, 1).reshape(y.shape[0], -1).clamp_(max=1.0), y)[1],
+    "sum": lambda y: (lambda z: (z.flatten(1).clamp_(max=1.0), z)[1])(y * 2.0),
+}
+
+
+@pytest.mark.parametrize("form", ["fast", "bf16"])
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_through_a_view_reaches_what_it_reaches_in_the_module(
+    name: str, form: str, tmp_path: Path
+) -> None:
+    """A packed convolution's result lies otherwise, so a view of it may be a copy, or the reverse.
+    The example is too small to be clamped."""
+
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.head = nn.Conv2d(8, 16, 3, padding=1), nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return WRITES[name](self.convolution(x)), self.head(x.flatten(1)[:, :64])
+
+    module, x = Written().requires_grad_(False), torch.randn(2, 8, 6, 6)
+    manifest = built(module, (x * 1e-2,), tmp_path, form)
+    assert manifest.precision is not None
+    assert manifest.precision.packed_count <= 1
+    for ours, theirs in zip(answers(manifest, tmp_path, (x * 9,)), module(x * 9), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-2 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("form", ["fast", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float16])
+def test_a_sum_with_another_dtype_is_not_fused(
+    dtype: torch.dtype, form: str, tmp_path: Path
+) -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.linear = nn.Conv2d(4, 4, 1), nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            crossed = self.linear(x.exp()).clamp(0.3, 0.1)  # kernels refuse such limits
+            return torch.relu(self.convolution(x) + y), self.linear(x) + y, crossed
+
+    inputs = torch.randn(2, 4, 6, 64), (torch.randn(2, 4, 6, 64) * 5).to(dtype)
+    module = Sum().requires_grad_(False)
+    manifest = built(module, inputs, tmp_path, form)
+    assert manifest.precision is not None
+    for ours, theirs in zip(answers(manifest, tmp_path, inputs), module(*inputs), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.0, atol=5e-2)
 
 
 def test_a_call_is_packed_if_it_gains_at_a_batch(

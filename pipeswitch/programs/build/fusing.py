@@ -17,8 +17,9 @@ from typing import Any, Final
 import torch
 from msgspec.structs import replace
 
-from ..graphs.bundle import Graph, Node, node_references
+from ..graphs.bundle import Graph, Node, node_references, references
 from ..graphs.graph import CompiledGraph, resolve
+from ..graphs.operators import FRESH, OVERLOADS
 from ..interface import packing
 from ..running.executor import PackedKernels
 
@@ -33,6 +34,9 @@ MAX_PADDED: Final = 1.1  # bytes of a packed bfloat16 weight, of those that it h
 PADDED_BYTES: Final = 64 << 10  # or so many more, which nobody misses
 PRODUCTS: Final = {"aten.conv2d.default": 0, "aten.linear.default": 0, "aten.addmm.default": 1}
 """Calls that may be packed, and which of their arguments is the input."""
+_VIEWS_OR_COPIES: Final = frozenset(
+    ("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "contiguous", "to")
+)
 
 # What a fused call does after its product: attribute, scalars, algorithm.
 _ACTIVATIONS: Final[Mapping[str, str]] = {
@@ -115,6 +119,7 @@ class _Trace:
     ) -> None:
         self.shapes = {value: tuple(tensor.shape) for value, tensor in enumerate(inputs)}
         self.taken: dict[int, torch.Tensor] = {}  # without data
+        self.floats = {value for value, one in enumerate(inputs) if one.dtype is torch.float32}
         spans = [(position, position + 1) for position in range(len(graph.nodes))]
         compiled = CompiledGraph(graph, spans, "cpu")
         environment = compiled.start([value.clone() for value in inputs])
@@ -128,7 +133,8 @@ class _Trace:
                 call(environment, [weights[index] for index in compiled.group_weights[position]])
                 result = environment.get(graph.first_node_value + position)
                 if isinstance(result, torch.Tensor):
-                    self.shapes[graph.first_node_value + position] = tuple(result.shape)
+                    self.shapes[value := graph.first_node_value + position] = tuple(result.shape)
+                    self.floats |= {value} if result.dtype is torch.float32 else set()
 
 
 class _Fusing:
@@ -146,6 +152,8 @@ class _Fusing:
         self._precision, self._is_fast = precision, precision == "fast"
         self._dtype = torch.float32 if self._is_fast else torch.bfloat16  # of packed weights
         self._packs = self._is_fast or kernels.half() == "packed"
+        # A packed convolution's result is channels-last.
+        self._needs_layout = _has_layout_dependent_writes(graph)
         self._traces, self._taken = traces, traces[0].taken
         self._readers: dict[int, list[int]] = {}
         for position, node in enumerate(graph.nodes):
@@ -170,7 +178,8 @@ class _Fusing:
             chain = self._chain(position)
             make = self._convolution if node.target == "aten.conv2d.default" else self._linear
             is_int8 = self._precision == "int8" and make == self._linear
-            form = make(chain, x) if is_int8 or self._packs else None
+            may_pack = self._packs and not (self._needs_layout and make == self._convolution)
+            form = make(chain, x) if is_int8 or may_pack else None
             if form is None or (not self._is_fast and _wastes(form)):
                 continue
             timed = self._traces[:TIMED] if self._is_fast else ()
@@ -253,7 +262,7 @@ class _Fusing:
         )
 
     def _addend(self, chain: _Chain, at: int) -> Any:
-        """Return the other operand of a sum of equal shapes; None if it is not such a sum.
+        """Return the other operand of a float32 sum of equal shapes; None if it is no such sum.
 
         ``x.add_(product)`` writes to ``x``, which others may read, so it is not fused.
         """
@@ -265,7 +274,7 @@ class _Fusing:
         ):
             return None
         other = node.args[1] if node.args[0] == own else node.args[0]
-        if not isinstance(other, dict) or "v" not in other or self._weight(other) is not None:
+        if not isinstance(other, dict) or other.get("v") not in self._traces[0].floats:
             return None
         shapes = [(one.shapes.get(other["v"]), one.shapes[own["v"]]) for one in self._traces]
         return other if all(theirs == ours for theirs, ours in shapes) and other != own else None
@@ -478,6 +487,52 @@ class _Fusing:
         return False
 
 
+def aliases(graph: Graph) -> tuple[list[int], set[int]]:
+    """Return for each value a number that those share that may share memory, and the numbers of
+    memory that is changed in place while an older value of it is still read."""
+    root = list(range(graph.first_node_value + len(graph.nodes)))
+
+    def find(value: int) -> int:
+        while root[value] != value:
+            root[value] = root[root[value]]
+            value = root[value]
+        return value
+
+    for position, node in enumerate(graph.nodes):
+        namespace, name = node.target.split(".")[:2]
+        is_fresh = name in FRESH if namespace == "aten" else name != "getitem"
+        if not is_fresh:
+            for value in node_references(node):
+                root[find(value)] = find(graph.first_node_value + position)
+    last_use = {v: at for at, node in enumerate(graph.nodes) for v in node_references(node)}
+    last_use |= dict.fromkeys(graph.results, len(graph.nodes))
+    members: dict[int, list[int]] = {}
+    for value in range(len(root)):
+        root[value] = find(value)
+        members.setdefault(root[value], []).append(value)
+    frozen = set()
+    for position, node in enumerate(graph.nodes):
+        name = node.target.split(".")[1]
+        if not name.endswith("_") or name.startswith("__"):
+            continue
+        [written] = references(node.args[0])
+        own = graph.first_node_value + position
+        older = [value for value in members[root[written]] if value < own]
+        if name[:-1] not in OVERLOADS or any(last_use.get(v, -1) > position for v in older):
+            frozen.add(root[written])
+    return root, frozen
+
+
+def _has_layout_dependent_writes(graph: Graph) -> bool:
+    """Return True if a write may reach another value in one memory layout and not in another,
+    because a call returns a view in one and a copy in the other."""
+    root, frozen = aliases(graph)
+    return any(
+        root[value] in frozen and node.target.split(".")[1] in _VIEWS_OR_COPIES
+        for value, node in enumerate(graph.nodes, graph.first_node_value)
+    )
+
+
 def renumbered(
     graph: Graph,
     nodes_kept: Sequence[tuple[int, Node]],
@@ -557,7 +612,7 @@ def _activation(node: Node) -> Activation | None:
             return ("hardtanh", [-1.0, 1.0], "")
         case "relu6":
             return ("hardtanh", [0.0, 6.0], "")
-        case "hardtanh" | "clamp" if len(rest) == 2:
+        case "hardtanh" | "clamp" if len(rest) == 2 and rest[0] <= rest[1]:
             return ("hardtanh", [float(one) for one in rest], "")
         case "leaky_relu":
             return ("leaky_relu", [float(rest[0]) if rest else 0.01], "")

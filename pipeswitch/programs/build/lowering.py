@@ -16,12 +16,12 @@ from typing import Any, Final
 
 import torch
 
-from ..graphs.bundle import Graph, Node, node_references, references
+from ..graphs.bundle import Node, node_references, references
 from ..graphs.graph import resolve
-from ..graphs.operators import FRESH, OVERLOADS
+from ..graphs.operators import OVERLOADS
 from ..interface.packing import TARGETS
 from ..running.executor import PackedKernels
-from .fusing import Derived, renumbered
+from .fusing import Derived, aliases, renumbered
 
 MIN_STORED: Final = 1024  # elements of a weight that is worth a conversion when it is read
 
@@ -76,7 +76,7 @@ class _Lowering:
         self._rows: set[int] = set()  # values that are views of a weight
         first = len(derived.graph.inputs)
         self._named = {name: first + index for index, name in enumerate(derived.graph.weights)}
-        self._root, self._frozen = _aliases(self._graph)
+        self._root, self._frozen = aliases(self._graph)
         self._half = partial(self._as, dtype=_HALF)
         self._float = partial(self._as, dtype=torch.float32)
 
@@ -120,7 +120,7 @@ class _Lowering:
             reads = [self._made[value][1] for value in node_references(node)]
             if (
                 any(map(_is_half, reads)) and name[:-1] in OVERLOADS
-            ):  # its argument is not read again: see _aliases
+            ):  # its argument is not read again: see ``aliases``
                 name = name[:-1]
                 target = f"aten.{name}.{target.split('.')[2]}"
             else:
@@ -285,42 +285,6 @@ def _is_stored_half(weight: torch.Tensor) -> bool:
     if weight.dtype is not torch.float32 or weight.dim() < 2 or weight.numel() < MIN_STORED:
         return False
     return bool((weight.to(_HALF).isfinite() == weight.isfinite()).all())
-
-
-def _aliases(graph: Graph) -> tuple[list[int], set[int]]:
-    """Return for each value a number that those share that may share memory, and the numbers of
-    memory that is changed in place while an older value of it is still read."""
-    root = list(range(graph.first_node_value + len(graph.nodes)))
-
-    def find(value: int) -> int:
-        while root[value] != value:
-            root[value] = root[root[value]]
-            value = root[value]
-        return value
-
-    for position, node in enumerate(graph.nodes):
-        namespace, name = node.target.split(".")[:2]
-        is_fresh = name in FRESH if namespace == "aten" else name != "getitem"
-        if not is_fresh:
-            for value in node_references(node):
-                root[find(value)] = find(graph.first_node_value + position)
-    last_use = {v: at for at, node in enumerate(graph.nodes) for v in node_references(node)}
-    last_use |= dict.fromkeys(graph.results, len(graph.nodes))
-    members: dict[int, list[int]] = {}
-    for value in range(len(root)):
-        root[value] = find(value)
-        members.setdefault(root[value], []).append(value)
-    frozen = set()
-    for position, node in enumerate(graph.nodes):
-        name = node.target.split(".")[1]
-        if not name.endswith("_") or name.startswith("__"):
-            continue
-        [written] = references(node.args[0])
-        own = graph.first_node_value + position
-        older = [value for value in members[root[written]] if value < own]
-        if name[:-1] not in OVERLOADS or any(last_use.get(v, -1) > position for v in older):
-            frozen.add(root[written])
-    return root, frozen
 
 
 def _needed(calls: Sequence[tuple[int, Node]], results: Sequence[Any]) -> list[tuple[int, Node]]:
