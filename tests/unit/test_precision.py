@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -654,16 +655,45 @@ def test_a_layer_of_int8_gives_a_row_its_bits_in_any_small_batch(tmp_path: Path)
     assert torch.equal(torch.cat(alone), together) is manifest.precision.is_batch_invariant
 
 
-def test_a_model_whose_rows_look_at_each_other_is_not_batch_invariant(tmp_path: Path) -> None:
-    class Mixing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(64, 64)
+class Mixing(nn.Module):
+    """Its rows look at each other; ``end`` makes the answer of the result."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x) - x.mean(0)
+    def __init__(self, end: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.end = nn.Linear(64, 64), end
 
-    for form in ("fast", "bf16", "int8"):
-        manifest = built(Mixing(), (torch.randn(2, 64),), tmp_path, form)
-        assert manifest.precision is not None
-        assert manifest.precision.is_batch_invariant is False
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.end(self.linear(x) - x.mean(0))
+
+
+def masked(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda y: y.masked_fill(torch.arange(64) == 5, value)
+
+
+MASKS = [masked(-math.inf), masked(torch.finfo(torch.float32).min)]
+
+
+@pytest.mark.parametrize("end", [nn.Identity(), lambda y: y.argmax(-1), *MASKS])
+def test_a_model_whose_rows_look_at_each_other_is_not_batch_invariant(
+    end: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    manifest = built(Mixing(end), (torch.randn(2, 64),), tmp_path, "int8", max_error=10.0)
+    assert manifest.precision is not None
+    assert manifest.precision.is_batch_invariant is False
+    with pytest.raises(RegistrationRefused, match="cannot be batched"):
+        built(Mixing(end), (torch.randn(2, 64),), tmp_path / "joined", "exact", batch=4)
+
+
+@pytest.mark.parametrize("end", MASKS)
+def test_a_mask_in_the_answer_hides_no_error(
+    end: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    manifest = built(module, (torch.randn(2, 64),), tmp_path, "bf16")
+    module.add_module("2", Mixing(end).requires_grad_(False))
+    with torch.no_grad():
+        module[2].linear.weight.zero_()
+    hidden = built(module, (torch.randn(2, 64),), tmp_path / "masked", "bf16")
+    assert manifest.precision is not None
+    assert hidden.precision is not None
+    assert hidden.precision.max_error > 0.1 * manifest.precision.max_error

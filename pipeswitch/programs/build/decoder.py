@@ -30,6 +30,7 @@ from ..decoding.generation_settings import (
 from ..running.factories import parameters_of
 from . import attention
 from .attention import UNUSUAL, AttentionStep, refuse
+from .checking import largest_number
 from .decoder_spec import decoder_spec, text_config
 from .dynamic import Dynamic
 
@@ -235,7 +236,7 @@ class Decoder(nn.Module):
                 rows = torch.cat([rows, outputs[CACHE_NEW]], 1)
                 position += length
                 difference = float((outputs[LOGITS][0] - own[position - 1]).abs().max())
-                if not difference <= _CLOSE * float(own[position - 1].abs().max()):
+                if not difference <= _CLOSE * largest_number(own[position - 1]):
                     refuse(
                         "with its keys and values as a state it answers other logits (they differ "
                         f"by {difference:.2g} at token {position}): it keeps other state, or its "
@@ -252,7 +253,7 @@ class Decoder(nn.Module):
         others = self.model(input_ids=changed, use_cache=False, return_dict=True).logits[0]
         difference = float((others[:-1] - logits[:-1]).abs().max())
         limit = _ROUNDING if self.dtype == torch.float32 else _CLOSE  # experts' sums are regrouped
-        if not difference <= limit * float(logits.abs().max()):
+        if not difference <= limit * largest_number(logits):
             refuse(
                 f"a token changes the logits of those before it (by {difference:.2g}): it is not "
                 "a causal language model",

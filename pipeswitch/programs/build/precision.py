@@ -28,7 +28,7 @@ from ..running.tensor_views import tensor_over
 from ..running.values import tensor_bytes
 from ..spec import fingerprint
 from .batching_check import is_batch_invariant
-from .checking import workers_default_dtype
+from .checking import largest_number, workers_default_dtype
 from .fusing import TIMED, Derived, fused, min_ms
 from .lowering import lowered
 from .verify import acceptable_inputs, load_image
@@ -257,7 +257,7 @@ def _compared(
                 )
             is_real = theirs.isfinite()
             difference = (ours - theirs).abs()[is_real].double()
-            scale = float(theirs[is_real].abs().max()) if bool(is_real.any()) else 0.0
+            scale = largest_number(theirs)
             if difference.numel():
                 errors.append(float(difference.max()) / (scale or 1.0))
                 means.append(float(difference.mean()) / (scale or 1.0))
