@@ -123,6 +123,43 @@ def test_windows_that_overlap_are_copied() -> None:
     assert program.graph.nodes[0].target == "aten.unfold_copy.default"
 
 
+class WrittenWindows(nn.Module):
+    """``order``: which of the windows and what they show is written, and which is returned."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shown = x if self.order == "input" else x * 1.0
+        windows = shown.unfold(1, 2, 2)
+        if self.order == "windows":
+            windows.clamp_(max=50.0)
+            return shown
+        part = shown[:, 1:] if self.order == "slice" else shown
+        part.clamp_(max=50.0)
+        return windows.sum(2)
+
+
+@pytest.mark.parametrize("order", ["windows", "shown", "slice", "input"])
+def test_windows_that_a_write_reaches_are_not_copied(order: str) -> None:
+    """No example shows it: nothing in it is over the limit."""
+    with pytest.raises(RegistrationRefused, match="unfold") as caught:
+        export_module(WrittenWindows(order), torch.rand(2, 6))
+    assert caught.value.hint
+
+
+def test_windows_may_be_written_if_nothing_else_sees_it() -> None:
+    program = export_module(Written(), torch.rand(2, 6))
+    targets = [node.target for node in program.graph.nodes]
+    assert targets[:2] == ["aten.unfold_copy.default", "aten.relu_.default"]
+
+
+class Written(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unfold(1, 2, 2).relu_().sum(2)
+
+
 def test_a_worker_does_not_import_the_exporter() -> None:
     loaded = run_python(
         "import sys, pipeswitch.workers.main\n"

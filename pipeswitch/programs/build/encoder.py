@@ -13,14 +13,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...base.errors import RegistrationRefused
 from ..decoding.generation_settings import GenerationSettings
 from ..graphs.bundle import VERSION, Graph, Node, check_graph
-from ..graphs.graph import mutations
+from ..graphs.graph import aliases, mutations
 from ..graphs.operators import DROPPED_AT_EXPORT, split_target
 from ..interface.dims import Extent
 from ..interface.layout import ValueSpec
 from ..interface.matching import uncompiled
 from ..running.values import dtype_name
 from .dynamic import Axes, NotDynamic
-from .export_hints import DATA, OTHERS, SPARSE, WRITES, advice, refuse_wrapped
+from .export_hints import DATA, OTHERS, SPARSE, WINDOWS, WRITES, advice, refuse_wrapped
 from .recurrent import own_name
 from .symbols import extent_of, suspects
 
@@ -31,7 +31,8 @@ _INSTEAD: Final = {
     "aten.detach_.default": "aten.detach.default",  # of a constant made in forward
     "aten.unfold.default": "aten.unfold_copy.default",  # windows that share no memory
 }
-"""Without gradients, and where nothing is written, they compute the same."""
+"""Without gradients, and where no window is written (``_private_windows``), they compute the
+same."""
 _OF_GRADIENTS: Final[dict[str, tuple[int, tuple[str, ...]]]] = {
     "aten.embedding.default": (3, ("scale_grad_by_freq", "sparse")),
     "aten.gather.default": (3, ("sparse_grad",)),
@@ -216,9 +217,8 @@ class Encoder:
                 "a graph can contain only torch's plain operators",
                 hint=OTHERS,
             )
-        name = _INSTEAD.get(name, name)
         try:
-            split_target(name)
+            split_target(_INSTEAD.get(name, name))
         except RegistrationRefused as refusal:
             raise RegistrationRefused(refusal.part, refusal.reason, hint=advice(name)) from None
         args = [self._argument(argument, name) for argument in node.args]
@@ -309,7 +309,7 @@ class Encoder:
             outputs=tuple(outputs),
             dims=self._dims,
         )
-        graph = _private_inputs(graph)
+        graph = _private_inputs(_private_windows(graph))
         check_graph(graph)
         conditions = [condition.xreplace(self._replaced) for condition in self._conditions]
         return EncodedProgram(
@@ -398,6 +398,23 @@ def _weights_by_first_use(
         visit([*args, *kwargs.values()])
     visit(list(results))
     return list(order)
+
+
+def _private_windows(graph: Graph) -> Graph:
+    """Name the operators that stand for an export's.
+
+    Raises:
+        RegistrationRefused: a write reaches the memory of a window, and a copy would miss it.
+    """
+    if not any(node.target in _INSTEAD for node in graph.nodes):
+        return graph
+    root, written = aliases(graph)
+    for value, node in enumerate(graph.nodes, graph.first_node_value):
+        if node.target == "aten.unfold.default" and root[value] in written:
+            reason = "its windows, or the tensor that they show, are changed in place"
+            raise RegistrationRefused("unfold", reason, hint=WINDOWS)
+    nodes = (Node(_INSTEAD.get(n.target, n.target), n.args, n.kwargs) for n in graph.nodes)
+    return msgspec.structs.replace(graph, nodes=tuple(nodes))
 
 
 def _private_inputs(graph: Graph) -> Graph:

@@ -36,6 +36,7 @@ WRITES: Final = (
     "compute into a new tensor (h = torch.zeros_like(self.h), not self.h.zero_()); of an "
     "nn.Embedding set max_norm to None once its rows are scaled"
 )
+WINDOWS: Final = "compute into a new tensor (x = x.clamp(max=1.0), not x.clamp_(max=1.0))"
 SPARSE: Final = (
     'keep it dense, register_buffer("a", a.to_dense()), and use torch.mm in place of '
     "torch.sparse.mm; or, in module mode, keep a.indices() and a.values() of a = a.coalesce() as "

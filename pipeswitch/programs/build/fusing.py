@@ -17,9 +17,8 @@ from typing import Any, Final
 import torch
 from msgspec.structs import replace
 
-from ..graphs.bundle import Graph, Node, node_references, references
-from ..graphs.graph import CompiledGraph, resolve
-from ..graphs.operators import FRESH, OVERLOADS
+from ..graphs.bundle import Graph, Node, node_references
+from ..graphs.graph import CompiledGraph, aliases, resolve
 from ..interface import packing
 from ..running.executor import PackedKernels
 
@@ -485,42 +484,6 @@ class _Fusing:
             except RuntimeError:
                 return True
         return False
-
-
-def aliases(graph: Graph) -> tuple[list[int], set[int]]:
-    """Return for each value a number that those share that may share memory, and the numbers of
-    memory that is changed in place while an older value of it is still read."""
-    root = list(range(graph.first_node_value + len(graph.nodes)))
-
-    def find(value: int) -> int:
-        while root[value] != value:
-            root[value] = root[root[value]]
-            value = root[value]
-        return value
-
-    for position, node in enumerate(graph.nodes):
-        namespace, name = node.target.split(".")[:2]
-        is_fresh = name in FRESH if namespace == "aten" else name != "getitem"
-        if not is_fresh:
-            for value in node_references(node):
-                root[find(value)] = find(graph.first_node_value + position)
-    last_use = {v: at for at, node in enumerate(graph.nodes) for v in node_references(node)}
-    last_use |= dict.fromkeys(graph.results, len(graph.nodes))
-    members: dict[int, list[int]] = {}
-    for value in range(len(root)):
-        root[value] = find(value)
-        members.setdefault(root[value], []).append(value)
-    frozen = set()
-    for position, node in enumerate(graph.nodes):
-        name = node.target.split(".")[1]
-        if not name.endswith("_") or name.startswith("__"):
-            continue
-        [written] = references(node.args[0])
-        own = graph.first_node_value + position
-        older = [value for value in members[root[written]] if value < own]
-        if name[:-1] not in OVERLOADS or any(last_use.get(v, -1) > position for v in older):
-            frozen.add(root[written])
-    return root, frozen
 
 
 def _has_layout_dependent_writes(graph: Graph) -> bool:

@@ -17,11 +17,11 @@ from typing import Any, Final
 import torch
 
 from ..graphs.bundle import Node, node_references, references
-from ..graphs.graph import resolve
+from ..graphs.graph import aliases, resolve
 from ..graphs.operators import OVERLOADS
 from ..interface.packing import TARGETS
 from ..running.executor import PackedKernels
-from .fusing import Derived, aliases, renumbered
+from .fusing import Derived, renumbered
 
 MIN_STORED: Final = 1024  # elements of a weight that is worth a conversion when it is read
 

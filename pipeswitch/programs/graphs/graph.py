@@ -27,7 +27,7 @@ from ..interface.packing import NAMESPACE
 from .bundle import Graph, Node, node_references, references
 from .cached_attention import calls_in_place
 from .contracts import contracted, guarded
-from .operators import FRESH, ZEROED, split_target
+from .operators import FRESH, OVERLOADS, ZEROED, split_target
 from .schema_types import element, fits, returned
 from .zeroed import on_zeros
 
@@ -208,6 +208,42 @@ def _written(node: Node, name: str) -> list[int]:
         for key in ("running_mean", "running_var"):
             written += references(arguments[key][1]) if key in arguments else []
     return written
+
+
+def aliases(graph: Graph) -> tuple[list[int], set[int]]:
+    """Return for each value a number that those share that may share memory, and the numbers of
+    memory that is changed in place while an older value of it is still read."""
+    root = list(range(graph.first_node_value + len(graph.nodes)))
+
+    def find(value: int) -> int:
+        while root[value] != value:
+            root[value] = root[root[value]]
+            value = root[value]
+        return value
+
+    for position, node in enumerate(graph.nodes):
+        namespace, name = node.target.split(".")[:2]
+        is_fresh = name in FRESH if namespace == "aten" else name != "getitem"
+        if not is_fresh:
+            for value in node_references(node):
+                root[find(value)] = find(graph.first_node_value + position)
+    last_use = {v: at for at, node in enumerate(graph.nodes) for v in node_references(node)}
+    last_use |= dict.fromkeys(graph.results, len(graph.nodes))
+    members: dict[int, list[int]] = {}
+    for value in range(len(root)):
+        root[value] = find(value)
+        members.setdefault(root[value], []).append(value)
+    frozen = set()
+    for position, node in enumerate(graph.nodes):
+        name = node.target.split(".")[1]
+        if not name.endswith("_") or name.startswith("__"):
+            continue
+        [written] = references(node.args[0])
+        own = graph.first_node_value + position
+        older = [value for value in members[root[written]] if value < own]
+        if name[:-1] not in OVERLOADS or any(last_use.get(v, -1) > position for v in older):
+            frozen.add(root[written])
+    return root, frozen
 
 
 def last_readers(graph: Graph) -> list[int]:
