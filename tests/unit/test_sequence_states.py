@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -20,9 +20,10 @@ from pipeswitch.frontend.request_pool import PoolAllocation
 from pipeswitch.frontend.sequences import blocks
 from pipeswitch.frontend.sequences import manager as sequences
 from pipeswitch.frontend.sequences.blocks import Block, BlockNamespace, BlockTable
-from pipeswitch.frontend.sequences.sequence_state import SequenceState
+from pipeswitch.frontend.sequences.sequence_state import SequenceOptions, SequenceState
+from pipeswitch.scheduler.events import Token
 from pipeswitch.wire import slabs
-from tests.unit.sequence_world import Key, Move, Request, World, done
+from tests.unit.sequence_world import MODEL, Key, Move, Request, World, done
 
 PAGE = 512  # of two rows: a block
 STRUCTS = (SequenceState, Block, BlockTable, BlockNamespace, PoolAllocation, Request)
@@ -156,3 +157,15 @@ def test_no_order_of_moves_lends_rows_of_other_tokens_or_loses_memory(
     for kind in STRUCTS:
         monkeypatch.setitem(copyreg.dispatch_table, kind, _fields)
     assert explore(SCOPES[name]) > 100
+
+
+def test_a_generation_does_not_take_the_name_of_its_callers_sequence() -> None:
+    world, client = World(1 << 20), cast(Any, None)
+    own = [world.sequences._made(("a", f"generation-{n}"), client, MODEL) for n in (3, 4)]
+    for one in own:
+        world.sequences.begin(one, SequenceOptions(id=one.key[1], starts=True, ends=False))
+    generation = world.sequences.open(client, "a", MODEL, Token(1))
+    assert [*world.sequences.held.values()] == [*own, generation]
+    for one in (*own, generation):
+        world.sequences.drop(one)
+    assert world.pool.is_empty

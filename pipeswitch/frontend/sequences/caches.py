@@ -23,7 +23,9 @@ class Caches(Sequences):
         self, client: Session, caller: str, announced: ModelAvailable, token: Token
     ) -> SequenceState:
         """Begin the sequence of a generation, which is busy until it is dropped."""
-        sequence = self._made((caller, f"generation-{self._number + 1}"), client, announced)
+        while (key := (caller, f"generation-{self._number + 1}")) in self.held:
+            self._number += 1  # its caller named a sequence so
+        sequence = self._made(key, client, announced)
         sequence.token, sequence.is_busy = token, True
         self.held[sequence.key] = sequence
         spec, width = _cache(sequence)
