@@ -123,6 +123,20 @@ def test_windows_that_overlap_are_copied() -> None:
     assert program.graph.nodes[0].target == "aten.unfold_copy.default"
 
 
+class Lone(nn.Module):
+    """One row takes another path; an export of one row is made with two."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 3.0 if x.shape[0] == 1 else x - x.mean(0)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_path_for_one_row_fixes_the_batch(rows: int, tmp_path: Path) -> None:
+    made = export_module_to_bundle(Lone(), torch.rand(rows, 4), tmp_path / "m.bundle")
+    assert made["dims"] == {}
+    assert any("batch is fixed" in note for note in made["notes"])
+
+
 class WrittenWindows(nn.Module):
     """``order``: which of the windows and what they show is written, and which is returned."""
 

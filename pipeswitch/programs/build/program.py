@@ -396,9 +396,12 @@ def _verify_graph(
 
     Raises:
         RegistrationRefused: they differ at the first shape, or because of an earlier call.
-        NotDynamic: they differ only at another shape, or the module does not accept it.
+        NotDynamic: they differ only at another shape or at one with an extent of 1, or the module
+            does not accept it.
     """
     own_shapes = shapes[0]
+    # An extent of 1 was exported as 2, on which the module may take another path.
+    may_be_narrower = manifest.source != "bundle" and 1 in own_shapes.values()
 
     def differs(values: Values) -> str:
         expected = None
@@ -423,7 +426,7 @@ def _verify_graph(
 
     for done, values in enumerate(shapes):
         difference = differs(values)
-        if difference and values is not own_shapes:
+        if difference and (values is not own_shapes or may_be_narrower):
             works = working_end(values, own_shapes, lambda at: not differs(at))
             raise NotDynamic(f"at {values_text(values)} {difference}", works)
         if difference:
