@@ -278,7 +278,7 @@ class Gateway:
         return self._process.wait() if self._process is not None else 0
 
     def stop(self) -> None:
-        """Let the gateway send pending answers for ``STOP_WAIT_S``, end it, release the addresses."""
+        """Let the gateway answer for up to ``STOP_WAIT_S``, end it, and release the addresses."""
         self._due_at_s = None
         if self._pidfd >= 0 and self._process is not None:
             self._process.terminate()
