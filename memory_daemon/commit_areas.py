@@ -30,8 +30,7 @@ class CommitAreas:
     """The jobs' open commit areas.
 
     The control thread calls ``open``, ``close`` and ``area_for``. Other threads call ``copy`` and
-    ``persist`` with an area, whose mapping stays until its last user drops it, even after
-    ``close``.
+    ``persist`` with an area, which stays mapped until its last user drops it, even after ``close``.
     """
 
     def __init__(self, device: DeviceMemory) -> None:
@@ -39,7 +38,7 @@ class CommitAreas:
         self._areas: dict[JobName, CommitArea] = {}
         self._newest: dict[
             JobName, tuple[OpId, int]
-        ] = {}  # operation id and number of its last copy
+        ] = {}  # job -> operation id and number of its last copy
 
     def open(self, order: OpenCommits, descriptor: int) -> None:
         """Map a job's area, in place of an earlier one of the job.
@@ -66,8 +65,7 @@ class CommitAreas:
         """Check an order, and return the commit area for it.
 
         Raises:
-            RemoteProtocolError: the job has no area, pieces are out of bounds, or the operation
-                id is stale.
+            RemoteProtocolError: the job has no area, a piece is out of bounds, or the id is stale.
         """
         area = self._areas.get(order.job)
         if area is None:

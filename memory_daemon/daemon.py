@@ -1,9 +1,8 @@
 """The memory daemon: executes the controller's orders to copy, load, scrub and persist.
 
-Each thread does one kind of work, so that no kind waits for another. The main thread (*control*)
-reads orders, and refuses them or passes them on. The device's *copy thread* transmits models,
-*to-host* copies commits and scrubs, *store* loads models, and *disk* persists commits. Each thread
-sends its own answers.
+Each thread does one kind of work, and sends its own answers. The main thread (*control*) reads
+orders, and refuses them or passes them on. The device's *copy thread* transmits models, *to-host*
+copies commits and scrubs, *store* loads models, and *disk* persists commits.
 """
 
 from __future__ import annotations

@@ -41,9 +41,8 @@ main()
 
 @contextlib.contextmanager
 def starts_again(*, is_tried: bool = True) -> Iterator[None]:
-    """Exit this process on an error in an actor's constructor, unless not ``is_tried``.
-
-    Ray restarts an actor whose process exits, but not an actor whose constructor raises."""
+    """Exit this process on an error in an actor's constructor, because Ray restarts an actor whose
+    process exits, but not one whose constructor raises. If not ``is_tried``, raise the error."""
     try:
         yield
     except Exception as error:
@@ -58,7 +57,7 @@ class NodeActor(NodeJobs):
     again; the server then restores its models and jobs from its journal."""
 
     def __init__(self, name: str, folder: str, host: str, flags: tuple[str, ...]) -> None:
-        if os.environ.get("RAY_AUTH_MODE") != "token":  # Ray sets it for its workers
+        if os.environ.get("RAY_AUTH_MODE") != "token":  # the authentication of this Ray
             raise ConfigError(
                 "this Ray accepts everyone who can connect: it was started without a token",
                 hint="ray get-auth-token --generate; RAY_AUTH_MODE=token ray start …",
@@ -129,9 +128,8 @@ class NodeActor(NodeJobs):
         return self._state / "gateways.json"
 
     def _same_ports(self, flags: tuple[str, ...]) -> list[str]:
-        """Return flags with the gateway's last addresses, so that its clients find it again.
-
-        The addresses are used once: if the start fails, another program may have the ports."""
+        """Return flags with the gateway's last addresses, so that its clients find it again. They
+        are used only once, because after a failed start another program may have the ports."""
         if any(flag.partition("=")[0] in ("--http", "--grpc", "--no-http") for flag in flags):
             return []
         try:
@@ -142,8 +140,7 @@ class NodeActor(NodeJobs):
         return [word for name, at in known.items() for word in (f"--{name}", str(at))]
 
     def _addresses(self) -> tuple[str, str, dict[str, str]]:
-        """Wait until the server is ready; return the addresses for clients and owner, and the
-        gateway's by protocol."""
+        """Wait until the server is ready; return the addresses of clients, owner and gateway."""
         assert self._process.stdout is not None
         heard = []
         for line in self._process.stdout:
@@ -232,7 +229,7 @@ class NodeActor(NodeJobs):
         """Store a model's registration, with which other nodes can copy it; None removes it."""
         with self._lock:
             bodies = {**self._bodies(), model: body}
-            for one in filter(None, bodies.values() if body is None else ()):  # an alias is removed
+            for one in filter(None, bodies.values() if body is None else ()):  # an alias goes too
                 one["aliases"] = [alias for alias in one.get("aliases", ()) if alias != model]
             text = json.dumps({name: one for name, one in bodies.items() if one is not None})
             write_whole(self._state / "cluster.json", text.encode())
@@ -252,11 +249,7 @@ class NodeActor(NodeJobs):
         return b""
 
     def adopt(self, model: str, body: dict[str, Any], digest: str, bundle: bytes) -> str:
-        """Register another node's model here; return its digest, which is the same.
-
-        Raises:
-            PipeSwitchError: this server built a different program.
-        """
+        """Register another node's model; return its digest. Raise PipeSwitchError if it differs."""
         if bundle:
             with tempfile.NamedTemporaryFile(suffix=".bundle") as file:
                 file.write(bundle)
@@ -296,8 +289,8 @@ def _wait_for_the_one_before(state: Path) -> None:
 
 
 def _keys(state: Path) -> tuple[KeyFolder, Path, ClientKeys, tuple[str, ...]]:
-    """Return the key folder, and the file and keys of the cluster's clients; last the keys of
-    gateways. Create whatever is missing."""
+    """Return the key folder, the file and the keys of the cluster's clients, and the gateways'
+    keys. Create whatever is missing."""
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = KeyFolder(state / "keys").open()
     if folder.server() is None:

@@ -134,7 +134,7 @@ class NodeJobs:
         """Start the next life of a job from this node's replica; return the server's answer.
 
         Raises:
-            InvalidInput: this node has no replica, or one of this life or a later one.
+            InvalidInput: this node has no replica, or a record of this life or a later one.
             ServerUnavailable: the lease has ended.
         """
         record = self._kept(job)
@@ -161,10 +161,8 @@ class NodeJobs:
         return answer
 
     def drop(self, job: str, incarnation: int, *, keeps_replica: bool = False) -> None:
-        """Remove a job here, because its life ``incarnation`` is or will be on another node.
-
-        Blocks until the server has removed it. ``keeps_replica``: turn it into a replica instead.
-        """
+        """Remove a job here, because its life ``incarnation`` is or will be on another node. Blocks
+        until the server has removed the job. ``keeps_replica``: keep its commit as a replica."""
         record = self._kept(job)
         if not record or record["life"] > incarnation:
             return
@@ -197,12 +195,8 @@ class NodeJobs:
     # ---- replicas ------------------------------------------------------------------------------
 
     def hand_over(self, job: str, to: str, incarnation: int) -> None:
-        """Commit a job, send the commit to the node ``to``, and keep only a replica here. After
-        that, ``to`` may begin the job's next life. Blocks.
-
-        Raises:
-            ServerUnavailable: the job has ended, or is being sent already.
-        """
+        """Commit a job, send it to the node ``to``, which may then begin its next life, and keep
+        only a replica. Blocks. Raise ServerUnavailable if the job ended or is being sent."""
         pause_jobs(self._client, self._jobs, job)
         try:
             with contextlib.suppress(InvalidInput):  # the job has no commit yet

@@ -230,11 +230,10 @@ class JobPlacement(Overview):
                 self._moving.discard(job)
 
     def move(self, job: str, to: str) -> None:
-        """Move a job: it commits its last step, and continues on the node ``to``. Blocks.
+        """Let a job commit its last step and continue on the node ``to``. Blocks.
 
         Raises:
-            ModelNotFound: there is no such job or node, or the job is being moved already.
-        """
+            ModelNotFound: the job or node does not exist, or the job is being moved already."""
         with self._lock:
             homes = job_reconciler.homes_of(job, self._copies())
             if not homes:
@@ -262,7 +261,8 @@ class JobPlacement(Overview):
     def claim(self, node: str, claimed: dict[str, int]) -> set[str] | None:
         """Return the jobs that a starting node may not continue, because they run elsewhere now.
 
-        ``claimed``: job -> its life on that node. None: call again after other nodes' reports."""
+        Return None if other nodes have not reported yet; the node must then call again.
+        ``claimed``: job -> its last life on that node."""
         now_s, names = time.monotonic(), node_names(connect_ray())
         with self._lock:
             self._forget(node)
@@ -287,8 +287,7 @@ class JobPlacement(Overview):
             return target
 
     def _targets(self) -> list[str]:
-        """Return the nodes that can get a new replica, those with the fewest jobs and replicas
-        first."""
+        """Return the nodes that can get a replica, ordered by their number of jobs and replicas."""
         ready = [name for name in self._facts if name in self._nodes]
         return sorted(ready, key=lambda name: (len(self._facts[name]["copies"]), name))
 
@@ -476,8 +475,7 @@ class Placement(JobPlacement):
             self._log_once("copies", self._copy_short)
 
     def _follow(self, scale: Scale) -> None:
-        """Adapt the number of nodes to the load: request machines from Ray's autoscaler, start a
-        node on a new machine, or let the node with the fewest jobs leave."""
+        """Adapt to the load: request machines of Ray, and start or drain a node on a machine."""
         ray = connect_ray()
         names, (free, hosts) = node_names(ray), machines(ray, only_ours=True)
         with self._lock:
@@ -548,10 +546,7 @@ class Placement(JobPlacement):
     def _copy(self, model: str, leaving: str = "", *, is_short: bool = False) -> list[str]:
         """Copy a model to another node if it has too few copies; return the problems. Blocks.
 
-        Args:
-            leaving: node to copy from if no other node has the model.
-            is_short: copy even if there are ``COPIES``.
-        """
+        ``leaving``: source if no other node has the model. ``is_short``: ignore ``COPIES``."""
         with self._lock:
             holders = self._nodes.holders.get(model, set()) - self._leaving
             others = [name for name in self._facts if name not in holders | self._leaving]

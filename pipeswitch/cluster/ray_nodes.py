@@ -1,4 +1,4 @@
-"""Ray's machines and our nodes on them: list, start, stop."""
+"""Listing of Ray's machines, and listing, start and stop of our nodes on them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def node_names(ray: Any) -> list[str]:
 
 
 def machines(ray: Any, *, only_ours: bool = False) -> tuple[dict[str, str], dict[str, str]]:
-    """Return Ray's living nodes: name -> Ray's id, and name -> host on which a server listens.
+    """Return two tables of Ray's living nodes: name -> Ray's id, and name -> host to listen on.
 
-    A name is the host's address if each machine has one node, so that it survives a restart. The
-    host is loopback if all nodes are on one machine.
+    If each machine has one node, names are addresses, which survive a restart of the machine. If
+    all nodes are on one machine, their hosts are loopback.
 
     Args:
-        only_ours: only machines that Ray's autoscaler adds and removes; their names are ids.
+        only_ours: only machines that Ray's autoscaler adds and removes; names are then ids.
     """
     alive = [
         node
@@ -64,7 +64,6 @@ def start_node(
     holds: bool = False,
 ) -> Any:
     """Start our node on Ray's node ``where``, unless it runs already; return its actor's handle.
-
     ``holds``: occupy the machine's ``RESOURCE``, so that Ray does not remove the machine."""
     resources = {RESOURCE: 1} if holds else {}
     actor = detached(ray, NodeActor, NODE + name, where, soft=False, resources=resources)

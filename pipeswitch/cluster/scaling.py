@@ -23,8 +23,8 @@ class Scale:
         """Return the wanted number of nodes; call it once a round with the nodes' predicted queues.
 
         1. One more after MORE_ROUNDS in which all wanted nodes run and are overloaded.
-        2. One fewer after FEWER_ROUNDS in which the other nodes would have short queues, and at
-           most one job each.
+        2. One fewer after FEWER_ROUNDS in which the remaining nodes would have short queues, and
+           no more jobs than nodes.
         """
         is_behind = len(queues_ms) >= self.wanted and min(queues_ms, default=0.0) > LONG_MS
         fewer = self.wanted - 1

@@ -147,8 +147,7 @@ class CommitArea:
 
     def write(self, step: int, size_bytes: int, fill: Callable[[memoryview], None]) -> Commit:
         """Write a commit in the module's four steps; ``fill`` writes the image into its argument.
-
-        After an error the previous commit is still valid. Errors of ``fill`` are raised.
+        After an error, also one that ``fill`` raises, the previous commit is still valid.
 
         Raises:
             RemoteProtocolError: the image is larger than a slot, or the step is invalid.
@@ -188,7 +187,7 @@ class CommitArea:
             self._map.close()
 
     def _reserve(self, slot: int, size_bytes: int) -> None:
-        """Allocate a slot's pages: without memory this raises OSError, and a write a signal."""
+        """Allocate a slot's pages. Without memory this raises OSError; a write would be a SIGBUS."""
         if size_bytes > self._reserved_bytes[slot]:
             start = HEADER_BYTES + slot * self.slot_bytes
             os.posix_fallocate(self._own, start, size_bytes)

@@ -80,7 +80,7 @@ def write_commit(
         reach("persist.image.renamed")
         record = CommitRecord(step=step, size_bytes=len(image), sha256=digest, image=name)
         _write_synced(directory / f"{RECORD_NAME}.tmp", memoryview(msgspec.json.encode(record)))
-        sync_directory(directory)  # the image's name must be on disk before anything names it
+        sync_directory(directory)  # the image's name must be on disk before the record names it
         reach("persist.record.written")
         (directory / f"{RECORD_NAME}.tmp").rename(directory / RECORD_NAME)
         reach("persist.record.renamed")
@@ -211,7 +211,7 @@ def _load(directory: Path, record: CommitRecord) -> tuple[int, int, CommitRecord
 
 
 def remove_unnamed(directory: Path, *, keeps_older: bool = True) -> None:
-    """Remove leftovers and older images; keep the newest commit, and the previous one if asked."""
+    """Remove leftovers and older images; keep the newest commit, and with ``keeps_older`` two."""
     try:
         record = read_record(directory)
     except RemoteProtocolError:

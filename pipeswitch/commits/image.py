@@ -168,7 +168,7 @@ def compact_image(image: memoryview, without: str) -> bytes:
         packed += image[start : start + size]
     try:
         document = dump_json({"tensors": tensors, "blobs": blobs, "meta": content["meta"]})
-    except (ValueError, RecursionError) as error:  # 1e999 is JSON, and infinite
+    except (ValueError, RecursionError) as error:  # 1e999 is valid JSON, but infinite
         raise InvalidInput(f"the commit image's JSON cannot be written again: {error}") from error
     json_offset = len(packed)
     packed += document

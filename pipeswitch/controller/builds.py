@@ -1,4 +1,4 @@
-"""Builds: one builder process each, the check of its result, and the publication of its program.
+"""Builder processes, the check of their results, and the publication of their programs.
 
 Runs in the scheduler's thread and sends results back as events. Also removes unused programs.
 """
@@ -96,7 +96,7 @@ class Builds:
         if digest is not None and (self._places.models / digest / "manifest.json").is_file():
             if self._is_checked(digest):
                 self._built(BuildDone(model=command.model, op_id=command.op_id, digest=digest))
-                # The next build waits for the builder's exit, and no builder was forked.
+                # Report an exit although no builder was forked: the next build waits for it.
                 self._take(Exited(_builder(command), 0))
                 return
             spec = rebuild_spec(spec, self._places.models / digest)

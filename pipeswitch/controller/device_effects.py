@@ -107,7 +107,7 @@ class DeviceEffects:
                 case worker_msg.RunJob(share=group) if group:
                     reader = self._index, target.slot, target.generation
                     descriptors.append(self._memory.ring_of(group, reader))
-        except OSError as error:  # killed, so the scheduler starts it again, as after a failed fork
+        except OSError as error:  # the scheduler replaces a killed worker and tries again
             log.error("worker=%d not bound: %s", target.slot, error)
             self._children.kill(target)
             return
@@ -182,7 +182,7 @@ class DeviceEffects:
         return [arena]
 
     def _has_no_disk(self, command: ev.Send) -> bool:
-        """Return True and report a failed commit if the disk budget has no space for a new one."""
+        """Return True and report a failed commit if the disk budget has no space for it."""
         message = command.message
         if not isinstance(message, PersistCommit):
             return False

@@ -1,4 +1,4 @@
-"""Execution of the scheduler's commands: replies, journal and commits; passes on all others.
+"""Execution of the scheduler's commands for replies, journal and commits; passes others on.
 
 Runs in the scheduler's thread. It decides nothing, and sends results back as events.
 """
@@ -143,7 +143,7 @@ class Effects:
             log.error("a request of the server itself was refused: %s", command.error)
 
     def _write_journal(self, command: ev.Journal) -> None:
-        """Write an entry; if the disk refuses it, refuse the clients and remove the model or job.
+        """Write an entry; if the disk refuses it, refuse the requests and remove the model or job.
 
         If no client waits for the entry (a removal, a pin, a restored model), the change stands.
         The journal is behind then, until it can write another entry.
@@ -235,7 +235,6 @@ class Effects:
 
     def sweep(self, jobs: Collection[str], now_s: float) -> None:
         """Move files that the journal does not name to the trash; called when the server starts.
-
         Remove a crash's leftovers beside commits, and files that were in the trash for a day."""
         old = self._places.old_trash(now_s)
         self._places.set_aside(self._disk.digests(), jobs, f"trash/{now_s:.0f}")

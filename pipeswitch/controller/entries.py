@@ -55,7 +55,7 @@ FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
     "alias": {"model": str},  # name of the model that the alias stands for
     "ended": {"record": dict},  # named after a job: its settings, and how it ended
 }
-"""Required fields of each kind of entry beside its name; each kind is a table."""
+"""Required fields of each kind of entry, besides its name; each kind is a table."""
 
 ENDS: Final = {
     "model-gone": ("model",),
@@ -65,12 +65,12 @@ ENDS: Final = {
     "job-over": ("job", "hold", "placed", "ended"),
     "hold-over": ("hold",),
 }
-"""Kinds whose entries end entries of other kinds."""
+"""Kind of an entry that only ends entries -> the kinds of the entries that it ends."""
 
 REPLACES: Final = {"job": ("ended", "placed"), "ended": ("job", "hold", "placed")}
-"""Kinds whose entries replace entries of other kinds."""
+"""Kind of an entry -> the kinds of other entries that it replaces."""
 
-_NAME: Final = re.compile(NAME_PATTERN.pattern + r"(@[1-9][0-9]{0,8})?")  # a model has a version
+_NAME: Final = re.compile(NAME_PATTERN.pattern + r"(@[1-9][0-9]{0,8})?")  # models have versions
 _SEPARATOR: Final = "~"  # between name and kind; not allowed in names
 _OF_MODELS: Final = ("model", "serving", "chain", "alias")
 _DIGEST_CHARS: Final = 64  # the first characters of a copy, before its content

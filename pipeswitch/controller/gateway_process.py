@@ -100,8 +100,7 @@ class Gateway:
 
         Raises:
             PipeSwitchError: an address cannot be bound, for example because it is in use.
-            ConfigError: a protocol's modules are not installed, an earlier gateway does not exit,
-                or ``check_doors`` refuses the settings.
+            ConfigError: modules are missing, a former gateway stays, or ``check_doors`` refuses.
         """
         addresses = check_doors(self._config)
         if any(address not in ("auto", "off") for address in addresses.values()):
@@ -201,7 +200,7 @@ class Gateway:
                         stdin=subprocess.DEVNULL,
                         stdout=log_file,
                         stderr=log_file,
-                        start_new_session=True,  # a Ctrl-C at the terminal is ours to handle
+                        start_new_session=True,  # a Ctrl-C then reaches the controller only
                     )
                 undo.callback(process.wait)
                 undo.callback(process.kill)
@@ -222,7 +221,7 @@ class Gateway:
             ours.send(self._settings(), [self._lock, *numbers])
         except BrokenPipeError:
             pass  # its exit follows
-        except OSError as error:  # no memory, or no place for descriptors in flight
+        except OSError as error:  # no memory, or too many descriptors in flight
             log.error("gateway=killed: it cannot be sent its settings: %s", error)
             process.kill()
         log.info("gateway=started pid=%d %s", process.pid, " ".join(self.addresses))
@@ -373,9 +372,8 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _take_over(path: Path) -> int:
-    """Return a descriptor that holds the lock of this state directory's gateway.
-
-    End a gateway of an earlier server if it holds the lock. May block for ``2 * FORMER_WAIT_S``.
+    """Return a descriptor that holds the lock of this state directory's gateway. End a gateway of
+    an earlier server if it has the lock, which may block for ``2 * FORMER_WAIT_S``.
 
     Raises:
         ConfigError: the lock file cannot be opened, or the earlier gateway does not exit.

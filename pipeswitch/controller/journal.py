@@ -358,7 +358,7 @@ def _create(database: sqlite3.Connection) -> None:
             known = {row[1] for row in database.execute(f"PRAGMA table_info({kind})")}
             if column not in known:
                 database.execute(f"ALTER TABLE {kind} ADD COLUMN {column} TEXT DEFAULT '{empty}'")
-        for kind, fields in FIELDS.items():  # rows of a release without digests have an empty one
+        for kind, fields in FIELDS.items():  # an older release's rows have an empty digest
             rows = database.execute(
                 f"SELECT rowid, name, {', '.join(fields)} FROM {kind} WHERE {DIGEST_COLUMN} = ''"
             ).fetchall()

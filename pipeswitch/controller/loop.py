@@ -1,4 +1,4 @@
-"""The controller's loop: turns input into events for the scheduler, and has its commands performed.
+"""The controller's loop: turns input into events, and performs the scheduler's commands.
 
 Runs on one thread, which blocks only in the selector (docs/adr/0009).
 """

@@ -1,4 +1,4 @@
-"""The controller process: set up, announce readiness, loop, drain, leave (PipeSwitch 3)."""
+"""The controller process: set up, announce readiness, loop, drain, exit (PipeSwitch, section 3)."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 Kind = Literal["worker", "builder", "daemon", "stage"]
 MAX_FAILED_STARTS = 3  # failed starts of the fork server in a row that end the server
 LOOK_EVERY_S = 0.5  # interval of checks for processes that a SIGSTOP has stopped
-URGENT_LOOK_EVERY_S = 0.03  # interval while a request has waited this long: it may need one of them
+URGENT_LOOK_EVERY_S = 0.03  # interval if a request waits longer, perhaps for a stopped process
 STOPPED_LOOKS = 5  # checks in a row that find a process stopped before it is killed: 2 s or 150 ms
 
 
@@ -114,7 +114,7 @@ class Processes:
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=log_file,
-                start_new_session=True,  # a Ctrl-C at the terminal is the controller's to handle
+                start_new_session=True,  # a Ctrl-C at the terminal then reaches the controller only
                 env=without_threads(harmless(os.environ)),
             )
 
@@ -395,11 +395,9 @@ class Processes:
             rotate(self._log_path, self._log_bytes)
 
     def _kill_stopped(self, now_s: float) -> None:
-        """Kill processes that a SIGSTOP has stopped for ``STOPPED_LOOKS`` checks in a row.
-
-        No pidfd reports a stop, and the process may have the device's turn. Checks are counted, not
-        time, because this process may have been stopped too. A debugger's stop ("t") is ignored.
-        """
+        """Kill processes that a SIGSTOP has stopped for ``STOPPED_LOOKS`` checks in a row. No pidfd
+        reports a stop, and the process may have the device's turn. Checks are counted, not time,
+        because this process may have been stopped too. A debugger's stop ("t") is ignored."""
         watched = {pid: child.name for pid, child in self._by_pid.items()}
         if self._server is not None and self._server_channel is not None:
             watched[self._server.pid] = "fork server"
@@ -414,8 +412,7 @@ class Processes:
     def stop(self, timeout_s: float) -> None:
         """End all processes: tell the daemon to exit, kill the others, then the fork server.
 
-        Blocks for up to ``timeout_s``, then kills the rest. A child that is being forked is killed
-        as soon as its pid is known.
+        Blocks for up to ``timeout_s``. A child that is just being forked is killed after its fork.
         """
         self._is_stopping = True
         for child in [*self._by_pid.values(), *self._by_ticket.values()]:

@@ -1,4 +1,4 @@
-"""The server's shared memory; the controller holds the descriptors when other processes die."""
+"""The server's shared memory; the controller keeps it open, so it survives other processes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from ..sandbox.environment import environment_file
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceLimits:
-    """Sizes and limits of one device's processes; only ``arena_bytes`` and ``options`` differ.
-
-    ``threads``: the number of threads that compute on the cpu device.
+    """Sizes and limits of one device's processes. Devices differ only in ``arena_bytes`` and
+    ``options``. ``threads``: the number of threads that compute on the cpu device.
     """
 
     arena_bytes: int
@@ -180,9 +179,8 @@ class ServerMemory:
 
 
 def close_soon(descriptors: list[int]) -> None:
-    """Close descriptors on another thread, or on this one if no thread can be started.
-
-    The last close of a memfd or a removed file frees its pages, which takes 150 ms per GiB."""
+    """Close descriptors on another thread, or on this one if no thread can be started. The last
+    close of a memfd or a removed file frees its pages, which takes 150 ms per GiB."""
     if descriptors:
         try:
             threading.Thread(target=lambda: [*map(os.close, descriptors)], name="close").start()

@@ -85,10 +85,9 @@ class Signals:
         return self._wait(lambda: control_page.turn == turn)
 
     def _wait(self, is_true: Callable[[], bool]) -> float:
-        """Block until the condition is true; return the milliseconds blocked.
-
-        No wake-up is lost: the word is written before the doorbell, and read after it. If it is
-        never written, the controller kills this worker."""
+        """Block until the condition is true; return the milliseconds blocked. No wake-up is lost:
+        the word is written before the doorbell, and read after it. A worker whose word is never
+        written is killed by the controller."""
         if is_true():
             return 0.0
         began_at_ms = now_ms()

@@ -5,9 +5,8 @@ The control page is a sealed memfd that the controller creates and every worker 
 - ``TURN_WORD``: the *turn*, the number of the task that may compute on the device now (invariant
   I5). The process that gives the device away writes it: the worker that parks, or the controller
   when a task ended or its worker was reaped.
-- ``COMPUTED_WORD``: how many groups of a streamed model have computed (ADR 43), combined with its
-  copy's operation id, so that a late value of another pass is ignored. The worker that has the turn
-  writes it.
+- ``COMPUTED_WORD``: how many groups of a streamed model have computed (ADR 43), with its copy's
+  operation id to recognise late values of another pass. The worker that has the turn writes it.
 - ``BEGUN + slot``: the operation id of the last task that the slot's worker began to compute. If
   the worker dies, the death counts only against this task.
 - ``STOP + slot``: the operation id of the task that must yield between two groups (a pass of a
@@ -15,9 +14,8 @@ The control page is a sealed memfd that the controller creates and every worker 
 - ``CLAIM + slot``, ``NEED + slot``: the activation memory that the slot's job claims, and the
   minimum that it needs (``workers/training/activation_budget.py``).
 
-A *doorbell* is an eventfd, one for each worker slot and one for the memory daemon. It wakes the
-process, which then reads the words that it waits for. No wake-up is lost, because the eventfd keeps
-its counter until it is read.
+A *doorbell* is an eventfd, one for each worker slot and one for the memory daemon. It wakes its
+process, which then reads the words that it waits for. The eventfd loses no wake-up.
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ STOPPING | check outside optimizer    | PARKED   | main thread acknowledges
 STOPPING | check in optimizer.step()  | STOPPING | nothing: parameters are half written
 STOPPING | check                      | STOPPING | nothing, if the stop is for a boundary: a step's
          |                            |          | activations are freed there
-STOPPING | stop(current turn), not    | STOPPING | a stop for a boundary now counts at the next
-         | for a boundary             |          | check
+STOPPING | stop, not for a boundary   | STOPPING | an earlier stop for a boundary counts at once
 STOPPING | leave                      | STOPPED  | main thread acknowledges
 STOPPING | grant(larger)              | STOPPING | kept until the acknowledgement, then taken up
 PARKED   | grant(larger)              | RUNNING  | the waiting thread continues
@@ -73,7 +72,7 @@ class GateState(enum.Enum):
 
 
 class Gate:
-    """Decides whether the main thread may compute; see the table above.
+    """Gate that decides whether the main thread may compute; see the module's table.
 
     Args:
         on_parked: called ``(turn, next_turn, where)`` exactly once per accepted stop, by the

@@ -45,10 +45,11 @@ def confine_worker(memory_bytes: int) -> None:
 
 
 def confine_builder(readable: Iterable[Path], writable: Path) -> None:
-    """Allow this process to read libraries and ``readable``, and to write one folder; nothing else.
+    """Let this process only read libraries and ``readable``, and write one folder. Forbid network
+    and new processes.
 
-    Network and processes are forbidden. Call this while the process has one thread, because
-    Landlock confines only the calling thread and threads that it starts later.
+    Call this while the process has one thread: Landlock confines only the calling thread, and
+    threads that it starts later.
     """
     _be_first_to_go()
     _limit(resource.RLIMIT_FSIZE, MAX_WRITTEN_BYTES)

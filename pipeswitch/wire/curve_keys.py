@@ -137,11 +137,7 @@ class KeyFolder:
         self.clients_path = path / "clients"
 
     def open(self) -> KeyFolder:
-        """Create the folder and ``clients``, or check that only the owner can access them.
-
-        Raises:
-            ConfigError: another user could access or change them.
-        """
+        """Create the folders; raise ConfigError if another user can access or change them."""
         private_directory(self.path, SETTING)
         private_directory(self.clients_path, SETTING)
         check_trusted(self.path, SETTING)

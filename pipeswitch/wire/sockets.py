@@ -16,7 +16,7 @@ from .curve_keys import ClientKeys, ServerKeys
 from .stream import KEEPALIVE_COUNT, KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S
 
 DONTWAIT: Final = int(zmq.DONTWAIT)  # a plain integer: pyzmq's enums take microseconds at each use
-ZERO_COPY_BYTES: Final = 64 << 10  # below, a copy is cheaper than tracking the message
+ZERO_COPY_BYTES: Final = 64 << 10  # for smaller parts a copy is cheaper than tracking the message
 HEARTBEAT_INTERVAL_MS: Final = 2_000
 HEARTBEAT_TIMEOUT_MS: Final = 10_000
 HANDSHAKE_LIMIT_MS: Final = 5_000
@@ -35,7 +35,7 @@ def _make_socket(
     sock: zmq.Socket[bytes] = context.socket(kind)
     for option, value in (
         (zmq.LINGER, 0),
-        (zmq.MAXMSGSIZE, max_part_bytes),  # a larger declaration closes the connection
+        (zmq.MAXMSGSIZE, max_part_bytes),  # a peer that declares a larger part is disconnected
         (zmq.SNDHWM, queued),
         (zmq.RCVHWM, queued),
         (zmq.TCP_KEEPALIVE, 1),

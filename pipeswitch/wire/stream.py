@@ -152,9 +152,7 @@ class Stream:
         self._unsent += filter(len, inline)
 
     def bring(self, descriptor: int) -> None:
-        """Send a share, or -1 if there is none. Call this only while no other data waits.
-
-        The caller keeps the descriptor.
+        """Send a share, or -1 for none, while no other data waits; the caller keeps the descriptor.
 
         Raises:
             OSError: the peer is gone, or does not read.
@@ -334,8 +332,7 @@ def keep_alive(sock: socket.socket) -> None:
 def _pages(size_bytes: int) -> memoryview:
     """Return uninitialised memory, whose pages are allocated when they are written.
 
-    So a table alone costs no memory, and nothing is cleared. It comes from the C allocator, which
-    reuses the memory of earlier messages.
+    So a table alone costs no memory. The C allocator reuses the memory of earlier messages.
 
     Raises:
         RemoteProtocolError: there is not enough memory.

@@ -128,11 +128,7 @@ def _own_tracer(service: str) -> Any:
 
 
 def _exporter(name: str) -> Any:
-    """Return an installed exporter, which reads its settings from the environment.
-
-    Raises:
-        LookupError: no exporter of this name is installed.
-    """
+    """Return a new exporter of this name; raise LookupError if none is installed."""
     from importlib.metadata import entry_points
 
     if name == "otlp":

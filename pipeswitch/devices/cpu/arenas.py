@@ -131,8 +131,7 @@ class FilePerTenant:
     def tidy(self) -> None:
         """Free the pages of offsets that a tenant no longer leases; takes 35 ms for 64 MiB.
 
-        Runs after the copy, because a request waits for the copy. An order that is accepted
-        meanwhile is copied afterwards, on this thread.
+        Runs after the copy, for which a request waits. Later orders are copied after this call.
         """
         places, fences = self._places, (0, self._fence_count * FENCE_BYTES)
         for tenant, file in list(self._files.items()):

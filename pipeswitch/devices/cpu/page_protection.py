@@ -72,8 +72,7 @@ class Guarded:
 
 
 class ProtectedMapping:
-    """Hidden read-only mapping of a memfd, of which some ranges are open: one range, or several of
-    a model that streams.
+    """Hidden read-only mapping of a memfd, with open ranges: one, or several of a streamed model.
 
     Each page is mapped once. An open page is at its offset from ``address``. A closed page is at
     the same offset of a hidden mapping, whose address is random. Opening and closing move page

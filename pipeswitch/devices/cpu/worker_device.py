@@ -93,7 +93,7 @@ class CpuWorkerDevice(WorkerDevice):
         self._window.populate(offset_bytes, size_bytes)
 
     def enter(self, offset_bytes: int, size_bytes: int, last_fence: int, op_id: int) -> None:
-        """Close the previous task's region; repeated for the same task, keep its pages open.
+        """Close the previous task's region, unless it belongs to the same task.
 
         Raises:
             RemoteProtocolError: the region is outside of the arena.

@@ -91,12 +91,10 @@ def make_pool(segments: Segments) -> torch.cuda.MemPool:
 def reserve(pool: torch.cuda.MemPool, segments: Segments, stream: torch.cuda.Stream) -> None:
     """Let torch take the whole slice; call this once, before any other thread frees tensors.
 
-    Args:
-        stream: the stream that will compute, because torch's free blocks belong to a stream.
+    Torch's free blocks belong to a stream, so ``stream`` must be the one that will compute.
 
     Raises:
-        torch.OutOfMemoryError: the slice is smaller than its small segments.
-        RuntimeError: torch allocated outside of the slice.
+        torch.OutOfMemoryError, RuntimeError: the slice is too small; torch did not use it.
     """
     import torch
 

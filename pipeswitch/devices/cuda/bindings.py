@@ -121,10 +121,8 @@ class CheckedBindings:
         self._checked(name, getattr(self._driver, name), arguments)
 
     def _checked(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Make a call, which returns ``(error, values…)``; return the values.
-
-        Raises:
-            CudaError: the call returned an error, or there is no driver library.
+        """Make a call, which returns ``(error, values…)``; return the values. Raise CudaError if it
+        returned an error or there is no driver library.
         """
         try:
             error, *values = call(*arguments)

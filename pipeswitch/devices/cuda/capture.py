@@ -23,7 +23,7 @@ class CaptureBroke(CudaError):
 
 
 class CudaRecorder:
-    """Captures CUDA graphs on the compute stream, all into one pool: they never overlap in time."""
+    """Recorder of CUDA graphs on the compute stream; all share one pool, as they never overlap."""
 
     def __init__(
         self, stream: torch.cuda.Stream, index: int, slice_pool: torch.cuda.MemPool | None
@@ -36,7 +36,7 @@ class CudaRecorder:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """Enclose all captures of one program, without garbage collection: a free spoils them."""
+        """Enclose all captures of one program, and prevent garbage collection, which spoils one."""
         self._stream.synchronize()
         gc.collect()
         with no_collector():
@@ -77,11 +77,9 @@ class CudaRecorder:
 
         ``capture_end`` raises before it ends the capture in the allocators. Until repair every use
         of its pool fails ("already recording to mempool_id"), and with it every request in the
-        slice. Random numbers fail until another capture succeeds. Repair has four steps:
-
-        1. End the capture in the device's allocator. 2. Use a new pool, outside of the slice,
-        because the host's allocator has no such call. 3. Capture an empty graph, which succeeds.
-        4. Enter the slice, to test it.
+        slice. Random numbers fail until another capture succeeds. Repair has four steps: 1. End the
+        capture in the device's allocator. 2. Use a new pool, outside of the slice, because the
+        host's allocator has no such call. 3. Capture an empty graph. 4. Enter the slice, as a test.
 
         Raises:
             CaptureBroke: one of the steps failed.

@@ -3,8 +3,8 @@
 On the cpu device an index out of range raises an exception. On a GPU an assertion fails in a
 kernel, which breaks the context and ends the worker. If a graph looks up rows of a table with a
 request's own input (token ids, positions), the input is checked here, and only that request fails.
-Indices that a model computes and indices of module-mode programs are not checked: a bad one ends
-the worker.
+Not checked are indices that a model computes, and inputs of module-mode programs: a bad index there
+ends the worker.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def check_indices(
         inputs: tensors in host memory.
 
     Raises:
-        InvalidInput: names the input, the value and the table's size.
+        InvalidInput: an index is out of range; the text has the input, the index and the range.
     """
     for number, rows in limits.items():
         value = inputs[number]

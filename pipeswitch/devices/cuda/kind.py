@@ -39,7 +39,7 @@ STATUS_LOST: Final = 71
 class CudaKind:
     """See ``DeviceKind``."""
 
-    opened = "cuda:0"  # each GPU is its processes' number 0
+    opened = "cuda:0"  # each GPU is number 0 in its processes
     is_host = False
     can_confine = False  # a process that maps the arena can read all of it
 
@@ -178,8 +178,7 @@ def arena_size(wish: SizeSpec, free_bytes: int) -> int:
 def private_size(free_bytes: int, arena_bytes: int) -> int:
     """Return the bytes that one worker may allocate for itself: the memory beside the arena.
 
-    The sum over all workers stays small: only the computing worker and a suspended job have
-    activations.
+    The sum of all workers stays small: only the computing one and a suspended job have activations.
     """
     return max(GIB // 2, free_bytes - arena_bytes) // UNIT_BYTES * UNIT_BYTES
 

@@ -39,7 +39,7 @@ class LadderOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Wishes:
-    """Mechanisms that the configuration asks for; ``auto`` leaves the choice to the self-test."""
+    """Mechanisms that the settings request; ``auto`` leaves the choice to the self-test."""
 
     waits: str = AUTO
     words: str = AUTO

@@ -73,7 +73,6 @@ class CudaDeviceMemory(DeviceMemory):
         """Create the context, allocate the memory and start the threads.
 
         Args:
-            store, descriptors: as in ``DeviceMemory``.
             extra_bytes: size of the activation slice behind the arena; no copy writes to it.
             on_lost: called on any thread when the context is broken.
 

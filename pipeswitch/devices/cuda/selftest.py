@@ -176,7 +176,7 @@ def _by_copies(rig: Rig, pipe: Pipe) -> None:
     sum_read = total(cuda, base)
     fill(cuda, base, 9, MIB)
     pipe.send(found=sum_read)
-    pipe.hear()  # until it is killed
+    pipe.hear()  # wait to be killed
 
 
 def _by_kernels(rig: Rig, pipe: Pipe) -> None:

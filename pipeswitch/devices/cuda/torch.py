@@ -77,7 +77,7 @@ class CudaTorch:
 
     @contextlib.contextmanager
     def computing(self, *, in_slice: bool) -> Iterator[None]:
-        """Enqueue the block's work on ``stream``, with memory from the slice."""
+        """Enqueue the block's work on ``stream``, with memory from the slice if ``in_slice``."""
         with torch.cuda.stream(self._stream):
             if self._pool is None or not in_slice:
                 yield

@@ -136,10 +136,8 @@ class CudaWorkerDevice(WorkerDevice):
         return self._side.computing(in_slice=in_slice)
 
     def leave_slice(self, program: BoundProgram) -> bool:
-        """Let a program for which the slice was too small use ordinary memory, if it does not yet.
-
-        Return False if it uses ordinary memory already. Blocks until its enqueued work has run.
-        """
+        """Let a program use ordinary memory, because the slice was too small; return False if it
+        does already. Blocks until its enqueued work has run."""
         from .graphs import DeviceProgram
 
         if not isinstance(program, DeviceProgram) or not program.may_use_slice:

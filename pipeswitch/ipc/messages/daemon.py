@@ -132,8 +132,7 @@ class CloseCommits(Message, frozen=True):
 
 
 class CommitCopy(Message, frozen=True):
-    """controller -> memory daemon: copy pieces of a slice into the idle half of the job's commit
-    area, then make this half the current one (ADR 8)."""
+    """controller -> memory daemon: commit pieces of a slice to the job's commit area (ADR 8)."""
 
     job: JobName
     op_id: OpId
@@ -153,9 +152,8 @@ class PersistCommit(Message, frozen=True):
 
 
 class CommitPersisted(Message, frozen=True):
-    """memory daemon -> controller: the commit is on disk and synced, or ``error`` says why not.
-
-    After an error the older commit on disk is intact."""
+    """memory daemon -> controller: the commit is on disk and synced; or ``error`` says why not, and
+    the older commit is intact."""
 
     job: JobName
     op_id: OpId

@@ -196,8 +196,7 @@ class Yielded(Message, frozen=True):
 
 
 class InferenceFailed(Message, frozen=True):
-    """worker -> controller: the model's code raised, or the output is too large. The worker can
-    run other tasks."""
+    """worker -> controller: the model's code raised, or its output is too large for the slab."""
 
     op_id: OpId
     error: str  # a name of errors.py
@@ -234,8 +233,7 @@ class RunJob(Message, frozen=True):
 
 
 class LeaseRequest(Message, frozen=True):
-    """worker -> controller: a job's first job.steps requests its slice, and blocks until the
-    answer."""
+    """worker -> controller: a job's first job.steps requests its slice; waits for the answer."""
 
     op_id: OpId
     slice_bytes: int
@@ -260,8 +258,7 @@ class LeaseRefused(Message, frozen=True):
 
 
 class HostRequest(Message, frozen=True):
-    """worker -> controller: a job needs this much host memory for activations; the script blocks
-    until the answer."""
+    """worker -> controller: a job's script requests host memory for activations, and waits."""
 
     op_id: OpId
     size_bytes: int
@@ -297,8 +294,7 @@ class JobParked(Message, frozen=True):
 
 
 class JobReady(Message, frozen=True):
-    """worker -> controller: a job that had left the device (for a batch or copies) when it lost
-    ``turn`` needs the device again."""
+    """worker -> controller: a job needs the device again; it was away when it lost ``turn``."""
 
     op_id: OpId
     turn: Turn
