@@ -187,7 +187,7 @@ class CommitArea:
             self._map.close()
 
     def _reserve(self, slot: int, size_bytes: int) -> None:
-        """Allocate a slot's pages. Without memory this raises OSError; a write would be a SIGBUS."""
+        """Allocate a slot's pages. Without memory this raises OSError, but a write would SIGBUS."""
         if size_bytes > self._reserved_bytes[slot]:
             start = HEADER_BYTES + slot * self.slot_bytes
             os.posix_fallocate(self._own, start, size_bytes)

@@ -265,7 +265,7 @@ class RunAhead:
         self._events = [cuda.event() for _ in range(GROUPS_AHEAD + 1)]
 
     def look(self) -> None:
-        """Record an event after every 8th call (a group); wait for the event two groups before."""
+        """Record an event every ``LOOKS_PER_GROUP`` calls; wait for the one two groups before."""
         self._looks += 1
         if self._looks % LOOKS_PER_GROUP:
             return
