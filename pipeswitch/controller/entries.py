@@ -47,15 +47,15 @@ FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
         "devices": list,
         "defaults": list,
     },
-    "hold": {"why": str},  # its name is a job's: paused, and not to go on by itself
-    "placed": {"device": str, "is_sent": bool},  # its name is a job's: where it went, by its user
-    # its name is a model's; shares are of other versions: [version, percent]
+    "hold": {"why": str},  # named after a job that stays paused until its user resumes it
+    "placed": {"device": str, "is_sent": bool},  # named after a job; the device its user chose
+    # named after a model; shares of its other versions: [version, percent]
     "serving": {"version": int, "last": int, "spec_digest": str, "shares": list},
     "chain": {"spec": bytes, "tenant": str},
-    "alias": {"model": str},  # the name that it stands for
-    "ended": {"record": dict},  # its name is a job's: what it was, and how it ended
+    "alias": {"model": str},  # name of the model that the alias stands for
+    "ended": {"record": dict},  # named after a job: its settings, and how it ended
 }
-"""Required fields of each kind of entry beside its name; each kind is a table."""
+"""Required fields of each kind of entry, besides its name; each kind is a table."""
 
 ENDS: Final = {
     "model-gone": ("model",),
@@ -65,15 +65,15 @@ ENDS: Final = {
     "job-over": ("job", "hold", "placed", "ended"),
     "hold-over": ("hold",),
 }
-"""Kinds whose entries end entries of other kinds."""
+"""Kind of an entry that only ends entries -> the kinds of the entries that it ends."""
 
 REPLACES: Final = {"job": ("ended", "placed"), "ended": ("job", "hold", "placed")}
-"""Kinds whose entries replace entries of other kinds."""
+"""Kind of an entry -> the kinds of other entries that it replaces."""
 
-_NAME: Final = re.compile(NAME_PATTERN.pattern + r"(@[1-9][0-9]{0,8})?")  # a model's with version
-_SEPARATOR: Final = "~"  # between name and kind; no name has it
+_NAME: Final = re.compile(NAME_PATTERN.pattern + r"(@[1-9][0-9]{0,8})?")  # models have versions
+_SEPARATOR: Final = "~"  # between name and kind; not allowed in names
 _OF_MODELS: Final = ("model", "serving", "chain", "alias")
-_DIGEST_CHARS: Final = 64  # in front of a copy's content
+_DIGEST_CHARS: Final = 64  # the first characters of a copy, before its content
 
 
 def key_of(entry: Entry) -> Key:
@@ -82,12 +82,12 @@ def key_of(entry: Entry) -> Key:
 
 
 def digest_of(values: Any) -> str:
-    """Return the digest that tells a damaged entry from a sound one."""
+    """Return the SHA-256 of the values in hex, which shows later whether they are damaged."""
     return hashlib.sha256(msgspec.msgpack.encode(values)).hexdigest()
 
 
 def superseded_by(entry: Entry) -> list[Key]:
-    """Return the entries that this entry supersedes."""
+    """Return the keys of the entries that this entry supersedes."""
     kind = entry["kind"]
     gone = ENDS.get(kind) or REPLACES.get(kind, ())
     return [(other, entry["name"]) for other in gone]
@@ -146,9 +146,9 @@ class EntryCopies:
             self._path(*key).unlink(missing_ok=True)
 
     def keep(self, entry: Entry) -> None:
-        """Write the copy of an entry that the journal has, unless it is there already.
+        """Write the copy of an entry that the journal has, unless the copy is up to date.
 
-        The next start writes it if a power loss takes it, so nothing is synced.
+        Nothing is synced: the next start writes the copy again if a power loss destroys it.
 
         Raises:
             OSError: the disk is full or gone; the previous copy is unchanged.
@@ -213,7 +213,7 @@ def write_backup(data: bytes, newest: Path, older: Path) -> None:
 
 
 def _is_sound(entry: Entry) -> bool:
-    """Return whether this release can use an entry that was written whole."""
+    """Return whether this release can use an entry whose digest matches."""
     with contextlib.suppress(ValueError):
         check(entry)
         return True
@@ -221,7 +221,7 @@ def _is_sound(entry: Entry) -> bool:
 
 
 def _write_whole(path: Path, data: bytes) -> None:
-    """Replace a file by another one of mode 0600, whole or not at all."""
+    """Replace a file atomically; the new one has mode 0600."""
     temporary = path.with_name(f"{path.name}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb") as file:
