@@ -236,8 +236,8 @@ class World(simulator.World):
         require(not self.open, f"never answered: {sorted(self.open)} {self.describe()}")
 
     def help(self) -> bool:
-        """Act as the jobs' user: resume paused jobs, and unpin all models if a job waits for memory.
-        Return False if nothing was done."""
+        """Act as the jobs' user: resume paused jobs, and unpin models if a job waits for memory.
+        Return False if there was nothing to do."""
         machine = self.scheduler.machine
         paused = [job.spec.name for job in machine.jobs if job.state.state.value == "paused"]
         for name in paused:
