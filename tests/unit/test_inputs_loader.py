@@ -386,10 +386,7 @@ def test_a_job_that_is_alone_in_its_group_uses_no_ring_until_another_one_comes(m
     assert all(map(equal, got, expected))
     second = Script(memory, "two")
     assert all(map(equal, second.batches(2 * PASS), expected))
-    assert (second.shared.loaded, second.shared.found) == (
-        PASS + 1,
-        PASS,
-    )  # one is loaded to compare
+    assert (second.shared.loaded, second.shared.found) == (PASS + 1, PASS)  # 1 for comparison
 
 
 def test_a_job_that_is_left_alone_finds_what_the_others_had_loaded(memory: int) -> None:
@@ -399,7 +396,4 @@ def test_a_job_that_is_left_alone_finds_what_the_others_had_loaded(memory: int) 
         pass
     count(memory, 1)
     assert all(map(equal, second.batches(2 * PASS), alone(2 * PASS)))
-    assert (second.shared.loaded, second.shared.found) == (
-        PASS + 1,
-        PASS,
-    )  # one is loaded to compare
+    assert (second.shared.loaded, second.shared.found) == (PASS + 1, PASS)  # 1 for comparison
