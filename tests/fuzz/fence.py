@@ -7,8 +7,8 @@ one. If there is a C compiler, torch's own allocations do so too, and are filled
 (its last call is in shared memory), an answer that depends on the pattern (so the kernel did not
 write it), a changed input, and extents that differ from those of the call without data.
 
-``--inner`` makes calls that contracts accept and torch, without data, refuses. Between the ends of
-a program's ranges, only contracts check the first run of a shape (docs/adr/0024).
+``--inner`` makes calls that contracts accept but torch refuses on meta tensors. Between the ends
+of a program's ranges, only contracts check the first run of a shape (docs/adr/0024).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PAGE: Final = mmap.PAGESIZE
 SLOT_PAGES: Final = 16
 SLOTS: Final = 24
 PATTERNS: Final = (0x5A, 0xA7)
-RESIDENCY, VALUES = 8, 8  # layouts in memory per accepted arguments, and sets of values per layout
+RESIDENCY, VALUES = 8, 8  # memory layouts for accepted arguments, and sets of values per layout
 TRIES: Final = 8  # attempts to find arguments that are accepted
 REGIONS: Final = 20_000  # a child ends after this many large allocations; Linux allows some 30,000
 FLOATS: Final = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -62,7 +62,7 @@ ODD_FLOATS: Final = (
 )
 ODD_INTEGERS: Final = (-(1 << 63), -(1 << 31), 1 << 31, 1 << 40, 1 << 62, (1 << 63) - 1)
 ODDITY: Final = 1 / 16  # probability of odd values in a tensor, and of an odd number as argument
-WITHOUT_END: Final = frozenset({"sections"})  # never odd: a view for each section fills the memory
+WITHOUT_END: Final = frozenset({"sections"})  # no odd numbers: a view per section fills memory
 TARGETS: Final = sorted(f"aten.{n}.{o}" for n, suffixes in OVERLOADS.items() for o in suffixes)
 
 
@@ -747,7 +747,7 @@ def child(
 
 
 def library(folder: Path) -> str:
-    """Compile fence.c and return its path; empty without a compiler: only inputs are fenced."""
+    """Compile fence.c and return its path, or "" without a compiler: only inputs are fenced."""
     compiler = shutil.which("cc")
     if compiler is None:
         return ""

@@ -119,7 +119,7 @@ _OF_COMMITS: Final = (CommitStep, CommitCopy, StepCommitted)  # with operation i
 
 
 class _Kind:
-    """How one type of message is packed."""
+    """Fields of one type of message, sorted by the way in which they are packed."""
 
     def __init__(self, kind: type[Message]) -> None:
         self.kind = kind

@@ -33,7 +33,7 @@ JOINED = replace(FAULTLESS, steps=0, requests=3, batch=2, is_coarse=True)
 
 
 def _kind(command: ev.Command) -> type:
-    """Class of the message that a command sends, else of the command."""
+    """Return the class of the message that a command sends, or of the command if it sends none."""
     return type(getattr(command, "message", command))
 
 

@@ -60,7 +60,7 @@ class Scope:
     parks: int = 0  # times that a generation has no room for its next run, for a while
     batch: int = 0  # the largest batch; a request waits for others for up to DEADLINE_MS
     groups: int = 1
-    arena_mib: int = 8  # fences take 2, the slice 2
+    arena_mib: int = 8  # the fences and the slice take 2 MiB each
     model_mib: int = 4
     small_mib: int = 0  # size of each model but the first, in one group; 0: the same for all
     standby: int = 1

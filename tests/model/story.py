@@ -85,7 +85,7 @@ def _of_daemon(world: World, kind: str, index: int) -> str:
 
 
 def _of(world: World, index: int) -> str:
-    """Return the name of a device, or an empty string if there is only one."""
+    """Return " of device N" if there are several devices, else an empty string."""
     return f" of device {index}" if world.scope.devices > 1 else ""
 
 

@@ -28,7 +28,7 @@ class Worker(SimulatedWorker):
     """Worker process in a slot. Several states of the world may share the object.
 
     Attributes:
-        kept: the frozen form of a shared worker, which must not change; None for a state's own.
+        kept: the frozen form of a shared worker, which must not change; None if it is not shared.
     """
 
     kept: Kept | None = None

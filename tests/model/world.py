@@ -207,7 +207,7 @@ class World(simulator.World):
         return packed if vars(scene.device) == before else frozen_part(freeze_device, scene.device)
 
     def _generations(self) -> tuple[Any, ...]:
-        """Return the generations by device and slot, as ranks among workers and their ghosts."""
+        """Return generations by device and slot, as ranks among live workers and dead ones."""
         return tuple(
             [
                 tuple(
@@ -266,14 +266,14 @@ class World(simulator.World):
     # -- what can be changed -------------------------------------------------------------------
 
     def own(self, key: Slot) -> Worker:
-        """Return the worker in a slot, as a copy that may change if states share it."""
+        """Return the worker in a slot to change it; a copy replaces it if states share it."""
         worker = self.workers[key]
         if worker.kept is not None:
             worker = self.workers[key] = worker.own()
         return worker
 
     def own_daemon(self, index: int = 0) -> Daemon:
-        """Return a device's memory daemon, as a copy that may change if states share it."""
+        """Return a device's memory daemon to change it; a copy replaces it if states share it."""
         daemon: Daemon = self.daemons[index]
         if daemon.kept is not None:
             daemon = self.daemons[index] = daemon.own()

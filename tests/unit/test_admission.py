@@ -87,7 +87,8 @@ def test_what_waits_for_a_model_is_bounded_in_time() -> None:
 def test_what_waits_for_a_model_may_be_anothers_but_for_the_rest_of_the_time() -> None:
     server = Server(admission="off", max_queue_time_ms=80.0)
     tokens = [server.clients.infer(ModelName("m0"), caller="greedy") for _ in range(40)]
-    assert [server.error(token) is None for token in tokens].index(False) == 2 + 15  # 20 would fit
+    # Two requests are dispatched, and a caller may have 15 of the 20 places in the queue.
+    assert [server.error(token) is None for token in tokens].index(False) == 2 + 15
     other = [server.clients.infer(ModelName("m0"), caller="modest") for _ in range(5)]
     assert [server.error(token) is None for token in other] == [True] * 4 + [False]
 
@@ -118,7 +119,7 @@ def test_one_that_others_delay_is_told_as_soon_as_it_is_clear() -> None:
     times_ms = [server.answers[token][0] - began_ms for token in urgent]
     assert server.error(waits) is None  # the queue was empty when it arrived, so it ran at once
     assert isinstance(server.error(urgent[0]), DeadlineExceeded)
-    assert times_ms[0] == pytest.approx(30.0 - COMPUTE_MS[0], abs=0.1)  # not at its deadline
+    assert times_ms[0] == pytest.approx(30.0 - COMPUTE_MS[0], abs=0.1)  # before its deadline
 
 
 def test_what_was_never_measured_is_not_refused() -> None:

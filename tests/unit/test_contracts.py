@@ -1,4 +1,4 @@
-"""The closed list and its contracts, which refuse calls that torch accepts and kernels do not."""
+"""The closed list and its contracts, which refuse calls that torch accepts but kernels do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The typed wrapper of cuda.bindings, over a fake, which turns every error into a typed error."""
+"""The typed wrapper of cuda.bindings, over a fake: every error becomes a typed error."""
 
 from __future__ import annotations
 

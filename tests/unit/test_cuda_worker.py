@@ -18,7 +18,7 @@ from pipeswitch.workers.inference.task import _Groups, infer
 def test_a_worker_whose_termination_thread_fails_leaves_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its stream could not be drained because the context is broken, so parking never ends."""
+    """Its stream cannot be drained, as the context is broken, so a parked worker waits for ever."""
 
     class Left(BaseException):
         pass

@@ -92,7 +92,7 @@ def refuse(number: int) -> Any:
 def test_a_child_without_descriptors_has_exited_and_is_sent_nothing(
     parent: Parent, monkeypatch: pytest.MonkeyPatch, pairs: int
 ) -> None:
-    """The scheduler orders a worker and sends its first task in the same decision."""
+    """The scheduler spawns a worker and sends its first task in the same decision."""
     pairs_made = [channel_pair() for _ in range(pairs)]
     monkeypatch.setattr(
         controller_processes,

@@ -142,7 +142,7 @@ def test_by_coshift_the_device_idles_only_where_no_job_could_have_it(
 
 
 def test_by_coshift_a_loader_as_long_as_the_step_costs_the_device_nothing() -> None:
-    """Alone, each job takes 10 s, half of it without the device; in turns of 1 s, two take 18."""
+    """Alone, a job takes 10 s, half of it without the device. In turns of 1 s, two take 18 s."""
     ends = {}
     for order in ("rotate", "coshift"):
         server = Server(order)

@@ -1,4 +1,4 @@
-"""Requests for versions that leave, from frontends with old or new tables, in any order."""
+"""Requests for versions that leave, from frontends with old or new lists of versions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = st.lists(
 
 
 class Frontend(Rig):
-    """Scheduler with all tables that its frontend ever had; a request may use any of them."""
+    """Scheduler with all lists of versions that its frontend ever had; requests use any of them."""
 
     def __init__(self) -> None:
         self.known: list[tuple[ev.ModelAvailable, ...]] = [()]
@@ -44,7 +44,7 @@ class Frontend(Rig):
                 self.known.append(tuple(versions))
 
     def ask_as(self, announced: ev.ModelAvailable, version: int) -> ev.Token:
-        """Send a request as a frontend that knows this version; 0: the caller named none."""
+        """Send a request for an announced version; ``version`` 0: the caller named none."""
         return self.infer(
             announced.model,
             digest=announced.manifest.digest,

@@ -27,7 +27,7 @@ EMA = of("ema.module.", fc_weight=(2, 3), fc_bias=(2,)) | of("ema.", averaged=()
         (of("0.", fc_weight=(2, 3), fc_bias=(2,)), "0."),
         (EMA, "ema.module."),
         (of("model._orig_mod.", fc_weight=(2, 3), fc_bias=(2,)), "model._orig_mod."),
-        (FC, ""),  # the name has two parts, as "fc.weight" is in "fc"
+        (FC, ""),  # the job's names equal the program's
     ],
 )
 def test_weights_are_found_whatever_else_a_job_trains(names: Given, prefix: str) -> None:

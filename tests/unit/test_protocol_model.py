@@ -1,4 +1,4 @@
-"""The protocol model: no state of a small scope breaks an invariant, and all seeded bugs do."""
+"""The protocol model: small scopes keep the invariants in every state, and it finds seeded bugs."""
 
 from __future__ import annotations
 

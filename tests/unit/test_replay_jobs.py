@@ -41,8 +41,8 @@ def trained(order: str, *jobs: PaperJob, mib: int = 64) -> Outcome:
 def test_srtf_ends_three_jobs_sooner_on_average_than_turns(
     order: str, ends: tuple[float, ...]
 ) -> None:
-    """Three jobs need 3, 2 and 1 s. ``rotate`` runs l m s l m l, in cycles of 1 s and the rest of a
-    step. ``srtf`` runs l m s m l: three steps each of l and m first show their lengths."""
+    """Jobs l, m and s need 3, 2 and 1 s. ``rotate`` runs l m s l m l, in cycles of 1 s and the rest
+    of a step. ``srtf`` runs l m s m l: three steps each of l and m first show their lengths."""
     outcome = trained(order, job("long", 3.0), job("middle", 2.0), job("short", 1.0))
     assert tuple(one.jct_ms for one in outcome.jobs) == pytest.approx(ends)
     assert outcome.jct_ms == pytest.approx(sum(ends) / 3)
@@ -114,7 +114,7 @@ def test_a_job_larger_than_the_memory_is_an_error() -> None:
         trained("rotate", job("large", 1.0, 8), mib=4)
 
 
-# -- requests that are joined ------------------------------------------------------------------
+# -- batched requests --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

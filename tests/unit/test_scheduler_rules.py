@@ -1125,7 +1125,7 @@ def test_jobs_share_the_device_in_turns_of_training_cycle_ms(rig: Rig) -> None:
 
 
 def test_a_job_that_needs_what_another_holds_has_the_device_after_that_one() -> None:
-    """The other job keeps its turn although its priority is lower and it was stopped in a step."""
+    """The job that holds the activations is first, although it has a lower priority."""
     rig = Rig(training="coshift", activation_memory_bytes=1 << 20)
     low = rig.train("low", priority=2)
     rig.lease(low)
@@ -1987,7 +1987,7 @@ def test_standbys_prepare_models_they_do_not_know_and_one_stays_ready(rig: Rig) 
 def test_a_worker_that_knows_all_programs_is_not_asked_about_each_at_each_event(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a thousand models, such checks took milliseconds per event with an empty queue."""
+    """With a thousand models, a look at each took milliseconds per event with an empty queue."""
     for name in "abc":
         stored(rig, name)
     rig.prepared()
@@ -3164,7 +3164,7 @@ def test_a_publication_that_is_cancelled_changes_nothing(rig: Rig, stage: str) -
 
 
 def test_a_job_from_another_server_begins_at_its_commit(rig: Rig) -> None:
-    """It stays paused if it was. Without room for its commits it is refused and leaves nothing."""
+    """A paused job stays paused. Without room for its commits, a job is refused without a trace."""
     job = over(rig)  # an older job of the same name, whose files are removed first
     for step, slot_bytes, is_paused in ((7, MIB, True), (9, 1 << 40, False)):
         token, loaded = rig.token(), ev.LoadedCommit(slot_bytes, step, 5)

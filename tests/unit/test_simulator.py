@@ -97,7 +97,7 @@ def test_a_request_suspends_training_in_place_and_costs_it_no_more_than_its_own_
         world.clock.at(began_ms + at_ms, lambda: tokens.append(world.clients.infer(MODEL)))
     world.run()
     assert [world.answers[token][1].error for token in tokens] == [None, None]
-    # A cold request suspends the job before its first group arrives, a resident one to compute.
+    # A cold request also suspends the job while its first group is copied, a resident one does not.
     assert world.took_ms(done, began_ms) == 10 * STEP_MS + COPY_MS + 2 * GROUPS * LAYER_MS
 
 

@@ -221,7 +221,7 @@ def test_a_prompt_is_one_step_and_so_is_the_first_and_what_takes_long(
 
 
 def test_of_a_piece_of_a_prompt_no_token_is_chosen() -> None:
-    """The rows of the piece are returned all the same."""
+    """The piece's rows are returned, but its logits, which are no numbers here, are not used."""
     worker = Worker()
     worker.toy.is_nonsense = True
     [(tokens, rows)] = worker.told([worker.asked([1, 2, 3], 1, length=2, is_piece=True)])
