@@ -235,7 +235,7 @@ def test_gradients_are_bit_equal_within_every_budget(model: str, autocast: bool)
     all_of_it = limited("none", 1 << 40)
     assert same(train(make, all_of_it, autocast=autocast), plain)
     total = all_of_it.memory.peak_bytes
-    most = 4 if model in ("vgg", "resnet", "transformer") else 1.5  # one layer needs this share
+    most = 4 if model in ("vgg", "resnet", "transformer") else 1.5  # room for one layer
     for offload, share in (("auto", 1), ("auto", 1.5), ("auto", most), ("all", most), ("all", 0)):
         limit = limited(offload, int(total / share) if share else None)
         assert same(train(make, limit, autocast=autocast), plain), (offload, share)
