@@ -1,4 +1,4 @@
-"""The timeline: a ring of fixed size, and the trace it becomes."""
+"""The timeline: a ring of fixed size, and its conversion to a trace."""
 
 from __future__ import annotations
 
