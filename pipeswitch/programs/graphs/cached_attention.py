@@ -30,7 +30,7 @@ class DecodeRows:
     """Context manager of one decode step: one token for each sequence of a batch."""
 
     def __init__(self, used: Sequence[int]) -> None:
-        """Take each sequence's number of used rows; one more must be free. Empty: no decode step."""
+        """Take each sequence's number of used rows; one more must be free. Empty: not a step."""
         self.used, self.is_even = used, len({*used}) == 1
         if not self.is_even:
             self._places = torch.arange(len(used)), torch.tensor(used)
