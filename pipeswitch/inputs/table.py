@@ -25,7 +25,7 @@ class Label(msgspec.Struct, frozen=True):
     """Identity of a batch: its loader, pass and index."""
 
     loader: str
-    begins: tuple[int, int]  # the job's step when the pass began; earlier passes of that step
+    begins: tuple[int, int]  # job's step when the pass began, number of earlier passes at it
     index: int  # in the pass
     order: str  # hash of the batch's sample indices and of the loader's facts
 

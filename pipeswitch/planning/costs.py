@@ -12,7 +12,7 @@ from .grouping import Plan, spans
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """One copy takes ``alpha_ms + beta_ms_per_byte * bytes``: a fixed part and a bandwidth."""
+    """Time of one copy: ``alpha_ms + beta_ms_per_byte * bytes``, a fixed part and a bandwidth."""
 
     alpha_ms: float
     beta_ms_per_byte: float

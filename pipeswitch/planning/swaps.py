@@ -251,7 +251,7 @@ def plan(
 
 
 def min_bytes(step: Step) -> int:
-    """Return the smallest possible budget in bytes: a step needs it if all of ``_ranked`` leave."""
+    """Return the smallest budget in bytes that a step keeps when all of ``_ranked`` leave."""
     links = (LinkQueue(bytes_per_ms=1.0),) * 2
     unlimited = forecast(step, (), 1 << 62, links)
     assert unlimited is not None
@@ -264,9 +264,9 @@ def min_bytes(step: Step) -> int:
 
 
 def hiding(step: Step, budget_bytes: int, links: Links) -> list[Forecast]:
-    """Return the plans of vDNN's rule: the storages leave first whose copies hide best behind
-    computation (``_ranked``). The first plan has the fewest storages that keep the budget; each
-    later plan has more."""
+    """Return the plans of vDNN's rule: storages whose copies hide best behind computation leave
+    first (``_ranked``). The first plan has the fewest storages that keep the budget; later plans
+    have more."""
     ranked = _ranked(step, links)
     low, high = 0, len(ranked)
     while low < high:  # binary search: the step needs less room if more storages leave
@@ -281,7 +281,7 @@ def hiding(step: Step, budget_bytes: int, links: Links) -> list[Forecast]:
 
 
 def farthest(step: Step, budget_bytes: int) -> set[int]:
-    """Return Belady's choice of storages: if room is missing, the one with the last use leaves."""
+    """Return Belady's choice: if room is needed, the storage with the farthest use leaves."""
     sizes, order = step.sizes_bytes, order_of_use(step)
     here: set[int] = set()
     leaving: set[int] = set()

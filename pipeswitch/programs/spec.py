@@ -45,7 +45,7 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     # "random:SEED", "pretrained", a .safetensors file, the folder of a job's commit; empty: the
     # source's own weights
     weights: str = ""
-    part: str = ""  # part of that job whose weights are used; empty: the only one that fits
+    part: str = ""  # part of the job in ``weights``; empty: the only part that fits
     inputs: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # name -> (shape, dtype)
     takes: Tree = None  # tree of the arguments; None: each input is an argument
     example: str = ""  # a .safetensors file with values of the inputs; empty: random values
@@ -224,7 +224,7 @@ def fingerprint() -> str:
 
 
 def is_checked(manifest: Manifest) -> bool:
-    """Return True unless the program must be rebuilt, for these contracts or this machine."""
+    """Return True if the program's checks and packed weights are valid here; else rebuild it."""
     extra = manifest.extra
     is_known = extra.get("checked_by") == checked_by() and "last_readers" in extra
     if manifest.precision is not None and manifest.precision.fingerprint != fingerprint():

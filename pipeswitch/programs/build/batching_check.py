@@ -154,7 +154,7 @@ def _counted(compute: Plain, count: Plain, inputs: Sequence[torch.Tensor]) -> li
 def _with_counts(
     manifest: Manifest, values: Values, inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return the inputs, with the sizes without padding in those that contain such sizes."""
+    """Return the inputs; those that ``Manifest.pads`` names get the sizes without padding."""
     counted = {name: values[dim] for dim, name in manifest.pads.items()}
     return [
         torch.full_like(x, counted[spec.name]) if spec.name in counted else x

@@ -41,7 +41,7 @@ def exports(settings: BuildSettings) -> bool:
 def run(settings: BuildSettings, channel: Channel) -> int:
     """Build into a temporary folder, which the controller then renames to the program's digest."""
     # Programs are built on the CPU only. With a visible GPU, torch's export would create a context
-    # of half a gigabyte, and the arena has taken the device's memory.
+    # of half a gigabyte, but the arena has taken the device's memory.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 

@@ -38,7 +38,7 @@ MAX_PIECE: Final = 512  # tokens of one step; a longer prompt takes several step
 UNLIMITED: Final = 2048  # context of a model without a limit; BLOOM was trained with it
 _CLOSE: Final = 0.02  # of the largest logit: bfloat16 changes logits by 0.01, a wrong mask by 0.3
 _BATCH_LENGTH_PAST: Final = (2, 5, 7)  # of the example; all differ, and export treats 1 specially
-_ROUNDING: Final = 1e-4  # of the largest logit: another order of a sum may change so much
+_ROUNDING: Final = 1e-4  # of the largest logit: possible effect of another order of a sum
 _CHECKED: Final = 8  # tokens of ``check``; a window of up to ``_SHORT`` tokens needs more
 _SHORT: Final = 64
 
@@ -230,7 +230,7 @@ class Decoder(nn.Module):
             for length in (3, 1, 1, total - 6, 1):
                 piece = ids[:, position : position + length]
                 counts = torch.tensor([length]), torch.tensor([position])
-                padding = torch.ones(1, 3, self.width, dtype=self.dtype)  # as in a mixed batch
+                padding = torch.ones(1, 3, self.width, dtype=self.dtype)  # as for a longer one
                 outputs = self(piece, *counts, torch.cat([rows, padding], 1))
                 rows = torch.cat([rows, outputs[CACHE_NEW]], 1)
                 position += length
@@ -246,7 +246,7 @@ class Decoder(nn.Module):
     def _check_causal(self, ids: torch.Tensor, logits: torch.Tensor) -> None:
         """Refuse a model whose logits depend on a later token, such as an encoder.
 
-        The limit is strict: with random weights, the change is smaller than bfloat16's rounding.
+        The limit is strict: with random weights, such a change is below bfloat16's rounding.
         """
         changed = torch.cat([ids[:, :-1], ids[:, :1]], 1)
         others = self.model(input_ids=changed, use_cache=False, return_dict=True).logits[0]

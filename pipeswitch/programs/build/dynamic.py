@@ -47,7 +47,7 @@ class NotDynamic(Exception):
 
 
 def narrowed(axes: Axes, shapes: Sequence[Sequence[int]], works: Works) -> Axes:
-    """Return ``axes`` with the narrower ranges of ``works``, where these contain the own extent."""
+    """Return ``axes`` with the ranges of ``works``, if these contain the example's extent."""
     own = {dim.name: shapes[number][axis] for (number, axis), dim in axes.items()}
     ranges = {}
     for place, dim in axes.items():

@@ -232,7 +232,7 @@ class _Fusing:
         return self._graph.first_node_value + position
 
     def _reader(self, position: int) -> int | None:
-        """Return the only reader of a call's value; None if it is part of another chain."""
+        """Return the position of a value's only reader; None if it belongs to another chain."""
         readers = self._readers.get(self._value(position), [])
         if len(readers) != 1 or self._value(position) in self._graph.results:
             return None
@@ -352,8 +352,8 @@ class _Fusing:
         rest: tuple[Any, ...],
         new: NewWeights,
     ) -> _Form:
-        """Return a chain's packed call; ``arguments`` are the input, the weight and the bias, and
-        ``values`` are the tensors of the latter two."""
+        """Return a chain's packed call. ``arguments`` refer to the input, the weight and the bias;
+        ``values`` are the tensors of weight and bias."""
         operators, (source, w, b) = self._kernels.operators(), arguments
         key = (tuple(values[0].shape), str(rest), b is None, chain.norm is None)
         if chain.addition is None:

@@ -54,7 +54,7 @@ def without_token(work: Path) -> None:
 
 
 def of_its_own(work: Path) -> Path:
-    """Make this process use an own hub folder without a token; return the folder."""
+    """Make this process use a new hub folder in ``work`` and no token; return the folder."""
     without_token(work)
     for name in _CACHES:
         os.environ.pop(name, None)

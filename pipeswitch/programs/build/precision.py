@@ -190,7 +190,7 @@ def stays_exact(manifest: Manifest, name: str, why: str) -> Manifest:
 
 
 def _named(ours: Manifest, plain: Manifest, name: str, text: str) -> Manifest:
-    """Return ``ours`` with the digest of ``text``, and the digest ``program`` for all machines."""
+    """Return ``ours`` with the digest of ``text``, and with ``Manifest.program``."""
     program, digest = (
         hashlib.sha256(one.encode()).hexdigest() for one in (f"{plain.digest} {name}", text)
     )

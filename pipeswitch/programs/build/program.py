@@ -1,7 +1,7 @@
 """Registration: from a source to a verified program on disk (graph mode, or module mode).
 
 This runs in a builder, a short-lived process with torch. All errors of a model become
-``RegistrationRefused``. Each program that is written has computed the plain module's bits.
+``RegistrationRefused``. Each program has computed the bits of the plain module (rounded, for text).
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes
 
 
 def _check_disk(module: nn.Module, limit_bytes: int) -> None:
-    """Raise HostStoreFull if a module's tensors exceed the limit; a program has few others."""
+    """Raise HostStoreFull if a module's tensors exceed the limit; programs add few constants."""
     tensors: list[Any] = [*module.parameters(), *module.buffers()]
     plain = (one for one in tensors if not is_traceable_wrapper_subclass(one))
     storages = [one.untyped_storage() for one in plain if one.layout is torch.strided]

@@ -89,7 +89,7 @@ class Loaded:
     inputs: InputShapes
     construct: Callable[[], nn.Module]  # constructs the same structure again
     dynamic: Dynamic = field(default_factory=dict)  # dimensions that requests choose
-    is_wish: bool = False  # ``dynamic`` is the source's own: drop dimensions that do not work
+    is_wish: bool = False  # whether dimensions of ``dynamic`` may be dropped
     takes: Tree = None  # tree of the arguments; None: each input is an argument
     examples: list[torch.Tensor] = field(default_factory=list)  # declared values of the inputs
     loose: dict[str, torch.Tensor] = field(default_factory=dict)  # tensors in plain attributes
@@ -309,7 +309,7 @@ def _torchvision(name: str, is_pretrained: bool) -> tuple[Callable[[], nn.Module
 
 @contextlib.contextmanager
 def _unpickling_refused() -> Iterator[None]:
-    """Forbid torch.hub, by the environment, to unpickle files; it has no parameter for that."""
+    """Forbid torch.hub to unpickle files, by an environment variable: it has no parameter."""
     before = os.environ.get(_WEIGHTS_ONLY)
     os.environ[_WEIGHTS_ONLY] = "1"
     try:
@@ -340,7 +340,7 @@ class _ByPosition(nn.Module):
 
 
 def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], OpenShapes]:
-    """Return constructor and inputs of ``NAME``, or of ``NAME#Class`` for another class of it."""
+    """Return the constructor and the inputs of ``NAME``, or of ``NAME#Class`` with that class."""
     try:
         import transformers
     except ImportError as error:

@@ -12,7 +12,7 @@ from ..interface.dims import Dim, Expr, Extent, NoExtent, Values, all_values, ev
 from .dynamic import NotDynamic
 
 MAX_CONDITION_CASES: Final = 1 << 18  # about a second
-MAX_SUSPECTS: Final = 4  # shapes per condition: all of them take the same other path of the module
+MAX_SUSPECTS: Final = 4  # shapes per condition: the module takes the same other path at all of them
 MAX_POWER: Final = 4
 
 _FUNCTIONS: Final[Mapping[type, str]] = {

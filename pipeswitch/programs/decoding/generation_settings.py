@@ -42,7 +42,7 @@ MAX_SPECIALS: Final = 64  # special tokens that a template uses
 MAX_NOTES: Final = 32
 MAX_NOTE_CHARS: Final = 1000
 RARE: Final = ("top_k", "min_p", "repetition_penalty")
-DEFAULTS: Final = ("temperature", "top_p", "max_new_tokens", *RARE)  # author's settings in use
+DEFAULTS: Final = ("temperature", "top_p", "max_new_tokens", *RARE)  # author's that are used
 # Settings of a generation_config that do not affect the tokens, or that other code reads.
 SILENT: Final = re.compile(
     "(_|output_|use_|cache_|return_|assistant_|num_assistant|is_assistant|speculation|prompt_lookup|compile|disable_compile|continuous_batching|max_cache|max_matching|target_lookbehind|prefill|low_memory|renormalize|remove_invalid|decoder_start|(eos|bos|pad)_token_id$|do_sample$|transformers_version$)"

@@ -14,7 +14,7 @@ from .output import StopCriteria
 from .sampling import Options, Sampling
 
 TOO_LONG: Final = "context_length_exceeded"  # OpenAI's code, for which some clients shorten a chat
-LONGEST: Final = "this model's maximum context length is {} tokens"  # OpenAI's; clients parse it
+LONGEST: Final = "this model's maximum context length is {} tokens"  # OpenAI's words, for clients
 
 
 class LanguageModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class Token(NamedTuple):
     id: int
     text: str  # text to show now; empty while a character or a possible stop string is incomplete
     logprob: float | None = None  # log probability of the token, if ``logprobs`` is set
-    top: Sequence[tuple[int, float]] = ()  # likeliest tokens there, with their log probabilities
+    top: Sequence[tuple[int, float]] = ()  # likeliest tokens in its place, with log probabilities
 
 
 def ending_of(

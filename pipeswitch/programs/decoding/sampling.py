@@ -25,7 +25,7 @@ MAX_LOGPROBS: Final = 20  # OpenAI's limit
 NO_TOKENS: Final[Mapping[int, int]] = {}
 
 Chance = tuple[float, tuple[tuple[int, float], ...]]
-"""A token's log probability, and (token, log probability) of the likeliest tokens there."""
+"""A token's log probability, and (token, log probability) of the likeliest ones at its place."""
 
 
 class Options(

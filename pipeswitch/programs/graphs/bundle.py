@@ -230,7 +230,7 @@ def decode_graph(text: str, *, is_derived: bool = False) -> Graph:
 
 
 def check_graph(graph: Graph) -> None:
-    """Refuse a graph that exceeds a limit, or whose nodes do not only read earlier values."""
+    """Refuse a graph that exceeds a limit, or in which a node reads a value of a later node."""
     if graph.version != VERSION:
         _refuse("bundle version", f"this one is {graph.version}, we read {VERSION}")
     if len(graph.nodes) > MAX_NODES or len(graph.weights) > MAX_WEIGHTS:
@@ -424,7 +424,7 @@ def read_safetensors_header(
     if len(header) > MAX_WEIGHTS:
         _refuse("weights header", f"more than {MAX_WEIGHTS} tensors")
     tensors = [_file_tensor(name, entry, data_start) for name, entry in header.items()]
-    tensors.sort(key=lambda tensor: tensor.file_offset_bytes)  # stable, for empty tensors
+    tensors.sort(key=lambda tensor: tensor.file_offset_bytes)  # stable: empty tensors keep order
     position = data_start
     for tensor in tensors:
         if tensor.file_offset_bytes != position:

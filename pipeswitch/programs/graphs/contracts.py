@@ -120,7 +120,7 @@ def _not_empty(args: Arguments, *names: str) -> None:
 
 
 def _not_repeated(args: Arguments) -> None:
-    """Refuse a value with stride 0, such as a result of ``expand``, which the kernel ignores."""
+    """Refuse a value with a stride of 0, as ``expand`` makes it: the kernel uses only extents."""
     value = args["self"]
     pairs = zip(value.shape, value.stride(), strict=True)
     _need(all(n == 1 or stride for n, stride in pairs), f"it has strides {list(value.stride())}")
@@ -381,7 +381,7 @@ def _along(args: Arguments, *others: str) -> None:
 
 
 def _rows(args: Arguments) -> None:
-    """Require, for index_select and similar operators, 1-D indices and a source of their number."""
+    """Require, for index_select and similar operators, 1-D indices and one source row for each."""
     value, index = args["self"], args["index"]
     _need(index.dim() <= 1, "index has more than one dimension")
     axis = args["dim"] + (value.dim() if args["dim"] < 0 else 0)
@@ -441,7 +441,7 @@ _NO_CHANCE: Final = _is("train", False)
 _FAMILIES: Final[Mapping[str, Contract]] = {
     "batch_norm": _all_of(
         _MEAN_OF_BATCH,
-        # In training without running statistics it uses the batch's own, and writes nothing.
+        # In training without running statistics, batch_norm uses the batch's and writes nothing.
         lambda g: _need(
             (g["running_mean"] is None and g["running_var"] is None)
             if g["training"] is True

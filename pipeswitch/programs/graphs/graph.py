@@ -36,7 +36,7 @@ Environment = dict[int, Any]
 """Values that later groups need, by number; without weights."""
 
 GroupCall = Callable[[Environment, Sequence[torch.Tensor]], None]
-"""Reads values from the environment, removes those that no later group needs, adds its results."""
+"""Function of a group: reads the environment, removes values not needed later, adds results."""
 
 NO_WEIGHT: Final = 1 << 62  # larger than every value's number
 MAX_VALUE_BYTES: Final = 64 << 30  # of one intermediate value
@@ -45,7 +45,7 @@ MAX_CHECKS: Final = 1 << 16  # nodes times shapes in a registration's check, whi
 
 
 def _bounded(compute: Callable[..., Any]) -> Callable[..., int]:
-    """Return integer arithmetic limited to 64 bits: repeated squaring could fill the memory."""
+    """Return ``compute`` limited to integers of 64 bits: repeated squaring could fill memory."""
 
     def checked(*operands: Any) -> int:
         if any(type(operand) is not int for operand in operands):
@@ -436,9 +436,9 @@ class DryRun:
         """Run with the dimensions ``values``.
 
         Returns:
-            An upper bound of the memory of the run's values. A value that shares its argument's
-            memory is not counted only if its operator's schema says so. Kernels' own workspaces are
-            never counted.
+            An upper bound of the memory of the run's values. Values that share their argument's
+            memory are counted, too, unless the operator's schema declares the sharing. Kernels' own
+            workspaces are not counted.
 
         Raises:
             RegistrationRefused: a call fails or breaks its operator's contract, a shape depends on
@@ -446,7 +446,7 @@ class DryRun:
         """
         graph, compiled = self._graph, self._compiled
         environment = compiled.start(_inputs_on_meta(graph, values))
-        ends: dict[int, int] = {}  # node position -> bytes that are free after it
+        ends: dict[int, int] = {}  # node position -> bytes that become free after it
         largest_bytes = live_bytes = peak_bytes = 0
         for position, call in enumerate(compiled.calls):
             own = graph.first_node_value + position

@@ -29,7 +29,7 @@ def check_claims(manifest: layout.Manifest) -> None:
     """Refuse a graph's manifest whose numbers contradict each other.
 
     Raises:
-        RegistrationRefused: names the wrong value.
+        RegistrationRefused: a value is wrong; the error says which.
     """
     _check_texts(manifest)
     check_tensors(manifest.tensors, manifest.total_bytes)

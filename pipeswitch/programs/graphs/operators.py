@@ -10,8 +10,8 @@ The list does not contain:
 - operators that reach past a tensor's extents: a weight is a view of the *whole* arena, so
   ``as_strided``, ``_reshape_alias`` and the unchecked ``_unsafe_*`` index operators could read
   another model's memory;
-- overlapping windows (``unfold``): kernels rely on strides, and omitted most of an answer. The copy
-  (``unfold_copy``) is allowed, so only ``expand`` makes elements that share memory;
+- overlapping windows (``unfold``): some kernels assume usual strides, and omitted most of an
+  answer. Its copy (``unfold_copy``) is allowed, so only ``expand`` lets elements share memory;
 - uninitialised memory (``empty``, ``new_empty``), which may contain another tenant's bytes;
 - random numbers: a repeated request must get the same bits;
 - ``embedding_bag``: its kernel does not check the offsets, which are data (fuzzing read freed

@@ -120,7 +120,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def program(self) -> str:
-        """The plain program's digest, equal on all machines; derived forms differ by machine."""
+        """Digest that is equal on all machines; ``digest`` of a derived form differs by machine."""
         return str(self.extra.get("program", self.digest))
 
     @property

@@ -1,4 +1,4 @@
-"""Checks of files of weights and programs whose content does not match their name. No torch."""
+"""Checks that the content of weights and program files matches their names. Pure, no torch."""
 
 from __future__ import annotations
 

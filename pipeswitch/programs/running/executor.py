@@ -232,7 +232,7 @@ class GraphProgram:
         self._tried.add(_key(values))
 
     def _values(self, shapes: Shapes) -> Values:
-        """Return the dimensions' sizes, which need less memory than shapes."""
+        """Return the dimensions' sizes; raise InvalidInput if shapes do not fit the signature."""
         values = values_of((spec.shape for spec in self.manifest.inputs), shapes)
         if values is None:
             raise InvalidInput(f"the inputs' shapes {list(shapes)} are not of the signature")

@@ -69,7 +69,7 @@ def code_of(source: str, before: Container[str]) -> dict[str, str]:
 
 
 def import_as_built(source: str, code: Mapping[str, str]) -> None:
-    """Import a factory's package, again if this process imported other code than the build did.
+    """Import a factory's package; import it again if this process has code from another build.
 
     Raises:
         RegistrationRefused: the code has changed since the build.
@@ -104,7 +104,7 @@ def _digest(path: str) -> str:
 
 
 def without_cache(module: nn.Module) -> dict[str, bool]:
-    """Return ``use_cache=False`` for a decoder of transformers; a request does not use a cache."""
+    """Return ``use_cache=False`` for a decoder of transformers: requests do not share a cache."""
     is_asked = getattr(getattr(module, "config", None), "use_cache", False)
     return {"use_cache": False} if is_asked and "use_cache" in parameters_of(module) else {}
 
